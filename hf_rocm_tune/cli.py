@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
@@ -265,21 +265,6 @@ def drill(argv: Sequence[str]) -> int:
     return 0
 
 
-def bench(argv: Sequence[str]) -> int:
-    """measure transfers, loading and training steps on this machine"""
-    from hf_rocm_tune.bench.command import main as run_bench
-
-    def trainer_class() -> Callable[..., Any]:
-        from hf_rocm_tune.machine.process import prepare_process
-
-        prepare_process(os.environ)
-        from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
-
-        return VerifiedSFTTrainer
-
-    return run_bench(argv, trainer_class=trainer_class)
-
-
 def push(argv: Sequence[str]) -> int:
     """upload a finished run to the Hugging Face Hub, and check the hashes there"""
     from hf_rocm_tune.publish.push import main as run_push
@@ -337,7 +322,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "configs": configs,
     "recipes": recipes,
     "env": env,
-    "bench": bench,
     "demo": demo,
     "drill": drill,
     "report": report,
@@ -364,14 +348,11 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def _train(verb: Method, argv: Sequence[str]) -> int:
     """Launch a training verb; the names of its flags are checked before large imports."""
-    from hf_rocm_tune.launch import launch, split, with_cards_way
+    from hf_rocm_tune.launch import launch, split
 
-    way, argv = names.take_flag(argv, names.CARDS_WAY)
     line = split(argv)
     if names.answered(verb, line.job):
         return 0
-    if way is not None:
-        line = with_cards_way(way, verb, line)
     return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
 

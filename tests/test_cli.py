@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def test_the_verbs_are_the_public_commands() -> None:
     training, machine = (
         ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "run"],
-        ["doctor", "plan", "configs", "recipes", "env", "bench", "demo", "drill"],
+        ["doctor", "plan", "configs", "recipes", "env", "demo", "drill"],
     )
     result = ["report", "push", "merge", "generate", "chat"]
     assert list(cli.VERBS) == [*training, *machine, *result, "version"]
@@ -76,8 +76,6 @@ LONG = "x" * 300  # more than a file system takes
         (["configs", "cp", "cpu", LONG], ["cannot write", "too long"]),
         (["drill", "--json", LONG], ["--json"]),
         (["drill", "--seed", "9" * 400], ["--seed", "below 2**32"]),
-        (["bench", "transfer", "--json", LONG], ["--json"]),
-        (["bench", "transfer", "--max_size", "9" * 400], ["--max_size", "too large"]),
         (["doctor", "--capture", LONG], ["--capture"]),
     ],
 )
@@ -162,6 +160,16 @@ def test_training_help_is_one_screen_that_imports_nothing_large(start: tuple[str
     assert len(lines) < 60 and max(map(len, lines)) <= 80
     for part in ("--model NAME", "--verify full|sample|off", "--accelerate_config", "--help_all"):
         assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("verb", "own"),
+    [("dpo", "--loss_type"), ("kto", "--desirable_weight"), ("reward", "--center_rewards"), ("grpo", "--reward_funcs")],
+)
+def test_the_short_help_has_a_method_s_own_flags_and_none_that_it_refuses(verb: str, own: str) -> None:
+    shown = light("hf_rocm_tune", verb, "--help").stdout
+    assert own in shown and max(map(len, shown.splitlines())) <= 80
+    assert not any(f"  --{flag} " in shown for flag in ("auto_fit", "split_layers", "packing"))
 
 
 @pytest.mark.parametrize("start", STARTS[1:3], ids=" ".join)

@@ -34,7 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"data", "models"}),
     frozenset({"cards", "survive"}),
     frozenset({"plan"}),
-    frozenset({"train", "publish", "doctor", "bench"}),
+    frozenset({"train", "publish", "doctor"}),
 )
 ENTRY = len(LAYERS)
 ROOT = ENTRY + 1  # cli, __main__ and the package itself, whose lazy names point at anything

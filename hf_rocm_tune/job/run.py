@@ -26,9 +26,9 @@ from hf_rocm_tune.data import turns
 from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import of_trained
-from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
+from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
-from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
+from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover
 from hf_rocm_tune.job.refusals import (
     check_adapter,
     check_method,
@@ -57,8 +57,8 @@ from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.survive.heartbeat import tell_begun
 from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
-from hf_rocm_tune.train import report, seam_probe, stall, telemetry
-from hf_rocm_tune.train.device_memory import explain_native_exits, warm_up
+from hf_rocm_tune.train import report, stall, telemetry
+from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.train.ranks import check_fsdp, check_tensor_parallel, is_wanted
 from hf_rocm_tune.train.refusals import (
@@ -87,7 +87,7 @@ class Job:
     arguments: Arguments
     asked: dict[str, Any]  # the settings before --auto_fit chose; they identify a run
     plan: StartPlan
-    fit: Fit | None
+    fit: Choice | None
     source: ModelSource
     data: Splits
     tokenizer: PreTrainedTokenizerBase
@@ -130,8 +130,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     if arguments.training.disable_tqdm or not sys.stderr.isatty():
         telemetry.quieten_bars()
     if newer := upstream.untested():
-        on_main_process(lambda: seam_probe.require(newer, announce.say))
-    explain_native_exits(_tell)
+        announce.say(f"newer than the tested versions: {', '.join(newer)}; a seam that has moved is an error")
     several = arguments.training.world_size > 1
     if several_machines(os.environ):
         announce.say(
@@ -167,11 +166,6 @@ def _dry_run(arguments: Arguments, form: str) -> int:
     return 0
 
 
-def _tell(error: TuneError) -> None:
-    telemetry.clear_live_line()
-    exits.speak(error)
-
-
 def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
     # runs of older versions recorded neither these nor the method
@@ -195,6 +189,8 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
             group = exits.RankGroup.of(os.environ)
             why = ((group and group.last_message()) or "a process ended without a message").partition(". ")[0]
             announce.say(f"the launcher has restarted all processes ({why}): the run continues from {where}")
+        elif plan.checkpoint is not None:
+            announce.say(announce.resumption(plan.checkpoint))
         publisher = _open_publisher(arguments)
         if plan.action == "finished":
             announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
@@ -245,8 +241,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
     if job.fit is not None:
-        job.fit = probed(job.fit, trainer, say=announce.say)
-        chosen = dict(vars(job.fit.choice))  # for a resumed run
+        chosen = dict(vars(job.fit))  # for a resumed run
         job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
         facts = replace(facts, auto_fit=chosen)
     if trainer.is_world_process_zero():
@@ -264,6 +259,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     cards = job.cards = announce.Cards(
         arguments=job.arguments,
         data=job.data.description,
+        columns=tuple(job.data.train.column_names or ()),
         trainer=trainer,
         facts=facts,
     )
@@ -431,7 +427,6 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
     ranks, tune = arguments.ranks, arguments.tune
     return {
         "--auto_fit": tune.auto_fit != "off",
-        "--compare_optimizer_every": tune.compare_optimizer_every > 0,
         "--grad_sync host": ranks.grad_sync == "host",
         "--grad_compression": ranks.grad_compression != "none",
         "--recompute_layers": tune.recompute_layers is not None,
@@ -463,7 +458,6 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     # a model to be sharded stays on the host: each card gets its part when the trainer is built
     on_host = (is_wanted(os.environ) or job.arguments.ranks.tensor_parallel) and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host)
-    records = on_main_process(lambda: attest_files(job.source, job.mover))
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)
@@ -493,9 +487,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             mover=job.mover,
             sentinel_every=tune.sentinel_every,
             prefetch_batches=tune.prefetch_batches,
-            compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
-            recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
+            recompute_layers=job.fit.recompute if job.fit else tune.recompute,
             one_pass_loss=job.arguments.one_pass_loss,
             pipeline=job.arguments.ranks.pipeline == "auto",
             on_oom=tune.on_oom,
@@ -513,6 +506,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             rates=LearningRates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
             **extra,
         )
+    records = on_main_process(lambda: attest_files(job.source, job.mover))  # of models that TRL has loaded, too
     if tune.mask_thinking:
         for split in ("train", "eval"):
             if (rows := getattr(trainer, f"{split}_dataset")) is not None:

@@ -147,7 +147,7 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
         if source.reward:
             arguments["num_labels"] = 1
         with (
-            nullcontext() if on_host else verified_loading(mover),
+            verified_loading(mover, on_host=on_host),
             without_dispatch(),
             suppress_seqcls_warning() if source.reward else nullcontext(),
         ):
@@ -175,19 +175,21 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
 
 
 def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
-    """Compares a loaded model's weight files with their recorded SHA-256, and the loaded tensors with the files.
+    """Compares weight files with their recorded SHA-256, and the loaded tensors with the files.
 
     Args:
         source: the loaded model.
-        mover: transferred its weights.
+        mover: transferred its weights, and those of models that are only evaluated.
 
     Raises:
         UsageError: a file is damaged on this disk.
         CorruptionError: a loaded tensor differs from the file.
     """
     directory = expand_user(source.name) if source.is_local else hub_snapshot(source.name, source.revision)
-    files = sorted(directory.glob("*.safetensors")) if directory is not None else []
-    return check_files(files, default_memory(), mover.loaded)
+    files = set(directory.glob("*.safetensors")) if directory is not None else set()
+    seen = {file.resolve() for file in files}
+    files |= {Path(path) for path, _ in mover.loaded if Path(path).resolve() not in seen}
+    return check_files(sorted(files), default_memory(), mover.loaded)
 
 
 def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> PreTrainedTokenizerBase:

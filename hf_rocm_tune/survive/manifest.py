@@ -110,7 +110,7 @@ def write(
         tensors=dict(tensors or {}),
         extra=dict(extra or {}),
     )
-    write_text_atomic(directory / MANIFEST_NAME, _to_json(manifest))
+    write_text_atomic(directory / MANIFEST_NAME, to_json(manifest))
     return manifest
 
 
@@ -252,7 +252,8 @@ def _digest(path: Path, copy: BinaryIO | None = None) -> FileEntry:
     return FileEntry(bytes=size, sha256=digest.hexdigest())
 
 
-def _to_json(manifest: Manifest) -> str:
+def to_json(manifest: Manifest) -> str:
+    """The content of ``integrity.json``."""
     body: dict[str, Any] = {"schema": SCHEMA, **asdict(manifest)}
     return json.dumps(body | {"digest": _own_digest(body)}, indent=1)
 

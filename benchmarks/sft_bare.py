@@ -1,4 +1,4 @@
-"""LoRA fine-tuning with torch, transformers and PEFT alone: the loop that ``bench sft`` compares the trainers with.
+"""LoRA fine-tuning with torch, transformers and PEFT alone: the loop that ``sft.py`` compares the trainers with.
 
 It is run as a file, so that nothing of ours is imported, and reads a few flags of ``trl sft``.
 """
