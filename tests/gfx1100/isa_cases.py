@@ -62,8 +62,8 @@ SPECIAL = (
 class Case:
     """One instruction.
 
-    Vector ones read v[8:9], v[10:11], v[12:13], v[14:15], vcc and s16, and write v[14:15] and vcc, exec or s20. Scalar ones
-    read s[16:17], s[18:19], s[20:21] and scc, and write s[20:21] and scc. Of memory: see `execute_memory`.
+    Vector ones read v[8:9], v[10:11], v[12:13], v[14:15], vcc and s16, and write v[14:15] and vcc, exec or s20. Scalar
+    ones read s[16:17], s[18:19], s[20:21] and scc, and write s[20:21] and scc. Of memory: see `execute_memory`.
     """
 
     name: str

@@ -431,7 +431,7 @@ class Machine:
         return of(kind, width, table[operator])
 
     def denormal(self, operator: str, a: Value, b: Value) -> bool | None:
-        """``x == DENORM.f32``: is it one? Of quotients that pseudo-code for f32 takes in f64, the one of f32 is meant."""
+        """``x == DENORM.f32``: is it one? For f32 the pseudo-code divides in f64 and means the quotient in f32."""
         if b.kind == "f" and b.bits == -1:
             number = a.number
             limit = Fraction(2) ** (-126 if self.names["single"] else -1022)

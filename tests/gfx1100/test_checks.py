@@ -1,7 +1,7 @@
 """Kernels that do what they must not: each fault is found, and its message says what and where.
 
-The kernel that is right adds up int32 numbers: each lane loads one where there is one, both waves exchange theirs through
-LDS, and the sum of a lane and its partner is added to a total. Each mutant is one changed instruction of it.
+The kernel that is right adds up int32 numbers: each lane loads one where there is one, both waves exchange theirs
+through LDS, and the sum of a lane and its partner is added to a total. Each mutant is one changed instruction of it.
 """
 
 from __future__ import annotations

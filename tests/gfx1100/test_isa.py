@@ -1,8 +1,8 @@
 """Each instruction against AMD's own pseudo-code, with random operands; a stored digest of the results stands for it.
 
 `make test-long` evaluates the pseudo-code, which the registry's tinygrad package carries (it has no other use here, and
-`make setup` does not install it), and checks that the stored digests are of results that agree with it. `make test` only
-checks the digests.
+`make setup` does not install it), and checks that the stored digests are of results that agree with it. `make test`
+only checks the digests.
 
     python -m tests.gfx1100.test_isa     # writes isa_digests.txt anew, after the comparison
 """
