@@ -1,4 +1,4 @@
-"""``hf-rocm-tune drill``: faults of every kind injected into real transfers on the user's device, and whether they are
+"""``hf-rocm-tune doctor --drill``: faults of every kind injected into real transfers on the user's device, and whether they are
 detected.
 
 The transfers use the same mover, ring, digests and ladder as a run; faults are injected into copies, at the backend.

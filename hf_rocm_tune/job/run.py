@@ -28,7 +28,7 @@ from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import of_trained
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
-from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
+from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover
 from hf_rocm_tune.job.refusals import (
     check_adapter,
     check_method,
@@ -87,7 +87,7 @@ class Job:
     arguments: Arguments
     asked: dict[str, Any]  # the settings before --auto_fit chose; they identify a run
     plan: StartPlan
-    fit: Fit | None
+    fit: Choice | None
     source: ModelSource
     data: Splits
     tokenizer: PreTrainedTokenizerBase
@@ -241,8 +241,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
     if job.fit is not None:
-        job.fit = probed(job.fit, trainer, say=announce.say)
-        chosen = dict(vars(job.fit.choice))  # for a resumed run
+        chosen = dict(vars(job.fit))  # for a resumed run
         job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
         facts = replace(facts, auto_fit=chosen)
     if trainer.is_world_process_zero():
@@ -260,6 +259,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     cards = job.cards = announce.Cards(
         arguments=job.arguments,
         data=job.data.description,
+        columns=tuple(job.data.train.column_names or ()),
         trainer=trainer,
         facts=facts,
     )
@@ -488,7 +488,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             sentinel_every=tune.sentinel_every,
             prefetch_batches=tune.prefetch_batches,
             consent_unverified=tune.consent_unverified,
-            recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
+            recompute_layers=job.fit.recompute if job.fit else tune.recompute,
             one_pass_loss=job.arguments.one_pass_loss,
             pipeline=job.arguments.ranks.pipeline == "auto",
             on_oom=tune.on_oom,

@@ -238,7 +238,7 @@ class OptimizerTablesCallback(TrainerCallback):
                 raise CorruptionError(
                     f"the {name} code table of the 8-bit optimizer arrived wrong on the device, so its state decodes "
                     "to wrong values. Nothing was saved since: start the same command again; if it happens again, run "
-                    "`hf-rocm-tune drill`"
+                    "`hf-rocm-tune doctor --drill`"
                 )
 
 

@@ -306,6 +306,7 @@ class VerifiedTransferMixin(_Base):
             attest(model, self.mover)
             place(model, self.mover)
             follow_bias_casts(model, self.mover)
+            model.requires_grad_(False)  # or the sentinel would take its weights for trained ones
             self._references.append(model)
         return stock(model, device_placement=bool(device_placement), evaluation_mode=evaluation_mode)
 
@@ -475,7 +476,6 @@ class VerifiedTransferMixin(_Base):
         with (
             self._metrics_queue.deferring(),
             self._keep_checkpointing_choice(),
-            self._sentinel.forward(),
             self._loss_way(),
             as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
@@ -835,11 +835,11 @@ def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
     return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
 
 
-def _with_own_labels(batch: Batch) -> Batch:
-    copies = {
-        name: value.clone() for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)
-    }
-    return {**batch, **copies}
+def _with_own_labels(batch: Any) -> Any:
+    if not isinstance(batch, Mapping):  # prompts
+        return batch
+    mine = [name for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)]
+    return {**batch, **{name: batch[name].clone() for name in mine}}
 
 
 def _own_arguments(args: Any) -> Any:
