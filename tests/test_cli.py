@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def test_the_verbs_are_the_public_commands() -> None:
     training, machine = (
         ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "run"],
-        ["doctor", "plan", "configs", "recipes", "env", "bench", "demo", "drill"],
+        ["doctor", "plan", "configs", "recipes", "env", "bench", "demo"],
     )
     result = ["report", "push", "merge", "generate", "chat", "eval"]
     assert list(cli.VERBS) == [*training, *machine, *result, "version"]
@@ -74,11 +74,10 @@ LONG = "x" * 300  # more than a file system takes
         (["sft", "--config", LONG], ["does not exist"]),
         (["recipes", "validate", LONG], ["does not exist"]),
         (["configs", "cp", "cpu", LONG], ["cannot write", "too long"]),
-        (["drill", "--json", LONG], ["--json"]),
-        (["drill", "--seed", "9" * 400], ["--seed", "below 2**32"]),
+        (["doctor", "--drill", "--json", LONG], ["--json"]),
+        (["doctor", "--drill", "--seed", "9" * 400], ["--seed", "below 2**32"]),
         (["bench", "transfer", "--json", LONG], ["--json"]),
         (["bench", "transfer", "--max_size", "9" * 400], ["--max_size", "too large"]),
-        (["doctor", "--capture", LONG], ["--capture"]),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
