@@ -9,7 +9,8 @@ VENV := .venv/bin/python
 WORKERS := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long gpu lint format wheel clean
+ROOM ?= transfer
+.PHONY: help setup demo test unit test-long gpu lint format wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -22,6 +23,9 @@ demo: setup ## fine-tune a small model, with no network, and verify every byte t
 
 test: lint ## lint, type check, and every test that fits into 15 minutes on two cores
 	@$(VENV) -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+unit: setup ## the tests of one room, without lint: make unit ROOM=cards
+	@$(VENV) -m pytest $(WORKERS) tests/$(ROOM) $(PYTEST_ARGS)
 
 test-long: lint ## the same, with the full matrices
 	@$(VENV) -m pytest $(WORKERS) -m "long or not long" $(PYTEST_ARGS)

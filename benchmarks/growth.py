@@ -33,12 +33,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common import describe  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 from trl import SFTConfig  # noqa: E402
 
 from hf_rocm_tune import VerifiedSFTTrainer  # noqa: E402
-from hf_rocm_tune.bench.report import describe  # noqa: E402
 from tests import tiny  # noqa: E402
 
 WAYS = ("anew", "cached", "streamed")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, UsageError
@@ -235,21 +235,6 @@ def demo(argv: Sequence[str]) -> int:
     return run_demo(list(argv))
 
 
-def bench(argv: Sequence[str]) -> int:
-    """measure transfers, loading and training steps on this machine"""
-    from hf_rocm_tune.bench.command import main as run_bench
-
-    def trainer_class() -> Callable[..., Any]:
-        from hf_rocm_tune.machine.process import prepare_process
-
-        prepare_process(os.environ)
-        from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
-
-        return VerifiedSFTTrainer
-
-    return run_bench(argv, trainer_class=trainer_class)
-
-
 def push(argv: Sequence[str]) -> int:
     """upload a finished run to the Hugging Face Hub, and check the hashes there"""
     from hf_rocm_tune.publish.push import main as run_push
@@ -287,13 +272,6 @@ def chat(argv: Sequence[str]) -> int:
     return _with_model(commands.add_chat_flags, commands.chat, chat, argv, sigterm_interrupts=False)
 
 
-def evaluate(argv: Sequence[str]) -> int:
-    """perplexity on a split, and tasks of lm-evaluation-harness"""
-    from hf_rocm_tune.publish import evaluate as evaluate_command
-
-    return _with_model(evaluate_command.add_flags, evaluate_command.run, evaluate, argv, name="eval")
-
-
 @cache
 def _training(verb: Method) -> Callable[[Sequence[str]], int]:
     def command(argv: Sequence[str]) -> int:
@@ -314,14 +292,12 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "configs": configs,
     "recipes": recipes,
     "env": env,
-    "bench": bench,
     "demo": demo,
     "report": report,
     "push": push,
     "merge": merge,
     "generate": generate,
     "chat": chat,
-    "eval": evaluate,
     "version": version,
 }
 
@@ -341,14 +317,11 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def _train(verb: Method, argv: Sequence[str]) -> int:
     """Launch a training verb; the names of its flags are checked before large imports."""
-    from hf_rocm_tune.launch import launch, split, with_cards_way
+    from hf_rocm_tune.launch import launch, split
 
-    way, argv = names.take_flag(argv, names.CARDS_WAY)
     line = split(argv)
     if names.answered(verb, line.job):
         return 0
-    if way is not None:
-        line = with_cards_way(way, verb, line)
     return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
 
@@ -358,11 +331,10 @@ def _with_model(
     verb: Callable[..., int],
     argv: Sequence[str],
     *,
-    name: str | None = None,
     sigterm_interrupts: bool = True,
 ) -> int:
     """Run a command that loads a model; its flags are checked before torch is imported."""
-    parser = CommandParser(prog=f"{PROGRAM} {name or verb.__name__}", description=verb.__doc__)
+    parser = CommandParser(prog=f"{PROGRAM} {verb.__name__}", description=verb.__doc__)
     add_flags(parser)
     wanted = parser.parse_args(argv)
 

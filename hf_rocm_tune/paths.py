@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from hf_rocm_tune.errors import UsageError
+
 
 def expand_user(path: str | Path) -> Path:
     """``path`` with a leading ``~`` or ``~name`` expanded; left as it is where nobody has that name.
@@ -13,6 +15,21 @@ def expand_user(path: str | Path) -> Path:
     Unlike Path.expanduser, which raises RuntimeError there.
     """
     return Path(os.path.expanduser(path))
+
+
+def is_local_model(name: str) -> bool:
+    """Whether a model's name is a path: it exists, or is written as one."""
+    return os.path.exists(expand_user(name)) or name.startswith((".", "/", "~"))
+
+
+def require_model(name: str) -> None:
+    """Checks that a model whose name is a path exists.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if is_local_model(name) and not os.path.exists(expand_user(name)):
+        raise UsageError(f"model: {name} does not exist: give a model directory or a Hub id")
 
 
 def can_be_file(path: Path) -> bool:

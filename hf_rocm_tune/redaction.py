@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 REDACTED = "REDACTED"
 _SHORTEST_VALUE = 8
@@ -269,29 +269,26 @@ def scrub_json(value: Any, private: Private, *, names: bool = True) -> Any:
     )
 
 
-def find_in_file(path: Path, private: Private) -> str | None:
+def find_in_file(stream: BinaryIO, private: Private, *, header_only: bool = False) -> str | None:
     """What private content a file has, in words without it; None for none.
 
     Searched are the literal secrets and paths of `Private`: other patterns occur by chance in weights and vocabularies.
-    Of safetensors only the header is read.
-
-    Raises:
-        OSError: the file cannot be read.
+    ``header_only`` is for safetensors.
     """
     paths = [known for known, instead in private.paths.items() if instead != "~" and len(Path(known).parts) > 2]
     wanted = {secret.encode(): "a secret" for secret in private.secrets} | {p.encode(): f"the path {p}" for p in paths}
     overlap = max(map(len, wanted), default=1) - 1
-    tail = b""
-    with open(path, "rb") as file:
-        left = 8 + int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else sys.maxsize
-        file.seek(0)
-        while chunk := file.read(min(_CHUNK_BYTES, left)):
-            left -= len(chunk)
-            window = tail + chunk
-            for needle, what in wanted.items():
-                if needle in window:
-                    return what
-            tail = window[-overlap:] if overlap else b""
+    tail, left = b"", sys.maxsize
+    if header_only:
+        left = 8 + int.from_bytes(stream.read(8), "little")
+        stream.seek(0)
+    while chunk := stream.read(min(_CHUNK_BYTES, left)):
+        left -= len(chunk)
+        window = tail + chunk
+        for needle, what in wanted.items():
+            if needle in window:
+                return what
+        tail = window[-overlap:] if overlap else b""
     return None
 
 

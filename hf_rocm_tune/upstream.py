@@ -8,8 +8,8 @@ A place that upstream has moved is a `SeamError` with a clear line, never a tran
   reason, and the version with which it was checked. Those marked ``patched`` are replaced in a `replaced` block or by
   `replace_for_good`.
 
-Names and parameters do not show whether upstream still calls a place; with libraries newer than `TESTED`,
-`training.seam_probe` tries it.
+Names and parameters do not show whether upstream still calls a place: `pyproject.toml` bounds the versions, and a run
+says which of them are newer than `TESTED`.
 """
 
 from __future__ import annotations
@@ -75,6 +75,15 @@ SEAMS: tuple[Seam, ...] = (
         attribute="_materialize_copy",
         parameters=("tensor", "device", "dtype"),
         why="every weight of from_pretrained is read and placed here, quantised models too",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="open_weights",
+        module="transformers.modeling_utils",
+        attribute="safe_open",
+        parameters=("filename", "framework"),
+        why="opens the weight files: what is loaded are the mapped file's bytes, not what its reader returns",
         checked=_TRANSFORMERS,
         patched=True,
     ),

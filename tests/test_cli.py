@@ -27,9 +27,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def test_the_verbs_are_the_public_commands() -> None:
     training, machine = (
         ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "run"],
-        ["doctor", "plan", "configs", "recipes", "env", "bench", "demo"],
+        ["doctor", "plan", "configs", "recipes", "env", "demo"],
     )
-    result = ["report", "push", "merge", "generate", "chat", "eval"]
+    result = ["report", "push", "merge", "generate", "chat"]
     assert list(cli.VERBS) == [*training, *machine, *result, "version"]
     assert all(command.__doc__ and "\n" not in command.__doc__ for command in cli.VERBS.values())
 
@@ -76,8 +76,6 @@ LONG = "x" * 300  # more than a file system takes
         (["configs", "cp", "cpu", LONG], ["cannot write", "too long"]),
         (["doctor", "--drill", "--json", LONG], ["--json"]),
         (["doctor", "--drill", "--seed", "9" * 400], ["--seed", "below 2**32"]),
-        (["bench", "transfer", "--json", LONG], ["--json"]),
-        (["bench", "transfer", "--max_size", "9" * 400], ["--max_size", "too large"]),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
@@ -161,6 +159,35 @@ def test_training_help_is_one_screen_that_imports_nothing_large(start: tuple[str
     assert len(lines) < 60 and max(map(len, lines)) <= 80
     for part in ("--model NAME", "--verify full|sample|off", "--accelerate_config", "--help_all"):
         assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("verb", "own"),
+    [("dpo", "--loss_type"), ("kto", "--desirable_weight"), ("reward", "--center_rewards"), ("grpo", "--reward_funcs")],
+)
+def test_the_short_help_has_a_method_s_own_flags_and_none_that_it_refuses(verb: str, own: str) -> None:
+    shown = light("hf_rocm_tune", verb, "--help").stdout
+    assert own in shown and max(map(len, shown.splitlines())) <= 80
+    assert not any(f"  --{flag} " in shown for flag in ("auto_fit", "split_layers", "packing"))
+
+
+@pytest.mark.parametrize("start", STARTS[1:3], ids=" ".join)
+def test_wrong_paths_columns_and_numbers_are_told_before_anything_large_is_imported(
+    start: tuple[str, ...], tmp_path: Path
+) -> None:
+    wrong, right, recipe = tmp_path / "wrong.jsonl", tmp_path / "right.jsonl", tmp_path / "mine.yaml"
+    wrong.write_text('{"promt": "a", "completion": "b"}\n')
+    right.write_text('{"text": "a"}\n')
+    recipe.write_text("lora_r: 0\n")
+    for argv, named in (
+        (["--model", str(tmp_path / "no")], "does not exist"),
+        (["--model", "x", "--dataset", str(tmp_path / "no.csv")], "no such file or folder"),
+        (["--model", "x", "--dataset", str(wrong)], "rename 'promt' to 'prompt'?"),
+        (["--model", "x", "--dataset", str(right), "--lr=-1"], "--learning_rate must be 0 or more"),
+        (["--model", "x", "--dataset", str(right), "--config", str(recipe)], "--lora_r must be 1 or more, got 0"),
+    ):
+        done = light(*start, *argv)
+        assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.parametrize("start", STARTS, ids=" ".join)

@@ -27,14 +27,14 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "version", "redaction", "paths"}),
-    frozenset({"configs", "upstream"}),
+    frozenset({"errors", "version", "redaction"}),
+    frozenset({"configs", "paths", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
     frozenset({"data", "models"}),
     frozenset({"cards", "survive"}),
     frozenset({"plan"}),
-    frozenset({"train", "publish", "doctor", "bench"}),
+    frozenset({"train", "publish", "doctor"}),
 )
 ENTRY = len(LAYERS)
 ROOT = ENTRY + 1  # cli, __main__ and the package itself, whose lazy names point at anything

@@ -10,7 +10,7 @@ through the host from kept gradients, and checked again; if it is still wrong, e
 Cost: memory of one copy of the trainable gradients from backward to the verdict (LoRA: tens of megabytes), except when
 they are averaged through the host and DistributedDataParallel keeps gradients beside its buckets (its default); over
 gloo, each rank sends the others 2.4 bytes per 1,000 bytes of float32 gradients, 78 per 1,000 bytes of those sent in 16
-bits; one wait for the device per step. ``hf-rocm-tune bench comm`` measures the time.
+bits; one wait for the device per step. ``benchmarks/comm.py`` measures the time.
 
 Covered: the all-reduce on any backend, and the copy of its result into ``parameter.grad``. With a cast to 16 bits, what
 is sent is checked, within 16-bit rounding; the cast itself, which each rank computes, is not. PowerSGD's result is not

@@ -222,13 +222,6 @@ def _in_words(layout: _Layout, conversational: bool, roles: set[str]) -> str:
     return ", ".join(said)
 
 
-def as_messages(dataset: Rows) -> Rows:
-    """Prompts and completions, both messages, joined to conversations, for a mixture with conversations."""
-    return dataset.map(
-        lambda row: {"messages": row["prompt"] + row["completion"]}, remove_columns=["prompt", "completion"]
-    )
-
-
 # ---- recognising the format -----------------------------------------------------------------------------------------
 
 
@@ -242,7 +235,7 @@ def _layout(
     needs_assistant: bool,
     vocabulary: int | None,
 ) -> _Layout:
-    kind, content, dropped = _recognise(columns, first, method, text_field, split)
+    kind, content, dropped = recognise(columns, first, method, text_field, split)
     single = frozenset(column for column in content.values() if isinstance(first[column], dict))
     messages = frozenset(
         column
@@ -282,7 +275,7 @@ def _turns(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _recognise(
+def recognise(
     columns: list[str], first: dict[str, Any], method: Method, text_field: str, split: str
 ) -> tuple[Kind, dict[str, str], tuple[str, ...]]:
     """Kind, training columns, and dropped columns. TRL's own formats come first, in its order."""
@@ -329,8 +322,9 @@ def _begins(messages: list[Any]) -> bool:
 def _refusal(columns: list[str], method: Method, text_field: str, split: str) -> str:
     found = ", ".join(f"'{column}'" for column in columns)
     accepted = _ACCEPTED[method].format(text=text_field)
-    known = sorted({*_PROMPTS, *_ANSWERS, *_CHATS, "chosen", "rejected", "label", text_field} - {*columns})
-    near = [(column, match[0]) for column in columns if (match := difflib.get_close_matches(column, known, n=1))]
+    names = {*_PROMPTS, *_ANSWERS, *_CHATS, "chosen", "rejected", "label", text_field}
+    missing, foreign = sorted(names - {*columns}), [column for column in columns if column not in names]
+    near = [(column, match[0]) for column in foreign if (match := difflib.get_close_matches(column, missing, n=1))]
     hint = ", ".join(f"rename '{column}' to '{match}'?" for column, match in near)
     if not hint and "prompt" in columns and method == "sft":
         hint = "'prompt' without 'completion' cannot be trained on"

@@ -13,16 +13,14 @@ import gzip
 import io
 import json
 import os
-import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
-from hf_rocm_tune.data.formats import as_messages
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.paths import expand_user
 
@@ -31,10 +29,7 @@ if TYPE_CHECKING:
     from trl import DatasetMixtureConfig
     from trl.scripts.utils import DatasetConfig
 
-    from hf_rocm_tune.data.formats import FormatInfo
-
     Rows: TypeAlias = Dataset | IterableDataset
-    Understand: TypeAlias = Callable[[Rows, str], tuple[Rows, FormatInfo]]
 
 _READERS: dict[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Suffix of a data file, and the reader of `datasets` for it. All but parquet may be followed by ``.gz``."""
@@ -96,91 +91,37 @@ def load_source(
 
 
 def load_mixture(
-    mixture: DatasetMixtureConfig,
-    *,
-    train_split: str,
-    test_split: str,
-    need_eval: bool,
-    understand: Understand,
-    seed: int,
+    mixture: DatasetMixtureConfig, *, train_split: str, test_split: str, need_eval: bool, seed: int
 ) -> Splits:
-    """Loads and mixes datasets, as TRL's ``get_dataset`` does, each in its own format.
-
-    Args:
-        mixture: the parts; a path may also be that of a file or of a `save_to_disk` folder.
-        train_split, test_split: as in `load_source`; a mixture has ``train``, and ``test`` with ``test_split_size``.
-        need_eval: whether evaluation rows are needed.
-        understand: checks the rows of a part, given with its name, and converts them to TRL's columns.
-        seed: of the split into training and evaluation rows.
+    """Loads a recipe's mixture by TRL's ``get_dataset``; the path of a part may also be that of a data file.
 
     Raises:
-        UsageError: a dataset cannot be read or used, the formats of the parts differ, or there are no evaluation rows.
+        UsageError: a part cannot be read, the parts cannot be joined, or there are no evaluation rows.
     """
-    from datasets import DatasetDict, concatenate_datasets
+    from datasets import DatasetDict
+    from trl import get_dataset
 
     names = ", ".join(part.path for part in mixture.datasets)
-    found = [(part, *understand(_load_part(part, streaming=mixture.streaming), part.path)) for part in mixture.datasets]
-    shares = [part.fraction for part in mixture.datasets]
-    if any(share is not None for share in shares) and (None in shares or min(shares) <= 0 or mixture.streaming):
-        raise UsageError(
-            f"the mixture of {names}: give each part a `fraction` above 0, or none; and none when streaming"
-        )
-    kinds = {info.kind for _, _, info in found}
-    chats = all(info.conversational for _, _, info in found)
-    if kinds == {"messages", "prompt_completion"} and chats:
-        found = [
-            (part, as_messages(rows) if info.kind == "prompt_completion" else rows, info) for part, rows, info in found
-        ]
-    elif len(kinds) > 1 or (not chats and any(info.conversational for _, _, info in found)):
-        said = ", ".join(f"{part.path} has {info.description}" for part, _, info in found)
-        raise UsageError(f"the parts of the mixture cannot be mixed: {said}; convert them to one format")
-    common = [name for name in found[0][1].column_names if all(name in rows.column_names for _, rows, _ in found)]
-    parts = [rows.select_columns(common) for _, rows, _ in found]
-    if None not in shares:  # as many rows as possible without repeating a part
-        weights = [share / sum(shares) for share in shares]
-        total = min(len(rows) / weight for rows, weight in zip(parts, weights, strict=True))
-        parts = [rows.select(range(round(weight * total))) for rows, weight in zip(parts, weights, strict=True)]
-    with _explained(names):
-        mixed: Any = DatasetDict(train=concatenate_datasets(parts))
+    parts = []
+    for part in mixture.datasets:
+        file = expand_user(part.path)
+        reader = _reader_of(file) if os.path.isfile(file) else None
+        as_file = {"path": reader, "data_files": glob.escape(str(file.absolute()))}
+        parts.append(dataclasses.replace(part, **as_file) if reader else part)
+    with _explained(names, files=[file for part in parts for file in _local_files(part)]):
+        # TRL's own split has no seed: a resumed run would evaluate on other rows
+        mixed: Any = get_dataset(dataclasses.replace(mixture, datasets=parts, test_split_size=None))
         if mixture.test_split_size is not None:
-            mixed = mixed["train"].train_test_split(test_size=mixture.test_split_size, seed=seed)
+            mixed = DatasetDict(mixed["train"].train_test_split(test_size=mixture.test_split_size, seed=seed))
     if train_split not in mixed or (need_eval and test_split not in mixed):
         raise UsageError(
             f"the mixture of {names} has the splits {', '.join(mixed)}: set --test_split_size to split "
             "off rows for the evaluation"
         )
+    train = _pick(mixed, train_split, flag="--dataset_train_split", name=names)
     evaluation = mixed[test_split] if need_eval else None
-    return Splits(
-        train=mixed[train_split],
-        eval=evaluation,
-        description=_describe(f"mixture of {names}", mixed[train_split], evaluation, "split off"),
-    )
-
-
-def part_of_mixture(text: str) -> dict[str, Any]:
-    """One part on the command line: ``NAME``, or ``NAME,fraction=0.3,split=train``, with a recipe's keys.
-
-    Raises:
-        ValueError: a word after the first is not ``key=value``; argparse reports it.
-    """
-    path, *rest = text.removeprefix("path=").split(",")
-    part: dict[str, Any] = {"path": path, **dict(each.split("=", 1) for each in rest)}
-    return part | {name: float(part[name]) for name in ("fraction",) if name in part}
-
-
-def _load_part(part: DatasetConfig, *, streaming: bool) -> Rows:
-    """The rows of one part of a mixture: loaded by us from a path, otherwise by TRL."""
-    from trl import DatasetMixtureConfig, get_dataset
-
-    if os.path.exists(expand_user(part.path)) and not part.data_files and not part.data_dir:
-        splits = _load_splits(part.path, config=part.name, streaming=streaming)
-        if part.split in splits or re.fullmatch(r"\w+", part.split):  # not a slice or a sum of several
-            rows = _pick(splits, part.split, flag="`split`", name=part.path)
-            with _explained(part.path, files=[]):
-                return rows.select_columns(part.columns) if part.columns else rows
-    with _explained(part.path, files=_local_files(part)):
-        alone = dataclasses.replace(part, fraction=None)
-        return get_dataset(DatasetMixtureConfig(datasets=[alone], streaming=streaming))["train"]
+    description = _describe(f"mixture of {names}", train, evaluation, "split off")
+    return Splits(train=train, eval=evaluation, description=description)
 
 
 def _local_files(part: DatasetConfig) -> list[Path]:
@@ -213,7 +154,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
         elif os.path.isdir(path):
             splits = dict(load_dataset(str(path), name=config, streaming=streaming))
         else:
-            _refuse_missing_path(name)
+            refuse_missing(name)
             return _load_from_hub(name, config=config, streaming=streaming)
         # Arrow's JSON reader accepts invalid UTF-8, which would fail during tokenizing
         for rows in splits.values():
@@ -261,10 +202,15 @@ def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[st
         raise UsageError(f"'{name}': choose a configuration with --dataset_config NAME: {error}") from error
 
 
-def _refuse_missing_path(name: str) -> None:
-    """Refuses a name that is no Hub id (``name`` or ``owner/name``) and does not exist."""
+def refuse_missing(name: str) -> None:
+    """Refuses a name that is no Hub id (``name`` or ``owner/name``) and does not exist.
+
+    Raises:
+        UsageError: it is one.
+    """
     path = Path(name)
-    if path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or _reader_of(path) is not None:
+    is_path = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or _reader_of(path) is not None
+    if is_path and not os.path.exists(expand_user(name)):
         raise UsageError(f"no such file or folder: '{name}' (looked in {Path.cwd()})")
 
 

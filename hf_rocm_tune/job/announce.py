@@ -7,6 +7,7 @@ Rank 0 writes the files. A card that a person wrote or edited is kept. A picture
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import traceback
@@ -23,15 +24,18 @@ from hf_rocm_tune.errors import TuneError, UsageError
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
+from hf_rocm_tune.models import products
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
 from hf_rocm_tune.publish.page import loss_panel, write_png
 from hf_rocm_tune.redaction import Private, local_paths, one_line
 from hf_rocm_tune.survive.atomic import write_text_atomic
+from hf_rocm_tune.survive.manifest import MANIFEST_NAME
 from hf_rocm_tune.survive.run_directory import deciding_settings
 from hf_rocm_tune.train import report
 from hf_rocm_tune.train.telemetry import describe_device
+from hf_rocm_tune.transfer import triton_refusal
 
 if TYPE_CHECKING:
     from hf_rocm_tune.settings.arguments import Arguments
@@ -73,6 +77,10 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     if ranks > 1 and (sync.way, sync.compression) != ("ddp", "none"):
         where = "through host memory, over gloo" if sync.way == "host" else "by DistributedDataParallel"
         lines.append(f"gradients are averaged {where}, compression {sync.compression}")
+    if mover.device.type != "cpu" and (refusal := triton_refusal(mover.device)):
+        lines.append(f"Triton does not run here: {refusal}; loss and digests are computed without it, which is slower")
+    if training.bf16 and (choice := products.choose(mover.device)) is not None:
+        lines.append(choice.describe())
     faults = mover.fault_injection()
     if faults is not None:
         lines.append(f"faults are injected on request: {faults}")
@@ -83,6 +91,17 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
         ]
     ours = ", ".join(f"{row.name}={row.ours}" for row in arguments.differences)
     return [*lines, f"defaults other than trl's: {ours} (-v says why)"] if ours else lines
+
+
+def resumption(checkpoint: Path) -> str:
+    """The line of a run that continues; how far it is stands in the checkpoint's ``trainer_state.json``."""
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        steps = f" of {state['max_steps']:,} steps" if state["max_steps"] > 0 else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        steps = ""  # of another program, or damaged: loading it says so
+    attested = (checkpoint / MANIFEST_NAME).exists()
+    return f"continues from {checkpoint.name}{steps} ({'verified' if attested else 'not attested: it has no manifest'})"
 
 
 def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:
@@ -188,12 +207,14 @@ class Cards:
     Args:
         arguments: of the command line.
         data: one line about the rows.
+        columns: of the rows.
         trainer: whose run it is.
         facts: see `report.RunFacts`.
     """
 
     arguments: Arguments
     data: str
+    columns: tuple[str, ...]
     trainer: VerifiedTransferMixin
     facts: report.RunFacts
     _reported: set[str] = field(default_factory=set)
@@ -288,6 +309,7 @@ class Cards:
             revision=model.model_revision,
             datasets=self._datasets(),
             data=self.data,
+            columns=self.columns,
             trained=self._trained(),
             settings=deciding_settings({**self.arguments.resolved(), "world_size": training.world_size}),
             rows=state.log_history,

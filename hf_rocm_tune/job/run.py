@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,13 @@ from typing_extensions import override
 
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
-from hf_rocm_tune.data.formats import FormatInfo, Method, as_trl, check_format, without_thinking
+from hf_rocm_tune.data import turns
+from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
-from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
-from hf_rocm_tune.job import announce
-from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
+from hf_rocm_tune.data.summary import of_trained
+from hf_rocm_tune.errors import MemoryFaultError, UsageError
+from hf_rocm_tune.job import announce, preview
+from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover
 from hf_rocm_tune.job.refusals import (
     check_adapter,
     check_method,
@@ -37,7 +39,14 @@ from hf_rocm_tune.job.refusals import (
 )
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, check_targets, target_names
-from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
+from hf_rocm_tune.models.factory import (
+    ModelSource,
+    attest_files,
+    check_source,
+    load_model,
+    load_tokenizer,
+    named_templates,
+)
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
@@ -48,8 +57,8 @@ from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.survive.heartbeat import tell_begun
 from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
-from hf_rocm_tune.train import report, seam_probe, stall, telemetry
-from hf_rocm_tune.train.device_memory import explain_native_exits, warm_up
+from hf_rocm_tune.train import report, stall, telemetry
+from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.train.ranks import check_fsdp, check_tensor_parallel, is_wanted
 from hf_rocm_tune.train.refusals import (
@@ -78,7 +87,7 @@ class Job:
     arguments: Arguments
     asked: dict[str, Any]  # the settings before --auto_fit chose; they identify a run
     plan: StartPlan
-    fit: Fit | None
+    fit: Choice | None
     source: ModelSource
     data: Splits
     tokenizer: PreTrainedTokenizerBase
@@ -116,11 +125,12 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         print(arguments.to_yaml(), end="")
         return 0
     check_world(arguments.training.world_size, os.environ)
+    if arguments.tune.dry_run:
+        return _dry_run(arguments, arguments.tune.dry_run)
     if arguments.training.disable_tqdm or not sys.stderr.isatty():
         telemetry.quieten_bars()
     if newer := upstream.untested():
-        on_main_process(lambda: seam_probe.require(newer, announce.say))
-    explain_native_exits(_tell)
+        announce.say(f"newer than the tested versions: {', '.join(newer)}; a seam that has moved is an error")
     several = arguments.training.world_size > 1
     if several_machines(os.environ):
         announce.say(
@@ -137,9 +147,23 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         return _run(arguments, guard)
 
 
-def _tell(error: TuneError) -> None:
-    telemetry.clear_live_line()
-    exits.speak(error)
+def _dry_run(arguments: Arguments, form: str) -> int:
+    """Shows what would be trained on."""
+    if arguments.method in ("grpo", "orpo"):
+        raise UsageError(
+            f"--dry_run shows the rows of sft, dpo, kto and reward; {arguments.method} makes its own: drop it"
+        )
+    if arguments.script.dataset_streaming:
+        raise UsageError("--dry_run counts all rows, and --dataset_streaming reads them on the way: drop one of them")
+    telemetry.quieten_bars()
+    with redirect_stdout(sys.stderr):  # stdout is the preview's
+        source, config = _source(arguments)
+        tokenizer = _tokenizer(arguments, source)
+        data = _data(arguments, tokenizer, getattr(config.get_text_config(), "vocab_size", None))
+        trainer = preview.prepared(arguments, source, data, tokenizer)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(preview.shown(trainer, form, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 0
 
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
@@ -165,6 +189,8 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
             group = exits.RankGroup.of(os.environ)
             why = ((group and group.last_message()) or "a process ended without a message").partition(". ")[0]
             announce.say(f"the launcher has restarted all processes ({why}): the run continues from {where}")
+        elif plan.checkpoint is not None:
+            announce.say(announce.resumption(plan.checkpoint))
         publisher = _open_publisher(arguments)
         if plan.action == "finished":
             announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
@@ -215,8 +241,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
     if job.fit is not None:
-        job.fit = probed(job.fit, trainer, say=announce.say)
-        chosen = dict(vars(job.fit.choice))  # for a resumed run
+        chosen = dict(vars(job.fit))  # for a resumed run
         job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
         facts = replace(facts, auto_fit=chosen)
     if trainer.is_world_process_zero():
@@ -234,6 +259,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     cards = job.cards = announce.Cards(
         arguments=job.arguments,
         data=job.data.description,
+        columns=tuple(job.data.train.column_names or ()),
         trainer=trainer,
         facts=facts,
     )
@@ -315,19 +341,7 @@ def _prepare(
 ) -> Job:
     """Everything that can be checked without loading the model."""
     training, tune = arguments.training, arguments.tune
-    source = ModelSource(
-        name=arguments.model.model_name_or_path,
-        revision=arguments.model.model_revision,
-        trust_remote_code=training.trust_remote_code,
-        reward=arguments.method == "reward",
-        init={
-            "attn_implementation": arguments.model.attn_implementation,
-            "dtype": arguments.model.dtype,
-            **(training.model_init_kwargs or {}),
-        },
-        quantization=get_quantization_config(arguments.model),
-    )
-    config = check_source(source, training.device)
+    source, config = _source(arguments)
     check_recomputation(arguments, source)
     check_method(arguments, os.environ)
     adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
@@ -345,7 +359,7 @@ def _prepare(
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
         announce.say(f"faults in steps are injected on request: {step_faults}")
-    tokenizer = load_tokenizer(source, getattr(training, "chat_template_path", None))
+    tokenizer = _tokenizer(arguments, source)
     # an adapter may have added tokens to the vocabulary
     known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
     data = _data(arguments, tokenizer, known)
@@ -371,6 +385,34 @@ def _prepare(
     )
 
 
+def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
+    """The model to load, and its checked configuration."""
+    training = arguments.training
+    source = ModelSource(
+        name=arguments.model.model_name_or_path,
+        revision=arguments.model.model_revision,
+        trust_remote_code=training.trust_remote_code,
+        reward=arguments.method == "reward",
+        init={
+            "attn_implementation": arguments.model.attn_implementation,
+            "dtype": arguments.model.dtype,
+            **(training.model_init_kwargs or {}),
+        },
+        quantization=get_quantization_config(arguments.model),
+    )
+    return source, check_source(source, training.device)
+
+
+def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer; TRL is not told of a chat template by name, which the tokenizer then has."""
+    training = arguments.training
+    path = getattr(training, "chat_template_path", None)
+    tokenizer = load_tokenizer(source, path)
+    if path in named_templates() and not os.path.exists(path):
+        training.chat_template_path = None
+    return tokenizer
+
+
 def _warm_up(mover: Mover, source: ModelSource) -> int:
     """Initialises libraries on each card before memory is short; returns the bytes they took."""
     quantised = source.quantization
@@ -385,7 +427,6 @@ def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
     ranks, tune = arguments.ranks, arguments.tune
     return {
         "--auto_fit": tune.auto_fit != "off",
-        "--compare_optimizer_every": tune.compare_optimizer_every > 0,
         "--grad_sync host": ranks.grad_sync == "host",
         "--grad_compression": ranks.grad_compression != "none",
         "--recompute_layers": tune.recompute_layers is not None,
@@ -417,7 +458,6 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     # a model to be sharded stays on the host: each card gets its part when the trainer is built
     on_host = (is_wanted(os.environ) or job.arguments.ranks.tensor_parallel) and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host)
-    records = on_main_process(lambda: attest_files(job.source, job.mover))
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)
@@ -447,9 +487,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             mover=job.mover,
             sentinel_every=tune.sentinel_every,
             prefetch_batches=tune.prefetch_batches,
-            compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
-            recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
+            recompute_layers=job.fit.recompute if job.fit else tune.recompute,
             one_pass_loss=job.arguments.one_pass_loss,
             pipeline=job.arguments.ranks.pipeline == "auto",
             on_oom=tune.on_oom,
@@ -467,6 +506,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             rates=LearningRates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
             **extra,
         )
+    records = on_main_process(lambda: attest_files(job.source, job.mover))  # of models that TRL has loaded, too
     if tune.mask_thinking:
         for split in ("train", "eval"):
             if (rows := getattr(trainer, f"{split}_dataset")) is not None:
@@ -475,6 +515,13 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
                 if lost:
                     announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
     check_rows(trainer)
+    summaries = preview.summaries(trainer, job.data)
+    if tune.mask_thinking:
+        summaries = {name: of_trained(getattr(trainer, f"{name}_dataset"), each) for name, each in summaries.items()}
+    for summary in summaries.values():
+        announce.say(summary.line())
+        if warning := summary.warning():
+            announce.say(f"warning: {warning}")
     job.arguments = replace(job.arguments, training=trainer.args)  # the trainer's own, changed copy
     if job.publisher is not None:
         job.publisher.alive = partial(trainer.beat, "save")
@@ -486,6 +533,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         findings=job.findings,
         preflight=job.arguments.preflight.to_dict() if job.arguments.preflight else None,
         telemetry=job.telemetry,
+        data=tuple(each.to_dict() for each in summaries.values()),
     )
     return trainer, facts
 
@@ -505,33 +553,36 @@ def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: 
     script, training = arguments.script, arguments.training
     need_eval = training.eval_strategy != "no"
     seed = training.seed if training.data_seed is None else training.data_seed
-    understand = partial(_understood, arguments, tokenizer, vocabulary)
     if arguments.mixture.datasets:
-        return load_mixture(
+        found = load_mixture(
             arguments.mixture,
             train_split=script.dataset_train_split,
             test_split=script.dataset_test_split,
             need_eval=need_eval,
-            understand=understand,
             seed=seed,
         )
-    found = load_source(
-        script.dataset_name,
-        config=script.dataset_config,
-        streaming=script.dataset_streaming,
-        train_split=script.dataset_train_split,
-        test_split=script.dataset_test_split,
-        need_eval=need_eval,
-        eval_split_size=arguments.tune.eval_rows,
-        seed=seed,
-    )
-    train, evaluation = understand(found.train, "train")[0], found.eval
-    return replace(found, train=train, eval=None if evaluation is None else understand(evaluation, "evaluation")[0])
+    else:
+        found = load_source(
+            script.dataset_name,
+            config=script.dataset_config,
+            streaming=script.dataset_streaming,
+            train_split=script.dataset_train_split,
+            test_split=script.dataset_test_split,
+            need_eval=need_eval,
+            eval_split_size=arguments.tune.eval_rows,
+            seed=seed,
+        )
+    understand = partial(_understood, arguments, tokenizer, vocabulary)
+    train = understand(found.train, "train")
+    evaluation = None if found.eval is None else understand(found.eval, "evaluation")
+    if getattr(training, "assistant_only_loss", False) and "labels" in (train.column_names or next(iter(train))):
+        training.assistant_only_loss = False  # done, see `turns`; TRL would ask its template for marks
+    return replace(found, train=train, eval=evaluation)
 
 
 def _understood(
     arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, rows: Rows, split: str
-) -> tuple[Rows, FormatInfo]:
+) -> Rows:
     training = arguments.training
     found = check_format(
         rows,
@@ -551,4 +602,15 @@ def _understood(
     if found.unusual_roles:
         roles = ", ".join(found.unusual_roles)
         announce.say(f"the {split} rows have roles that the chat template may not support: {roles}")
-    return as_trl(rows, found), found
+    rows = as_trl(rows, found)
+    wanted = getattr(training, "assistant_only_loss", False) and found.kind == "messages"
+    # a model's template is known to TRL only, and a processor's rows have pictures
+    readable = not getattr(training, "chat_template_path", None) or training.chat_template_path.endswith(
+        (".jinja", ".j2")
+    )
+    if wanted and readable and hasattr(tokenizer, "is_fast") and not turns.template_is_marked(tokenizer):
+        announce.say(
+            f"the chat template has no marks: the assistant's turns of the {split} rows are found by their prefixes"
+        )
+        return turns.with_labels(rows, tokenizer, split)
+    return rows

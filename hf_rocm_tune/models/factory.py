@@ -20,7 +20,7 @@ from hf_rocm_tune.models.quantised import (
     require_quantised,
 )
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
-from hf_rocm_tune.paths import expand_user
+from hf_rocm_tune.paths import expand_user, is_local_model, require_model
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class ModelSource:
     @property
     def is_local(self) -> bool:
         """Whether the name is a path: it exists, or is written as one."""
-        return os.path.exists(expand_user(self.name)) or self.name.startswith((".", "/", "~"))
+        return is_local_model(self.name)
 
 
 _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE, or give a model directory"
@@ -58,9 +58,8 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    require_model(source.name)
     if source.is_local:
-        if not os.path.exists(expand_user(source.name)):
-            raise UsageError(f"model: {source.name} does not exist: give a model directory or a Hub id")
         check_model_directory(expand_user(source.name))
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -148,7 +147,7 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
         if source.reward:
             arguments["num_labels"] = 1
         with (
-            nullcontext() if on_host else verified_loading(mover),
+            verified_loading(mover, on_host=on_host),
             without_dispatch(),
             suppress_seqcls_warning() if source.reward else nullcontext(),
         ):
@@ -176,31 +175,36 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
 
 
 def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
-    """Compares a loaded model's weight files with their recorded SHA-256, and the loaded tensors with the files.
+    """Compares weight files with their recorded SHA-256, and the loaded tensors with the files.
 
     Args:
         source: the loaded model.
-        mover: transferred its weights.
+        mover: transferred its weights, and those of models that are only evaluated.
 
     Raises:
         UsageError: a file is damaged on this disk.
         CorruptionError: a loaded tensor differs from the file.
     """
     directory = expand_user(source.name) if source.is_local else hub_snapshot(source.name, source.revision)
-    files = sorted(directory.glob("*.safetensors")) if directory is not None else []
-    return check_files(files, default_memory(), mover.loaded)
+    files = set(directory.glob("*.safetensors")) if directory is not None else set()
+    seen = {file.resolve() for file in files}
+    files |= {Path(path) for path, _ in mover.loaded if Path(path).resolve() not in seen}
+    return check_files(sorted(files), default_memory(), mover.loaded)
 
 
-def load_tokenizer(source: ModelSource, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a model's tokenizer or processor.
+def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """Loads a model's tokenizer or processor, with the chat template that ``--chat_template_path`` names.
+
+    A model's template there (its name or directory) is left to TRL, which adds its tokens to the model too.
 
     Raises:
         UsageError: there is none, or the flag names no chat template.
     """
     from transformers import AutoProcessor
 
-    if chat_template_path is not None:
-        check_chat_template(chat_template_path, trust_remote_code=source.trust_remote_code)
+    template = None
+    if chat_template is not None:
+        template = read_chat_template(chat_template, trust_remote_code=source.trust_remote_code)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
@@ -210,6 +214,8 @@ def load_tokenizer(source: ModelSource, chat_template_path: str | None = None) -
             f"tokenizer of {source.name}: {_first_line(error)}; the model directory needs tokenizer.json and "
             "tokenizer_config.json"
         ) from error
+    if template is not None:
+        tokenizer.chat_template = template
     return tokenizer
 
 
@@ -219,34 +225,53 @@ def _first_line(error: Exception) -> str:
 
 
 FLAG = "--chat_template_path"
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>\\n' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
-def check_chat_template(path: str, *, trust_remote_code: bool = False) -> None:
-    """Checks that the chat template exists, before a model is loaded. Rendering errors show later, with the rows.
+def named_templates() -> dict[str, Path | None]:
+    """The chat templates that have a name: TRL's, as files, and ``chatml``."""
+    import trl
 
-    As in TRL 1.16, a path that ends in ``.jinja`` or ``.j2`` is a file; anything else is a model (directory or Hub id)
-    whose tokenizer has the template.
+    files = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
+    return {"chatml": None, **{file.stem: file for file in sorted(files) if not file.stem.endswith("_training")}}
+
+
+def read_chat_template(path: str, *, trust_remote_code: bool = False) -> str | None:
+    """The text of a chat template: of a file (``.jinja`` or ``.j2``, as in TRL 1.16) or of one that has a name.
+
+    Rendering errors show later, with the rows.
+
+    Returns:
+        The text; None for a model's template.
 
     Raises:
-        UsageError: no such file or model, or the model has no chat template.
+        UsageError: no such file, name or model, or the model has no chat template.
     """
     if path.endswith((".jinja", ".j2")):
-        _check_file(Path(path))
-        return
+        return _read_template(Path(path))
+    if path in (named := named_templates()) and not os.path.exists(path):
+        file = named[path]
+        return _CHATML if file is None else _read_template(file)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{FLAG} {path}: no tokenizer can be loaded from there: give a file that ends in .jinja, or a model whose "
-            "template to take"
+            f"{FLAG} {path}: no tokenizer can be loaded from there: give a file that ends in .jinja, a model whose "
+            f"template to take, or one of {', '.join(named)}"
         ) from error
     if not tokenizer.chat_template:
         raise UsageError(f"{FLAG} {path}: the tokenizer there has no chat template either: give a .jinja file")
+    return None
 
 
-def _check_file(file: Path) -> None:
+def _read_template(file: Path) -> str:
     if not os.path.isfile(file):
         raise UsageError(f"{FLAG}: {file} does not exist: give a file that ends in .jinja, or a model")
     try:
@@ -255,3 +280,4 @@ def _check_file(file: Path) -> None:
         raise UsageError(f"{FLAG}: {file} cannot be read as text ({error}): give a Jinja template") from error
     if not text.strip():
         raise UsageError(f"{FLAG}: {file} is empty: give a Jinja template")
+    return text

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.transfer import Digest, combine, digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
@@ -81,6 +85,61 @@ def check_safetensors(file: Path) -> None:
             pass
     except SafetensorError as error:
         raise UsageError(f"model file {file}: damaged safetensors header ({error}): {again}") from error
+
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+
+
+class MappedFile:
+    """A safetensors file's tensors by the offsets in its header, as the bytes of the mapped file.
+
+    In place of the library's reader, which returns tensors that nothing ties to the file. Each tensor has a storage of
+    its own; writing to one does not change the file.
+
+    Raises:
+        SafetensorError: the header is damaged, or names a dtype that is not known here.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, file: Path | str, *_: Any, **__: Any) -> None:
+        with safe_open(file, framework="pt"):  # checks each entry of the header
+            pass
+        with open(file, "rb") as stream:
+            memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.tensors = dict(tensors_in(memory))
+
+    def keys(self) -> list[str]:
+        return list(self.tensors)
+
+    def get_slice(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __exit__(self, *_: object) -> None:
+        self.tensors = {}
+
+
+def tensors_in(content: bytearray | mmap.mmap) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of each entry of a safetensors file's content, which they share."""
+    data = 8 + int.from_bytes(content[:8], "little")
+    for name, row in json.loads(content[8:data]).items():
+        if name == "__metadata__":
+            continue
+        if (dtype := _DTYPES.get(row["dtype"])) is None:
+            raise SafetensorError(f"{name} has the dtype {row['dtype']}, which cannot be loaded")
+        begin, end = (data + offset for offset in row["data_offsets"])
+        if begin == end:
+            yield name, torch.empty(row["shape"], dtype=dtype)
+            continue
+        flat = torch.frombuffer(content, dtype=torch.uint8, offset=begin, count=end - begin)
+        if begin % dtype.itemsize:
+            flat = flat.clone()
+        yield name, flat.view(dtype).view(row["shape"])
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -159,14 +218,14 @@ class FileRecords:
 
 
 def check_files(
-    files: Sequence[Path], memory: Path, loaded: Mapping[tuple[str, str], Digest] | None = None
+    files: Sequence[Path], memory: Path, loaded: Mapping[tuple[str, str], Collection[Digest]] | None = None
 ) -> FileRecords:
     """Compares weight files with their recorded SHA-256, and loaded tensors with the files.
 
     Args:
         files: to attest.
         memory: JSON cache of intact files; created if missing.
-        loaded: digests of the loaded tensors, by file name and tensor name.
+        loaded: digests of the loaded tensors, one for each reading, by the file's path and the tensor's name.
 
     Raises:
         UsageError: a file's SHA-256 differs from the recorded one: the file is damaged, not the transfer.
@@ -179,7 +238,7 @@ def check_files(
     right = {file: seen.get(str(file.resolve()), {}) for file in known}
     fresh = [file for file in known if right[file].get("state") != states[file]]
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
-        found = dict(zip(fresh, pool.map(_sums, fresh), strict=True))
+        found = dict(zip(fresh, pool.map(sums, fresh), strict=True))
     for file, (sha256, tensors) in found.items():
         if sha256 != known[file]:
             raise UsageError(
@@ -189,14 +248,17 @@ def check_files(
         right[file] = {"state": states[file], "tensors": tensors}
     if fresh:
         _remember(memory, {str(file.resolve()): right[file] for file in fresh})
-    for (name, tensor), value in (loaded or {}).items():
-        for file in known:
-            if file.name == name and right[file]["tensors"].get(tensor, value.hex()) != value.hex():
-                raise CorruptionError(
-                    f"model file {file} matches its recorded SHA-256, but {tensor} was loaded from it with other "
-                    "bytes: a read from the disk or from the page cache was wrong. Start the same command again; if it "
-                    "happens again, test this machine's memory"
-                )
+    in_files = {str(file.resolve()): row["tensors"] for file, row in right.items() if row}
+    for (path, tensor), values in (loaded or {}).items():
+        found_in = {value.hex() for value in values}
+        if recorded_one := in_files.get(os.path.realpath(path), {}).get(tensor):
+            found_in.add(recorded_one)
+        if len(found_in) > 1:
+            raise CorruptionError(
+                f"model file {path}: {tensor} was loaded from it with other bytes than another reading gave: a read "
+                "from the disk or from the page cache was wrong. Start the same command again; if it happens again, "
+                "test this machine's memory"
+            )
     return FileRecords(attested=len(known), unknown=tuple(file.name for file in files if file not in known))
 
 
@@ -219,7 +281,7 @@ def default_memory() -> Path:
     return Path(HF_HOME) / "hf_rocm_tune" / "attested_files.json"
 
 
-def _sums(file: Path) -> tuple[str, dict[str, str]]:
+def sums(file: Path) -> tuple[str, dict[str, str]]:
     """A file's SHA-256 and its tensors' digests, from one read."""
     hashing = hashlib.sha256()
     tensors: dict[str, str] = {}

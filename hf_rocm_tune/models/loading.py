@@ -1,9 +1,10 @@
 """Loading of weights through the mover.
 
 ``transformers`` reads every weight of ``from_pretrained`` in one function, in several threads, quantised models too
-(bitsandbytes quantises its result). Inside :func:`verified_loading` that function sends the tensor through the mover:
-read from the file on the host, digested there, copied through the staging ring, digested on the device. Casts run on
-the device from the verified tensor; a sample of each is compared with the CPU's cast.
+(bitsandbytes quantises its result). Inside :func:`verified_loading` the files are opened as `models.files.MappedFile`,
+and that function sends the mapped bytes through the mover: digested on the host, copied through the staging ring,
+digested on the device. Casts run on the device from the verified tensor; a sample of each is compared with the CPU's
+cast. What stays on the host gets its digest there, and `placement.place` compares it before the tensor is used.
 
 Tensors that no file holds (missing keys, rotary tables, other buffers) are initialised on the host and moved by
 :func:`hf_rocm_tune.models.placement.place`.
@@ -14,15 +15,18 @@ Not covered: ``device_map`` entries on a device that the mover does not serve, a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.models.placement import mark_loaded
+from hf_rocm_tune.models.files import MappedFile
+from hf_rocm_tune.models.placement import mark_loaded, remember_read
 from hf_rocm_tune.transfer import digest, redirected
 
 if TYPE_CHECKING:
@@ -32,25 +36,31 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
 
-SINGLE = "model.safetensors"
 Names = dict[int, tuple[str, str | None]]
 """Name and file of each lazy checkpoint tensor, by the tensor's id."""
 
 
 @contextmanager
-def verified_loading(mover: Mover) -> Iterator[None]:
+def verified_loading(mover: Mover, *, on_host: bool = False) -> Iterator[None]:
     """Within the block every weight that ``from_pretrained`` loads passes the mover.
 
     Args:
         mover: verifies weights that go to its device or cards.
+        on_host: nothing goes there yet: weights stay views of the mapped files.
 
     Raises:
         SeamError: a patched function of transformers is missing or has other parameters.
     """
     names: Names = {}
     with ExitStack() as stack:
-        stack.enter_context(upstream.replaced("materialize_weight", lambda stock: _materialize(stock, mover, names)))
-        stack.enter_context(upstream.replaced("load_state_dict", lambda stock: _load_state_dict(stock, mover, names)))
+        stack.enter_context(upstream.replaced("open_weights", lambda _: partial(_open, names)))
+        stack.enter_context(
+            upstream.replaced("materialize_weight", lambda stock: _materialize(stock, mover, names, on_host=on_host))
+        )
+        stack.enter_context(upstream.replaced("load_state_dict", lambda stock: _load_state_dict(stock, names)))
+        if on_host:
+            yield
+            return
         stack.enter_context(upstream.replaced("set_weight", lambda stock: _set_weight(stock, mover)))
         stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
         stack.enter_context(redirected(mover, stage="weights"))  # tensors that quantisation moves
@@ -63,13 +73,22 @@ def rewrites_base(peft_config: Any) -> bool:
     return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
 
 
-def _materialize(stock: Callable[..., Any], mover: Mover, names: Names) -> Callable[..., Any]:
+def _open(names: Names, file: str, *_: Any, **__: Any) -> MappedFile:
+    mapped = MappedFile(file)
+    names.update((id(tensor), (name, os.fspath(file))) for name, tensor in mapped.tensors.items())
+    return mapped
+
+
+def _materialize(stock: Callable[..., Any], mover: Mover, names: Names, *, on_host: bool) -> Callable[..., Any]:
     def materialize(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if device is None or not mover.serves(torch.device(device)):
+        name, file = names.get(id(tensor), ("a checkpoint tensor", None))
+        if on_host or device is None or not mover.serves(torch.device(device)):
             loaded: torch.Tensor = stock(tensor, device, dtype)
+            if file is not None and loaded.device.type == "cpu" and mover.settings.verify != "off":
+                mover.read_from(file, name, digest(tensor))
+                remember_read(loaded)
             return loaded
         source = tensor[...]
-        name, file = names.get(id(tensor), ("a checkpoint tensor", None))
         moved = mover.move_to(torch.device(device), source, name=name, source=file)
         if dtype is None or dtype == moved.dtype:
             return moved
@@ -78,15 +97,14 @@ def _materialize(stock: Callable[..., Any], mover: Mover, names: Names) -> Calla
     return materialize
 
 
-def _load_state_dict(stock: Callable[..., Any], mover: Mover, names: Names) -> Callable[..., Any]:
+def _load_state_dict(stock: Callable[..., Any], names: Names) -> Callable[..., Any]:
     def load(model: PreTrainedModel, state_dict: dict[str, Any], load_config: Any, *rest: Any, **more: Any) -> Any:
-        shards = (load_config.sharded_metadata or {}).get("weight_map", {})
-        whole = load_config.pretrained_model_name_or_path
-        names.update((id(value), (key, f"{whole}/{shards.get(key, SINGLE)}")) for key, value in state_dict.items())
+        for key, value in state_dict.items():
+            names.setdefault(id(value), (key, None))  # not from a safetensors file
         try:
             result = stock(model, state_dict, load_config, *rest, **more)
         finally:
-            names.clear()  # ids are valid only while the checkpoint's slices live
+            names.clear()  # ids are valid only while the checkpoint's tensors live
         _refuse_other_shapes(result[0].mismatched_keys, ignored=load_config.ignore_mismatched_sizes)
         return result
 

@@ -20,19 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
-from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
-from hf_rocm_tune.models.files import check_model_directory, hub_snapshot
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, listed
+from hf_rocm_tune.models.files import MappedFile, check_model_directory, hub_snapshot
 from hf_rocm_tune.models.shards import local, reshard
-from hf_rocm_tune.transfer import digest, redirected, was_verified
+from hf_rocm_tune.transfer import Digest, digest, redirected, was_verified
+from hf_rocm_tune.transfer.mover import Registry
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hf_rocm_tune.transfer import Digest, Mover
+    from hf_rocm_tune.transfer import Mover
 
 MOVED = "equal to its source on arrival"
 QUANTISED = "quantised on the device from a verified tensor"
@@ -44,7 +45,32 @@ TRAINED = "verified on arrival, and trained since"
 IN_PLACE = "digested where it lies: on this device nothing crosses"
 
 
-@dataclass(frozen=True, kw_only=True)
+_READ: Registry[Digest] = Registry()  # of host tensors, when they were read from a file
+
+
+def remember_read(tensor: Tensor) -> None:
+    """Takes the digest of a host tensor that was just read from a file, for `require_as_read`."""
+    _READ.put(tensor, digest(storage_bytes(tensor)))
+
+
+def require_as_read(model: nn.Module) -> None:
+    """Compares host tensors that `remember_read` knows with what was read, once, before they are used or changed.
+
+    Raises:
+        MemoryFaultError: one has changed.
+    """
+    for name, tensor in tensors_of(model):
+        if tensor.device.type != "cpu" or (known := _READ.get(tensor)) is None:
+            continue
+        _READ.drop(tensor)
+        if digest(storage_bytes(tensor)) != known:
+            raise MemoryFaultError(
+                f"weights changed in host memory after they were read: {name}",
+                "They were not used: start the same command again; if it happens again, test this machine's memory",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Coverage:
     """How much of a model's device memory holds verified bytes."""
 
@@ -60,6 +86,12 @@ class Coverage:
             unverified=[*self.unverified, *other.unverified],
             verified_by=dict(Counter(self.verified_by) + Counter(other.verified_by)),
         )
+
+    def __repr__(self) -> str:
+        """One line with the share, and what is not verified."""
+        share = 100 * self.verified_bytes / max(self.device_bytes, 1)
+        rest = f", not: {listed([row['tensor'] for row in self.unverified])}" if self.unverified else ""
+        return f"Coverage({share:.4g} % of {self.device_bytes:,} bytes verified{rest})"
 
     @property
     def complete(self) -> bool:
@@ -112,7 +144,9 @@ def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
 
     Raises:
         CorruptionError: a tensor did not arrive intact.
+        MemoryFaultError: one has changed since it was read from a file.
     """
+    require_as_read(model)
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         for name, parameter in module._parameters.items() if parameters else ():
@@ -315,6 +349,7 @@ def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
     Returns:
         Number of equal tensors, and number of tensors compared.
     """
+    require_as_read(model)
     unknown: dict[str, Tensor] = {}
     for name, tensor in tensors_of(model):
         if tensor.device.type == mover.device.type and mover.provenance(tensor) is None:
@@ -327,18 +362,17 @@ def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
     why: dict[str, str] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as checkpoint:
-                held = set(checkpoint.keys())
-                for name in [name for name in unknown if file_name(name) in held]:
-                    in_file = checkpoint.get_tensor(file_name(name))
-                    again = _quantised_again(name, unknown[name], in_file, mover)
-                    for part, expected in (again or {name: in_file}).items():
-                        if part not in unknown:
-                            continue
-                        if _is_equal(expected, unknown[part], mover, EQUAL_QUANTISED if again else EQUAL):
-                            del unknown[part]
-                        else:
-                            why[part] = f"differs from {file.name}"
+            held = MappedFile(file).tensors
+            for name in [name for name in unknown if file_name(name) in held]:
+                in_file = held[file_name(name)]
+                again = _quantised_again(name, unknown[name], in_file, mover)
+                for part, expected in (again or {name: in_file}).items():
+                    if part not in unknown:
+                        continue
+                    if _is_equal(expected, unknown[part], mover, EQUAL_QUANTISED if again else EQUAL):
+                        del unknown[part]
+                    else:
+                        why[part] = f"differs from {file.name}"
         except (OSError, SafetensorError) as error:
             why_not = f"{file.name} cannot be read ({error})"
     for name, expected in _recomputed(model):

@@ -212,9 +212,12 @@ class SplitMover(Mover):
     begin, settle, inject = (_by_first_card(name) for name in ("begin", "settle", "inject"))
     pack, require_unchanged = _by_first_card("pack"), _by_first_card("require_unchanged")
     host_source, is_pending = _by_first_card("host_source"), _by_first_card("is_pending")
+    changed = _by_first_card("changed")
     provenance, reason, digest_of = (_by_knower(name) for name in ("provenance", "reason", "digest_of"))
+    verdict_of = _by_knower("verdict_of")
     mark_derived, mark_trained = _by_knower("mark_derived"), _by_knower("mark_trained")
     mark_unverified = _by_knower("mark_unverified")
+    read_from = _by_first_card("read_from")
 
     def move(
         self,
@@ -246,9 +249,10 @@ class SplitMover(Mover):
         return card.fetched(tensor, name=name, stage=stage)
 
     @property
-    def loaded(self) -> dict[tuple[str, str], Digest]:  # type: ignore[override]  # of all cards
+    def loaded(self) -> dict[tuple[str, str], set[Digest]]:  # type: ignore[override]  # of all cards
         """As `Mover.loaded`."""
-        return {key: value for mover in self.cards for key, value in mover.loaded.items()}
+        keys = {key for mover in self.cards for key in mover.loaded}
+        return {key: set().union(*(mover.loaded.get(key, ()) for mover in self.cards)) for key in keys}
 
     @property
     def step(self) -> int | None:

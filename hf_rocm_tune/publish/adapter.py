@@ -1,4 +1,6 @@
-"""An adapter on disk or on the Hub: located, checked against its manifest, and attached to a model with PEFT's layers.
+"""An adapter on disk or on the Hub: located, read once, checked against its manifest, and attached to a model.
+
+What is checked is a private copy in memory, and that copy is what is used: weights, configuration, tokenizer.
 
 Covered: LoRA with DoRA, rsLoRA, experts' parameters, whole modules and trained tokens; LoHa, LoKr, IA3, OFT. Refused:
 other methods, and adapters whose initialisation rewrote the base weights (PiSSA and its like), unless they were
@@ -19,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.files import check_safetensors
+from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models.files import check_safetensors, sums
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.history import run_settings
 from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.transfer import digest
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -37,7 +40,10 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 NAME = "default"
 """The name under which an adapter is attached."""
 
-_CARD = "README.md"  # a user may edit it after training
+TOKENIZER = re.compile(
+    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.model|.*\.tiktoken"
+    r"|chat_template.*|.*processor.*\.json"
+)
 _METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
 # PEFT 0.21.2: initialisations that subtract the adapter's start from the base weight.
 _REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -61,10 +67,25 @@ class Adapter:
     """An adapter; its files are those of its manifest, if it has one."""
 
     name: str  # as the user gave it
-    directory: Path
+    origin: Path  # where it is
+    files: manifest.PrivateCopy
     config: PeftConfig
     written: manifest.Manifest | None
     settings: Mapping[str, Any]  # of the run that trained it, from its ``run.json``; empty without one
+
+    @property
+    def directory(self) -> Path:
+        """The private copy: configuration, weights, tokenizer."""
+        return self.files.directory
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any((self.directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether it is of a reward model, which gives one score."""
+        return str(self.config.task_type) == "SEQ_CLS"
 
     @property
     def trained_in_bits(self) -> int | None:
@@ -99,11 +120,7 @@ class Base:
         return None if os.path.isdir(expand_user(self.name)) else self.name
 
     def download(self) -> Path:
-        """Its directory, downloaded if it is on the Hub.
-
-        Raises:
-            UsageError: it cannot be downloaded.
-        """
+        """Its directory, downloaded if it is on the Hub; a ``UsageError`` if that fails."""
         if self.hub_id is None:
             return expand_user(self.name)
         from huggingface_hub import snapshot_download
@@ -121,23 +138,25 @@ class Base:
 def base_of(adapter: Adapter, name: str | None = None) -> Base:
     """The base that the user names, else the one that the adapter names.
 
-    Raises:
-        UsageError: neither does, or it is a directory that does not exist.
+    A relative directory is looked for from here, then from each directory above the adapter: the run may have been
+    started elsewhere.
     """
-    revision = None if name else getattr(adapter.config, "revision", None)
-    base = Base(name=name or str(adapter.config.base_model_name_or_path or ""), revision=revision)
-    if not base.name:
+    base = name or str(adapter.config.base_model_name_or_path or "")
+    if not base:
         raise UsageError(f"{adapter.name} does not say which model it was trained on: name it with --base")
-    if base.hub_id is not None and base.name.startswith((".", "/", "~")):
-        raise UsageError(f"the base {base.name} does not exist: name a directory or a Hub id with --base")
-    return base
+    if name is None and not os.path.isdir(expand_user(base)):
+        above = (place / base for place in adapter.origin.resolve().parents)
+        base = next((str(path) for path in above if (path / "config.json").is_file()), base)
+    found = Base(name=base, revision=None if name else getattr(adapter.config, "revision", None))
+    if found.hub_id is not None and base.startswith((".", "/", "~")):
+        raise UsageError(f"the base {base} does not exist: name a directory or a Hub id with --base")
+    return found
 
 
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
     """The directory of an adapter, downloaded when ``name`` is a Hub id; None if there is no adapter of that name.
 
-    Raises:
-        UsageError: a directory that holds neither an adapter nor a model.
+    A directory that holds neither an adapter nor a model is a ``UsageError``.
     """
     directory = expand_user(name)
     if os.path.isdir(directory):  # unlike Path.is_dir, never raises
@@ -156,7 +175,7 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
 
 
 def open_adapter(name: str, revision: str | None = None) -> Adapter:
-    """Find an adapter and check its files, before anything is loaded.
+    """Find an adapter, read its files once and check them, before anything is loaded.
 
     Raises:
         UsageError: there is none, it is damaged, or of a kind that cannot be attached.
@@ -169,16 +188,43 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
             f"no {CONFIG_FILE} of {name} could be found on the Hub: check the spelling, the network and "
             "HF_HUB_OFFLINE, or give a directory"
         )
-    written = _check_manifest(name, directory)
-    config = _read_config(name, directory)
-    if (directory / WEIGHTS_FILE).is_file():
-        check_safetensors(directory / WEIGHTS_FILE)
-    elif (directory / "adapter_model.bin").is_file():
-        raise UsageError(f"{name}: adapter_model.bin is a pickle, which is not loaded: save it as safetensors")
-    else:
+    files, written = _read_files(name, directory)
+    if WEIGHTS_FILE not in files.entries:
+        if (directory / "adapter_model.bin").is_file():
+            raise UsageError(f"{name}: adapter_model.bin is a pickle, which is not loaded: save it as safetensors")
         raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE}: copy it again, or take a checkpoint")
-    settings = run_settings(directory)
-    return Adapter(name=name, directory=directory, config=config, written=written, settings=settings)
+    check_safetensors(files.directory / WEIGHTS_FILE)
+    return Adapter(
+        name=name,
+        origin=directory,
+        files=files,
+        config=_read_config(name, files.directory),
+        written=written,
+        settings=run_settings(directory),
+    )
+
+
+def _read_files(name: str, directory: Path) -> tuple[manifest.PrivateCopy, manifest.Manifest | None]:
+    """The files that are used, which are those of the manifest if there is one."""
+    advice = "the adapter differs from what its run wrote and is not used; copy it again, or take an earlier checkpoint"
+    found = manifest.read(directory)
+    if isinstance(found, manifest.FileProblem) and found.kind != "missing":
+        raise UsageError(f"{name}: {found}: {advice}")
+    written = found if isinstance(found, manifest.Manifest) else None
+    there = written.files if written else [path.name for path in directory.iterdir() if path.is_file()]
+    used = [file for file in there if file in (CONFIG_FILE, WEIGHTS_FILE) or TOKENIZER.fullmatch(file)]
+    if written:
+        needed = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if (directory / file).exists()]
+        if stray := [file for file in needed if file not in used]:
+            raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: another program wrote it")
+    try:
+        return manifest.PrivateCopy(directory, used, written.files if written else None), written
+    except FileNotFoundError as error:
+        raise UsageError(f"{name}: {Path(str(error.filename)).name} is missing: {advice}") from error
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}: {advice}") from error
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read ({error.strerror}): check the disk and permissions") from error
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:
@@ -200,10 +246,16 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
         tensors = load_file(adapter.directory / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{adapter.name}: {WEIGHTS_FILE} cannot be read ({error}); copy it again") from error
+    stored = sums(adapter.directory / WEIGHTS_FILE)[1]
+    if wrong := [name for name, tensor in tensors.items() if digest(tensor).hex() != stored.get(name)]:
+        raise CorruptionError(
+            f"{adapter.name}: {wrong[0]} was read from {WEIGHTS_FILE} with other bytes than the file has: start the "
+            "same command again; if it happens again, test this machine's memory"
+        )
     _resize_vocabulary(model, tensors)
     placed = {name: place(tensor, name) for name, tensor in tensors.items()}
     base_name = getattr(model, "name_or_path", "") or "this base model"
-    wrong = f"{adapter.name} does not fit {type(model).__name__} of {base_name}"
+    misfit = f"{adapter.name} does not fit {type(model).__name__} of {base_name}"
     fix = "give the model that it was trained on with --base"
     try:
         with warnings.catch_warnings():
@@ -215,7 +267,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
         loaded = set_peft_model_state_dict(peft_model, placed, NAME)
         del peft_model.load_state_dict
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise UsageError(f"{wrong}: {_short(error)}; {fix}") from error
+        raise UsageError(f"{misfit}: {_short(error)}; {fix}") from error
     there = {name for name, value in peft_model.named_parameters(remove_duplicate=False) if not value.is_meta}
     adapters = (name for name in loaded.missing_keys if f".{NAME}." in name or name.endswith(f".{NAME}"))
     missing = [name for name in adapters if name not in there]  # one that is tied to another is stored once
@@ -223,7 +275,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
     stray = [name for name in loaded.unexpected_keys if ".modules_to_save." not in name]
     if missing or stray:
         what = f"it lacks {missing[0]}" if missing else f"it contains {stray[0]}, which does not belong to it"
-        raise UsageError(f"{wrong}: {what} ({len(missing) + len(stray)} tensors in all); {fix}")
+        raise UsageError(f"{misfit}: {what} ({len(missing) + len(stray)} tensors in all); {fix}")
     peft_model.eval()
     return peft_model
 
@@ -274,22 +326,6 @@ def _adapter_in(directory: Path) -> Path | None:
     raise UsageError(f"{directory} has neither {CONFIG_FILE} nor config.json: give an adapter's or a model's directory")
 
 
-def _check_manifest(name: str, directory: Path) -> manifest.Manifest | None:
-    if not (directory / manifest.MANIFEST_NAME).exists():
-        return None
-    found = manifest.inspect(directory)
-    problems = [problem for problem in found.problems if problem.file != _CARD]
-    if problems or found.manifest is None:
-        raise UsageError(
-            f"{name}: {problems[0]}: the adapter differs from what its run wrote and is not used; copy it again, or "
-            "take an earlier checkpoint"
-        )
-    needed = [CONFIG_FILE, WEIGHTS_FILE]
-    if stray := [file for file in needed if (directory / file).exists() and file not in found.manifest.files]:
-        raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: another program wrote it")
-    return found.manifest
-
-
 def _read_config(name: str, directory: Path) -> PeftConfig:
     from peft import PeftConfig
 
@@ -305,6 +341,8 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
         raise UsageError(f"{name}: {CONFIG_FILE} names no method (peft_type): copy it again")
     if config.peft_type.value not in _METHODS:
         raise UsageError(f"{name} is {config.peft_type.value}, which is not supported: {', '.join(_METHODS)} are")
+    if getattr(config, "layer_replication", None):
+        raise UsageError(f"{name} replicates layers (layer_replication), which is not supported")
     scheme = getattr(config, "init_lora_weights", True)
     if isinstance(scheme, str) and scheme.lower().startswith(_REWRITES_BASE):
         raise UsageError(

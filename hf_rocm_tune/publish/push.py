@@ -1,9 +1,9 @@
 """``hf-rocm-tune push DIR REPO``, and the pushes of a run while it trains.
 
 A directory whose files differ from its manifest, or whose run ended with corruption, is refused before anything is
-sent. A staged copy omits files that only this machine can use and files that the manifest does not list; local paths in
-JSON and the model card are rewritten. Its manifest (``extra.published``) lists the differences. Other files are links
-to the originals. The local directory is only read.
+sent. Files that only this machine can use, and files that the manifest does not list, stay here; local paths in JSON
+and the model card are rewritten. The manifest that is uploaded (``extra.published``) lists the differences. The local
+directory is only read.
 
 During training, a checkpoint is linked (or copied) beside the output directory and uploaded by a thread, so that it can
 be rotated out during the upload. As in transformers, a checkpoint that is written during another upload is not pushed.
@@ -13,7 +13,7 @@ A failed push is reported and does not end the training; the push of the result 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import io
 import json
 import os
 import shlex
@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 from huggingface_hub import get_token
@@ -32,7 +31,7 @@ from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, Tun
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
 from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, run_settings, unrecovered
-from hf_rocm_tune.publish.hub import HubError, Pushed, Repository, Say, Staged
+from hf_rocm_tune.publish.hub import HubError, Piece, Pushed, Repository, Say, Staged
 from hf_rocm_tune.redaction import Private, find_in_file, scrub_json
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import create_staging, read_plain
@@ -46,6 +45,7 @@ _RESUME_ONLY = ("optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json
 _BASE_KEYS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
 # May contain any text; never rewritten.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"})
+_LARGE = 10 << 20  # bytes, from which the Hub's large file storage takes every file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,6 @@ class PushSettings:
 
     private: bool | None = None  # True refuses a public repository, False makes a new one public, None a private one
     revision: str = "main"  # branch; created if it does not exist
-    tags: tuple[str, ...] = ()  # for the commit
     message: str = "Upload with hf-rocm-tune"  # first line of the commit
     base_model_id: str | None = None  # the base model's id on the Hub, where it was loaded from a directory
     checkpoints: Checkpoints = "none"  # beside the result: the "last" one as ``last-checkpoint``, or "all"
@@ -91,33 +90,32 @@ def push(
         HubError: the Hub does not accept it now.
     """
     settings, directory = settings or PushSettings(), Path(directory)
-    base = settings.base_model_id
-    check_directory(directory)
-    private = private_here(directory, repo_id=repo_id, base_model_id=base, token=token)
+    private = private_here(directory, repo_id=repo_id, base_model_id=settings.base_model_id, token=token)
     repository = Repository(repo_id, private, say, token=token, revision=settings.revision)
-    with TemporaryDirectory(prefix="hf-rocm-tune-push-") as scratch:
-        staged = _stage_all(directory, Path(scratch), settings, private)
-        amount = sum(entry.bytes for each in staged for _, entry in each.files.values())
-        say(f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB")
-        for each in staged:
-            for line in each.described():
-                say(line)
-        repository.open(private=settings.private)
-        done = repository.upload(staged, message=settings.message)
-    for tag in settings.tags:
-        repository.tag(tag, done.commit)
-    return done
+    staged = _stage_all(directory, settings, private)
+    amount = sum(piece.entry.bytes for each in staged for piece in each.pieces.values())
+    say(f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB")
+    for line in (line for each in staged for line in each.lines):
+        say(line)
+    repository.open(private=settings.private)
+    return repository.upload(staged, message=settings.message)
 
 
-def _stage_all(directory: Path, scratch: Path, settings: PushSettings, private: Private) -> list[Staged]:
+def _stage_all(directory: Path, settings: PushSettings, private: Private) -> list[Staged]:
     """Prepare the result, and the checkpoints that the settings ask for."""
-    staged = []
-    for prefix, source in [("", directory), *_checkpoints(directory, settings.checkpoints)]:
-        folder = scratch / (prefix or "top")
-        folder.mkdir(parents=True)
-        base, written = settings.base_model_id, check_directory(source)
-        staged.append(stage(source, written, folder, private=private, prefix=prefix, base_model_id=base))
-    return staged
+    sources = [("", directory)]
+    if settings.checkpoints != "none":
+        found = checkpoints(directory) if directory.is_dir() else []
+        if not found:
+            raise UsageError(
+                f"--checkpoints {settings.checkpoints}: there is no checkpoint-N in {directory}; leave the flag out"
+            )
+        last = settings.checkpoints == "last"
+        sources += [(LAST_CHECKPOINT, found[-1])] if last else [(f"{path.name}/", path) for path in found]
+    return [
+        stage(source, private=private, prefix=prefix, base_model_id=settings.base_model_id)
+        for prefix, source in sources
+    ]
 
 
 def private_here(
@@ -145,44 +143,20 @@ def private_here(
     return Private.of_this_machine(os.environ, paths=paths, secrets=[token, logged_in])
 
 
-def _checkpoints(directory: Path, which: Checkpoints) -> list[tuple[str, Path]]:
-    """Folder on the Hub and directory here of each checkpoint to push."""
-    if which == "none":
-        return []
-    paths = checkpoints(directory)
-    if not paths:
-        raise UsageError(f"--checkpoints {which}: there is no checkpoint-N in {directory}; leave the flag out")
-    return [(LAST_CHECKPOINT, paths[-1])] if which == "last" else [(f"{path.name}/", path) for path in paths]
+# ---- what is uploaded -----------------------------------------------------------------------------------------------
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
-def check_directory(directory: Path) -> Manifest:
-    """The manifest of a directory whose files equal it, except a model card, which may have been edited.
-
-    Raises:
-        UsageError: there is no such directory, it is not complete, or a file differs from its manifest.
-        CorruptionError: the run's report lists corruption that was not recovered.
-    """
+def _sealed(directory: Path) -> Manifest:
+    """The manifest of a directory that may be published."""
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory: name the --output_dir of a run, or one of its checkpoints")
-    found = manifest.inspect(directory)
-    if found.manifest is None:
-        problem = found.problems[0]
-        why = "no run has finished there" if problem.kind == "missing" else str(problem)
+    written = manifest.read(directory)
+    if not isinstance(written, Manifest):
+        why = "no run has finished there" if written.kind == "missing" else str(written)
         raise UsageError(
             f"{directory} has no valid {MANIFEST_NAME} ({why}), so it is unknown whether its files are what was "
             "trained: let the run end, or name one of its checkpoints (checkpoint-N)"
         )
-    lost = [
-        one
-        for one in found.problems
-        if not one.file.endswith(".md") and not (one.kind == "missing" and one.file in _LEFT_OUT)
-    ]
-    if lost:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise UsageError(f"{directory}: {lost[0]}{more}: the files are not what was trained, so nothing is uploaded")
     file = directory / REPORT_NAME
     try:
         wrong = unrecovered(json.loads(file.read_text(encoding="utf-8")))
@@ -195,145 +169,109 @@ def check_directory(directory: Path) -> Manifest:
             f"{file} reports corruption that was not recovered ({'; '.join(wrong[:3])}): this run is not uploaded. "
             "Train again, or push a checkpoint from before it"
         )
-    return found.manifest
+    return written
 
 
-# ---- the copy -------------------------------------------------------------------------------------------------------
-
-
-def stage(
-    directory: Path,
-    written: Manifest,
-    root: Path,
-    *,
-    private: Private,
-    prefix: str = "",
-    base_model_id: str | None = None,
-    durable: bool = False,
-) -> Staged:
-    """Prepare the upload of a directory, whose manifest was verified, in an empty one.
+def stage(directory: Path, *, private: Private, prefix: str = "", base_model_id: str | None = None) -> Staged:
+    """Read what is uploaded of a directory; large files are compared with the manifest and read when they are sent.
 
     Args:
+        directory: a result or a checkpoint.
         private: what must not be in it.
         prefix: folder on the Hub, see `Staged`; files that only a resume needs go into a folder only.
         base_model_id: see `PushSettings`.
-        durable: the originals may be deleted before the copy (by rotation of checkpoints).
 
     Raises:
         UsageError: a file cannot be read or differs from the manifest, the card is not valid, or a file that cannot be
             rewritten contains private names.
+        CorruptionError: the run's report lists corruption that was not recovered.
     """
+    written = _sealed(directory)
     left_out = {name: why for name, why in _LEFT_OUT.items() if (directory / name).exists()}
     left_out |= {} if prefix else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
-    # The card may have been deleted since.
-    there = {name for name in written.files if name != CARD_NAME or (directory / name).exists()}
-    names = sorted(there - {*_LEFT_OUT, *left_out, MANIFEST_NAME})
+    pieces: dict[str, Piece] = {}
     changed: dict[str, str] = {}
-    for name in names:
-        try:
-            text = _rewritten(directory / name, name, written.files[name], private, base_model_id, changed)
-            _put(directory / name, root / name, text, durable=durable)
-        except OSError as error:
-            raise UsageError(f"{directory / name} cannot be read: {error.strerror or error}") from error
-    new = manifest.write(
-        root,
-        run_id=written.run_id,
-        step=written.step,
-        status=written.status,
-        created=written.created,  # so that the same push makes no second commit
-        files=names,
-        tensors=written.tensors,
-        extra={**written.extra, "published": {"changed": changed, "left_out": left_out}},
-    )
-    for name, entry in new.files.items():
-        if name not in changed and name != CARD_NAME and entry != written.files[name]:
-            raise _not_as_written(directory / name)
-    top = sorted(path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
-    return Staged(
-        root=root,
-        prefix=prefix,
-        manifest=new,
-        changed=changed,
-        not_listed=tuple(name for name in top if name not in {*names, *left_out, MANIFEST_NAME}),
-    )
+    try:
+        for name, entry in sorted(written.files.items()):
+            if name in left_out or name in (*_LEFT_OUT, MANIFEST_NAME):
+                continue
+            if name == CARD_NAME and not os.path.lexists(directory / name):
+                continue  # it may have been edited or deleted since
+            pieces[name], what = _piece(directory, name, entry, private, base_model_id)
+            if what:
+                changed[name] = what
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"{error.filename or directory} cannot be read ({reason}): nothing is uploaded") from error
+    published = {"changed": changed, "left_out": left_out}
+    files = {name: piece.entry for name, piece in pieces.items()}
+    public = replace(written, files=files, extra={**written.extra, "published": published})
+    pieces[MANIFEST_NAME] = Piece.of(manifest.to_json(public).encode())
+    where = f" in {prefix}" if prefix else ""
+    top = (path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
+    stay = sorted(name for name in top if name not in {*pieces, *left_out})
+    lines = [f"to be uploaded{where}: {', '.join(pieces)}"]
+    lines += [f"{name}{where} is published without local names: {what}" for name, what in changed.items()]
+    lines += [f"not uploaded, no manifest lists them: {', '.join(stay)}"] if stay else []
+    return Staged(prefix=prefix, pieces={prefix + name: piece for name, piece in pieces.items()}, lines=tuple(lines))
 
 
-def _rewritten(
-    source: Path, name: str, entry: FileEntry, private: Private, base_model_id: str | None, changed: dict[str, str]
-) -> str | None:
-    """The text to upload instead of the file; None to upload the file. Records the changes."""
+def _piece(
+    directory: Path, name: str, entry: FileEntry, private: Private, base_model_id: str | None
+) -> tuple[Piece, str]:
+    """One file as it is published, and what was changed in it, in words without the private content."""
+    source, is_json = directory / name, name.endswith(".json") and name not in _VOCABULARIES
     if name == CARD_NAME:
-        if source.is_symlink():  # the only file that may differ from the manifest
+        if source.is_symlink() or not source.is_file():  # the only file that may differ from the manifest
             raise UsageError(
-                f"{source} is a link, so it is unknown what it would publish: replace it by the file itself"
+                f"{source} is a link or no plain file, so nobody knows what it would publish: replace it by the file"
             )
-        before = _text_of(source, None)
-        after, changes = clean_card(before, private, base_model_id=base_model_id)
-        if after != before:
-            changed[name] = "; ".join(changes)
-        return after
-    if name.endswith(".json") and name not in _VOCABULARIES:
-        try:
-            content = json.loads(_text_of(source, entry))
-        except ValueError as error:
-            raise UsageError(f"{source} is not JSON: {error}") from error
-        public = dict(content) if isinstance(content, dict) else content
-        for key in _BASE_KEYS if isinstance(content, dict) else ():
-            base = content.get(key)
-            if isinstance(base, str) and base and private.is_local(base):
-                # Its id, else the last part of its path.
-                public[key] = published_name(base, private, base_model_id) or Path(base).name
-        public = scrub_json(public, private, names=name == REPORT_NAME)
-        if public != content:
-            changed[name] = _difference(content, public)
-            return json.dumps(public, indent=2, ensure_ascii=False) + "\n"
-        return None
-    if what := find_in_file(source, private):
+        text, changes = clean_card(_decoded(source, read_plain(source)), private, base_model_id=base_model_id)
+        return Piece.of(text.encode()), "; ".join(changes)
+    if problems := manifest.compare(directory, {name: entry}):
+        raise UsageError(f"{directory}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
+    large = entry.bytes > _LARGE and not is_json
+    piece = Piece(entry=entry, source=source) if large else Piece.of(read_plain(source))
+    if piece.entry != entry:
+        raise UsageError(f"{source} differs from {MANIFEST_NAME}: it is damaged, or being written")
+    if is_json:
+        return _public_json(source, piece, private, base_model_id)
+    with open(source, "rb") if piece.content is None else io.BytesIO(piece.content) as stream:
+        what = find_in_file(stream, private, header_only=name.endswith(".safetensors"))
+    if what:
         raise UsageError(
             f"{source} holds {what}, and files of this kind cannot be rewritten: remove it before you publish the file"
         )
-    return None
+    return piece, ""
 
 
-def _text_of(source: Path, entry: FileEntry | None) -> str:
-    """The text of a file, whose bytes are those that the manifest lists; without an entry they may be others."""
-    content = read_plain(source)
-    if entry is not None and hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise _not_as_written(source)
+def _public_json(source: Path, piece: Piece, private: Private, base_model_id: str | None) -> tuple[Piece, str]:
+    try:
+        content = json.loads(_decoded(source, piece.content or b""))
+    except ValueError as error:
+        raise UsageError(f"{source} is not JSON: {error}") from error
+    public = dict(content) if isinstance(content, dict) else content
+    for key in _BASE_KEYS if isinstance(content, dict) else ():
+        base = content.get(key)
+        if isinstance(base, str) and base and private.is_local(base):
+            # Its id, else the last part of its path.
+            public[key] = published_name(base, private, base_model_id) or Path(base).name
+    public = scrub_json(public, private, names=source.name == REPORT_NAME)
+    if public == content:
+        return piece, ""
+    names = [key for key in content if content[key] != public.get(key)] if isinstance(content, dict) else []
+    base = next((f"{key} is {public[key]!r}" for key in _BASE_KEYS if key in names), "")
+    rest = ", ".join(key for key in names if key not in _BASE_KEYS)
+    words = [base, f"local paths and names in {rest} were replaced" if rest else ""]
+    text = json.dumps(public, indent=2, ensure_ascii=False) + "\n"
+    return Piece.of(text.encode()), "; ".join(filter(None, words)) or "local paths were replaced"
+
+
+def _decoded(source: Path, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{source} is not UTF-8 text: {error}") from error
-
-
-def _not_as_written(source: Path) -> UsageError:
-    return UsageError(f"{source} differs from {MANIFEST_NAME}: it is damaged, or being written")
-
-
-def _difference(before: Any, after: Any) -> str:
-    """The changed settings, by name; the old values are private."""
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        return "local paths were replaced"
-    names = [key for key in before if before[key] != after.get(key)]
-    base = next((f"{key} is {after[key]!r}" for key in _BASE_KEYS if key in names), "")
-    others = [key for key in names if key not in _BASE_KEYS]
-    rest = f"local paths and names in {', '.join(others)} were replaced" if others else ""
-    return "; ".join(filter(None, (base, rest)))
-
-
-def _put(source: Path, target: Path, text: str | None, *, durable: bool) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if text is not None:
-        target.write_text(text, encoding="utf-8", newline="")
-        return
-    real = source.resolve(strict=True)
-    try:
-        os.link(real, target)
-    except OSError:  # another file system, or one without links
-        if durable:
-            shutil.copyfile(real, target)
-        else:
-            target.symlink_to(real)
 
 
 # ---- while a run trains ----------------------------------------------------------------------------------------------
@@ -418,31 +356,15 @@ class Publisher:
             self._missing = self._strategy != "end"
             return
         folders = {"checkpoint": [LAST_CHECKPOINT], "all_checkpoints": [f"{directory.name}/"]}.get(self._strategy, [])
-        self._missing, base, root = True, self._settings.base_model_id, create_staging(self._output_dir / "push")
+        self._missing, root = True, create_staging(self._output_dir / "push")
         try:
-            written, staged = manifest.read(directory), []
-            if not isinstance(written, Manifest):
-                raise UsageError(str(written))
-            for prefix in ("", *folders):
-                folder = root / (prefix or "top")
-                folder.mkdir()
-                staged.append(
-                    stage(
-                        directory,
-                        written,
-                        folder,
-                        private=self._private,
-                        prefix=prefix,
-                        base_model_id=base,
-                        durable=True,
-                    )
-                )
-        except (TuneError, OSError) as error:
+            shutil.copytree(directory, root / directory.name, copy_function=_link)
+        except OSError as error:
             self._say(f"{directory.name} could not be prepared for its push: {error}. Training continues")
             shutil.rmtree(root, ignore_errors=True)
             return
         # A daemon: an upload that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._upload, args=(staged, root, written.step), daemon=True)
+        self._thread = threading.Thread(target=self._upload, args=(root / directory.name, ["", *folders]), daemon=True)
         self._thread.start()
         if self._wait_for_each:
             self.wait()
@@ -453,22 +375,16 @@ class Publisher:
         Raises:
             TuneError: the push failed; the message says where the result is and how to finish.
         """
-        root = None
         try:
             self.wait()
             settings = self._settings
             if checkpoints(directory):
                 settings = replace(settings, checkpoints=_WHOLE.get(self._strategy, "none"))
-            root = create_staging(self._output_dir / "push")
-            staged = _stage_all(directory, root, settings, self._private)
-            done = self._send(staged, settings.message)
+            done = self._send(_stage_all(directory, settings, self._private), settings.message)
         except KeyboardInterrupt as stop:
             raise Interrupted(f"the push was stopped. {self._how_to_finish(directory)}") from stop
         except (UsageError, HubError, CorruptionError) as error:
             raise type(error)(f"the push failed: {error}. {self._how_to_finish(directory)}") from error
-        finally:
-            if root is not None:
-                shutil.rmtree(root, ignore_errors=True)
         self._missing = False
         self._say(done.summary)
         return done
@@ -492,18 +408,20 @@ class Publisher:
     def _uploading(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _upload(self, staged: list[Staged], root: Path, step: int) -> None:
+    def _upload(self, copy: Path, prefixes: Sequence[str]) -> None:
+        base = self._settings.base_model_id
         try:
-            self._send(staged, f"Training in progress, step {step}")
+            staged = [stage(copy, private=self._private, prefix=each, base_model_id=base) for each in prefixes]
+            self._send(staged, f"Training in progress, step {copy.name.rpartition('-')[2]}")
             self._missing = False
-            self._say(f"step {step} is on the Hub: {self._repository.url}")
+            self._say(f"{copy.name} is on the Hub: {self._repository.url}")
         except TuneError as error:
-            self._say(f"the push of step {step} failed: {error}. Training continues; the next save tries again")
+            self._say(f"the push of {copy.name} failed: {error}. Training continues; the next save tries again")
         finally:
-            shutil.rmtree(root, ignore_errors=True)
+            shutil.rmtree(copy.parent, ignore_errors=True)
 
     def _send(self, staged: list[Staged], message: str) -> Pushed:
-        for line in (line for each in staged for line in replace(each, prefix="").described()):
+        for line in (line for each in staged if not each.prefix for line in each.lines):
             if line not in self._printed:
                 self._printed.add(line)
                 self._say(line)
@@ -523,6 +441,14 @@ class Publisher:
         return f"The result in {directory} is complete: `{shlex.join(words)}` finishes the push"
 
 
+def _link(source: str, target: str) -> None:
+    real = os.path.realpath(source)
+    try:
+        os.link(real, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(real, target)
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -531,7 +457,7 @@ def main(argv: Sequence[str], *, again: str = "The same command continues it") -
     wanted = vars(_parser().parse_args(list(argv)))
     directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
     try:
-        settings = PushSettings(**{**wanted, "tags": tuple(wanted["tags"])})
+        settings = PushSettings(**wanted)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     try:
@@ -558,9 +484,6 @@ def _parser() -> argparse.ArgumentParser:
         "--public", action="store_false", dest="private", default=None, help="make a new repository public, not private"
     )
     parser.add_argument("--revision", default="main", metavar="BRANCH", help="created if it does not exist")
-    parser.add_argument(
-        "--tag", dest="tags", action="append", default=[], metavar="TAG", help="tag the commit; may be repeated"
-    )
     parser.add_argument("--message", default=PushSettings.message, help="first line of the commit")
     parser.add_argument(
         "--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory"

@@ -31,42 +31,15 @@ from trl.scripts.utils import DatasetConfig
 from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.preflight import Preflight
 from hf_rocm_tune.data.formats import Method
-from hf_rocm_tune.data.sources import part_of_mixture
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
-from hf_rocm_tune.settings import names
+from hf_rocm_tune.settings import early, names
 from hf_rocm_tune.train import stall
 
 if TYPE_CHECKING:
     from trl.trainer.base_config import _BaseConfig
-
-
-_Bound = tuple[Callable[[Any], bool], str]
-_AT_LEAST_ONE: _Bound = (lambda value: value >= 1, "1 or more")
-_NOT_NEGATIVE: _Bound = (lambda value: 0 <= value < math.inf, "0 or more, and finite")
-_POSITIVE: _Bound = (lambda value: 0 < value < math.inf, "more than 0, and finite")
-_SEED: _Bound = (lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
-_BELOW_ONE: _Bound = (lambda value: 0 <= value < 1, "0 or more and below 1")
-_OFF_OR_MORE: _Bound = (lambda value: value >= 0, "0 (off) or more")  # a NaN is neither
-_OUR_BOUNDS: dict[str, _Bound] = {
-    "sentinel_every": _OFF_OR_MORE,
-    "compare_optimizer_every": _OFF_OR_MORE,
-    "prefetch_batches": _OFF_OR_MORE,
-    "telemetry_every": _NOT_NEGATIVE,
-    "effective_batch": _AT_LEAST_ONE,
-    "loraplus_lr_ratio": _POSITIVE,
-    "embedding_learning_rate": _NOT_NEGATIVE,
-    "auto_fit_gib": _POSITIVE,
-    "max_skipped_steps": _NOT_NEGATIVE,
-    "early_stopping_patience": _AT_LEAST_ONE,
-    "early_stopping_threshold": _NOT_NEGATIVE,
-    "eval_split_size": (
-        lambda size: 0 < size < 1 or (1 <= size < math.inf and size == int(size)),
-        "a share between 0 and 1 or a number of rows",
-    ),
-}
 
 
 _INITS = r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d*)?|olora"
@@ -90,19 +63,15 @@ class TuneArguments:
     )
     consent_unverified: bool = _option(False, "Train although `--verify full` does not cover every byte on the device.")
     sentinel_every: int = _option(50, "Steps between two checks of weights that must not change. 0: no checks.")
-    compare_optimizer_every: int = _option(
-        0, "Steps between two comparisons of the optimizer state across ranks. 0: never."
-    )
     prefetch_batches: int = _option(
         1,
         "Batches transferred ahead of the one in use; values above 1 apply within an accumulation window only. "
         "0 transfers each batch when it is used.",
     )
-    auto_fit: Literal["off", "plan", "probe"] = _option(
+    auto_fit: Literal["off", "plan"] = _option(
         "off",
         "Choose micro-batch, accumulation and activation checkpointing, where they are not given, for the free memory "
-        "of the card: by the plan, or by the plan corrected by worst-case steps before the run. The effective batch "
-        "does not change.",
+        "of the card, by the plan. The effective batch does not change.",
     )
     effective_batch: int | None = _option(
         None,
@@ -176,16 +145,19 @@ class TuneArguments:
         "At the start, print each default that differs from TRL's, and why.",
         aliases=["-v"],
     )
+    dry_run: Literal["text", "json", "html"] | None = _option(
+        None,
+        "Check all settings, show the rows as the model will read them with the tokens that count in the loss, lengths "
+        "and what is cut off, and exit. No weights are loaded and nothing is written. text unless given.",
+    )
     print_config: bool = _option(False, "Print the resolved configuration as a YAML recipe and exit.")
 
     def __post_init__(self) -> None:
-        for name, (holds, expected) in _OUR_BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and not holds(value):
-                raise ValueError(f"--{name} must be {expected}, got {value}")
+        if faults := early.out_of_range(dataclasses.asdict(self)):
+            raise ValueError(faults[0])
         if self.auto_fit == "off" and (self.effective_batch is not None or self.auto_fit_gib is not None):
             name = "effective_batch" if self.effective_batch is not None else "auto_fit_gib"
-            raise ValueError(f"--{name} works only with --auto_fit plan or --auto_fit probe; add one of them")
+            raise ValueError(f"--{name} works only with --auto_fit plan; add it")
         if self.recompute_layers is not None:
             recompute.parse(self.recompute_layers)
         if not re.fullmatch(_INITS, self.init_lora_weights):
@@ -432,8 +404,7 @@ def help_all(method: Method) -> str:
     parser.set_defaults(**{each.name: each.ours for each in ours})
     return (
         f"{parser.format_help()}\nlauncher:\n  --accelerate_config NAME|PATH  and every flag of `accelerate launch`; "
-        "`hf-rocm-tune configs ls` lists the names\n"
-        f"  {names.CARDS_WAY} auto  use two cards in the way that the plan finds fastest (`hf-rocm-tune sft` only)"
+        "`hf-rocm-tune configs ls` lists the names"
     )
 
 
@@ -455,9 +426,10 @@ def build_parser(method: Method = "sft") -> _Parser:
     for action in parser._actions:
         if action.type is string_to_bool:  # upstream wants a value after flags whose default is None, as `--bf16`
             action.nargs, action.const = "?", True
+        if action.dest == "dry_run":
+            action.nargs, action.const = "?", "text"
         if action.dest == "datasets":
-            action.type, action.metavar = part_of_mixture, "NAME[,fraction=0.3,split=...]"
-            action.help = "A mixture: names or paths of datasets, each with a recipe's keys after commas."
+            action.help = "A mixture: paths, or in a recipe mappings with path, split, fraction, columns ..."
     return parser
 
 
@@ -666,6 +638,8 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
     hints = typing.get_type_hints(DatasetConfig)
     kinds = {str: "text", list: "a list", dict: "a mapping"}
     for number, part in enumerate(parts, start=1):
+        if isinstance(part, DatasetConfig):  # a bare path, which the parser has made one of
+            continue
         if not isinstance(part, Mapping):
             yield f"--datasets, part {number}: expected a mapping with path, fraction ..., got {part}"
             continue
@@ -685,11 +659,7 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
     Raises:
         UsageError: one line with all faults.
     """
-    faults = [
-        f"--{name} must be {expected}, got {given[name]}"
-        for name, (holds, expected) in _BOUNDS.items()
-        if given.get(name) is not None and not holds(given[name])
-    ]
+    faults = early.out_of_range(given)
     if not given.get("model_name_or_path"):
         faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
     if not given.get("dataset_name") and not given.get("datasets"):
@@ -714,38 +684,3 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("--fp16 and --bf16 exclude each other; keep one")
     if faults:
         raise UsageError("; ".join(faults))
-
-
-_BOUNDS: dict[str, _Bound] = {
-    "per_device_train_batch_size": _AT_LEAST_ONE,
-    "per_device_eval_batch_size": _AT_LEAST_ONE,
-    "gradient_accumulation_steps": _AT_LEAST_ONE,
-    # transformers treats 0 like -1, "no limit"
-    "max_steps": (lambda value: value == -1 or value >= 1, "1 or more, or -1 for no limit"),
-    "num_train_epochs": _POSITIVE,
-    "learning_rate": _NOT_NEGATIVE,
-    "weight_decay": _NOT_NEGATIVE,
-    "max_grad_norm": (lambda value: value >= 0, "0 or more"),  # inf: no clipping
-    "warmup_steps": _NOT_NEGATIVE,
-    "logging_steps": _NOT_NEGATIVE,
-    "eval_steps": _NOT_NEGATIVE,
-    "save_steps": _NOT_NEGATIVE,
-    "save_total_limit": _NOT_NEGATIVE,
-    "dataloader_num_workers": _NOT_NEGATIVE,
-    "max_length": _AT_LEAST_ONE,
-    "lora_r": _AT_LEAST_ONE,
-    "lora_alpha": _AT_LEAST_ONE,
-    "seed": _SEED,
-    "data_seed": _SEED,
-    "adam_beta1": _BELOW_ONE,
-    "adam_beta2": _BELOW_ONE,
-    "adam_epsilon": _NOT_NEGATIVE,
-    "eval_accumulation_steps": _AT_LEAST_ONE,
-    "lora_dropout": _BELOW_ONE,
-    "neftune_noise_alpha": _NOT_NEGATIVE,
-    "pad_to_multiple_of": (
-        lambda value: bool(re.fullmatch(r"auto|none|null|[1-9]\d{0,6}", str(value).lower())),
-        "1 or more, or auto",
-    ),
-    "dataset_num_proc": _NOT_NEGATIVE,
-}

@@ -28,10 +28,10 @@ from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import gpus, process, variables
 from hf_rocm_tune.redaction import one_line, remember
+from hf_rocm_tune.settings import early
 
 CONFIG = "--config"
 CONFIG_FLAG = "--accelerate_config"
-CARDS_WAY = "--cards_way"
 #: Names of both the launcher and ``trl sft``; they belong to the job, as in ``trl``.
 SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
 _NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
@@ -128,7 +128,7 @@ def answered(verb: Method, argv: Sequence[str]) -> bool:
 
 
 def check(verb: Method, argv: Sequence[str]) -> None:
-    """Refuse flags, and keys of the recipe, that the verb does not have.
+    """Refuse flags, and keys of the recipe, that the verb does not have, and values that `early` refuses.
 
     Raises:
         UsageError: one line with all of them and the nearest names; or the recipe is unreadable.
@@ -136,21 +136,28 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     if not (known := {option for flag in flags(verb).values() for option in flag.options}):
         return
     path, rest = take_flag(canonical(argv), CONFIG)
-    given = []
+    given: dict[str, Any] = {}
+    last = ""
     for argument in rest:
         if argument == "--":
             break
         # as in argparse: an argument with a space is a value
         if argument.startswith("--") and " " not in argument:
-            given.append(argument.partition("=")[0])
+            last, equals, value = argument.partition("=")
+            given[last] = value if equals else None
+        elif last and given[last] is None:
+            given[last] = argument
     names = list(flags(verb))
     if faults := [unknown(name, names, dashes="--") for name in given if name not in known]:
         raise UsageError("; ".join(faults))
+    values = {bare(name): value for name, value in given.items()}
     if path is not None:
         recipe = read_recipe(path)
         keys = canonical_keys(recipe)
         if faults := [unknown(key, names, dashes="") for key, name in keys.items() if name not in names]:
             raise UsageError(f"recipe {recipe.path}: {'; '.join(faults)}")
+        values = {name: recipe.values[key] for key, name in keys.items()} | values
+    early.check(verb, values)
 
 
 def canonical(argv: Sequence[str]) -> list[str]:
@@ -230,7 +237,7 @@ steps:
   --seed N                        seed of all random numbers
 
 memory:
-  --auto_fit off|plan|probe       choose batch and checkpointing
+  --auto_fit off|plan             choose batch and checkpointing
   --activation_checkpointing BOOL recompute activations
   --split_layers auto|N,N         one model over several cards
   --on_oom step_down|stop         smaller passes, or exit code 5
@@ -242,10 +249,43 @@ verification and result:
   --push_to_hub                   upload the result and verify it
   --report_to NAME                tensorboard, trackio, wandb ...
 """
+_OF_METHOD: dict[Method, str] = {
+    "dpo": """\
+preferences:
+  --beta X                        weight of the distance to the reference
+  --loss_type NAME                sigmoid, ipo, hinge, apo_zero ...
+""",
+    "kto": """\
+ratings:
+  --beta X                        weight of the distance to the reference
+  --desirable_weight X            weight of the good answers
+  --undesirable_weight X          weight of the bad answers
+""",
+    "orpo": """\
+preferences:
+  --beta X                        weight of the odds ratio
+  --max_completion_length N       tokens per answer; longer ones are cut
+""",
+    "reward": """\
+reward model:
+  --center_rewards_coefficient X  keeps the rewards around zero
+""",
+    "grpo": """\
+rewards:
+  --reward_funcs NAME ...         of TRL, or module.function
+  --reward_model_name_or_path ID  a reward model, verified too
+  --num_generations N             answers for each prompt
+  --max_completion_length N       tokens per answer
+  --steps_per_generation N        micro-batches from one generation
+  --beta X                        weight of the distance to the reference
+""",
+}
+#: Flags of the short help that the other methods refuse.
+_SFT_ONLY = frozenset({"auto_fit", "split_layers"})
 _MORE = f"""
 more:
   --accelerate_config NAME        launcher settings: of `configs ls`, or a file
-  --cards_way auto                two cards, used as the plan finds fastest
+  --dry_run                       show the rows and what counts, and exit
   --print_config                  print all settings as a recipe and exit
   -v                              print more at the start
   {HELP_ALL}                      every flag: ours, TRL's and the launcher's"""
@@ -255,10 +295,12 @@ def screen(verb: Method) -> str:
     """The common flags of a verb with their defaults, on one screen."""
     about, known = VERBS[verb], flags(verb)
     lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", about.what, ""]
-    for line in _SCREEN.splitlines():
+    head, memory, tail = _SCREEN.partition("memory:\n")
+    own = f"{_OF_METHOD[verb]}\n" if verb in _OF_METHOD else ""
+    for line in (head + own + memory + tail).splitlines():
         typed = line.split()[0].removeprefix("--") if line.startswith("  --") else None
         name = ALIASES.get(typed or "", typed)
-        if name is not None and known and name not in known:
+        if name is not None and ((known and name not in known) or (verb != "sft" and name in _SFT_ONLY)):
             continue
         default = _OURS.get(name or "") or (_shown(known[name].default) if name in known else "")
         if name == "learning_rate" and known:
@@ -301,7 +343,7 @@ def flags(verb: Method) -> dict[str, Flag]:
 
 def is_launcher_flag(name: str) -> bool:
     """Whether ``name``, without dashes, is a flag that only the launcher reads."""
-    return name in (bare(CONFIG_FLAG), bare(CARDS_WAY)) or name in launcher_flags()
+    return name == bare(CONFIG_FLAG) or name in launcher_flags()
 
 
 @functools.cache

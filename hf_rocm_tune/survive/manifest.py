@@ -11,15 +11,18 @@ what the bytes *should* be: that comparison is `training.saved_state`, with the 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Literal
 
 from hf_rocm_tune.survive.atomic import write_text_atomic
@@ -107,7 +110,7 @@ def write(
         tensors=dict(tensors or {}),
         extra=dict(extra or {}),
     )
-    write_text_atomic(directory / MANIFEST_NAME, _to_json(manifest))
+    write_text_atomic(directory / MANIFEST_NAME, to_json(manifest))
     return manifest
 
 
@@ -188,16 +191,44 @@ def read_once(path: Path) -> Iterator[tuple[Path, FileEntry]]:
 
     Yields:
         A path, for the length of the block, to the very bytes that were read, in memory of this process; and their size
-        and SHA-256. What happens to the file meanwhile changes neither.
+        and SHA-256. What happens to the file meanwhile changes neither, and nobody can write to the copy.
     """
     drop_from_cache(path)
-    descriptor = os.memfd_create(path.name[:200], os.MFD_CLOEXEC)
+    descriptor = os.memfd_create(path.name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as copy:
             entry = _digest(path, copy)
-        yield Path(f"/proc/self/fd/{descriptor}"), entry
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}"), entry
     finally:
         os.close(descriptor)
+
+
+class PrivateCopy:
+    """The files of a directory as they were read once; `directory` shows the copies, and nobody can write to them.
+
+    Args:
+        directory: where they are.
+        names: of the files; those that are not there are left out.
+        entries: what they must be; the others are not compared.
+
+    Raises:
+        FileNotFoundError: a file of `entries` is not there.
+        ValueError: a file differs from its entry; the message names it.
+    """
+
+    def __init__(self, directory: Path, names: Iterable[str], entries: Mapping[str, FileEntry] | None = None) -> None:
+        self._open, self.entries = ExitStack(), dict[str, FileEntry]()
+        weakref.finalize(self, self._open.close)
+        self.directory = Path(self._open.enter_context(TemporaryDirectory(prefix="hf-rocm-tune-")))
+        for name in names:
+            wanted = (entries or {}).get(name)
+            if wanted is None and not (directory / name).is_file():
+                continue
+            copy, self.entries[name] = self._open.enter_context(read_once(directory / name))
+            if wanted not in (None, self.entries[name]):
+                raise ValueError(f"{name} is changed (its bytes are not those that were written)")
+            (self.directory / name).symlink_to(copy)
 
 
 def drop_from_cache(path: Path) -> None:
@@ -221,7 +252,8 @@ def _digest(path: Path, copy: BinaryIO | None = None) -> FileEntry:
     return FileEntry(bytes=size, sha256=digest.hexdigest())
 
 
-def _to_json(manifest: Manifest) -> str:
+def to_json(manifest: Manifest) -> str:
+    """The content of ``integrity.json``."""
     body: dict[str, Any] = {"schema": SCHEMA, **asdict(manifest)}
     return json.dumps(body | {"digest": _own_digest(body)}, indent=1)
 

@@ -32,8 +32,7 @@ from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 
-from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.models.quantised import is_written_buffer, set_buffer
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.survive.manifest import FileEntry, read_once
 from hf_rocm_tune.transfer.digest import digest
@@ -169,6 +168,28 @@ def adapter_on_host(model: nn.Module, mover: Mover, trained: Mapping[str, Tensor
         with mover.fetched(tensor.detach(), name=name, stage="adapter") as fetched:
             found[name] = fetched.host.clone()
     return found
+
+
+class HostCopy:
+    """Host copies of tensors that are used much later; each use checks that they are still what was copied."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._digests = {name: digest(tensor) for name, tensor in tensors.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors.
+
+        Raises:
+            MemoryFaultError: one has changed.
+        """
+        for name, tensor in self._tensors.items():
+            if digest(tensor) != self._digests[name]:
+                raise MemoryFaultError(
+                    f"the adapter's initial state changed in host memory: {name}",
+                    "Nothing was saved since; the checkpoints already written are intact: start the same command again",
+                )
+        return dict(self._tensors)
 
 
 def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:
@@ -377,9 +398,6 @@ def load_model(directory: Path, model: nn.Module, place: Place) -> None:
                 return
             for name in sorted(names):
                 tensor = opened.get_tensor(name)
-                if tensor.shape != live[name].shape and is_written_buffer(model, name):
-                    set_buffer(model, name, place(tensor, name=name, stage="adapter"))
-                    continue
                 _check_fit(file, {name: tensor}, {name: live[name]})
                 live[name].copy_(place(tensor, name=name, stage="adapter"))  # device: both are there
 

@@ -170,7 +170,7 @@ class Checkpoints:
         self._stage: StagedSave | None = None
         self._saved: Mapping[str, manifest.FileEntry] = {}
         self._saved_digests: Mapping[str, str] = {}
-        self.start: Mapping[str, Tensor] | None = None
+        self.start: saved_state.HostCopy | None = None
         """Initial state of an adapter whose result is saved as plain LoRA; None for all others."""
 
     def check_start(self, resume_from: Any) -> Any:
@@ -383,14 +383,15 @@ class Checkpoints:
 
     def _convert(self, directory: Path) -> None:
         if self.start is not None and self._trainer.is_world_process_zero():
-            write_plain_lora(cast("PeftModel", self._bare_model()), directory, self.start, self._trainer.mover)
+            start = self.start.tensors()
+            write_plain_lora(cast("PeftModel", self._bare_model()), directory, start, self._trainer.mover)
 
     def _plain_lora(self) -> dict[str, Tensor] | None:
         """What the result has to hold where it is plain LoRA; on rank 0."""
         if self.start is None or self._saves_shards or not self._trainer.is_world_process_zero():
             return None
         now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._full_model())
-        return plain_lora(now, self.start)
+        return plain_lora(now, self.start.tensors())
 
     def _publish_result(self, root: Path, destination: Path, only: Collection[str] | None) -> None:
         found = self._verified(root, {}, plain=self._plain_lora())
@@ -534,7 +535,10 @@ class Checkpoints:
                 raise UsageError(
                     f"{path} cannot be resumed from: {error}; choose another checkpoint or start a new run"
                 ) from error
-            return [f"{path.name}:{name}" for name in saved_state.not_loaded(state, live())]
+            differing = [f"{path.name}:{name}" for name in saved_state.not_loaded(state, live())]
+            # Last: what was loaded and compared must still be what was read.
+            again = saved_state.state_digests(path.name, state)
+            return differing or [label for label in again if read.digests.get(label) != again[label]]
 
         _until_equal(load_once, str(path.parent))
 

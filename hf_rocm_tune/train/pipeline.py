@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_rocm_tune.data.loader import AccumulationWindow
-from hf_rocm_tune.models.quantised import writable_buffers
+from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.split import Crossing, Hops, SplitMover
 from hf_rocm_tune.plan.ways import IN_FLIGHT
 from hf_rocm_tune.train.faults import StepFaultSpec
@@ -292,5 +292,5 @@ def can_pipeline(trainer: Any) -> bool:
         and not getattr(args, "activation_offloading", False)
         and not getattr(config.get_text_config(), "output_router_logits", False)
         and StepFaultSpec.from_environment() is None
-        and not any(True for _ in writable_buffers(trainer.model))
+        and not any(True for _ in running_statistics(trainer.model))
     )

@@ -292,7 +292,6 @@ def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
 
 _NOT_WITH_SHARDS = {
     "--auto_fit": "it does not support shards; set --per_device_train_batch_size yourself",
-    "--compare_optimizer_every": "a shard of the optimizer's state has no replica to compare it with",
     "--grad_sync host": "FSDP2 averages gradients by itself; leave it out",
     "--grad_compression": "FSDP2 averages gradients by itself; leave it out",
     "--recompute_layers": "with FSDP2 all layers are recomputed, or none; use --activation_checkpointing",

@@ -22,8 +22,7 @@ from transformers import TrainerCallback, get_scheduler
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
-from hf_rocm_tune.transfer import digest
-from hf_rocm_tune.transfer.digest import device_method
+from hf_rocm_tune.transfer import digest, triton_refusal
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -158,15 +157,15 @@ def check_rows(trainer: Trainer) -> None:
 
 
 def check_offloads(args: TrainingArguments) -> None:
-    """Refuse an optimizer of bitsandbytes that cannot work on this device, and upstream's offload of activations.
+    """Refuse what cannot work on this device: optimizers of bitsandbytes, and TRL's offload of activations on a CPU.
 
     Raises:
-        UsageError: the library is missing or does not support the device; activations would be moved unverified.
+        UsageError: names the flag.
     """
     if (args.activation_checkpointing_kwargs or {}).get("offload"):
-        raise UsageError(
-            "--activation_checkpointing_kwargs: `offload` moves activations unverified; use --activation_offloading"
-        )
+        raise UsageError("--activation_checkpointing_kwargs: `offload` is not listed as unverified; leave it out")
+    if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
+        raise UsageError("--activation_offloading moves activations from a card to the host: leave it out on a CPU")
     if _of_bitsandbytes(args):
         require_bitsandbytes(args.device, f"--optim {optimizer_name(args)}")
 
@@ -195,8 +194,8 @@ def check_compiled(args: TrainingArguments) -> None:
 
 
 def _require_triton(flag: str, device: torch.device) -> None:
-    if (method := device_method(device)).name != "triton":
-        raise UsageError(f"{flag} needs Triton, which does not run here ({method.reason}): leave it out")
+    if refusal := triton_refusal(device):
+        raise UsageError(f"{flag} needs Triton, which does not run here ({refusal}): leave it out")
 
 
 def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool = False) -> Coverage:
@@ -207,6 +206,8 @@ def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool =
         rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
     if card and _of_bitsandbytes(args) and "paged" in (optim := optimizer_name(args)):
         rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
+    if card and getattr(args, "activation_offloading", False):
+        rows["activations in host memory"] = "--activation_offloading: TRL copies them to the host and back by itself"
     if card and optimizer_name(args) == "adafactor":
         rows["new optimizer state"] = "--optim adafactor creates it on the host and copies it at the first step"
     named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]

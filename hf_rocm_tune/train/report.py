@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather_object
 
 from hf_rocm_tune.errors import listed
+from hf_rocm_tune.models import products
 from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.heartbeat import is_supervised, survival
@@ -44,6 +45,7 @@ class RunFacts:
     findings: tuple[dict[str, Any], ...] = ()  # of the doctor and the environment policy, on one rank per machine
     telemetry: Telemetry | None = None  # of this process's card; None if the user has turned it off
     auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit and the figures behind it
+    data: tuple[Mapping[str, Any], ...] = ()  # see `data.summary.DataSummary`
     preflight: Mapping[str, Any] | None = None  # how several ranks average gradients, and the evidence
 
 
@@ -66,8 +68,10 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "step_fault_injection": trainer.step_faults.describe(injected),
         "device": describe_device(trainer.mover.device),
         "digest": {"host": asdict(host_method()), "device": asdict(device_method(trainer.mover.device))},
+        "loss_gradient": None if (choice := products.choose(trainer.mover.device)) is None else asdict(choice),
         "ranks": len(everyone),
         "versions": versions(),
+        "data": list(facts.data),
         "coverage": {
             "verified_bytes": verified_weights + batches["verified_bytes"] + between["verified_bytes"],
             "device_bytes": weights.device_bytes * len(everyone) + batches["bytes"] + between["bytes"],

@@ -11,6 +11,7 @@ Not covered: bits that were wrong between two checks and are right again.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, listed
 from hf_rocm_tune.models.placement import RECOMPUTED, TRAINED, findable_tensors_of, is_recomputed, tensors_of
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.shards import cut_of, is_sharded, local, reshard
-from hf_rocm_tune.transfer import Digest, QueuedDigests, TensorGroup, digest
+from hf_rocm_tune.transfer import Digest, QueuedDigests, TensorGroup, digest, named_tensors, tree_tensors
 from hf_rocm_tune.transfer.digest import GROUP_BYTES
 from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
@@ -51,7 +52,7 @@ _BYTES_PER_UPDATE = 1 << 30
 class Change:
     """A tensor that has changed."""
 
-    stage: str  # "frozen" or "trained"
+    stage: str  # "frozen", "trained" or "batches"
     name: str  # of the tensor, or of the group it belongs to
     kind: str  # "changed in memory", "replaced" by another tensor, "removed" or "added"
 
@@ -260,6 +261,16 @@ class TrainedSentinel:
                 looked_at.append(at)
         self._queued.append((groups, looked_at, before, QueuedDigests([groups[at].bytes for at in looked_at])))
 
+    def is_replaced(self) -> bool:
+        """Whether a tensor has other memory than at the last `take`."""
+        return any(group.pointers != group.find() for group in self._groups)
+
+    def adopt(self) -> None:
+        """Record the current state, in which the model's own forward has replaced tensors; compare the others first."""
+        self.look()
+        self._replaced.clear()
+        self.take()
+
     def collect(self) -> list[Change]:
         """What has changed between `take` and `look`; waits for the device."""
         changes: dict[str, None] = {}
@@ -295,6 +306,46 @@ class TrainedSentinel:
             room -= group.nbytes
             self._next = (self._next + 1) % len(self._groups)
         return chosen
+
+
+class BatchSentinel:
+    """Looks again at batches that were used: their memory may have changed after the verdict on their transfer.
+
+    A tensor that torch operations have written to meanwhile, as some models do, is not compared.
+    """
+
+    def __init__(self, verdict_of: Callable[[Tensor], Digest | None]) -> None:
+        self._verdict_of = verdict_of
+        self._used: list[tuple[str, list[tuple[Tensor, int]], Digest | QueuedDigests]] = []
+        self._queued: list[tuple[str, Digest | QueuedDigests, QueuedDigests]] = []
+
+    def use(self, batch: Any) -> None:
+        """A batch, verified, that is used from now on; what was computed on the device is digested now."""
+        storages: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, tensor in named_tensors(batch):
+            if tensor.layout is torch.strided and not tensor.is_inference() and tensor.untyped_storage().nbytes():
+                storages.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+        for rows in storages.values():
+            first = rows[0][1]
+            known = self._verdict_of(first) or QueuedDigests([storage_bytes(first)])
+            self._used.append((rows[0][0], [(tensor, tensor._version) for _, tensor in rows], known))
+
+    def look(self) -> None:
+        """Queue a comparison of what was used since the last one."""
+        used, self._used = self._used, []
+        for name, rows, known in used:
+            if all(tensor._version == version for tensor, version in rows):
+                self._queued.append((name, known, QueuedDigests([storage_bytes(rows[0][0])])))
+
+    def collect(self) -> list[Change]:
+        """What has changed; waits for the device."""
+        queued, self._queued = self._queued, []
+        changes = {}
+        for name, known, now in queued:
+            right = known if isinstance(known, Digest) else known.result()[0]
+            if not now.result()[0].same_words(right):  # gaps between its tensors do not count
+                changes[name] = Change("batches", name, "changed in memory")
+        return list(changes.values())
 
 
 class _Pack:
@@ -378,6 +429,11 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
 
 _UPSTREAM = frozenset({"hf_rocm_tune", "transformers", "trl", "peft", "accelerate", "torch", "typing", "builtins"})
 _FOREIGN: dict[type, bool] = {}  # cache of `is_foreign`
+_WHAT = {
+    "frozen": "frozen weights",
+    "trained": "trained weights or optimizer state",
+    "batches": "batch tensors on the device",
+}
 _SAID = {"replaced": "were replaced by other tensors", "removed": "were removed", "added": "were added"}
 _ADVICE = (
     "Nothing was saved since; the checkpoints already written are intact: start the same command again to continue "
@@ -413,7 +469,6 @@ class SentinelCallback(TrainerCallback):
         mover: knows the digest with which each tensor arrived or was derived; its report counts passes and mismatches.
         every: steps in which each frozen tensor is checked once; 0: memory is not checked. Before a save, frozen
             tensors that were replaced are then still found.
-        compare_optimizer_every: steps between two comparisons of the optimizer state over all ranks; 0: never.
         excuse_writes: see `TrainedSentinel`.
         references: models that are only evaluated: all their tensors are checked as frozen.
 
@@ -427,19 +482,21 @@ class SentinelCallback(TrainerCallback):
         mover: Mover,
         *,
         every: int,
-        compare_optimizer_every: int,
         excuse_writes: bool,
         references: Sequence[nn.Module],
     ) -> None:
         self._model = model
         self._mover, self._report = mover, mover.report
         self._every = every
-        self._compare_optimizer_every = compare_optimizer_every
         self._excuse_writes = excuse_writes
         self._references = references
         self._optimizer: Optimizer | None = None
         self._sentinel: FrozenSentinel | None = None
         self._trained: TrainedSentinel | None = None
+        self._batches: BatchSentinel | None = None
+        self._scheduler: Any = None
+        self._rates: Any = None
+        self._was_replaced = False
         self._explained: set[tuple[str, str]] = set()
 
     # ---- events ---------------------------------------------------------------------------------------------
@@ -449,7 +506,8 @@ class SentinelCallback(TrainerCallback):
     ) -> None:
         if self._every <= 0:
             return
-        self._optimizer = more.get("optimizer")
+        self._optimizer, self._scheduler = more.get("optimizer"), more.get("lr_scheduler")
+        self._batches = BatchSentinel(self._mover.verdict_of)
         self._sentinel = FrozenSentinel(
             list_tensors=self._frozen, period=self._every, arrived_with=self._mover.digest_of, explain=self._explain
         )
@@ -462,32 +520,71 @@ class SentinelCallback(TrainerCallback):
                 excuse_writes=self._excuse_writes or is_sharded(self._model),
             )
             changes = [*changes, *self._trained.begin()]
+            self._follow_prompts()
         for each in self._trained_parameters():
             if self._mover.was_verified(local(each)):
                 self._mover.mark_trained(local(each), TRAINED)
         self._judge(changes, "between the load and the first step", state.global_step)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._rates = self._read_rates()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self.take()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         step = state.global_step
         if self._sentinel is not None:
             self._reshard()
             self._judge(self._sentinel.check_slice(), f"after step {step}", step)
             if step % self._every == 0 and (replicas := list(self._replicas())):
                 self.check_replicas(replicas, f"at step {step}")
-        if self._compare_optimizer_every > 0 and step % self._compare_optimizer_every == 0:
-            self.check_replicas(self._optimizer_state(more["optimizer"]), f"at step {step}")
 
     # ---- checks ---------------------------------------------------------------------------------------------
 
     def take(self) -> None:
         """Record the trained state, which has been changed on purpose, as right."""
+        self._rates = self._read_rates()
         if self._trained is not None:
             self._trained.take()
+
+    def _follow_prompts(self) -> None:
+        """PEFT's CPT replaces its trained prompt in each forward, wherever that is called: right from then on."""
+        encoders: Any = getattr(getattr(self._model, "prompt_encoder", None), "values", list)()
+        for encoder in encoders:
+            encoder.register_forward_pre_hook(lambda *_: self._prompts(adopt=False))
+            encoder.register_forward_hook(lambda *_: self._prompts(adopt=True))
+
+    def _prompts(self, *, adopt: bool) -> None:
+        trained = self._trained
+        if trained is None:
+            return
+        if not adopt:
+            self._was_replaced = trained.is_replaced()
+            if not self._was_replaced:
+                trained.look()  # what is projected now must be what the last update wrote
+        elif trained.is_replaced() and not self._was_replaced:
+            trained.adopt()
+            for each in map(local, self._trained_parameters()):
+                if self._mover.provenance(each) is None:
+                    self._mover.mark_trained(each, TRAINED)
+
+    def use_batch(self, batch: Any) -> None:
+        """A verified batch is used from now on."""
+        if self._batches is not None:
+            self._batches.use(batch)
+
+    def look_at_batches(self) -> None:
+        """Queue a check of the batches that were used; `settle` reports the result."""
+        if self._batches is not None:
+            self._batches.look()
+
+    def settle_batches(self, step: int) -> None:
+        """Wait for the result of the checks of batches alone; raises as `settle`."""
+        if self._batches is not None:
+            self._judge(self._batches.collect(), f"at step {step}", step)
 
     def look(self) -> None:
         """Queue a check of the trained state before it is used or changed; `settle` reports the result."""
@@ -505,6 +602,10 @@ class SentinelCallback(TrainerCallback):
         changes = self._sentinel.collect(wait=True)
         if self._trained is not None:
             changes += self._trained.collect()
+        if self._batches is not None:
+            changes += self._batches.collect()
+        if self._rates != self._read_rates():
+            changes.append(Change("trained", "learning rates", "changed in memory"))
         self._judge(changes, f"before the update of step {step}", step)
 
     def check_all(self, step: int) -> None:
@@ -542,7 +643,7 @@ class SentinelCallback(TrainerCallback):
     # ---- which tensors are checked --------------------------------------------------------------------------
 
     def _frozen(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-        counted = running_statistics(self._model)
+        counted = {name for name, _ in running_statistics(self._model)}
         found = findable_tensors_of(self._model)
         yield from (each for each in found if not each[1].requires_grad and each[0] not in counted)
         for number, model in enumerate(self._references):
@@ -564,12 +665,6 @@ class SentinelCallback(TrainerCallback):
         groups = self._optimizer.param_groups if self._optimizer is not None else ()
         return (each for group in groups for each in group["params"])
 
-    def _optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for number, (parameter, state) in enumerate(optimizer.state.items()):
-            owner = names.get(id(parameter), f"parameter {number}")
-            yield from ((f"{owner}/{name}", value) for name, value in state.items() if torch.is_tensor(value))
-
     def _explain(self, name: str, tensor: Tensor, same: bool) -> str | None:
         """The reason why a frozen tensor may differ, or None; with a reason it is marked derived and reported once."""
         if same:
@@ -588,6 +683,14 @@ class SentinelCallback(TrainerCallback):
             self._report.rebaselined(name, reason, self._mover.step)
         return reason
 
+    def _read_rates(self) -> Any:
+        """What the optimizer computes the next update with besides tensors, and the scheduler's state."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else ()
+        state = self._scheduler.state_dict() if hasattr(self._scheduler, "state_dict") else {}
+        return [
+            {key: copy.copy(each) for key, each in values.items() if _is_plain(each)} for values in (*groups, state)
+        ]
+
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         reference, _, inside = name.rpartition(": ")
         return (self._references[int(reference.split()[1])], inside) if reference else (self._model, name)
@@ -596,9 +699,9 @@ class SentinelCallback(TrainerCallback):
 
     def _judge(self, changes: Sequence[Change], when: str, step: int) -> None:
         assert self._sentinel is not None
-        in_trained = sum(each.stage == "trained" for each in changes)
+        in_trained, in_frozen = (sum(each.stage == stage for each in changes) for stage in ("trained", "frozen"))
         passes, tensors = self._sentinel.passes, self._sentinel.tensors
-        self._report.watched("frozen", passes=passes, tensors=tensors, new_mismatches=len(changes) - in_trained)
+        self._report.watched("frozen", passes=passes, tensors=tensors, new_mismatches=in_frozen)
         if (trained := self._trained) is not None:
             self._report.watched(
                 "trained", checks=trained.checks, rewritten=trained.rewritten, new_mismatches=in_trained
@@ -608,9 +711,15 @@ class SentinelCallback(TrainerCallback):
         for each in changes:
             row = {"step": step, "stage": each.stage, "tensor": each.name, "kind": each.kind, "outcome": "stopped"}
             self._report.incident(row)
-        what = "frozen weights" if changes[0].stage == "frozen" else "trained weights or optimizer state"
+        if lost := len(changes) - in_trained - in_frozen:
+            self._report.add("batches", mismatches=lost)
+        what = _WHAT[changes[0].stage]
         said = _SAID.get(changes[0].kind, changes[0].kind)
         raise MemoryFaultError(f"{what} {said} ({when}): {listed([each.name for each in changes])}", _ADVICE)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | str | list | tuple) and not any(True for _ in tree_tensors(value))
 
 
 def _moves_weights_itself(optimizer: Any) -> bool:

@@ -35,7 +35,9 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone
 from hf_rocm_tune.cards.averaging import Compression, SyncSettings, Way
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
+from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError, listed
+from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.adapter import LearningRates, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
@@ -50,15 +52,14 @@ from hf_rocm_tune.models.placement import (
 )
 from hf_rocm_tune.models.quantised import (
     follow_bias_casts,
-    follow_written_buffers,
     keep_trainable_on_cpu,
-    writable_buffers,
+    running_statistics,
 )
 from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import is_sharded, local
 from hf_rocm_tune.models.split import SplitMover
 from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, PulseListener
-from hf_rocm_tune.survive.saved_state import adapter_on_host
+from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
 from hf_rocm_tune.train import ranks
 from hf_rocm_tune.train.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.train.device_memory import FragmentationCallback, read
@@ -66,7 +67,6 @@ from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
 from hf_rocm_tune.train.metrics import DeferredMetrics, is_tried
-from hf_rocm_tune.train.offload import ActivationOffload
 from hf_rocm_tune.train.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.train.pipeline import Pipeline, can_pipeline
 from hf_rocm_tune.train.refusals import (
@@ -100,6 +100,7 @@ else:
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
+_HOST = torch.device("cpu")
 
 
 class VerifiedTransferMixin(_Base):
@@ -112,7 +113,6 @@ class VerifiedTransferMixin(_Base):
         sentinel_every: number of steps in which each frozen tensor is checked once; 0: never. All are checked before a
             save.
         prefetch_batches: batches that may be in transfer beyond the one in use; 0: no overlap.
-        compare_optimizer_every: steps between two comparisons of the optimizer state across ranks; 0: never.
         consent_unverified: train although ``verify="full"`` did not reach every byte.
         recompute_layers: with activation checkpointing: how many layers, from the first, are recomputed fully, and how
             many after them except matrix products and attention; None: all fully. See `models.recompute`.
@@ -163,7 +163,6 @@ class VerifiedTransferMixin(_Base):
         transfer_settings: TransferSettings | None = None,
         sentinel_every: int = 50,
         prefetch_batches: int = 1,
-        compare_optimizer_every: int = 0,
         consent_unverified: bool = False,
         recompute_layers: tuple[int, int] | None = None,
         one_pass_loss: bool = False,
@@ -194,9 +193,8 @@ class VerifiedTransferMixin(_Base):
         self.grad_sync = ranks.GradientSync(SyncSettings(way=grad_sync, compression=grad_compression))
         self.recompute_layers = recompute_layers
         self._loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
+        loss.fit_to(self.mover.device, compiled=bool(args is not None and args.torch_compile))
         if one_pass_loss:
-            from hf_rocm_tune.models import loss  # TRL's private kernels, only where they are used
-
             loss.install()
             self._loss_way = loss.one_pass_loss
         self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer
@@ -221,10 +219,6 @@ class VerifiedTransferMixin(_Base):
         with verified_loading(self.mover), redirected(self.mover, stage="adapter"):
             super().__init__(*arguments, **keywords)
         self._pipeline = self._connect_cards(pipeline)
-        self._offload: ActivationOffload | None = None
-        if getattr(args, "activation_offloading", False):
-            self.args.activation_offloading = True
-            self._offload = ActivationOffload(self.model, self.mover)
         self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
@@ -232,12 +226,11 @@ class VerifiedTransferMixin(_Base):
         share_inputs(self.model)
         self._place(self.model)
         if before and plain_lora:
-            self._checkpoints.start = adapter_on_host(self.model, self.mover, None)
+            self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))
         self._sentinel = SentinelCallback(
             self.model,
             self.mover,
             every=sentinel_every,
-            compare_optimizer_every=compare_optimizer_every,
             excuse_writes=is_foreign(type(self)),
             references=() if getattr(self.args, "sync_ref_model", False) else self._references,
         )
@@ -313,6 +306,7 @@ class VerifiedTransferMixin(_Base):
             attest(model, self.mover)
             place(model, self.mover)
             follow_bias_casts(model, self.mover)
+            model.requires_grad_(False)  # or the sentinel would take its weights for trained ones
             self._references.append(model)
         return stock(model, device_placement=bool(device_placement), evaluation_mode=evaluation_mode)
 
@@ -323,7 +317,6 @@ class VerifiedTransferMixin(_Base):
             place(model, self.mover)
         keep_trainable_on_cpu(model)
         follow_bias_casts(model, self.mover)
-        follow_written_buffers(model, self.mover)
 
     @override
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
@@ -407,21 +400,25 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Any:
-        """Count label tokens in the host tensors: the device copies are not verified yet.
+        """Count label tokens in the host tensors, twice, from two memories: the device copies are not verified yet.
 
         Returns a device tensor of shape [], as upstream does, without a copy or a wait: ranks add up over gloo, and the
         number reaches the device as an argument of the kernel that fills the tensor.
         """
         sources = [map_tensors(batch, self._source_of) for batch in batch_samples]
+        copies = [_with_own_labels(batch) for batch in sources]
         across = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False  # added up below
         try:
-            count = super()._get_num_items_in_batch(sources, torch.device("cpu"))
+            count = super()._get_num_items_in_batch(sources, _HOST)
+            again = super()._get_num_items_in_batch(copies, _HOST)
         finally:
             self.args.average_tokens_across_devices = across
         self.mover.require_unchanged(sources)
         if not torch.is_tensor(count):
             return count
+        if count.item() != again.item():
+            raise self.mover.changed("labels", "while its labels were counted")
         counted = everyone([count.item()]) if across else [[count.item()]]
         return torch.full((), sum(row[0] for row in counted), dtype=count.dtype, device=self.mover.device)
 
@@ -447,6 +444,7 @@ class VerifiedTransferMixin(_Base):
             (part,) = parts_of(self, self.host_batch(inputs), 1)
             with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
                 loss = stock(model, inputs, num_items_in_batch)
+        self._sentinel.look_at_batches()
         self.grad_sync.settle(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
         self._guard.add_loss(loss)
         return self._metrics_queue.loss_to_log(loss)
@@ -467,6 +465,7 @@ class VerifiedTransferMixin(_Base):
         generates = not isinstance(inputs, Mapping)
         with redirected(self.mover, stage="batches") if generates else nullcontext():
             batch: Batch = super()._prepare_inputs(inputs)
+        self._sentinel.use_batch(batch)
         if generates:
             self._choose_recomputed()  # generation turned checkpointing off and on again, for all layers
         return batch
@@ -477,7 +476,6 @@ class VerifiedTransferMixin(_Base):
         with (
             self._metrics_queue.deferring(),
             self._keep_checkpointing_choice(),
-            self._offload or nullcontext(),
             self._loss_way(),
             as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
@@ -513,7 +511,9 @@ class VerifiedTransferMixin(_Base):
         if self._tensor_parallel:
             # Each rank has all rows: gathered, they are duplicates, and upstream miscounts those of a short last batch.
             self.gather_function = self._own_rows
-        return super().evaluation_loop(*arguments, **keywords)
+        result = super().evaluation_loop(*arguments, **keywords)
+        self._sentinel.settle_batches(self.state.global_step)
+        return result
 
     @override
     def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -521,6 +521,7 @@ class VerifiedTransferMixin(_Base):
         if not isinstance(inputs, list):  # TRL's ORPO does not prepare its inputs, GRPO's are a list
             inputs = self._prepare_inputs(inputs)
         result = super().prediction_step(model, inputs, *arguments, **keywords)
+        self._sentinel.look_at_batches()
         if self._shards is not None and self._shards.traffic is not None:
             self._shards.traffic.settle(step=self.state.global_step)
         return result
@@ -640,7 +641,6 @@ class VerifiedTransferMixin(_Base):
                 "steps_down": self._recovery is not None,
                 "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
                 "recompute_layers": self.recompute_layers,
-                "offload_host_bytes": self._offload.host_bytes if self._offload else 0,
             },
             "crash_injection": self._crashes.text,
             "shard_seconds": 0.0 if self._shards is None else self._shards.seconds,
@@ -742,7 +742,7 @@ class VerifiedTransferMixin(_Base):
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 self.mover.mark_derived(local(parameter), f"loaded from {directory.name}")
-        for buffer in writable_buffers(self.model):
+        for _, buffer in running_statistics(self.model):
             self.mover.mark_derived(buffer, f"loaded from {directory.name}")
         self._sentinel.take()
 
@@ -821,7 +821,7 @@ def _has_writer(event: str, *callbacks: type) -> bool:
     return any(is_foreign(each) and getattr(each, event, None) is not stock for each in callbacks)
 
 
-class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer):
+class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
     """Supervised fine-tuning in which every weight and batch is verified on its way to the device."""
 
 
@@ -835,6 +835,13 @@ def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
     return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
 
 
+def _with_own_labels(batch: Any) -> Any:
+    if not isinstance(batch, Mapping):  # prompts
+        return batch
+    mine = [name for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)]
+    return {**batch, **{name: batch[name].clone() for name in mine}}
+
+
 def _own_arguments(args: Any) -> Any:
     if args is None:
         return None
@@ -846,6 +853,4 @@ def _own_arguments(args: Any) -> Any:
         # Upstream's own writes in place and lets the run look finished.
         logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
         args.enable_jit_checkpoint = False
-    if getattr(args, "activation_offloading", False):
-        args.activation_offloading = False  # TRL's own bypasses the mover; `ActivationOffload` replaces it
     return args

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from hf_rocm_tune.transfer.backend import AcceleratorBackend, Backend, HostBackend
 from hf_rocm_tune.transfer.copies import Ring, TransferSettings
-from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, TensorGroup, combine, digest, digest_on_device
+from hf_rocm_tune.transfer.digest import (
+    Digest,
+    QueuedDigests,
+    TensorGroup,
+    combine,
+    digest,
+    digest_on_device,
+    triton_refusal,
+)
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.mover import Mover, was_verified
 from hf_rocm_tune.transfer.raw_bytes import map_tensors, named_tensors, tree_tensors
@@ -37,5 +45,6 @@ __all__ = [
     "named_tensors",
     "redirected",
     "tree_tensors",
+    "triton_refusal",
     "was_verified",
 ]

@@ -88,6 +88,10 @@ class Registry(Generic[Known]):
         reference, entry = self._entries.get(storage._cdata, (None, None))
         return entry if reference is not None and reference() is storage else None
 
+    def drop(self, tensor: Tensor) -> None:
+        """Forget the storage of `tensor`."""
+        self._entries.pop(tensor.untyped_storage()._cdata, None)
+
     def _forget(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
         known = self._entries.get(key)
         if known is not None and known[0] is reference:
@@ -112,7 +116,7 @@ class Mover:
 
     Attributes:
         step: training step for incidents, set by the training loop.
-        loaded: digests of tensors read from files, by the names of file and tensor.
+        loaded: digests of tensors read from files, one for each reading, by the file's path and the tensor's name.
 
     All methods may be called from several threads. In a fork of the process that created it, where its threads do not
     exist, a mover raises. Not covered: changes of device memory after the verdict.
@@ -139,7 +143,7 @@ class Mover:
         self._fetcher = Fetcher(plain, self._faulty, self.settings, self.report, self._number_transfer)
         self._registry: Registry[Entry] = Registry()
         self._packs: Registry[Pack] = Registry()  # of host memory
-        self.loaded: dict[tuple[str, str], Digest] = {}
+        self.loaded: dict[tuple[str, str], set[Digest]] = {}
         self._numbers = itertools.count()
         self._sent: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -186,8 +190,12 @@ class Mover:
             moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
         self._registry.put(moved, Entry("transferred", digest=arrived) if transfer.verify else self._not_verified())
         if source is not None and transfer.verify:
-            self.loaded[source.rpartition("/")[2], name] = arrived
+            self.read_from(source, name, arrived)
         return moved
+
+    def read_from(self, file: str, name: str, digest: Digest) -> None:
+        """Record the digest of a tensor that was read from a file, for the comparison with the file's SHA-256."""
+        self.loaded.setdefault((file, name), set()).add(digest)
 
     def serves(self, device: torch.device) -> bool:
         """Whether `move_to` moves tensors to this device."""
@@ -301,11 +309,14 @@ class Mover:
     def _require_equal(self, packed: Pack, memory: Tensor, found: Digest | None = None) -> None:
         if packed.digest is None or (found or digest(memory)) == packed.digest:
             return
+        raise self.changed(packed.changed_in(memory), "after it was read from the loader")
+
+    def changed(self, name: str, when: str) -> MemoryFaultError:
+        """The error, reported as an incident, for a batch tensor that changed in host memory."""
         row: dict[str, Any] = {"step": self.step, "stage": "batches", "kind": "source_changed", "outcome": "stopped"}
-        name = packed.changed_in(memory)
         self.report.incident({**row, "tensor": name})
-        raise MemoryFaultError(
-            f"batch tensor '{name}' changed in host memory after it was read from the loader",
+        return MemoryFaultError(
+            f"batch tensor '{name}' changed in host memory {when}",
             "Look for code that writes to batches, or test the memory; the same command continues from the newest "
             "checkpoint",
         )
@@ -425,6 +436,14 @@ class Mover:
             if segment.offset == start and same_type and tensor.is_contiguous():
                 return segment.source
         return None
+
+    def verdict_of(self, tensor: Tensor) -> Digest | None:
+        """The digest of the whole storage of a verified batch tensor; None if it was not sent as one."""
+        entry = self._registry.get(tensor)
+        transfer = None if entry is None or entry.provenance != "transferred" else entry.transfer
+        if transfer is None or transfer.nbytes != tensor.untyped_storage().nbytes():
+            return None
+        return transfer.expected
 
     def was_verified(self, tensor: Tensor) -> bool:
         """Whether its bytes were verified on arrival, or computed on the device from verified bytes."""

@@ -120,6 +120,28 @@ class TransferReport:
             rows = ([dict(row) for row in each] for each in (self._rebaselined, self._incidents))
             return _assemble(self._stages, self._sections, _crossed, *rows)
 
+    def __repr__(self) -> str:
+        """One line: what was moved, and what was wrong."""
+        with self._lock:
+            sums = [int(sum(stage[key] for stage in self._stages.values())) for key in _STAGE_SUMS[:5]]
+            found = f", {len(self._incidents)} incidents" if self._incidents else ""
+        tensors, moved, verified, wrong, right = sums
+        return (
+            f"TransferReport({tensors:,} tensors, {verified:,} of {moved:,} bytes verified, {wrong} mismatches, "
+            f"{right} recovered{found})"
+        )
+
+    def _repr_html_(self) -> str:
+        """A table of the stages, for a notebook."""
+        head = "".join(f"<th>{title}</th>" for title in ("", "tensors", "bytes", "verified", "wrong", "recovered"))
+        with self._lock:
+            rows = [
+                f"<tr><th>{name}</th>" + "".join(f"<td>{int(row[key]):,}</td>" for key in _STAGE_SUMS[:5]) + "</tr>"
+                for name, row in self._stages.items()
+                if row["tensors"]
+            ]
+        return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
     @staticmethod
     def merge(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Add up the results of `to_dict` of all ranks; with several ranks incidents get their rank."""

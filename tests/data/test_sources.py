@@ -16,8 +16,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, config, disable_prog
 from trl import DatasetMixtureConfig
 from trl.scripts.utils import DatasetConfig
 
-from hf_rocm_tune.data.formats import as_trl, check_format
-from hf_rocm_tune.data.sources import load_mixture, load_source, part_of_mixture
+from hf_rocm_tune.data.sources import load_mixture, load_source
 from hf_rocm_tune.errors import UsageError
 from tests import tiny
 
@@ -257,14 +256,7 @@ def part(tmp_path: Path) -> Any:
 
 def load(*parts: DatasetConfig, need_eval: bool = False, **options: Any) -> Any:
     mixture = DatasetMixtureConfig(datasets=list(parts), **options)
-    return load_mixture(
-        mixture, train_split="train", test_split="test", need_eval=need_eval, understand=understand, seed=42
-    )
-
-
-def understand(rows: Any, name: str) -> Any:
-    info = check_format(rows, has_chat_template=True, model_name="m", split=name)
-    return as_trl(rows, info), info
+    return load_mixture(mixture, train_split="train", test_split="test", need_eval=need_eval, seed=42)
 
 
 def test_every_row_of_every_part_is_there_once(part: Any) -> None:
@@ -281,30 +273,22 @@ def test_a_part_is_split_off_for_the_evaluation(part: Any) -> None:
     assert not train & held_out
 
 
-def test_parts_of_different_formats_become_conversations(part: Any, tmp_path: Path) -> None:
-    alpaca = tmp_path / "alpaca.jsonl"
-    alpaca.write_text('{"instruction": "q", "input": "", "output": "a"}\n' * 6)
-    chats = tiny.write_sharegpt_jsonl(tmp_path / "chats.jsonl", 9)
-    parts = [DatasetConfig(**part_of_mixture(f"{file},fraction={share}")) for file, share in ((alpaca, 2), (chats, 1))]
-    rows = load(*parts).train
-    assert rows.column_names == ["messages"] and len(rows) == 9
-    assert rows[0]["messages"] == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert {turn["role"] for row in rows for turn in row["messages"]} == {"user", "assistant"}
+def test_a_file_is_a_part_and_shares_are_kept(tmp_path: Path) -> None:
+    files = [tiny.write_messages_jsonl(tmp_path / f"{name}.jsonl", 9, seed=at) for at, name in enumerate("ab")]
+    rows = load(*(DatasetConfig(path=str(file), fraction=share) for file, share in zip(files, (2, 1), strict=True)))
+    assert len(rows.train) == 9 + 4
 
 
-def test_parts_that_cannot_be_mixed_are_named(part: Any, tmp_path: Path) -> None:
-    text = tiny.write_text_jsonl(tmp_path / "plain.jsonl", 3)
-    with pytest.raises(UsageError, match=r"plain\.jsonl has text"):
-        load(part("a", 3), DatasetConfig(path=str(text)))
+def test_a_split_for_the_evaluation_is_the_same_every_time(part: Any) -> None:
+    parts = part("a", 12), part("b", 8)
+    first, second = (load(*parts, need_eval=True, test_split_size=0.25).eval["messages"] for _ in range(2))
+    assert first == second
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [({"split": "test"}, "has no split 'test', only 'train'"), ({"columns": ["nope"]}, "could not be read: .*nope")],
-)
-def test_a_part_that_lacks_its_split_or_column_is_named(changed: Any, named: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", [{"split": "test"}, {"columns": ["nope"]}])
+def test_a_part_that_lacks_its_split_or_column_is_named(changed: Any, tmp_path: Path) -> None:
     file = str(tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 3))
-    with pytest.raises(UsageError, match=rf"rows\.jsonl' {named}"):
+    with pytest.raises(UsageError, match=rf"rows\.jsonl' could not be read: .*{next(iter(changed.values()))[0]}"):
         load(DatasetConfig(path=file, **changed))
 
 

@@ -141,12 +141,13 @@ def test_alpaca_trains_as_the_same_questions_in_trls_columns(train: Train, tmp_p
     assert "the train rows become prompt/completion (conversational): 'instruction' is the prompt" in result.stdout
 
 
-def test_a_mixture_of_formats_on_the_command_line(train: Train, tmp_path: Path) -> None:
+def test_a_mixture_in_a_recipe(train: Train, tmp_path: Path) -> None:
     chats = tiny.write_sharegpt_jsonl(tmp_path / "chats.jsonl", ROWS)
-    alpaca = _written(tmp_path, [{"instruction": "q", "output": "a"}] * ROWS)
-    result = train("--datasets", f"{chats},fraction=3", f"{alpaca},fraction=1", "--test_split_size", "0.25")
-    assert f"training on {ROWS} rows" in result.stdout  # a quarter of the 16 is held out
-    assert "human is user" in result.stdout and "'output' is the completion" in result.stdout
+    parts = [{"path": str(chats), "fraction": 1}, {"path": "json", "data_files": str(chats), "fraction": 1}]
+    recipe = tmp_path / "mixture.yaml"
+    recipe.write_text(json.dumps({"datasets": parts, "test_split_size": 0.25}))
+    result = train("--config", str(recipe))
+    assert f"training on {2 * ROWS * 3 // 4} rows" in result.stdout and "human is user" in result.stdout
 
 
 @pytest.mark.parametrize("source", ["messages.jsonl", "directory", "save_to_disk"])

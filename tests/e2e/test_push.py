@@ -129,7 +129,7 @@ def test_a_push_that_fails_in_the_background_is_no_success(run: Run) -> None:
     done = run(hub_strategy="all_checkpoints")
     assert done.code == 2 and len(done.error_lines) == 1 and "Traceback" not in done.stderr
     line = done.error_lines[0]
-    assert "the push failed: the token may not write" in line and "the push of step" in done.stdout
+    assert "the push failed: the token may not write" in line and "the push of checkpoint-" in done.stdout
     assert manifest.verify(run.out) == [], "the result must be as it was sealed"
     assert run.there() == {}
     run.hub.faults.clear()

@@ -55,7 +55,9 @@ def test_patience_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
     }  # fmt: skip
     done(run("whole", **stops))
     assert run("killed", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}, **stops).code < 0
-    done(run("killed", **stops))
+    again = run("killed", **stops)
+    done(again)
+    assert "continues from checkpoint-3 of 12 steps (verified)" in again.stdout
     assert 1 < len(losses_of(tmp_path / "whole")) < 12
     assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "whole")
 

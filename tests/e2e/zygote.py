@@ -2,7 +2,8 @@
 
 Importing torch, transformers and trl costs over five seconds a process. The zygote pays that once; every command then
 runs in a forked process of its own: own environment, directory, standard streams, exit code, and it can be killed.
-The zygote itself never runs a tensor operation, so no OpenMP thread exists when it forks. What it has imported is kept
+The zygote itself never runs a tensor operation, so no OpenMP thread exists when it forks, and it never asks for a card:
+a process that has leaves its forked children without one. What it has imported is kept
 from the garbage collector (``gc.freeze``): a collection in a child would copy every page of it.
 
 It reads one JSON request a line from standard input and answers one JSON line:
@@ -23,24 +24,73 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+
+
+@contextmanager
+def _card_unasked() -> Iterator[None]:
+    """Within the block a forked process has answered what bitsandbytes asks about the cards when it is imported.
+
+    Raises:
+        AssertionError: something else has asked, so that no forked process could have a card.
+    """
+    import torch
+
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        found = [torch.cuda.get_device_properties(card) for card in range(torch.cuda.device_count())]
+        known = [
+            {name: getattr(each, name) for name in dir(each) if isinstance(getattr(each, name), int | str)}
+            for each in found
+        ]
+        os.write(writer, json.dumps(known).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        cards = [SimpleNamespace(**known) for known in json.load(answer)]
+    os.waitpid(pid, 0)
+    if not cards:
+        yield
+        return
+    answers: list[tuple[Any, str, Any]] = [
+        (torch._C, "_cuda_getDeviceCount", lambda: len(cards)),
+        (torch.cuda, "device_count", lambda: len(cards)),
+        (torch.cuda, "get_device_properties", lambda card=0: cards[_number(card)]),
+        (torch.cuda, "get_device_capability", lambda card=0: (cards[_number(card)].major, cards[_number(card)].minor)),
+    ]
+    stock = [(owner, name, getattr(owner, name)) for owner, name, _ in answers]
+    for owner, name, answer in answers:
+        setattr(owner, name, answer)
+    yield
+    for owner, name, own in stock:
+        setattr(owner, name, own)
+    assert not torch.cuda.is_initialized(), "importing the libraries has initialised the card: no child can use it"
+
+
+def _number(card: Any) -> int:
+    import torch
+
+    return card.idx if isinstance(card, torch.cuda.device) else torch.device(card).index or 0
 
 
 def _dump_logits_after_saving(target: str) -> None:
     """When the command has saved its result, the logits of the live model for fixed tokens go to a file."""
     import torch
 
-    from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
     from tests.e2e.probe import logits
 
-    stock = VerifiedSFTTrainer.save_model
+    stock = VerifiedTransferMixin.save_model
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         stock(self, output_dir, _internal_call)
         if not _internal_call:
             torch.save(logits(self.model), target)
 
-    VerifiedSFTTrainer.save_model = save_model
+    VerifiedTransferMixin.save_model = save_model
 
 
 def _rename(method: str) -> None:
@@ -131,8 +181,7 @@ def _wait(pid: int, timeout: float) -> int | None:
     return None
 
 
-def main() -> None:
-    """Imports everything, says so, and serves requests until standard input closes."""
+def _import() -> None:
     import bitsandbytes  # noqa: F401
     import datasets  # noqa: F401
     import matplotlib.backends.backend_agg
@@ -148,6 +197,11 @@ def main() -> None:
     import hf_rocm_tune.publish.page
     import hf_rocm_tune.train.trainer  # noqa: F401
 
+
+def main() -> None:
+    """Imports everything, says so, and serves requests until standard input closes."""
+    with _card_unasked():
+        _import()
     gc.collect()
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -203,7 +203,6 @@ def test_what_upstream_logs_holds_no_secret_and_no_signature(
     ("said", "error", "says"),
     [
         ("HTTP status client error (401 Unauthorized) for url (https://x/y)", UsageError, "does not accept the token"),
-        ("HTTP status client error (404 Not Found) for url (https://x/y)", UsageError, "HF_HUB_DISABLE_XET=1"),
         ("HTTP status server error (503 ...) for url (https://x/y)", HubError, "the Hub answers 503"),
         ("Internal Writer Error: Background writer channel closed", HubError, "cannot be reached"),
     ],

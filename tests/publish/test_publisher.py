@@ -95,7 +95,7 @@ def test_a_push_that_fails_is_said_and_the_next_save_is_pushed(
     one.checkpoint(write_checkpoint(out, 2))
     one.wait()
     assert any(
-        "the push of step 2 failed: the Hub answers 500" in line and "Training continues" in line for line in said
+        "the push of checkpoint-2 failed: the Hub answers 500" in line and "Training continues" in line for line in said
     )
     assert on_hub(hub, REPO) == {} and fault.hits == ATTEMPTS
     one.checkpoint(write_checkpoint(out, 4))
@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_is_said_and_not_pushed(
     one.open()
     one.checkpoint(folder)
     one.wait()
-    assert on_hub(hub, REPO) == {} and "could not be prepared" in said[-1] and leftovers(tmp_path) == []
+    assert on_hub(hub, REPO) == {} and "the files are not what was trained" in said[-1] and leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize(("status", "error"), [(403, UsageError), (500, HubError)])

@@ -8,9 +8,10 @@ in every process that has ``SIMCARD=1`` and its directory on PYTHONPATH; there t
 Kept to, because the code under test depends on it: each stream runs in order and later than the call; a kernel waits
 for its own stream and for awaited events only; freed memory goes to the next allocation of the same stream at once; a
 non-blocking copy touches page-locked memory when it runs; host tensors are refused as operands; allocations beyond the
-capacity raise ``torch.OutOfMemoryError``.
+capacity raise ``torch.OutOfMemoryError``; a process that has asked for its cards leaves its forked children without;
+Triton can be imported and its driver does not compile, as without Python's headers, unless ``SIMCARD_GFX1100=1``.
 
-Not simulated: Triton, real DMA, RCCL and peer copies, native 4-bit kernels, the allocator's fragmentation, and speed.
+Not simulated: real DMA, RCCL and peer copies, native 4-bit kernels, the allocator's fragmentation, and speed.
 """
 
 from __future__ import annotations
@@ -25,15 +26,28 @@ __all__ = [
 ]  # fmt: skip
 
 
-def environment() -> dict[str, str]:
+def environment(*, gfx1100: bool = False) -> dict[str, str]:
     """What a process needs to have the card; built first where it is not yet.
+
+    Args:
+        gfx1100: kernels are executed as the machine code of that card.
 
     Raises:
         NoCompiler: it cannot be built here.
     """
     library()
+    kernels = {}
+    if gfx1100:
+        from tests.gfx1100 import build, hip
+
+        try:
+            build.library(), hip.library()
+        except build.NoCompiler as error:
+            raise NoCompiler(str(error)) from None
+        cache = HERE.parents[1] / "build" / "gfx1100" / "triton"
+        kernels = {"SIMCARD_GFX1100": "1", "TRITON_CACHE_DIR": str(cache)}
     path = (str(HERE.parents[1]), str(HERE / "boot"), os.environ.get("PYTHONPATH", ""))
-    return {"SIMCARD": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return {"SIMCARD": "1", "PYTHONPATH": os.pathsep.join(filter(None, path)), **kernels}
 
 
 def before_torch() -> None:

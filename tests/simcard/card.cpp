@@ -283,11 +283,12 @@ struct Block {
   std::set<std::pair<int, StreamId>> far_uses;
   int state;  // 0 free, 1 in use, 2 freed and awaited by another stream
   size_t used;  // of `size`, what counts as allocated: torch's allocator splits a block and counts what was asked for
+  size_t asked;
 };
 struct Memory {
   std::mutex m;
   std::map<StreamId, std::map<size_t, std::vector<Block*>>> free;
-  std::set<Block*> all;
+  std::map<void*, Block*> all;
   std::vector<std::pair<std::vector<Event>, Block*>> waiting;
   int64_t allocated = 0, peak = 0, reserved = 0, reserved_peak = 0, reused = 0, fresh = 0, ooms = 0, retries = 0;
   int64_t outside = 0;  // held by libraries and other processes
@@ -347,7 +348,7 @@ void drop_cache(Memory& mem, DeviceIndex dev) {
     for (auto& [size, blocks] : sizes) {
       for (auto* b : blocks) {
         mem.reserved -= int64_t(b->size);
-        mem.all.erase(b);
+        mem.all.erase(b->ptr);
         std::free(b->ptr);
         delete b;
       }
@@ -391,11 +392,11 @@ struct Allocator final : c10::DeviceAllocator {
     const size_t unit = n > (1 << 20) ? (2 << 20) : 512;
     const size_t size = (n + unit - 1) / unit * unit, used = (n + 511) / 512 * 512;
     auto& mem = memory(dev);
-    auto* b = take(mem, dev, current_stream[dev], size, used);
+    auto* b = take(mem, dev, current_stream[dev], size, used, n);
     if (!b) {
       ++mem.retries;
       drop_cache(mem, dev);
-      b = take(mem, dev, current_stream[dev], size, used);
+      b = take(mem, dev, current_stream[dev], size, used, n);
     }
     if (!b) {
       ++mem.ooms;
@@ -405,7 +406,7 @@ struct Allocator final : c10::DeviceAllocator {
     return {b->ptr, b, &release, Device(kSim, dev)};
   }
   static void release_nothing(void*) {}
-  static Block* take(Memory& mem, DeviceIndex dev, StreamId stream, size_t size, size_t used) {
+  static Block* take(Memory& mem, DeviceIndex dev, StreamId stream, size_t size, size_t used, size_t asked) {
     std::lock_guard<std::mutex> g(mem.m);
     look_at_events(mem);
     Block* b = nullptr;
@@ -419,8 +420,8 @@ struct Allocator final : c10::DeviceAllocator {
       }
     if (!b) {
       if (mem.reserved + mem.outside + int64_t(size) > capacity.load()) return nullptr;
-      b = new Block{std::aligned_alloc(512, size), size, dev, stream, {}, 0, 0};
-      mem.all.insert(b);
+      b = new Block{std::aligned_alloc(512, size), size, dev, stream, {}, 0, 0, 0};
+      mem.all[b->ptr] = b;
       if (poison.load()) std::memset(b->ptr, 0xCD, size);
       mem.reserved += int64_t(size);
       mem.reserved_peak = std::max(mem.reserved_peak, mem.reserved);
@@ -428,6 +429,7 @@ struct Allocator final : c10::DeviceAllocator {
     }
     b->state = 1;
     b->used = used;
+    b->asked = asked;
     mem.allocated += int64_t(used);
     mem.peak = std::max(mem.peak, mem.allocated);
     return b;
@@ -1120,13 +1122,40 @@ __attribute__((visibility("default"))) int sim_blocks(int dev, int64_t* rows, in
   auto& mem = sim::memory(sim::DeviceIndex(dev));
   std::lock_guard<std::mutex> g(mem.m);
   int n = 0;
-  for (auto* b : mem.all) {
+  for (auto& [_, b] : mem.all) {
     if (n < room) {
       const int64_t row[4] = {int64_t(b->ptr), int64_t(b->size), b->stream, b->state};
       std::memcpy(rows + 4 * n, row, sizeof row);
     }
     ++n;
   }
+  return n;
+}
+// For kernels that are executed from machine code: streams by their handle, the null stream being the current card's.
+static sim::Queue& queue_of(void* stream) { return stream ? *static_cast<sim::Queue*>(stream) : sim::queue(sim::current_device, 0); }
+__attribute__((visibility("default"))) void* sim_stream(int dev) {
+  const auto id = sim::current_stream[dev];
+  return id ? &sim::queue(sim::DeviceIndex(dev), id) : nullptr;
+}
+__attribute__((visibility("default"))) int sim_stream_device(void* stream) { return queue_of(stream).dev; }
+__attribute__((visibility("default"))) void sim_push(void* stream, void (*run)(void*), void* context) {
+  ++sim::kernels_async;
+  queue_of(stream).push([run, context] { run(context); });
+}
+__attribute__((visibility("default"))) int sim_live(int dev, uint64_t (*rows)[3], int room) {  // address, bytes that were asked for, and with the allocator's rounding
+  int n = 0;
+  auto add = [&](const void* at, size_t bytes, size_t rounded) {
+    if (n < room) rows[n][0] = uint64_t(at), rows[n][1] = bytes, rows[n][2] = rounded;
+    ++n;
+  };
+  auto& mem = sim::memory(sim::DeviceIndex(dev));
+  {
+    std::lock_guard<std::mutex> g(mem.m);
+    for (auto& [at, b] : mem.all)
+      if (b->state == 1) add(at, b->asked, b->used);
+  }
+  std::lock_guard<std::mutex> g(sim::pinned_lock);
+  for (auto& [at, bytes] : sim::pinned()) add(at, bytes, bytes);
   return n;
 }
 __attribute__((visibility("default"))) void sim_poison(int on) { sim::poison = on != 0; }

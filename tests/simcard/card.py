@@ -15,6 +15,10 @@ Variables, read when torch is imported and again by `configure`:
     SIMCARD_REFUSAL=kind     who says that there is no memory: torch (as by default), accelerator, driver, blas,
                              or exit: bitsandbytes, which ends the process
     SIMCARD_LIBRARY=bytes    what the first matrix product of each thread takes outside torch's allocator
+    SIMCARD_GFX1100=1        a ROCm torch and a gfx1100: kernels of Triton and of bitsandbytes' ROCm library run, as
+                             machine code that `tests.gfx1100` executes; `tests.gfx1100.hip` has more variables
+    SIMCARD_TRITON=broken    Triton can be imported, and its driver does not compile, as without Python's headers; or
+                             "absent": there is none
     SIMCARD_LOG=file         a line for each copy, wait, harm and first use: process, kind, card, bytes, who called
 """
 
@@ -29,7 +33,7 @@ import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 HERE = Path(__file__).resolve().parent
 NAME = "Simulated card"
@@ -97,7 +101,8 @@ def load() -> None:
     global lib
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # there is no compiler for this card
-    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
+    if os.environ.get("SIMCARD_TRITON") == "absent":
+        sys.modules["triton"] = None  # type: ignore[assignment]
     for name in sorted((torch_directory() / "lib").glob("libgomp*")):
         ctypes.CDLL(str(name), mode=ctypes.RTLD_GLOBAL)
     lib = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
@@ -112,6 +117,36 @@ def load() -> None:
     lib.sim_blocks.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
     lib.sim_count.restype = ctypes.c_int64
     lib.sim_rng_initial_seed.restype = ctypes.c_uint64
+    lib.sim_stream.restype = ctypes.c_void_p
+    if gfx1100():
+        from tests.gfx1100 import hip
+
+        hip.install()
+
+
+def gfx1100() -> bool:
+    """Whether kernels are gfx1100 machine code."""
+    return os.environ.get("SIMCARD_GFX1100") == "1"
+
+
+def refuse_to_compile(driver: ModuleType) -> None:
+    """Lets ``triton.runtime.driver`` fail as it does on a machine without Python's headers: at the first launch."""
+    if gfx1100():
+        return
+
+    def without_headers() -> None:
+        command = [
+            "/usr/bin/gcc",
+            "/tmp/simulated/hip_utils.c",
+            "-O3",
+            "-shared",
+            "-fPIC",
+            "-o",
+            "/tmp/simulated/hip_utils.so",
+        ]
+        raise subprocess.CalledProcessError(1, [*command, *[f"-I/opt/simulated/{number}" for number in range(20)]])
+
+    driver._create_driver = without_headers
 
 
 def configure() -> None:
@@ -130,6 +165,10 @@ def configure() -> None:
     lib.sim_refusal(refusal, int(environ.get("SIMCARD_LIBRARY", "0")))
     if "SIMCARD_LOG" in environ:
         log_to(environ["SIMCARD_LOG"])
+    if gfx1100():
+        from tests.gfx1100 import hip
+
+        hip.configure()
 
 
 def capacity() -> int:

@@ -16,7 +16,8 @@ from . import card
 _CUDA = 1  # its number among torch's device types
 _BLOCK_STATES = ("inactive", "active_allocated", "active_pending_free")
 _set_device = accelerator.set_device_index
-current_device = accelerator.current_device_index
+_libtorch = ctypes.CDLL(f"{card.torch_directory()}/lib/libtorch_python.so")
+_requires_init = _libtorch["_ZN5torch5utils24set_requires_device_initEN3c1010DeviceTypeEb"]
 set_stream = accelerator.set_stream
 Stream, Event = torch.Stream, torch.Event
 
@@ -29,8 +30,13 @@ def install() -> None:
                 setattr(module, name, globals()[name])
     torch.cuda.default_generators = tuple(_Generator(index) for index in range(2))
     torch.backends.cuda.is_built = lambda: True
-    torch._C._cuda_getDeviceCount = device_count
-    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch._C._cuda_getDeviceCount = _count_of_driver
+    os.register_at_fork(after_in_child=_in_child)
+    torch._C._cuda_getCurrentRawStream = lambda index: card.lib.sim_stream(index) or 0
+    if card.gfx1100():
+        from tests.gfx1100.hip import ROCM
+
+        torch.version.hip, Properties.multi_processor_count = ROCM, 42
     torch.UntypedStorage.__new__ = _new_storage
     torch.UntypedStorage.resize_ = _resize
 
@@ -53,8 +59,14 @@ def _resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
     return storage
 
 
+def current_device() -> int:
+    init()
+    return accelerator.current_device_index()
+
+
 def index_of(device: Any = None) -> int:
-    """Number of a device that is given in any way that torch takes; the current one for None."""
+    """Number of a device that is given in any way that torch takes; the current one, of a process that has one, for
+    None."""
     if isinstance(device, int):
         return device if device >= 0 else current_device()
     index = None if device is None else torch.device(device).index
@@ -65,14 +77,37 @@ def index_of(device: Any = None) -> int:
 
 
 def is_available() -> bool:
-    return True
+    return torch._C._cuda_getDeviceCount() > 0
 
 
-is_initialized = _is_compiled = is_available
+_is_compiled = is_available
+
+# torch's rule: a process that has asked the driver for its cards, or used one, leaves its forked children without any.
+_asked = _used = _forked = False
+
+
+def _in_child() -> None:
+    global _used, _forked
+    _used, _forked = False, _forked or _asked
+    _requires_init(_CUDA, True)  # torch asks `_lazy_init` again
+
+
+def is_initialized() -> bool:
+    return _used
+
+
+def _is_in_bad_fork() -> bool:
+    return _forked
 
 
 def init() -> None:
-    """Nothing is left to be done."""
+    global _asked, _used
+    if _forked:
+        raise RuntimeError(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+            "'spawn' start method"
+        )
+    _asked = _used = True
 
 
 _lazy_init = init
@@ -82,11 +117,13 @@ def _lazy_call(function: Any, **_: Any) -> None:
     function()
 
 
-def _is_in_bad_fork() -> bool:
-    return False
-
-
 def device_count() -> int:
+    return torch._C._cuda_getDeviceCount()
+
+
+def _count_of_driver() -> int:
+    global _asked
+    _asked = True
     return card.lib.sim_device_count()
 
 
@@ -99,6 +136,7 @@ def contexts() -> set[int]:
 
 
 def set_device(device: Any) -> None:
+    init()
     _contexts.add(index_of(device))
     _set_device(index_of(device))
 
@@ -122,7 +160,7 @@ class device:
     """Another current device for the length of a block."""
 
     def __init__(self, device: Any) -> None:
-        self._index = -1 if device is None else index_of(device)
+        self._index = self.idx = -1 if device is None else index_of(device)
 
     def __enter__(self) -> None:
         self._before = _exchange_device(self._index)
@@ -150,19 +188,21 @@ class Properties:
 
     def __init__(self) -> None:
         self.total_memory = card.capacity()
-        self.gcnArchName = os.environ.get("SIMCARD_ARCH", "simulated")
+        self.gcnArchName = os.environ.get("SIMCARD_ARCH", "gfx1100" if card.gfx1100() else "simulated")
 
 
 def get_device_properties(device: Any = None) -> Properties:
+    init()
     return Properties()
 
 
 def get_device_name(device: Any = None) -> str:
-    return card.NAME
+    return get_device_properties(device).name
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    return Properties.major, Properties.minor
+    properties = get_device_properties(device)
+    return properties.major, properties.minor
 
 
 def get_arch_list() -> list[str]:
@@ -181,10 +221,12 @@ def can_device_access_peer(device: Any, peer: Any) -> bool:
 
 
 def synchronize(device: Any = None) -> None:
+    init()
     accelerator.synchronize(index_of(device))
 
 
 def current_stream(device: Any = None) -> torch.Stream:
+    init()
     return accelerator.current_stream(index_of(device))
 
 
@@ -216,23 +258,27 @@ def is_current_stream_capturing() -> bool:
 
 
 def _sleep(cycles: int) -> None:
-    card.lib.sim_sleep(cycles // 2000)
+    ticks = 100 if Properties().gcnArchName.startswith("gfx11") else 2000  # a microsecond; RDNA3's clock has 100 MHz
+    card.lib.sim_sleep(int(cycles // ticks))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------
 
 
 def empty_cache() -> None:
+    if not is_initialized():
+        return
     for index in range(device_count()):
         synchronize(index)  # gives up Python's lock, which torch keeps while it empties the cache and waits for streams
     accelerator.empty_cache()
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    return accelerator.memory_stats(index_of(device))
+    return {} if not is_initialized() else accelerator.memory_stats(index_of(device))
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
+    init()
     return accelerator.get_memory_info(index_of(device))
 
 
@@ -294,6 +340,7 @@ class _Generator:
     seed = initial_seed
 
     def get_state(self) -> Tensor:
+        init()
         state = torch.empty(card.lib.sim_rng_get(self.device.index, None, 0), dtype=torch.uint8, device="cpu")
         card.lib.sim_rng_get(self.device.index, state.data_ptr(), state.numel())
         return state

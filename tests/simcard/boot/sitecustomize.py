@@ -3,35 +3,35 @@ on PYTHONPATH."""
 
 import os
 import sys
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class _Finder:
-    """Finds torch as ever, and wraps its execution: the library must be loaded before, ``torch.cuda`` told after."""
-
-    looking = False
+    """Finds modules as ever, and wraps the execution of two: torch's, before which the library must be loaded and
+    after which ``torch.cuda`` is told, and that of Triton's driver."""
 
     def find_spec(self, name, path=None, target=None):
-        if name == "bitsandbytes.backends.cuda.ops":
+        if name == "bitsandbytes.backends.cuda.ops" and os.environ.get("SIMCARD_GFX1100") != "1":
             return spec_from_file_location(name, f"{PACKAGE}/quantised.py")
-        if name != "torch" or self.looking:
+        if name not in ("torch", "triton.runtime.driver"):
             return None
-        self.looking = True
-        try:
-            spec = find_spec("torch")
-        finally:
-            self.looking = False
+        spec = PathFinder.find_spec(name, path)
         stock = spec.loader.exec_module
 
-        def exec_module(module):
+        def exec_torch(module):
             simcard = _package()
             simcard.before_torch()
             stock(module)
             simcard.after_torch()
 
-        spec.loader.exec_module = exec_module
+        def exec_driver(module):
+            stock(module)
+            sys.modules["simcard.card"].refuse_to_compile(module)
+
+        spec.loader.exec_module = exec_torch if name == "torch" else exec_driver
         return spec
 
 

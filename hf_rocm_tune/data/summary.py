@@ -1,0 +1,224 @@
+"""What is trained on, counted before the first step: rows, tokens, what ``--max_length`` cuts off, what is dropped.
+
+Covered: rows that TRL tokenises before the run, of SFT, DPO, KTO and reward training. Not covered: streamed rows, rows
+with pictures, which are tokenised on the way, and prompts of GRPO. Rows that the reward trainer drops are counted, not
+measured.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from trl import SFTTrainer
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    Rows: TypeAlias = Dataset | IterableDataset
+    Counts: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+_BATCH = 10_000
+MASKED = -100  # the label of a token that does not count in the loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    """The rows of one split, as they are tokenised and as they are trained on.
+
+    Attributes:
+        split: ``train`` or ``eval``.
+        rows, tokens: before anything is cut. Of a pair, the tokens of both answers with their prompt.
+        median, p95, longest: tokens of a row; of a pair, of its longer half.
+        histogram: ten ranges of equal width: their longest row and the number of rows.
+        limit: ``--max_length``, where longer rows are cut or dropped.
+        cut: rows that are longer.
+        lost: tokens cut off.
+        answers_cut: rows of which tokens that count in the loss are cut off.
+        dropped: rows that are left out, because nothing that counts is left of them, or because they are too long.
+        trained: tokens that count in the loss, after cutting.
+        kept: tokens after cutting.
+    """
+
+    split: str
+    rows: int
+    tokens: int
+    median: int
+    p95: int
+    longest: int
+    histogram: tuple[tuple[int, int], ...]
+    limit: int | None
+    cut: int
+    lost: int
+    answers_cut: int
+    dropped: int
+    trained: int
+    kept: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, with ``loss_share``: tokens that count in the loss over all that are read."""
+        return {**asdict(self), "loss_share": round(self.trained / self.kept, 4) if self.kept else 0.0}
+
+    def line(self) -> str:
+        """One line about size and lengths."""
+        share = "all" if self.trained == self.kept else f"{100 * self.trained / max(self.kept, 1):.3g} % of the"
+        return (
+            f"{self.split} rows: {self.rows:,} with {self.tokens:,} tokens (median {self.median:,}, 95 % up to "
+            f"{self.p95:,}, longest {self.longest:,}); {share} tokens count in the loss"
+        )
+
+    def warning(self) -> str | None:
+        """One line about what is cut or dropped; None where nothing is."""
+        if not (self.cut or self.dropped):
+            return None
+        parts = []
+        if self.lost:
+            parts.append(
+                f"{_of(self.cut, self.rows)} {self.split} rows are cut to {self.limit:,} tokens and lose "
+                f"{_of(self.lost, self.tokens)} tokens"
+            )
+        if self.answers_cut:
+            parts.append(f"{self.answers_cut:,} rows lose tokens that count in the loss")
+        if self.dropped:
+            what = "of which nothing that counts is left" if self.lost else "too long or without tokens that count"
+            parts.append(f"{_of(self.dropped, self.rows)} {self.split} rows are dropped, {what}")
+        cure = f": --max_length {self.longest} keeps all" if self.limit and self.longest > self.limit else ""
+        return "; ".join(parts) + cure
+
+
+class CountedSFTTrainer(SFTTrainer):
+    """TRL's trainer, which notes in `data_summaries` what of each split is trained on (not of a stream)."""
+
+    data_summaries: dict[str, DataSummary]
+
+    @override
+    def _prepare_dataset(
+        self, dataset: Rows, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Rows:
+        """TRL's in two steps, the whole rows counted between them: it leaves rows that have labels as they are."""
+        from datasets import Dataset
+
+        stock = super()._prepare_dataset
+        if not isinstance(dataset, Dataset):
+            return stock(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        dataset = stock(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        cuts = not packing or args.packing_strategy == "bfd"  # the other strategies split long rows
+        ends = args.truncation_mode == "keep_end" and not packing
+        limit = args.max_length if cuts else None
+        counted = _summary(_of_labels(dataset), dataset_name, limit, ends=ends, drops=not packing)
+        self.data_summaries = {**getattr(self, "data_summaries", {}), dataset_name: counted}
+        return stock(dataset, processing_class, args, packing, None, dataset_name)
+
+
+def of_pairs(dataset: Any, args: Any, before: Any, split: str) -> DataSummary | None:
+    """The summary of rows that DPO's, KTO's or the reward trainer has tokenised; None for others.
+
+    Args:
+        dataset: with ``prompt_ids`` and ``completion_ids``, or ``chosen_ids`` and ``rejected_ids``.
+        args: the trainer's configuration.
+        before: the rows of which TRL made it; it may have dropped some.
+        split: ``train`` or ``eval``.
+    """
+    from datasets import Dataset
+
+    if not isinstance(dataset, Dataset) or not isinstance(before, Dataset) or not len(dataset):
+        return None
+    answers = [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in dataset.column_names]
+    if not answers:
+        return None
+    prompt = ["prompt_ids"] if "prompt_ids" in dataset.column_names else []
+    lengths = {
+        name: np.concatenate([counts for counts, _ in _lists(dataset.select_columns([name]))])
+        for name in prompt + answers
+    }
+    begun = lengths[prompt[0]] if prompt else np.zeros(len(dataset), dtype=np.int64)
+    halves = np.stack([begun + lengths[name] for name in answers])
+    limit = args.max_length or int(halves.max())
+    kept = np.minimum(halves, limit)
+    ends = getattr(args, "truncation_mode", "keep_start") == "keep_end"
+    trained = np.minimum(halves - begun, limit) if ends else np.maximum(kept - begun, 0)
+    return DataSummary(
+        split=split,
+        rows=len(before),
+        tokens=int(halves.sum()),
+        **_lengths(halves.max(axis=0)),
+        limit=args.max_length,
+        cut=int((halves > limit).any(axis=0).sum()),
+        lost=int((halves - kept).sum()),
+        answers_cut=int((trained < halves - begun).any(axis=0).sum()),
+        dropped=len(before) - len(dataset),
+        trained=int(trained.sum()),
+        kept=int(kept.sum()),
+    )
+
+
+def of_trained(dataset: Any, summary: DataSummary) -> DataSummary:
+    """The summary with the tokens that count in the loss counted again, after labels were masked."""
+    pieces = list(_of_labels(dataset))
+    trained = sum(int(after[-1]) for _, after in pieces)
+    kept = sum(int(counts.sum()) for counts, _ in pieces)
+    return DataSummary(**{**asdict(summary), "trained": trained, "kept": kept})
+
+
+def _summary(
+    pieces: Iterator[tuple[Counts, Counts]], split: str, limit: int | None, *, ends: bool, drops: bool
+) -> DataSummary:
+    lengths, whole, left = [], [], []
+    for counts, before in pieces:
+        stop = np.cumsum(counts)
+        start = stop - counts
+        kept = counts if limit is None else np.minimum(counts, limit)
+        first, last = (stop - kept, stop) if ends else (start, start + kept)
+        lengths.append(counts)
+        whole.append(before[stop] - before[start])
+        left.append(before[last] - before[first])
+    counts, all_of_it, trained = (np.concatenate(each) for each in (lengths, whole, left))
+    kept = counts if limit is None else np.minimum(counts, limit)
+    gone = trained == 0 if drops and limit is not None else np.zeros(len(counts), dtype=bool)
+    return DataSummary(
+        split=split,
+        rows=len(counts),
+        tokens=int(counts.sum()),
+        **_lengths(counts),
+        limit=limit,
+        cut=int((counts > kept).sum()),
+        lost=int((counts - kept).sum()),
+        answers_cut=int((trained < all_of_it).sum()),
+        dropped=int(gone.sum()),
+        trained=int(trained.sum()),
+        kept=int(kept[~gone].sum()),
+    )
+
+
+def _lengths(counts: Counts) -> dict[str, Any]:
+    rows, edges = np.histogram(counts, bins=min(10, int(counts.max() - counts.min()) + 1))
+    return {
+        "histogram": tuple((int(edge), int(count)) for edge, count in zip(edges[1:], rows, strict=True)),
+        "median": int(np.median(counts)),
+        "p95": int(np.quantile(counts, 0.95, method="higher")),
+        "longest": int(counts.max()),
+    }
+
+
+def _lists(dataset: Dataset) -> Iterator[tuple[Counts, Any]]:
+    """Lengths and values of a column of lists, batch by batch."""
+    for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
+        column = table.column(0).combine_chunks()
+        yield column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64), column.flatten()
+
+
+def _of_labels(dataset: Dataset) -> Iterator[tuple[Counts, Counts]]:
+    """Lengths of rows, and how many of the tokens before each place count in the loss, batch by batch."""
+    for counts, values in _lists(dataset.select_columns(["labels"])):
+        counted = values.to_numpy(zero_copy_only=False) != MASKED
+        yield counts, np.concatenate([[0], np.cumsum(counted)])
+
+
+def _of(count: int, all_of_them: int) -> str:
+    return f"{count:,} of {all_of_them:,}"

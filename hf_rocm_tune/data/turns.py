@@ -1,0 +1,84 @@
+"""Loss on the assistant's turns for chat templates without ``{% generation %}`` marks, where a row proves them.
+
+The text of a conversation up to an assistant's turn, with the generation prompt, and the text with that turn must both
+be beginnings of the whole text. What lies between them is what the model has to write, with its end-of-turn token. A
+row for which this does not hold (a template that rewrites earlier turns, for example) is refused, not guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from hf_rocm_tune.data.summary import MASKED
+from hf_rocm_tune.errors import UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+    Rows: TypeAlias = Dataset | IterableDataset
+
+_CURE = "train on all tokens without --assistant_only_loss, or give a template with marks by --chat_template_path"
+
+
+def template_is_marked(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether TRL can mask by the template: it has marks, or is one of those for which TRL has a marked copy."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError:
+        return False
+    return True
+
+
+def with_labels(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> Rows:
+    """Conversations as ``input_ids`` and ``labels`` that count in the assistant's turns only.
+
+    Args:
+        dataset: with ``messages``, and ``tools`` or ``chat_template_kwargs`` if the template reads them.
+        tokenizer: a fast one, with a chat template.
+        split: for messages.
+
+    Raises:
+        UsageError: the tokenizer is no fast one; or a row does not prove where its turns are (when it is read).
+    """
+    if not tokenizer.is_fast:
+        raise UsageError(f"--assistant_only_loss needs marks in the chat template or a fast tokenizer: {_CURE}")
+    arguments = {"tokenizer": tokenizer, "split": split}
+    columns = dataset.column_names or [*next(iter(dataset))]
+    return dataset.map(_labelled, fn_kwargs=arguments, with_indices=True, remove_columns=columns)
+
+
+def _labelled(row: dict[str, Any], index: int, *, tokenizer: PreTrainedTokenizerBase, split: str) -> dict[str, Any]:
+    tools = row.get("tools")
+    options = {
+        "tools": json.loads(tools) if isinstance(tools, str) else tools,
+        **(row.get("chat_template_kwargs") or {}),
+    }
+
+    def text(turns: list[dict[str, Any]], *, prompt: bool = False) -> str:
+        shown: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt, **options)
+        return shown
+
+    messages = row["messages"]
+    whole = text(messages)
+    encoded = tokenizer(whole, add_special_tokens=False)
+    labels = [MASKED] * len(encoded["input_ids"])
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = text(messages[:place], prompt=True), text(messages[: place + 1])
+        if not (after.startswith(before) and whole.startswith(after) and len(after) > len(before)):
+            raise UsageError(
+                f"row {index + 1} of the '{split}' split: the chat template has no marks, and message {place + 1} does "
+                f"not stand in the whole conversation as the model would write it; {_CURE}"
+            )
+        first, last = encoded.char_to_token(len(before)), encoded.char_to_token(len(after) - 1)
+        if first is None or last is None:
+            raise UsageError(
+                f"row {index + 1} of the '{split}' split: the tokenizer leaves out part of message {place + 1}; {_CURE}"
+            )
+        labels[first : last + 1] = encoded["input_ids"][first : last + 1]
+    return {"input_ids": encoded["input_ids"], "labels": labels}

@@ -1,0 +1,183 @@
+"""``--dry_run``: the rows as the model will read them, the tokens that count in the loss, and no weights loaded."""
+
+from __future__ import annotations
+
+import copy
+import html
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import trl
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl import get_peft_config
+
+from hf_rocm_tune.data.summary import MASKED, CountedSFTTrainer, DataSummary, of_pairs
+from hf_rocm_tune.settings.names import VERBS
+from hf_rocm_tune.train.refusals import as_usage_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_rocm_tune.data.sources import Splits
+    from hf_rocm_tune.models.factory import ModelSource
+    from hf_rocm_tune.settings.arguments import Arguments
+
+_BAR = 40
+_ON, _OFF = "\x1b[1;32m", "\x1b[0m"
+
+
+def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A trainer that has prepared the rows as the run will, around a model without weights.
+
+    Args:
+        arguments: of the run.
+        source: the model, of which the configuration is read.
+        data: the rows.
+        tokenizer: of the model.
+    """
+    stock = CountedSFTTrainer if arguments.method == "sft" else getattr(trl, VERBS[arguments.method].trainer)
+    stays = {"_move_model_to_device": lambda self, model, device: None}  # there is nothing to move
+    trainer_class = type(stock.__name__, (stock,), stays)
+    config = AutoConfig.from_pretrained(
+        source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
+    )
+    factory = AutoModelForSequenceClassification if source.reward else AutoModelForCausalLM
+    if source.reward:
+        config.num_labels = 1
+    with torch.device("meta"):
+        model = factory.from_config(config, trust_remote_code=source.trust_remote_code)
+    args = copy.copy(arguments.training)
+    args.model_init_kwargs, args.push_to_hub, args.report_to = None, False, []
+    with as_usage_errors(), tempfile.TemporaryDirectory() as args.output_dir:  # it makes the directory
+        trainer: Any = trainer_class(
+            model=model,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            processing_class=tokenizer,
+            peft_config=get_peft_config(arguments.model) if arguments.method != "sft" else None,
+        )
+    trainer.data_summaries = summaries(trainer, data)
+    return trainer
+
+
+def summaries(trainer: Any, data: Splits) -> dict[str, DataSummary]:
+    """What of each split is trained on: as TRL's trainer counted it, or from the rows of pairs that it made."""
+    found: dict[str, DataSummary] = dict(getattr(trainer, "data_summaries", {}))
+    for split in ("train", "eval"):
+        before, after = getattr(data, split), getattr(trainer, f"{split}_dataset")
+        if split not in found and after is not None and (counted := of_pairs(after, trainer.args, before, split)):
+            found[split] = counted
+    return found
+
+
+def rows_of(trainer: Any, split: str) -> Iterator[dict[str, Any]]:
+    """The first row of a split, and the longest of the first hundred, as tokens with whether each counts."""
+    dataset = getattr(trainer, f"{split}_dataset")
+    if dataset is None:
+        return
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    head = [dict(row) for _, row in zip(range(100), iter(dataset), strict=False)]
+    if not head:
+        return
+    for row in (head[0], max(head, key=_length)):
+        parts = _parts(row)
+        if parts and not (row is not head[0] and _length(row) == _length(head[0])):
+            yield {"split": split, "parts": {name: _pieces(tokenizer, *part) for name, part in parts.items()}}
+
+
+def _length(row: Mapping[str, Any]) -> int:
+    return sum(len(value) for name, value in row.items() if name.endswith("_ids") or name == "input_ids")
+
+
+def _parts(row: Mapping[str, Any]) -> dict[str, tuple[list[int], list[bool]]]:
+    """What the model reads of a row: one sequence, or one for each answer of a pair."""
+    if "labels" in row and "input_ids" in row:
+        return {"row": (list(row["input_ids"]), [label != MASKED for label in row["labels"]])}
+    prompt = list(row.get("prompt_ids") or [])
+    answers = [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
+    return {
+        name.removesuffix("_ids"): (prompt + list(row[name]), [False] * len(prompt) + [True] * len(row[name]))
+        for name in answers
+    }
+
+
+def _pieces(tokenizer: Any, ids: list[int], counts: list[bool]) -> list[dict[str, Any]]:
+    """Runs of tokens that count or do not, as text with special tokens; whole runs, so that no character is split."""
+    pieces: list[dict[str, Any]] = []
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or counts[end] != counts[start]:
+            text = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            pieces.append({"text": text, "tokens": end - start, "counts": counts[start]})
+            start = end
+    return pieces
+
+
+# ---- as a terminal, JSON or a page shows it ------------------------------------------------------------------------
+
+
+def shown(trainer: Any, form: str, *, colour: bool) -> str:
+    """The preview as ``text``, ``json`` or ``html``."""
+    summaries = getattr(trainer, "data_summaries", {})
+    rows = [row for split in ("train", "eval") for row in rows_of(trainer, split)]
+    if form == "json":
+        content = {"summaries": [one.to_dict() for one in summaries.values()], "rows": rows}
+        return json.dumps(content, indent=2, ensure_ascii=False)
+    lines: list[str] = []
+    for summary in summaries.values():
+        lines += [summary.line(), *filter(None, [summary.warning()]), *_bars(summary)]
+    if form == "html":
+        body = [f"<pre>{html.escape(line)}</pre>" for line in lines]
+        for row in rows:
+            for name, pieces in row["parts"].items():
+                body += [f"<h2>{html.escape(_title(row['split'], name, pieces))}</h2>", f"<pre>{_marked(pieces)}</pre>"]
+        return _PAGE.format(body="\n".join(body))
+    for row in rows:
+        for name, pieces in row["parts"].items():
+            lines += ["", _title(row["split"], name, pieces), "".join(_coloured(piece, colour) for piece in pieces)]
+    return "\n".join(lines)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Rows to train on</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+mark {{ background: #2e7d3240; color: inherit; border-bottom: 2px solid #2e7d32; }}
+</style></head><body>
+<h1>Rows to train on</h1>
+<p><mark>Marked</mark>: tokens that count in the loss.</p>
+{body}
+</body></html>
+"""
+
+
+def _title(split: str, name: str, pieces: list[dict[str, Any]]) -> str:
+    total = sum(piece["tokens"] for piece in pieces)
+    counts = sum(piece["tokens"] for piece in pieces if piece["counts"])
+    what = f"a {split} row" + ("" if name == "row" else f", {name} answer")
+    return f"{what}: {total} tokens, {counts} of them count in the loss"
+
+
+def _coloured(piece: Mapping[str, Any], colour: bool) -> str:
+    """Tokens that count: green, or between double brackets where there is no colour."""
+    if not piece["counts"]:
+        return str(piece["text"])
+    return f"{_ON}{piece['text']}{_OFF}" if colour else f"[[{piece['text']}]]"
+
+
+def _marked(pieces: list[dict[str, Any]]) -> str:
+    escaped = ((html.escape(piece["text"]), piece["counts"]) for piece in pieces)
+    return "".join(f"<mark>{text}</mark>" if counts else text for text, counts in escaped)
+
+
+def _bars(summary: DataSummary) -> Iterator[str]:
+    most = max(count for _, count in summary.histogram)
+    for longest, count in summary.histogram:
+        yield f"  up to {longest:>7,} tokens {count:>9,} rows {'#' * round(_BAR * count / most)}"

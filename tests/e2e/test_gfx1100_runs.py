@@ -1,0 +1,69 @@
+"""A QLoRA training through the real command line, its kernels executed as the machine code of a gfx1100: those of
+bitsandbytes' own ROCm library, and Triton's through its own launcher."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import simcard
+from tests.e2e.command import CommandServer
+from tests.e2e.conftest import losses_of, report_of
+from tests.e2e.test_card_runs import ADAPTER, KILLED, Method, assert_covered, command_line, weights
+from tests.gfx1100.hip import ran
+
+STEPS = 20
+QLORA = Method(
+    settings={
+        "load_in_4bit": True,
+        "optim": "adamw_8bit",
+        "max_steps": STEPS,
+        "save_steps": 10,
+    },
+    tolerance=1e-2,
+)
+
+
+@pytest.fixture(scope="module")
+def gfx_server(scratch: Path) -> Iterator[CommandServer]:
+    """Runs commands on the simulated card, its kernels being gfx1100 machine code."""
+    try:
+        environment = simcard.environment(gfx1100=True)
+    except simcard.NoCompiler as missing:
+        pytest.skip(str(missing))
+    started = CommandServer(scratch / "gfx1100", environment)
+    yield started
+    started.close()
+
+
+def test_qlora_trains_as_on_the_cpu_and_goes_on_after_a_kill(
+    gfx_server: CommandServer,
+    server: CommandServer,
+    model_of: Callable[[str], Path],
+    messages: Path,
+    tmp_path: Path,
+) -> None:
+    def run(by: CommandServer, name: str, expected: int = 0, **env: str) -> Path:
+        output = tmp_path / name
+        done = by.run(*command_line(QLORA, model_of("llama3"), messages, output), env=env)
+        assert done.code == expected, done.stderr[-3000:]
+        return output
+
+    log = tmp_path / "kernels"
+    card, cpu = run(gfx_server, "card", SIMCARD_GFX1100_LOG=str(log)), run(server, "cpu")
+    assert len(losses_of(card)) == STEPS
+    assert losses_of(card) == pytest.approx(losses_of(cpu), rel=QLORA.tolerance)
+    report = report_of(card)
+    assert_covered(report)
+    assert report["digest"]["device"]["name"] == "triton"
+    kernels = Counter(re.sub(r"^_Z\d+([A-Za-z0-9]+?)I.*", r"\1", each.name) for each in ran(log))
+    print(kernels)
+    run(gfx_server, "again", -9, **KILLED)
+    assert not (tmp_path / "again" / ADAPTER).exists()
+    again = run(gfx_server, "again", **KILLED)
+    assert losses_of(again) == losses_of(card)
+    assert weights(again) == weights(card)
