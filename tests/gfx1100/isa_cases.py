@@ -58,16 +58,12 @@ def operands(case: Case, count: int) -> np.ndarray:
             if kind < 2:
                 low, high = generator.choice(SPECIAL), generator.choice(SPECIAL)
             elif kind < 4:
-                low = struct.unpack(
-                    "<I", struct.pack("<f", generator.uniform(-300, 300) * 2 ** generator.randrange(-9, 9))
-                )[0]
+                low = struct.unpack("<I", struct.pack("<f", generator.uniform(-300, 300) * 2 ** generator.randrange(-9, 9)))[0]
                 high = generator.choice((0, low, high))
             elif kind < 5:
                 low = struct.unpack("<I", struct.pack("<ee", generator.uniform(-30, 30), generator.uniform(-3, 3)))[0]
             elif kind < 7 and "64" in case.name:
-                low, high = struct.unpack(
-                    "<II", struct.pack("<d", generator.uniform(-9, 9) * 2.0 ** generator.randrange(-40, 40))
-                )
+                low, high = struct.unpack("<II", struct.pack("<d", generator.uniform(-9, 9) * 2.0 ** generator.randrange(-40, 40)))
             elif kind < 6:
                 low, high = generator.randrange(70), generator.randrange(3)
             row += [low, high]
@@ -79,11 +75,7 @@ def execute_memory(case: Case, inputs: np.ndarray) -> np.ndarray:
     """uint32[count, 12]: what the lane's slot holds, and what came back; in v[8:15] the slot as it was, v[16:19] and v[20:23]
     data, which v[24:27] hold as well before something comes back."""
     count = len(inputs)
-    memory, slots, out = (
-        np.ascontiguousarray(inputs),
-        np.ascontiguousarray(inputs[:, :8]),
-        np.zeros((count, 12), dtype=np.uint32),
-    )
+    memory, slots, out = np.ascontiguousarray(inputs), np.ascontiguousarray(inputs[:, :8]), np.zeros((count, 12), dtype=np.uint32)
     outside = not case.name.startswith("ds.")
     code = asm.program(
         asm.smem(3, 4, 0), asm.WAIT,  # s[4:5] operands, s[6:7] results, s[8:9] slots, s[10:11] their bytes and a buffer's format
@@ -136,9 +128,7 @@ def execute(case: Case, inputs: np.ndarray, *, ieee: bool = True, flush: bool = 
         assert count % 32 == 0
         grid, block = (count // 32, 1, 1), (32, 1, 1)
     kernarg = struct.pack("<QQIIII", memory.ctypes.data, out.ctypes.data, MASK, 0, 0, 0)
-    kernel = Code(
-        case.name, code, descriptor(user_sgprs=2, kernarg_pointer=True, ieee=ieee, flush_f32=flush, flush_f16=flush)
-    )
+    kernel = Code(case.name, code, descriptor(user_sgprs=2, kernarg_pointer=True, ieee=ieee, flush_f32=flush, flush_f16=flush))
     run(kernel, kernarg, [memory, out], grid=grid, block=block, checks=0)
     if not case.scalar:
         out[:, 2] = out[:, 2] >> np.arange(count, dtype=np.uint32) % 32 & 1

@@ -27,24 +27,13 @@ REFUSED = re.compile(
     # Not of the register class that the operation wants: LLVM prints a number.
     r"|([sv]_movrel|v_permlane64|v_swap|s_setpc|s_swappc|v_readfirstlane|v_wmma)\w* (.*, )?-?[\d.]+\b(?!:)"
 )
-NUMBERS_ONLY = (
-    "s_waitcnt",
-    "s_delay_alu",
-    "s_sendmsg",
-    "s_getreg",
-    "s_setreg",
-    "ds_swizzle",
-)  # LLVM has words for them
+NUMBERS_ONLY = ("s_waitcnt", "s_delay_alu", "s_sendmsg", "s_getreg", "s_setreg", "ds_swizzle")  # LLVM has words for them
 
 
 def disassembler() -> str:
     for version in ("", *(f"-{n}" for n in range(25, 15, -1))):
         tool = shutil.which(f"llvm-mc{version}")
-        if (
-            tool
-            and "gfx1100"
-            in subprocess.run([tool, "-triple=amdgcn", "-mcpu=help"], capture_output=True, text=True, input="").stderr
-        ):
+        if tool and "gfx1100" in subprocess.run([tool, "-triple=amdgcn", "-mcpu=help"], capture_output=True, text=True, input="").stderr:
             return tool
     pytest.skip("no llvm-mc that knows gfx1100 (Debian: llvm-16 or newer) is installed")
 

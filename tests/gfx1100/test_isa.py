@@ -122,11 +122,7 @@ def expected(case: Case, code: str, row: np.ndarray, lane: int, table: dict, *, 
     if "div_scale" in case.name:
         state["D0"] = pairs[0]  # unless the pseudo-code says otherwise, which it leaves out
     machine = Machine(other, state, ieee=ieee, toward_zero="rtz" in case.name)
-    machine.run(
-        code.replace("declare CVT_OFF_TABLE : 32'F[16];", "")
-        .replace("declare S : 32'B[3];", "")
-        .replace("declare in : 32'F[3];", "declare in : 32'F[3];")
-    )
+    machine.run(code.replace("declare CVT_OFF_TABLE : 32'F[16];", "").replace("declare S : 32'B[3];", "").replace("declare in : 32'F[3];", "declare in : 32'F[3];"))
     names = machine.names
     result, flag = names["D0"].bits, 0
     if scalar:
@@ -149,15 +145,7 @@ def width_of(case: Case) -> int:
     name = case.name.split(".")[1].removesuffix("_e32").removesuffix("_e64")
     if "_cmp" in name:
         return 0
-    return (
-        64
-        if any(name.endswith(e) for e in ("f64", "b64", "i64", "u64"))
-        or "_f64_" in name
-        or "mad_u64" in name
-        or "mad_i64" in name
-        or "_b64_" in name
-        else 32
-    )
+    return 64 if any(name.endswith(e) for e in ("f64", "b64", "i64", "u64")) or "_f64_" in name or "mad_u64" in name or "mad_i64" in name or "_b64_" in name else 32
 
 
 def float_kind(name: str) -> str | None:
@@ -176,16 +164,10 @@ def float_kind(name: str) -> str | None:
 def agrees(case: Case, got: int, want: int, row: np.ndarray) -> bool:
     if got == want:
         return True
-    if (
-        "frexp_exp" in case.name
-    ):  # of what is not normal LLVM expects the true one, or 0; the pseudo-code the stored one
+    if "frexp_exp" in case.name:  # of what is not normal LLVM expects the true one, or 0; the pseudo-code the stored one
         form = re.findall("f16|f32|f64", case.name)[0]
         source = decode_float((int(row[0]) | int(row[1]) << 32) & ((1 << int(form[1:])) - 1), form)
-        return (
-            source == 0
-            or not isinstance(source, float)
-            and abs(source) < Fraction(2) ** {"f16": -14, "f32": -126, "f64": -1022}[form]
-        )
+        return source == 0 or not isinstance(source, float) and abs(source) < Fraction(2) ** {"f16": -14, "f32": -126, "f64": -1022}[form]
     kind = float_kind(case.name)
     if kind is None:
         return False
@@ -217,11 +199,7 @@ def agrees(case: Case, got: int, want: int, row: np.ndarray) -> bool:
         if kind == "f32" and (abs(y) < tiny or 0 < abs(source) < tiny):
             continue  # flushed by these units
         if "_sin_" in case.name or "_cos_" in case.name:
-            if (
-                not math.isfinite(source)
-                or abs(source) > 256
-                or abs(float(x) - float(y)) < (2**-9 if kind == "f16" else 2**-20) * (1 + 8 * abs(source))
-            ):
+            if not math.isfinite(source) or abs(source) > 256 or abs(float(x) - float(y)) < (2**-9 if kind == "f16" else 2**-20) * (1 + 8 * abs(source)):
                 continue
             return False
         if abs(a - b) > 1:
@@ -253,16 +231,9 @@ def memory_expected(code: str, row: np.ndarray, table: dict, two: bool) -> list[
 
 def same_numbers(case: Case, out: np.ndarray, want: list[int]) -> bool:
     """NaN is as good as NaN; what comes back where the pseudo-code returns something and the instruction does not is left out."""
-    returns = (
-        "rtn" in case.name
-        or "load" in case.name
-        or (case.memory and not case.name.startswith("ds.") and "store" not in case.name)
-    )
+    returns = "rtn" in case.name or "load" in case.name or (case.memory and not case.name.startswith("ds.") and "store" not in case.name)
     count = 12 if returns and not case.name.startswith("mubuf.buffer_atomic") else 8
-    return all(
-        int(a) == b or ("add" in case.name and "f32" in case.name and (int(a) & b & 0x7F800000) == 0x7F800000)
-        for a, b in zip(out[:count], want[:count], strict=True)
-    )
+    return all(int(a) == b or ("add" in case.name and "f32" in case.name and (int(a) & b & 0x7F800000) == 0x7F800000) for a, b in zip(out[:count], want[:count], strict=True))
 
 
 def compare(table: dict) -> tuple[dict[Case, int], list[str]]:
@@ -278,9 +249,7 @@ def compare(table: dict) -> tuple[dict[Case, int], list[str]]:
             for row, out in zip(inputs, results, strict=True):
                 want = memory_expected(code, row, table, "2addr" in case.name)
                 if list(out) != want and not same_numbers(case, out, want):
-                    wrong.append(
-                        f"{case.name} {[hex(w) for w in row]}: {[hex(w) for w in out]}, pseudo-code {[hex(w) for w in want]}"
-                    )
+                    wrong.append(f"{case.name} {[hex(w) for w in row]}: {[hex(w) for w in out]}, pseudo-code {[hex(w) for w in want]}")
                     break
             digests[case] = digest_of(case, results, 0)
             continue
@@ -291,13 +260,9 @@ def compare(table: dict) -> tuple[dict[Case, int], list[str]]:
                 want, flag = expected(case, code, row, n % 32, table, ieee=ieee)
                 mask = (1 << width) - 1
                 got = (int(out[0]) | int(out[1]) << 32) & mask
-                has_flag = case.scalar or any(
-                    p in case.name for p in ("_cmp", "_co_", "mad_u64", "mad_i64", "div_scale")
-                )
+                has_flag = case.scalar or any(p in case.name for p in ("_cmp", "_co_", "mad_u64", "mad_i64", "div_scale"))
                 if not agrees(case, got, want & mask, row) or (has_flag and int(out[2]) & 1 != flag):
-                    wrong.append(
-                        f"{case.name} ieee={ieee} operands {[hex(w) for w in row[:8]]}: {got:#x} {int(out[2]) & 1}, pseudo-code {want & mask:#x} {flag}"
-                    )
+                    wrong.append(f"{case.name} ieee={ieee} operands {[hex(w) for w in row[:8]]}: {got:#x} {int(out[2]) & 1}, pseudo-code {want & mask:#x} {flag}")
                     break
             total = digest_of(case, results, total)
         digests[case] = total
