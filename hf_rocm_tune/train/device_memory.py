@@ -160,16 +160,8 @@ class FragmentationCallback(TrainerCallback):
 def warm_up(device: torch.device, *, bits: int | None = None) -> int:
     """Run one matrix product, forward and backward, one attention, one digest, and one operation on quantised weights.
 
-    Args:
-        device: nothing is done for the host.
-        bits: of the weights that bitsandbytes will quantise: 4, 8 or None.
-
     Returns:
         Bytes of device memory taken meanwhile outside torch's allocator, by other processes too.
-
-    Raises:
-        OutOfMemoryError: the card has hardly any free memory.
-        StallError: the card cannot compute this; the message has the reason.
     """
     if device.type != "cuda":
         return 0

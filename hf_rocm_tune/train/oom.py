@@ -192,13 +192,6 @@ def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None
 def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[BatchPart]:
     """Split a batch of host tensors into at most ``divisor`` parts, which are views of it where possible.
 
-    Args:
-        batch: as made by the data collator; not changed.
-        divisor: 1 or more.
-        labels_shifted: whether the loss compares each token with the label after it (causal language models), so that
-            the first label of a row is ignored.
-        pairs: as in `layout`.
-
     Returns:
         The parts in order; a batch that cannot be split is returned as a single part.
     """
@@ -342,10 +335,6 @@ class _Shortage:
 class OutOfMemoryRecovery:
     """See the module's description.
 
-    Args:
-        trainer: prepared to train, with model, optimizer and accelerator.
-        resumed: whether training resumes from a checkpoint.
-
     Attributes:
         divisor: the most parts into which micro-batches are split; the same on all ranks; never decreases.
         loss_factor: the factor by which the trainer must multiply the loss of the current part.
@@ -367,11 +356,7 @@ class OutOfMemoryRecovery:
         self._cache_was_returned = False
 
     def run(self, stock: Stock, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> Tensor:
-        """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape [].
-
-        Raises:
-            OutOfMemoryError: a micro-batch that cannot be split further does not fit, or there are several ranks.
-        """
+        """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape []."""
         window = self._window = self._window or StepWindow(self._trainer)
         window.batches.append(self._trainer.host_batch(inputs))
         shortages: list[dict[str, Any]] = []

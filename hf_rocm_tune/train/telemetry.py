@@ -164,15 +164,7 @@ class _Series:
 
 
 class Telemetry:
-    """Collects the sensor readings of one card. ``start`` and ``stop`` may be called repeatedly; readings accumulate.
-
-    Args:
-        read: reads the card's sensors; None if there are none.
-        source: what ``read`` reads, or why there is nothing to read.
-        every_s: seconds between two readings.
-        memory: returns torch's own memory, by metric, in GiB.
-        tell: prints a line for the user; called from the thread.
-    """
+    """Collects the sensor readings of one card. ``start`` and ``stop`` may be repeated; readings accumulate."""
 
     def __init__(
         self,
@@ -312,12 +304,6 @@ class MetricsCallback(TrainerCallback):
     """Adds the metrics of the module's description to each training log.
 
     Must come before the callbacks of the logging services, which see only what an earlier callback has added.
-
-    Args:
-        report: the counters to log.
-        telemetry: runs during training; after an error its thread runs until the process ends. None for none.
-        memory: returns the allocator's figures, by metric.
-        clock: returns seconds, from any origin.
     """
 
     def __init__(
@@ -458,13 +444,7 @@ def quieten_bars() -> None:
 
 
 class TerminalCallback(TrainerCallback):
-    """Prints a row for each log, and updates the live line.
-
-    Args:
-        live: whether there is a live line.
-        now: returns the integrity counters and the card's figures, by their names in the log.
-        memory_gib: of the card; None without one.
-    """
+    """Prints a row for each log, and updates the live line."""
 
     def __init__(self, *, live: bool, now: Callable[[], Mapping[str, float]], memory_gib: float | None) -> None:
         self._live, self._now, self._memory_gib = live, now, memory_gib
