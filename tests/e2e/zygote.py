@@ -39,6 +39,8 @@ def _card_unasked() -> Iterator[None]:
     """
     import torch
 
+    import hf_rocm_tune  # noqa: F401  # before torch: it chooses the card
+
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         found = [torch.cuda.get_device_properties(card) for card in range(torch.cuda.device_count())]
