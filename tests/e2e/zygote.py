@@ -29,6 +29,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import hf_rocm_tune  # noqa: F401  # before torch: it chooses the card
+
 
 @contextmanager
 def _card_unasked() -> Iterator[None]:
@@ -38,8 +40,6 @@ def _card_unasked() -> Iterator[None]:
         AssertionError: something else has asked, so that no forked process could have a card.
     """
     import torch
-
-    import hf_rocm_tune  # noqa: F401  # before torch: it chooses the card
 
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
