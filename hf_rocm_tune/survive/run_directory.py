@@ -45,9 +45,7 @@ from hf_rocm_tune.survive.atomic import (
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-# transformers' uploads ignore "_*": the evidence holds training data.
 LOCK_FILE = "_run.lock"
-EVIDENCE_DIRECTORY = "_out_of_memory"
 SCHEMA = 1
 CHECKPOINT_NAME = re.compile(r"^checkpoint-(\d+)$")
 
@@ -83,7 +81,6 @@ _WEIGHTS = re.compile(
     r"|pytorch_model(-\d+-of-\d+)?\.bin|pytorch_model\.bin\.index\.json)$"
 )
 _LISTED_DIRECTORY = re.compile(r"^(damaged-|kept-)?checkpoint-\d+(\.\d+)?$")
-_EVIDENCE_FILE = re.compile(r"^step-\d+-rank-\d+-\d+\.(pt|pickle)$")
 _LOCK_HOLDER = re.compile(rb"process \d+ on [^\n]*")
 
 
@@ -292,7 +289,7 @@ def foreign_files(directory: Path, owned: Collection[str] | None) -> list[str]:
             continue
         if owned is None:
             found.add(name)
-        elif spelled in _OWN or spelled == EVIDENCE_DIRECTORY:
+        elif spelled in _OWN:
             # Written by every run, but a link of that name leads out of the directory.
             found |= {name} if os.path.islink(directory / name) else set()
         elif spelled not in owned and not CHECKPOINT_NAME.match(spelled):
@@ -301,7 +298,7 @@ def foreign_files(directory: Path, owned: Collection[str] | None) -> list[str]:
 
 
 def _may_be_written(name: str) -> bool:
-    fixed = name in _OWN or name in _UPSTREAM or name == EVIDENCE_DIRECTORY
+    fixed = name in _OWN or name in _UPSTREAM
     return fixed or bool(_WEIGHTS.match(name) or CHECKPOINT_NAME.match(name))
 
 
@@ -317,9 +314,7 @@ def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]
     for path in sorted(directory.iterdir()):
         if path.is_symlink() or not path.is_dir():
             continue
-        if path.name == EVIDENCE_DIRECTORY:
-            found += [each for each in sorted(path.iterdir()) if _EVIDENCE_FILE.match(each.name)]
-        elif _LISTED_DIRECTORY.match(path.name) and (inside := listed_by(path, run_id)) is not None:
+        if _LISTED_DIRECTORY.match(path.name) and (inside := listed_by(path, run_id)) is not None:
             found += [path / name for name in (manifest.MANIFEST_NAME, *inside)]
     return [path for path in found if _is_plain(path)]
 
