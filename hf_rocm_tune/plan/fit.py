@@ -345,7 +345,10 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
         return request, []
     from hf_rocm_tune.models.quantised import checkpoint_bits
 
-    bits = checkpoint_bits(config, request.model, on_card=request.platform != "cpu")
+    try:
+        bits = checkpoint_bits(config, request.model, on_card=request.platform != "cpu")
+    except UsageError as error:
+        raise UsageError(str(error).replace("--load_in_4bit", "--method qlora")) from error
     left = tuple(each for each in request.methods if each != ("full" if bits else "qlora"))
     if not left:
         what = "quantised in its files and becomes bfloat16 when loaded: give --method lora or full"
