@@ -202,22 +202,18 @@ def _compiler(evidence: Evidence) -> Iterator[Finding]:
     software = evidence.software
     if software.build != "rocm" or software.packages.get("triton") is None:
         return
-    missing = [
-        name for name, there in (("a C compiler", software.compiler), ("Python.h", software.python_header)) if not there
-    ]
-    source = "triton driver.c: compiled at the first launch"
+    source, missing = "triton driver.c: compiled at the first launch", software.missing_for_triton
     if missing:
-        version = ".".join(software.python.split(".")[:2])
+        what, _, package = missing.rpartition(": install ")
         yield warn(
-            "triton_cannot_compile", f"Triton cannot start: no {' and no '.join(missing)}",
-            "Triton compiles a C file against Python's headers when its first kernel starts on ROCm: without them, "
-            "every Triton kernel fails (digests on the card and TRL's fused loss), and slower ones are used where "
-            "there are any",
-            f"`sudo apt install gcc python{version}-dev` (Fedora: gcc python3-devel); CC names another compiler",
-            source, read=[f"compiler: {software.compiler or 'none'}", f"Python.h: {software.python_header or 'none'}"],
+            "triton_cannot_compile", "Triton cannot start",
+            f"{what or missing}. Triton compiles a C file against Python's headers when its first kernel starts on "
+            "ROCm: without them, every Triton kernel fails (digests on the card and TRL's fused loss), and slower ones "
+            "are used where there are any",
+            f"install {package or 'gcc and python3-dev'}, for example `sudo apt install gcc python3-dev`", source,
         )  # fmt: skip
     else:
-        yield ok("compiler_ok", "C compiler and Python.h", f"{software.compiler}, {software.python_header}", source)
+        yield ok("compiler_ok", "C compiler and Python.h", "Triton's driver can be compiled", source)
 
 
 def _allocator(evidence: Evidence) -> Iterator[Finding]:

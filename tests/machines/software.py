@@ -126,15 +126,17 @@ SOFTWARE: dict[str, Case] = {
     ),
     "no_python_headers": case(
         one("Debian's python3-venv does not bring Python.h, which Triton's driver includes"),
-        software=stack(python_header=None),
+        software=stack(
+            missing_for_triton="/usr/include has no Python.h: install python3-dev (python3-devel)"
+        ),
         warn=("triton_cannot_compile",),
-        says=("no Python.h", "python3.12-dev"),
+        says=("has no Python.h. Triton compiles", "install python3-dev (python3-devel)"),
     ),
     "no_compiler": case(
         one("an image without a compiler, in which every Triton kernel fails at its first launch"),
-        software=stack(compiler=None, python_header=None),
+        software=stack(missing_for_triton="there is no C compiler: install gcc"),
         warn=("triton_cannot_compile",),
-        says=("no a C compiler and no Python.h", "`sudo apt install gcc"),
+        says=("there is no C compiler", "`sudo apt install gcc"),
     ),
     "torch_2_10": case(
         one("aotriton util.cc: not on the experimental list from 0.11.1b on"),
