@@ -338,9 +338,7 @@ def judge_speed(device: str, rates: Mapping[str, float], size: int, *, default: 
     best = max(rates, key=rates.__getitem__)
     read = [*(f"{name}: {rate:.1f} TFLOPS" for name, rate in rates.items()), *([gradient] if gradient else [])]
     title = f"bf16 {usual:.0f} TFLOPS"
-    text = (
-        f"products of {size} cubed on {device}; a 7900 XTX measured 88 to 101; no figure of an XT is public"
-    )
+    text = f"products of {size} cubed on {device}; a 7900 XTX measured 88 to 101; no figure of an XT is public"
     source = "torch-performance-test-data#103; ROCm/pytorch#2088; ROCm/pytorch#2742"
     if rates[best] <= _MUCH_FASTER * usual:
         return ok("gemm_speed", title, text, source, subject=device, read=read)

@@ -126,9 +126,7 @@ SOFTWARE: dict[str, Case] = {
     ),
     "no_python_headers": case(
         one("Debian's python3-venv does not bring Python.h, which Triton's driver includes"),
-        software=stack(
-            missing_for_triton="/usr/include has no Python.h: install python3-dev (python3-devel)"
-        ),
+        software=stack(missing_for_triton="/usr/include has no Python.h: install python3-dev (python3-devel)"),
         warn=("triton_cannot_compile",),
         says=("has no Python.h. Triton compiles", "install python3-dev (python3-devel)"),
     ),
