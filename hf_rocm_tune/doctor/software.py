@@ -179,16 +179,6 @@ def _rocm(evidence: Evidence) -> Iterator[Finding]:
         f"torch brings ROCm {rocm}; the system's is {system}; the driver is {driver}, kernel "
         f"{kernel.release or 'unknown'}", "pytorch hip.rst",
     )  # fmt: skip
-    if software.rocm_version and minor(software.rocm_version) != minor(rocm):
-        text = (
-            f"torch brings ROCm {rocm}, and the system has {system}: wheels have their own user space, so torch is not "
-            "affected; code that is compiled with or loaded from /opt/rocm is"
-        )
-        yield note(
-            "rocm_system_differs", f"the system's ROCm is {minor(software.rocm_version)}", text,
-            "nothing for training with wheels; build extensions with torch's version",
-            "TheRock RELEASES.md; unsloth install.sh",
-        )  # fmt: skip
     if gfx1100 and within(torch, "2.9", "2.10"):
         yield warn(
             "aotriton_nan", "Attention of torch 2.9 gives NaN on gfx1100",

@@ -240,9 +240,7 @@ def test_either_layout_gives_the_version_of_rocm(
 
 def test_what_triton_lacks_is_asked_of_a_rocm_build(tmp_path: Path, checkout: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
-    rocm, cpu = (
-        stand_in(tmp_path / "rocm", HEALTHY),
-        stand_in(tmp_path / "cpu", HEALTHY, ROCM_VERSION_PY.replace("'7.15", "None #")),
-    )
-    found = read_all([rocm, cpu], checkout)
+    plain = ROCM_VERSION_PY.replace("'7.15", "None #")
+    folders = [stand_in(tmp_path / "rocm", HEALTHY), stand_in(tmp_path / "cpu", HEALTHY, plain)]
+    found = read_all(folders, checkout)
     assert "/nowhere/cc" in found[0].missing_for_triton and found[1].missing_for_triton == ""

@@ -148,12 +148,6 @@ SOFTWARE: dict[str, Case] = {
         warn=("bnb_rocm64", "version_older torch"),
         note=("environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",),
     ),
-    "system_rocm_of_another_version": case(
-        one("TheRock RELEASES.md: wheels carry their own user space"),
-        software=stack(system_rocm="6.4.1"),
-        note=("rocm_system_differs",),
-        says=("torch is not affected",),
-    ),
     "libraries_of_all_ages": case(
         one("this project's tested versions: one older, one newer by a major version, one missing"),
         software=stack(packages={"transformers": "4.57.1", "huggingface_hub": "3.0.1", "trl": None}),
