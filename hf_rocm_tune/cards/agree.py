@@ -1,16 +1,18 @@
-"""Small exchanges between ranks: a decision of rank 0 or its error, maxima, and values of all ranks."""
+"""Small exchanges between ranks: a decision of rank 0 or its error, maxima, values of all ranks, and equal replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
-from hf_rocm_tune.errors import TuneError
+from hf_rocm_tune.errors import CorruptionError, TuneError, listed
+from hf_rocm_tune.transfer import QueuedDigests
 from hf_rocm_tune.transfer.host_group import host_group
 
 T = TypeVar("T")
@@ -61,3 +63,32 @@ def everyone(values: Sequence[float]) -> list[list[float]]:
     rows = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(rows, mine, group=group)
     return [row.tolist() for row in rows]
+
+
+def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
+    """Compare the digests of tensors, which have the same names on every rank, over all ranks. Collective.
+
+    Returns:
+        The number of tensors compared; 0 with a single rank.
+
+    Raises:
+        CorruptionError: on every rank, naming the tensors and the ranks whose bits differ from rank 0's.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
+    rows = list(tensors)
+    digests = QueuedDigests([tensor.detach() for _, tensor in rows]).result()
+    mine = {name: found.hex() for (name, _), found in zip(rows, digests, strict=True)}
+    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=host_group())
+    first = everyone[0] or {}
+    differing: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(everyone):
+        theirs = theirs or {}
+        for name in sorted(first.keys() | theirs.keys()):
+            if first.get(name) != theirs.get(name):
+                differing.setdefault(name, []).append(rank)
+    if differing:
+        named = listed([f"{name} (ranks {ranks})" for name, ranks in differing.items()], 5)
+        raise CorruptionError(f"{when}: ranks differ from rank 0 in {named}: training stops")
+    return len(mine)

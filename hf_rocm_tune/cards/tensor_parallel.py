@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.distributed.tensor_parallel import ColwiseParallel, LocalParamsParallel, RowwiseParallel
 
-from hf_rocm_tune.cards.fsdp import GATHERED, Gather, joined, require_right
+from hf_rocm_tune.cards.fsdp_traffic import GATHERED, Gather, joined, require_right
 from hf_rocm_tune.cards.gradients import digest_words, exchange
 from hf_rocm_tune.errors import SeamError, UsageError
 from hf_rocm_tune.transfer import Mover

@@ -12,33 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import str_to_bool
 
 from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
+from hf_rocm_tune.settings.compatibility import launched_with, refuse
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.adapter import Adapter
-
-_SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-
-
-def is_sharded(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher asks for FSDP or DeepSpeed."""
-    return any(str_to_bool(environ.get(name) or "no") for name in _SHARDED)
-
-
-def refuse(what: str, reasons: Mapping[str, bool]) -> None:
-    """Refuse `what` together with settings that it excludes: the description of each, and whether it applies.
-
-    Raises:
-        UsageError: all that apply, in one line.
-    """
-    if found := [reason for reason, applies in reasons.items() if applies]:
-        raise UsageError(f"{what} does not work with {'; nor with '.join(found)}")
-
 
 _NEVER_TRIED = ("galore", "apollo", "lomo", "adalomo")
 _OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
@@ -68,48 +50,27 @@ def check_optimizer(name: str) -> None:
         raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
 
 
-def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
-    """Refuses settings that were never tried with this method, or that bypass the verification.
+def check_grpo(arguments: Arguments) -> None:
+    """Refuses what GRPO would do wrong, or without verification.
 
     Raises:
         UsageError: all of it in one line.
     """
-    method, training, model = arguments.method, arguments.training, arguments.model
-    if method == "sft":
-        wrapped = training.packing and training.packing_strategy == "wrapped"
-        refuse(
-            "--mask_thinking",
-            {"--packing_strategy wrapped, which cuts examples": arguments.tune.mask_thinking and wrapped},
-        )
-        compiled = bool(arguments.tune.one_pass_loss and training.torch_compile)
-        refuse("--one_pass_loss", {"--torch_compile": compiled})
+    training, model = arguments.training, arguments.model
+    if arguments.method != "grpo":
         return
-    reasons = {
-        "FSDP and DeepSpeed": bool(training.fsdp or training.deepspeed or is_sharded(environ)),
-        "--mask_thinking, which is for supervised fine-tuning": arguments.tune.mask_thinking,
-        "--one_pass_loss, which is for supervised fine-tuning": bool(arguments.tune.one_pass_loss),
-        "--split_layers": arguments.ranks.split_layers is not None,
-        "--tensor_parallel": arguments.ranks.tensor_parallel,
-        "--precompute_ref_log_probs, whose batches are moved unverified": getattr(
-            training, "precompute_ref_log_probs", False
-        ),
-        "--use_vllm, whose weights and answers are not verified": getattr(training, "use_vllm", False),
-        "--use_transformers_continuous_batching, which casts the model in place": getattr(
-            training, "use_transformers_continuous_batching", False
-        ),
-        "--sync_ref_model, whose moved reference model no checkpoint has": getattr(training, "sync_ref_model", False),
-        f"--init_lora_weights {arguments.tune.init_lora_weights}, whose saved adapter would lack the reward head": (
-            method == "reward" and arguments.tune.rewrites_base
-        ),
-        "a checkpoint between two generations, whose answers it would lack: --save_steps times "
-        "--gradient_accumulation_steps must be a multiple of --steps_per_generation times --num_iterations": (
-            method == "grpo" and _saves_between_generations(training)
-        ),
-        "--use_peft false with --beta and --model_revision: TRL loads the reference model without the revision": (
-            method == "grpo" and training.beta != 0.0 and not model.use_peft and model.model_revision != "main"
-        ),
-    }
-    refuse(method, reasons)
+    refuse(
+        "grpo",
+        {
+            "a checkpoint between two generations, whose answers it would lack: --save_steps times "
+            "--gradient_accumulation_steps must be a multiple of --steps_per_generation times --num_iterations": (
+                _saves_between_generations(training)
+            ),
+            "--use_peft false with --beta and --model_revision: TRL loads the reference model without the revision": (
+                training.beta != 0.0 and not model.use_peft and model.model_revision != "main"
+            ),
+        },
+    )
 
 
 def _saves_between_generations(training: Any) -> bool:
@@ -244,7 +205,7 @@ def decide(
         "your other flags (the same effective batch)"
     )
     preflight.insist(done, one_card=one_card)
-    if done.choice.way == "host" and is_sharded(environ):
+    if done.choice.way == "host" and (launched_with("FSDP") or launched_with("DEEPSPEED")):
         raise StallError(
             f"gradients can only be averaged through host memory here ({done.choice.reason}), which FSDP and DeepSpeed "
             f"do not support: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"

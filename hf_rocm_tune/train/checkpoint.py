@@ -38,7 +38,7 @@ from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import create_staging, move_files, replace_directory
 from hf_rocm_tune.survive.run_directory import claim, move_aside, rotate
 from hf_rocm_tune.survive.saved_state import Readback
-from hf_rocm_tune.transfer import map_tensors
+from hf_rocm_tune.transfer import host_copy, map_tensors
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -293,12 +293,12 @@ class Checkpoints:
         return states
 
     def _optimizer_state(self) -> dict[str, Any]:
-        full = self._trainer.full_state
+        full = self._trainer.way.state
         state: dict[str, Any] = self._trainer.optimizer.state_dict() if full is None else full.optimizer_state()
         return state
 
     def save_optimizer(self, stock: Callable[[str], None], directory: str) -> None:
-        self.attempt(stock if self._trainer.full_state is None else self._write_full_optimizer, directory)
+        self.attempt(stock if self._trainer.way.state is None else self._write_full_optimizer, directory)
 
     def _write_full_optimizer(self, directory: str) -> None:
         state = self._optimizer_state()  # collective
@@ -462,7 +462,7 @@ class Checkpoints:
             stock()
             return
         model, place = self._bare_model(), self._trainer.place_tensor
-        if self._trainer.full_state is not None:
+        if self._trainer.way.state is not None:
             place = placer(model, place)
         load = saved_state.load_adapters if hasattr(model, "peft_config") else saved_state.load_model
 
@@ -478,7 +478,7 @@ class Checkpoints:
             stock(checkpoint)
             return
         optimizer, scheduler, place = trainer.optimizer, trainer.lr_scheduler, trainer.place_tensor
-        if trainer.full_state is not None:
+        if trainer.way.state is not None:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             place = placer(self._bare_model(), place, parameters)
         self._restore(path, lambda state: saved_state.load_optimizer(state, optimizer, place), optimizer.state_dict)
@@ -544,7 +544,7 @@ class Checkpoints:
 
     def _differing_from(self, directory: Path) -> list[str]:
         """Names of live tensors that differ from a checkpoint, the same on every rank."""
-        sharded, live = self._trainer.full_state is not None, self._full_model()
+        sharded, live = self._trainer.way.state is not None, self._full_model()
         found: list[str] = []
         if not sharded or self._trainer.is_world_process_zero():
             model, recorded = self._bare_model(), manifest.read(directory)
@@ -599,7 +599,7 @@ class Checkpoints:
     def _write_again(self, directory: Path, states: Mapping[str, Any], *, fetched: bool) -> None:
         trainer = self._trainer
         if trainer.is_world_process_zero() and not self._saves_shards:
-            if fetched and trainer.full_state is None:
+            if fetched and trainer.way.state is None:
                 trainer._save(str(directory), state_dict=saved_state.model_on_host(self._bare_model()))
             else:
                 trainer.write_model(str(directory))
@@ -607,7 +607,7 @@ class Checkpoints:
             if name == TRAINER_STATE_NAME:
                 trainer.state.save_to_json(str(directory / name))
             else:
-                torch.save(map_tensors(state, saved_state.host_copy) if fetched else state, directory / name)
+                torch.save(map_tensors(state, host_copy) if fetched else state, directory / name)
 
     def _compare(
         self, directory: Path, states: Mapping[str, Any], plain: Mapping[str, Tensor] | None
@@ -629,16 +629,16 @@ class Checkpoints:
     @property
     def _saves_shards(self) -> bool:
         """Whether each rank writes its own files, in upstream's format."""
-        return self._trainer.is_sharded and self._trainer.full_state is None
+        return self._trainer.is_sharded and self._trainer.way.state is None
 
     def _full_model(self) -> dict[str, Any] | None:
         """Trained weights of a sharded model, on rank 0; collective unless they were gathered for this save."""
-        full = self._trainer.full_state
+        full = self._trainer.way.state
         return None if full is None else full.model()
 
     def _forget_full(self) -> None:
-        if self._trainer.full_state is not None:
-            self._trainer.full_state.forget()
+        if self._trainer.way.state is not None:
+            self._trainer.way.state.forget()
 
     def _open_stage(self, final: Path) -> StagedSave:
         args = self._trainer.args

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from hf_rocm_tune.cards.way import Way
     from hf_rocm_tune.survive.heartbeat import Phase
-    from hf_rocm_tune.train.ranks import FullState, GradientSync
     from hf_rocm_tune.transfer import Mover, TransferReport
 
 
@@ -27,7 +27,7 @@ class Owner(Trainer):
 
     mover: Mover
     transfer_report: TransferReport
-    grad_sync: GradientSync
+    way: Way
     run_id: str
     recompute_layers: tuple[int, int] | None
 
@@ -35,8 +35,6 @@ class Owner(Trainer):
     def devices(self) -> tuple[torch.device, ...]: ...
     @property
     def is_sharded(self) -> bool: ...
-    @property
-    def full_state(self) -> FullState | None: ...
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]: ...
     def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]: ...
     def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]: ...

@@ -11,7 +11,7 @@ the output head: same sums, other order) and dropout on logical cards, which sha
 activations of twice as many micro-batches as there are cards.
 
 An error in one micro-batch ends all of them and is raised where that micro-batch is requested. After running out of
-memory (`training.oom`) the step is repeated one by one, and fewer micro-batches run concurrently from then on.
+memory (`train.oom`) the step is repeated one by one, and fewer micro-batches run concurrently from then on.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_rocm_tune.cards.way import Stock
 from hf_rocm_tune.data.loader import AccumulationWindow
 from hf_rocm_tune.models.quantised import writable_buffers
 from hf_rocm_tune.models.split import Crossing, Hops, SplitMover
-from hf_rocm_tune.plan.ways import IN_FLIGHT
-from hf_rocm_tune.train.faults import StepFaultSpec
-from hf_rocm_tune.train.oom import Stock
 from hf_rocm_tune.transfer.copies import Fetcher
 from hf_rocm_tune.transfer.redirect import READERS
 
 logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 2
+"""Micro-batches in flight for each card."""
 
 
 class _Cancelled(BaseException):
@@ -283,7 +284,7 @@ class Pipeline:
 def can_pipeline(trainer: Any) -> bool:
     """Whether micro-batches of this trainer may run concurrently.
 
-    Not with a single accumulation step, injected step faults, offloaded activations, a router's auxiliary loss, or
+    Not with a single accumulation step, offloaded activations, a router's auxiliary loss, or
     modules that write to their buffers.
     """
     args, config = trainer.args, trainer.model.config
@@ -291,6 +292,5 @@ def can_pipeline(trainer: Any) -> bool:
         args.gradient_accumulation_steps > 1
         and not getattr(args, "activation_offloading", False)
         and not getattr(config.get_text_config(), "output_router_logits", False)
-        and StepFaultSpec.from_environment() is None
         and not any(True for _ in writable_buffers(trainer.model))
     )
