@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_rocm_tune.cards.stall_report import is_alive, make_place, read_note, write_note
+from hf_rocm_tune.cards.watchdog import is_alive, make_private
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, answer, run_groups, run_together, step
 from hf_rocm_tune.machine.process import start_ticks
@@ -489,10 +490,10 @@ def run(
     injected = fault if fault is not None and fault.trial == "ranks" else None
     while injected and injected.kind == "absent" and rank == (world - 1 if injected.rank is None else injected.rank):
         time.sleep(0.2)
-    make_place(place)
+    make_private(place)
     (place / f"left-{rank}").unlink(missing_ok=True)  # of an earlier job that was killed
     mine = {"rank": rank, "pid": os.getpid(), "born": start_ticks(os.getpid()), "device": dict(device)}
-    write_note(place / f"rank-{rank}", mine)
+    _write_note(place / f"rank-{rank}", mine)
     ranks = range(rank // here * here, rank // here * here + here)
     try:
         members = _join(place, ranks, world, meet_s)
@@ -519,15 +520,31 @@ def _try_and_publish(place: Path, devices: Sequence[Mapping[str, Any]], **wanted
         said = try_machine(devices, **wanted).to_dict()
     except TuneError as error:
         said = {"error": str(error)}
-    write_note(place / "choice", {"pid": os.getpid(), "choice": said})
+    _write_note(place / "choice", {"pid": os.getpid(), "choice": said})
     return said
+
+
+def _write_note(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a file atomically: a reader sees the old or the new content."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.replace(file)
+
+
+def _read_note(file: Path) -> dict[str, Any] | None:
+    """The content of a file of `_write_note`; None without one."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _leave(place: Path, rank: int, ranks: range) -> None:
     """Mark this rank as done; the last one deletes the directory."""
     with contextlib.suppress(OSError):
         (place / f"left-{rank}").touch()
-    files = {other: read_note(place / f"rank-{other}") for other in ranks if not (place / f"left-{other}").exists()}
+    files = {other: _read_note(place / f"rank-{other}") for other in ranks if not (place / f"left-{other}").exists()}
     if not any(said is not None and is_alive(said["pid"], said["born"]) for said in files.values()):
         shutil.rmtree(place, ignore_errors=True)
 
@@ -538,7 +555,7 @@ def _join(place: Path, ranks: range, world: int, limit_s: float) -> list[dict[st
     found: dict[int, dict[str, Any]] = {}
     while missing := [rank for rank in ranks if rank not in found]:
         for rank in missing:
-            said = read_note(place / f"rank-{rank}")
+            said = _read_note(place / f"rank-{rank}")
             if said is not None and is_alive(said["pid"], said["born"]):
                 found[rank] = said
         if time.monotonic() > ends_at:
@@ -557,7 +574,7 @@ def _await_choice(place: Path, first: Mapping[str, Any], limit_s: float) -> dict
     try:
         while True:
             alive = is_alive(first["pid"], first["born"])  # checked before its file is read
-            note = read_note(place / "choice")
+            note = _read_note(place / "choice")
             if note is not None and note["pid"] == first["pid"]:
                 return dict(note["choice"])
             if not alive:

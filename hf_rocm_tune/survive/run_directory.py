@@ -67,7 +67,7 @@ IGNORED_PREFIXES = ("logging_", "log_", "hub_", "trackio_", "verify", "transfer_
 
 _OWN = frozenset([
     "run.json", "integrity.json", "transfer_report.json", "training_log.json", "loss.png", "survival.jsonl",
-    "stall_report.txt", "stall_report.json", "_crashes.json", "_step_down.json",
+    "stall_report.txt", "_crashes.json", "_step_down.json",
 ])  # fmt: skip
 """Files that any run may write at the top of its directory, beside its result."""
 _UPSTREAM = frozenset([
