@@ -32,9 +32,15 @@ class Case:
     def label(self) -> str:
         """The way in words."""
         asked = self.request
-        ways = (("packed", asked.packing), ("DoRA", asked.dora), ("one-pass loss", asked.one_pass_loss))
+        ways = (
+            (asked.trainer, asked.trainer != "sft"),
+            ("packed", asked.packing),
+            ("DoRA", asked.dora),
+            ("one-pass loss", asked.one_pass_loss),
+        )
         more = [word for word, is_on in ways if is_on]
         more += [f"saves {', '.join(asked.modules_to_save)}"] if asked.modules_to_save else []
+        more += [f"evaluation of {asked.eval_batch}"] if asked.eval_batch else []
         more += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         more += [asked.optim] if asked.optim != PlanRequest().optim else []
         more += [asked.attention] if asked.attention != "sdpa" else []
@@ -43,7 +49,7 @@ class Case:
 
 def _case(name: str, fields: Mapping[str, Any], method: str, batch: int, length: int, check: bool, **more: Any) -> Case:
     accumulation = more.pop("accumulation", 1)
-    asked = {"autocast": False, "dtype": "float32", "effective_batch": batch * accumulation, **more}
+    asked = {"autocast": False, "dtype": "float32", "evaluates": False, "effective_batch": batch * accumulation, **more}
     request = PlanRequest(methods=(method,), length=length, micro_batch=batch, checkpointing=check, **asked)
     return Case(name=name, fields=fields, request=request, accumulation=accumulation)
 
@@ -116,6 +122,17 @@ SIMULATED_CASES: tuple[Case, ...] = (
     _case("Qwen3, mix", QWEN3, "lora", 2, 256, True, recompute=(0, 6), **_EAGER),
     _case("Llama", LLAMA, "lora", 2, 256, False, one_pass_loss=True, **_EAGER),
     _case("Llama, mix", LLAMA, "lora", 2, 192, True, recompute=(1, 3), one_pass_loss=True, **_BF16, **_EAGER),
+    _case("Llama", LLAMA, "lora", 2, 256, True, eval_batch=16, **_EAGER),
+    _case("Llama", LLAMA, "lora", 1, 192, False, eval_batch=8, accumulation=2, **_BF16, **_EAGER),
+    _case("Qwen3", QWEN3, "full", 1, 128, True, eval_batch=32, **_EAGER),
+    _case("Llama", LLAMA, "lora", 2, 192, False, trainer="dpo", **_EAGER),
+    _case("Llama", LLAMA, "lora", 2, 256, True, trainer="dpo", accumulation=2, **_BF16, **_EAGER),
+    _case("Qwen3", QWEN3, "full", 1, 192, True, trainer="dpo", **_EAGER),
+    _case("Llama", LLAMA, "lora", 2, 192, True, trainer="dpo", eval_batch=8, **_BF16, **_EAGER),
+    _case("Llama", LLAMA, "lora", 2, 256, False, trainer="kto", **_EAGER),
+    _case("Qwen3", QWEN3, "lora", 4, 192, True, trainer="kto", accumulation=2, **_BF16, **_EAGER),
+    _case("Llama", LLAMA, "full", 2, 128, False, trainer="kto", **_EAGER),
+    _case("Llama, wide", WIDE, "full", 1, 64, True, trainer="dpo", **{**_EAGER, "autocast": True}),
 )
 
 CPU_CASES: tuple[Case, ...] = (

@@ -61,37 +61,42 @@ def predict(case: Case, *, device: str) -> Estimate:
 
 def measure(case: Case, *, device: str) -> dict[str, float]:
     """A real step: bytes at the peak, and on a GPU what the allocator had reserved."""
-    from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
+    import trl
+
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
     torch.manual_seed(0)
+    stock = getattr(trl, f"{case.request.trainer.upper()}Trainer")
     with tempfile.TemporaryDirectory() as scratch, quiet():
-        trainer = VerifiedSFTTrainer(
+        trainer = type(f"Verified{stock.__name__}", (VerifiedTransferMixin, stock), {})(
             **_job(case, device, Path(scratch)),
             recompute_layers=case.request.recompute,
             one_pass_loss=case.request.one_pass_loss,
             consent_unverified=True,
             sentinel_every=0,
         )
-        found = _count_on_gpu(trainer) if device == "cuda" else _count_on_cpu(trainer)
+        found = (_count_on_gpu if device == "cuda" else _count_on_cpu)(trainer, evaluates=bool(case.request.eval_batch))
     del trainer
     gc.collect()
     return found
 
 
 def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
+    import trl
     from peft import LoraConfig
-    from trl import SFTConfig
 
     asked = case.request
     lora = asked.methods[0] != "full"
-    args = SFTConfig(
+    more: dict[str, Any] = {"packing": asked.packing} if asked.trainer == "sft" else {}
+    if asked.eval_batch:
+        more |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": asked.eval_batch}
+    args = getattr(trl, f"{asked.trainer.upper()}Config")(
         output_dir=str(scratch),
         per_device_train_batch_size=asked.micro_batch,
         gradient_accumulation_steps=case.accumulation,
         max_steps=STEPS,
         max_length=asked.length,
         train_sampling_strategy="sequential",  # so that each batch has a row of full length
-        packing=asked.packing,
         gradient_checkpointing=asked.checkpointing,
         bf16=asked.autocast,
         use_cpu=device == "cpu",
@@ -100,6 +105,7 @@ def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
+        **more,
     )
     adapters = LoraConfig(
         task_type="CAUSAL_LM",
@@ -110,13 +116,15 @@ def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
         modules_to_save=list(asked.modules_to_save) or None,
         use_dora=asked.dora,
     )
-    return {
+    found = {
         "model": _random_model(case, device),
         "args": args,
-        "train_dataset": _rows(case),
+        "train_dataset": _rows(case, asked.effective_batch * STEPS, asked.micro_batch or 1),
+        "eval_dataset": _rows(case, asked.eval_batch, asked.eval_batch) if asked.eval_batch else None,
         "processing_class": _tokenizer(),
         "peft_config": adapters if lora else None,
     }
+    return found | ({"ref_model": _random_model(case, device)} if asked.trainer != "sft" and not lora else {})
 
 
 def _random_model(case: Case, device: str) -> Any:
@@ -165,18 +173,22 @@ def _quantised(model: Any, asked: PlanRequest, device: str) -> Any:
     return model
 
 
-def _rows(case: Case) -> Any:
-    """Token ids at random; in a padded batch one sequence has the full length."""
+def _rows(case: Case, count: int, batch: int) -> Any:
+    """Token ids at random; in a padded batch one sequence has the full length. Preferences are words, cut to it."""
     from datasets import Dataset
 
     asked = case.request
-    count = asked.effective_batch * STEPS
     numbers = np.random.default_rng(0)
     if asked.packing:
         lengths = [asked.length // 4] * 4 * count
     else:
-        batch = asked.micro_batch or 1
         lengths = [asked.length if row % batch == 0 else asked.length * 3 // 4 for row in range(count)]
+    if asked.trainer != "sft":
+        answers = [" word" * (length if length == asked.length else length // 4) for length in lengths]
+        names = ("chosen", "rejected") if asked.trainer == "dpo" else ("completion",)
+        label = {"label": True} if asked.trainer == "kto" else {}
+        rows = [{"prompt": "a", **dict.fromkeys(names, text), **label} for text in answers]
+        return Dataset.from_list([row | ({"label": i % 2 == 0} if label else {}) for i, row in enumerate(rows)])
     return Dataset.from_list([{"input_ids": numbers.integers(5, 400, length).tolist()} for length in lengths])
 
 
@@ -190,10 +202,12 @@ def _live(trainer: Any) -> int:
     """Bytes of parameters, buffers and quantisation state, each once."""
     from hf_rocm_tune.models.placement import tensors_of
 
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(trainer.model))
+    models = [trainer.model, *filter(None, [getattr(trainer, "ref_model", None)])]
+    return sum(tensor.numel() * tensor.element_size() for model in models for _, tensor in tensors_of(model))
 
 
-def _watch_steps(trainer: Any, begin: Any, end: Any) -> None:
+def _watch_steps(trainer: Any, begin: Any, end: Any, *, evaluates: bool) -> None:
+    """Calls ``begin`` at the start of each step, and ``end`` after it, or after the evaluation that follows it."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
@@ -201,15 +215,21 @@ def _watch_steps(trainer: Any, begin: Any, end: Any) -> None:
             begin()
 
         def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
+            if not evaluates:
+                end()
+
+        def on_evaluate(self, *arguments: Any, **keywords: Any) -> None:
             end()
 
     trainer.add_callback(Watch())
 
 
-def _count_on_cpu(trainer: Any) -> dict[str, float]:
+def _count_on_cpu(trainer: Any, *, evaluates: bool) -> dict[str, float]:
     """Adds up what torch's CPU allocator gives and takes back, as its profiler records it."""
     moments: list[int] = []
-    _watch_steps(trainer, lambda: moments.append(time.time_ns()), lambda: moments.append(time.time_ns()))
+    _watch_steps(
+        trainer, lambda: moments.append(time.time_ns()), lambda: moments.append(time.time_ns()), evaluates=evaluates
+    )
     before = _live(trainer)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
@@ -225,7 +245,7 @@ def _count_on_cpu(trainer: Any) -> dict[str, float]:
     return {"peak": float(levels[inside].max())}
 
 
-def _count_on_gpu(trainer: Any) -> dict[str, float]:
+def _count_on_gpu(trainer: Any, *, evaluates: bool) -> dict[str, float]:
     """The allocator's own peak in the last step."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -237,7 +257,7 @@ def _count_on_gpu(trainer: Any) -> dict[str, float]:
         found["peak"] = float(torch.cuda.max_memory_allocated())
         found["reserved"] = float(torch.cuda.max_memory_reserved())
 
-    _watch_steps(trainer, torch.cuda.reset_peak_memory_stats, end)
+    _watch_steps(trainer, torch.cuda.reset_peak_memory_stats, end, evaluates=evaluates)
     try:
         trainer.train()
     finally:

@@ -32,7 +32,7 @@ from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.cards.split import Split as SplitOverCards
 from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.models.split import Split, SplitMover, tell_of_devices
-from tests import tiny
+from tests import card_time, tiny
 
 
 class Verified(VerifiedTransferMixin, Trainer):
@@ -57,9 +57,9 @@ class Clock(TrainerCallback):
         return time.perf_counter()
 
 
-def wait(card: int, milliseconds: float, cycles: float) -> None:
+def wait(card: int, milliseconds: float) -> None:
     with torch.cuda.device(card):
-        torch.cuda._sleep(int(milliseconds * cycles))
+        card_time.sleep(milliseconds)
 
 
 def train(place: Path, wanted: argparse.Namespace, *, pipeline: bool) -> tuple[list[float], list[float]]:
@@ -88,16 +88,15 @@ def train(place: Path, wanted: argparse.Namespace, *, pipeline: bool) -> tuple[l
 
 
 def slow(output: Any, card: int, wanted: argparse.Namespace) -> None:
-    wait(card, wanted.milliseconds, wanted.cycles)
+    wait(card, wanted.milliseconds)
     hidden = output[0] if isinstance(output, tuple) else output
-    hidden.register_hook(lambda _: wait(card, 2 * wanted.milliseconds, wanted.cycles))
+    hidden.register_hook(lambda _: wait(card, 2 * wanted.milliseconds))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--window", type=int, default=8, help="micro-batches of an optimizer step")
     parser.add_argument("--milliseconds", type=float, default=150.0, help="that a layer lasts forward")
-    parser.add_argument("--cycles", type=float, default=2e6, help="of torch.cuda._sleep in a millisecond")
     parser.add_argument("--steps", type=int, default=4, help="of each kind; the first is not counted")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()

@@ -16,7 +16,6 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -79,31 +78,6 @@ def split(argv: Sequence[str]) -> CommandLine:
         if names.launcher_flags()[name] and "=" not in argument:
             launcher.extend(value for value in [next(arguments, None)] if value is not None)
     return CommandLine(accelerate_config, launcher, job)
-
-
-def with_cards_way(way: str, verb: str, line: CommandLine) -> CommandLine:
-    """The command line with the flags that ``--cards_way auto`` chooses, which are printed with the reason.
-
-    Raises:
-        UsageError: the flag does not apply.
-        SystemExit: the planning process has printed why it ended.
-    """
-    if way != "auto" or verb != "sft":
-        raise UsageError(f"{names.CARDS_WAY} {way}: there is only `auto`, and only for `hf-rocm-tune sft`")
-    if line.accelerate_config is not None or line.launcher:
-        given = names.CONFIG_FLAG if line.accelerate_config is not None else line.launcher[0]
-        raise UsageError(f"{names.CARDS_WAY} auto chooses how the job is launched, and so does {given}; keep one")
-    with environment({"HF_ROCM_TUNE_SPLIT": "1"}):  # both cards are visible to the one process
-        planned = subprocess.run(
-            [sys.executable, "-m", "hf_rocm_tune.job.cards", *line.job], stdout=subprocess.PIPE, text=True, check=False
-        )
-    if planned.returncode < 0:
-        raise SystemExit(_unrecorded(planned.returncode, f"the process that plans for {names.CARDS_WAY} auto"))
-    if planned.returncode:
-        raise SystemExit(planned.returncode)
-    found = json.loads(planned.stdout.splitlines()[-1])
-    print(f"# {PROGRAM}: {names.CARDS_WAY} {found['why']}\n# {PROGRAM}: {shlex.join(found['flags'])}", flush=True)
-    return split([*line.job, *found["flags"]])
 
 
 def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:

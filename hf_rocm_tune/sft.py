@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None, *, method: Method = "sft") -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         outlive_reader()
-    return run_guarded(lambda: _start(arguments, method), argv=arguments, process_ends=argv is None)
+    return run_guarded(lambda: _start(arguments, method, own=argv is None), argv=arguments, process_ends=argv is None)
 
 
 @sigterm_as_interrupt()
-def _start(argv: list[str], method: Method) -> int:
+def _start(argv: list[str], method: Method, *, own: bool) -> int:
     if names.answered(method, argv):
         return 0
     if sys.stderr.isatty():
@@ -52,7 +52,7 @@ def _start(argv: list[str], method: Method) -> int:
         # The policy looked at the environment without the recipe's part.
         variables.announce(variables.apply(os.environ))
     names.show_all_cards(argv, os.environ)
-    with uncollected():
+    with uncollected() if own else nullcontext():
         prepare()
         from hf_rocm_tune.job import run as job
 
@@ -70,12 +70,8 @@ def uncollected() -> Iterator[None]:
     """Nothing is collected within the block, and what is there at its end never will be: for the imports of a process.
 
     Python's garbage collector looks through all that torch and the Hugging Face libraries import, again and again while
-    they do and once more at the end: a quarter of the time of a short command. Where torch is there before, the process
-    is not ours alone (a notebook's, for example), and nothing is changed.
+    they do and once more at the end: a quarter of the time of a short command. Only for a process that is ours alone.
     """
-    if "torch" in sys.modules or not gc.isenabled():
-        yield
-        return
     gc.disable()
     try:
         yield

@@ -8,8 +8,8 @@ A place that upstream has moved is a `SeamError` with a clear line, never a tran
   reason, and the version with which it was checked. Those marked ``patched`` are replaced in a `replaced` block or by
   `replace_for_good`.
 
-Names and parameters do not show whether upstream still calls a place; with libraries newer than `TESTED`,
-`training.seam_probe` tries it.
+Names and parameters do not show whether upstream still calls a place: `pyproject.toml` bounds the versions, and a run
+says which of them are newer than `TESTED`.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     python scripts/gpu.py [--minutes 10] [--only PART ...] [--wheels DIRECTORY] [--out DIRECTORY]
 
-The parts run in this order, each in a process of its own with a deadline; a part that fails stops no other, and what
-there was no time for is named. Exit code 1 where a part failed. It takes the torch and the libraries that this Python
-has, below our lower bounds too: the result says what was lowered. ``--wheels`` installs what is missing from a
-directory of wheels, without a network, beside the Python and not into it.
+The parts run in this order, each in a process of its own with a deadline; a part that fails stops no other, what there
+was no time for is named, and both files are written again after each part, so that an interrupted run leaves what it
+has seen. Names of this machine and paths are redacted. Exit code 1 where a part failed, 2 without a card. It takes the
+torch and the libraries that this Python has, below our lower bounds too: the result says what was lowered. ``--wheels``
+installs what is missing from a directory of wheels, without a network, beside the Python and not into it.
 
 On a machine without a card it can be tried on the simulated one: ``SIMCARD=1 PYTHONPATH=$PWD:$PWD/tests/simcard/boot``,
-with small sizes and six times the time.
+with small sizes, three of the methods and six times the time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -35,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = [sys.executable, "-m", "hf_rocm_tune"]
 SIMULATED = os.environ.get("SIMCARD") == "1"
 SLOWER = 6 if SIMULATED else 1  # every time limit; there a processor plays the card
+KILL_SECONDS = 10.0
+LEARNING_RATE, STEPS_APART = 2e-4, 2.0  # of the methods; how far a resumed run may end from the other, in rates
 LEAST_SECONDS = 20.0  # with less than this left a part is not begun
 
 #: Method: its flags beside the common ones.
@@ -61,30 +64,33 @@ class Part(NamedTuple):
 
 
 def parts() -> list[Part]:
-    """In the order of what is most worth knowing."""
-    own = (sys.executable, __file__, "--inside")
-    bench, tests = (*OURS, "bench"), (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    """In the order of what is most worth knowing; the deadlines add up to ten minutes."""
+    own, tests = (
+        (sys.executable, __file__, "--inside"),
+        (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+    )
     small = ("--simulated", "--only", "Qwen3") if SIMULATED else ("--only", "Llama-3.2-1B")
     # on the simulated card a processor computes: what a card does in seconds must be small to end at all
     width = ("--hidden", "64", "--layers", "1", "--batch", "1", "--seq", "16") if SIMULATED else ()
-    steps = (*bench, "step", *width, "--turns", "1" if SIMULATED else "4", "--steps", "2" if SIMULATED else "4")
-    size, scale, count = ("1MiB", "0.0005", "100") if SIMULATED else ("256MiB", "0.1", "1000")
+    size, gb, count = ("1", "0.01", "100") if SIMULATED else ("256", "2", "1000")
     shortage = (*own, "shortage") if SIMULATED else (*tests, "-m", "gpu", "tests/train/test_oom.py")
     json_to = ("--json", "{out}/result.json")
+
+    def bench(name: str, *flags: str) -> tuple[str, ...]:
+        return (sys.executable, f"benchmarks/{name}.py", "--device", "cuda", *flags, *json_to)
+
     return [
-        Part("versions", 60, (*own, "versions")),
-        Part("transfer tests", 150, (*tests, "-m", "gpu or not long", "tests/transfer/test_mutants_on_card.py")),
-        Part("drill", 90, (*OURS, "drill", "--faults", count, "--clean", count, *json_to)),
-        Part("bench transfer", 60, (*bench, "transfer", "--max_size", size, "--repeats", "3", *json_to)),
-        Part("demo", 120, (sys.executable, "-m", "hf_rocm_tune.demo", "--steps", "20", "--output_dir", "{out}")),
-        Part("methods", 240, (*own, "methods")),
-        Part("bench step, sentinels", 60, (*steps, *json_to)),
-        Part("bench step, no sentinels", 60, (*steps, "--sentinel_every", "0", *json_to)),
-        Part("bench load", 90, (*bench, "load", "--scale", scale, "--repeats", "1", *json_to)),
-        Part("doctor", 90, (*OURS, "doctor", "--json"), accepted=(0, 1, 2)),
-        Part("shortage of memory", 90, shortage),
-        Part("plan errors", 120, (sys.executable, "benchmarks/plan_errors.py", "--device", "cuda", *small, *json_to)),
-        Part("bench sft", 240, (*bench, "sft", *width, "--turns", "1", "--steps", "20", *json_to)),
+        Part("versions", 30, (*own, "versions")),
+        Part("doctor", 70, (*OURS, "doctor", "--json"), accepted=(0, 1, 2)),
+        Part("loss gradient", 20, (*own, "products")),
+        Part("methods", 150, (*own, "methods")),
+        Part("bench sft", 110, bench("sft", *width, "--turns", "1", "--steps", "12", "--sides", "off", "full")),
+        Part("bench transfer", 30, bench("transfer", "--max_mib", size, "--repeats", "3")),
+        Part("drill", 40, (*OURS, "doctor", "--drill", "--faults", count, "--clean", count, *json_to)),
+        Part("transfer tests", 50, (*tests, "-m", "gpu or not long", "tests/transfer/test_mutants_on_card.py")),
+        Part("plan errors", 40, (sys.executable, "benchmarks/plan_errors.py", "--device", "cuda", *small, *json_to)),
+        Part("bench load", 30, bench("load", "--gb", gb, "--repeats", "1")),
+        Part("shortage of memory", 30, shortage),
     ]
 
 
@@ -99,19 +105,50 @@ def main() -> int:
     wanted = parser.parse_args()
     if wanted.inside:
         return INSIDE[wanted.inside]()
-    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-gpu-") as scratch:
-        result = _run(wanted, Path(scratch))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended too
     wanted.out.mkdir(parents=True, exist_ok=True)
-    card = re.sub(r"[^a-z0-9]+", "-", str(result["card"]).lower()).strip("-")
-    target = wanted.out / f"{result['date'][:10]}-gpu-{card}.json"
-    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    target.with_suffix(".txt").write_text(_text(result), encoding="utf-8")
-    print(_text(result) + f"\n{target}")
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-gpu-", ignore_cleanup_errors=True) as scratch:
+        return _run(wanted, Path(scratch))
+
+
+def _run(wanted: argparse.Namespace, scratch: Path) -> int:
+    began, deadline = datetime.now(UTC), time.monotonic() + 60 * SLOWER * wanted.minutes
+    environ = _environ(wanted, scratch)
+    result: dict[str, Any] = {
+        "benchmark": "gpu",
+        "card": "unknown",
+        "date": began.isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "minutes": wanted.minutes,
+        "versions": {},
+        "left_out": [],
+        "parts": [],
+    }
+    target = wanted.out
+    for part in parts():
+        if wanted.only and part.name not in wanted.only and part.name != "versions":
+            continue
+        left = deadline - time.monotonic()
+        if left < LEAST_SECONDS:
+            result["left_out"].append(part.name)
+            continue
+        row = _part(part, min(SLOWER * part.seconds, left), environ, scratch / part.name.replace(" ", "_"))
+        result["parts"].append(row)
+        print(_line(row), flush=True)
+        if part.name == "versions":
+            if row["outcome"] != "ok" or row["result"] is None:
+                last = (row["printed"].strip().splitlines() or ["nothing was printed"])[-1]
+                print(f"make gpu: no card, so nothing else was tried: {last}", file=sys.stderr)
+                return 2
+            result |= {"card": row["result"]["card"], "versions": row["result"]}
+            card = re.sub(r"[^a-z0-9]+", "-", result["card"].lower()).strip("-")
+            target = wanted.out / f"{result['date'][:10]}-gpu-{card}.json"
+        _write(result, target)
+    print(_text(result) + f"\nattach these two files: {target} and {target.with_suffix('.txt').name}")
     return int(any(row["outcome"] != "ok" for row in result["parts"]))
 
 
-def _run(wanted: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    began, deadline = datetime.now(UTC), time.monotonic() + 60 * SLOWER * wanted.minutes
+def _environ(wanted: argparse.Namespace, scratch: Path) -> dict[str, str]:
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(scratch / "hf")}
     path = [str(ROOT), environ.get("PYTHONPATH", "")]
     if wanted.wheels is not None:  # nothing is fetched, and no dependency is followed
@@ -119,30 +156,23 @@ def _run(wanted: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target]
         subprocess.run([*pip, *files], check=True)
         path.insert(1, target)
+    sys.path[:0] = filter(None, path)  # for the redaction, where the package is not installed
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    rows: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    for part in parts():
-        if wanted.only and part.name not in wanted.only and part.name != "versions":
-            continue
-        left = deadline - time.monotonic()
-        if left < LEAST_SECONDS:
-            left_out.append(part.name)
-            continue
-        rows.append(_part(part, min(SLOWER * part.seconds, left), environ, scratch / part.name.replace(" ", "_")))
-        print(_line(rows[-1]), flush=True)
-    versions = rows[0]["result"] if isinstance(rows[0]["result"], dict) else {}
-    return {
-        "benchmark": "gpu",
-        "card": versions.get("card", "unknown"),
-        "date": began.isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
-        "minutes": wanted.minutes,
-        "versions": versions,
-        "left_out": left_out,
-        "parts": rows,
-    }
+    return environ
+
+
+def _write(result: dict[str, Any], target: Path) -> None:
+    """Both files, without names and paths of this machine; an interruption leaves the ones before."""
+    from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
+
+    private = Private.of_this_machine(os.environ, paths={str(ROOT): "."})
+    texts = {target: json.dumps(scrub_json(result, private), indent=1) + "\n"}
+    texts[target.with_suffix(".txt")] = scrub_text(_text(result), private)
+    for file, text in texts.items():
+        fresh = file.with_suffix(".part")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(file)
 
 
 def _part(part: Part, seconds: float, environ: dict[str, str], out: Path) -> dict[str, Any]:
@@ -161,7 +191,8 @@ def _part(part: Part, seconds: float, environ: dict[str, str], out: Path) -> dic
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            with suppress(subprocess.TimeoutExpired):  # a process in the driver's hands may not end at all
+                child.wait(KILL_SECONDS)
         printed.seek(0)
         text = printed.read()
     ok = code in part.accepted
@@ -196,17 +227,54 @@ def _text(result: dict[str, Any]) -> str:
     versions = result["versions"]
     packages = ", ".join(f"{name} {version}" for name, version in versions.get("packages", {}).items())
     lines = [
-        f"{result['card']}, {result['date']}",
+        f"{result['card']} ({versions.get('architecture')}), {result['date']}",
         f"{result['command']} ({result['minutes']:g} minutes)",
-        f"{versions.get('platform')}: {packages}",
+        f"{versions.get('platform')}, {versions.get('runtime')}: {packages}",
+        f"digests on the card: {versions.get('digest')}",
         f"below our lower bounds: {', '.join(versions.get('lowered', [])) or 'nothing'}",
-        *map(_line, result["parts"]),
-        f"left out for time: {', '.join(result['left_out']) or 'nothing'}",
     ]
     for row in result["parts"]:
+        lines.append(_line(row))
         if row["part"] == "methods" and row["result"]:
             lines += [f"  {each['method']}: {each['outcome']}" for each in row["result"]["methods"]]
+        if "printed" in row:
+            said = [line for line in row["printed"].splitlines() if line.strip() and line[0] != "{"]
+            lines += [f"  {line[:240]}" for line in said[-3:]]
+    lines += [f"left out for time: {', '.join(result['left_out']) or 'nothing'}", "", *_headlines(result)]
     return "\n".join(lines) + "\n"
+
+
+def _headlines(result: dict[str, Any]) -> list[str]:
+    """Five figures; "not measured" where a part has not left its own."""
+    found = {row["part"]: row["result"] for row in result["parts"]}
+
+    def figure(part: str, show: Callable[[Any], str]) -> str:
+        try:
+            return show(found[part])
+        except (KeyError, TypeError, IndexError, StopIteration):
+            return "not measured"
+
+    def verified(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return next(row for row in rows if row.get("side", row.get("way")) == "ours, verified")
+
+    shown = {
+        "verified, tokens a second": (
+            "bench sft", lambda it: f"{verified(it['rows'])['tokens_per_second']['median']:,.0f}",
+        ),
+        "verified to unverified, time a token": (
+            "bench sft", lambda it: f"{1 / verified(it['rows'])['tokens_per_second_to_unverified']['median']:.3f}",
+        ),
+        "verified transfers, GB/s at the largest size": (
+            "bench transfer", lambda it: f"{verified(it['rows'][::-1])['gb_per_s']['median']:.1f}",
+        ),
+        "product of the loss gradient, TFLOP/s": (
+            "loss gradient", lambda it: ", ".join(f"{name} {rate:.3g}" for name, rate in it["rates"].items()),
+        ),
+        "methods that trained, were killed and resumed equal": (
+            "methods", lambda it: f"{sum(each['outcome'] == 'ok' for each in it['methods'])} of {len(it['methods'])}",
+        ),
+    }  # fmt: skip
+    return [f"{title}: {figure(part, show)}" for title, (part, show) in shown.items()]
 
 
 # ---- what runs inside a part --------------------------------------------------------------------------------------
@@ -229,9 +297,15 @@ def _versions() -> int:
             packages[needed.name] = "missing"
         if not needed.specifier.contains(packages[needed.name].replace("missing", "0"), prereleases=True):
             lowered.append(f"{needed.name} {packages[needed.name]} instead of {needed.specifier}")
-    properties = torch.cuda.get_device_properties(0)
+    from hf_rocm_tune.machine.toolchain import missing_for_triton
+    from hf_rocm_tune.transfer.digest import device_method
+
+    properties, digest = torch.cuda.get_device_properties(0), device_method(torch.device("cuda", 0))
     found = {
         "card": properties.name,
+        "architecture": getattr(properties, "gcnArchName", None),
+        "digest": f"{digest.name}: {digest.reason}",
+        "missing_for_triton": missing_for_triton() or None,
         "cards": torch.cuda.device_count(),
         "memory_bytes": properties.total_memory,
         "runtime": f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
@@ -243,11 +317,25 @@ def _versions() -> int:
     return 0
 
 
+def _products() -> int:
+    """How fast each way multiplies the loss's gradient, and which one a run takes."""
+    import torch
+
+    from hf_rocm_tune.models import products
+
+    device = torch.device("cuda", 0)
+    choice = products.choose(device)
+    taken = "upstream's way: no AMD card" if choice is None else choice.describe()
+    print(json.dumps({"rates": products.measure(device), "chosen": taken}))
+    return 0
+
+
 def _methods() -> int:
     """Each method to its end, once undisturbed and once killed after its checkpoint and started again."""
     rows: list[dict[str, Any]] = []
     with _server() as (server, common, scratch):
-        for number, (method, flags) in enumerate(METHODS.items()):
+        chosen = dict(list(METHODS.items())[:3] if SIMULATED else METHODS.items())
+        for number, (method, flags) in enumerate(chosen.items()):
             began = time.monotonic()
             try:
                 outcome, facts = _method(server, [*common, *flags], scratch / str(number))
@@ -278,16 +366,16 @@ def _method(server: Any, argv: list[str], out: Path) -> tuple[str, dict[str, Any
     name = "adapter_model.safetensors" if (clean / "adapter_model.safetensors").exists() else "model.safetensors"
     ours, theirs = load_file(again / name), load_file(clean / name)
     apart = max(float((ours[key].float() - theirs[key].float()).abs().max()) for key in theirs)
-    largest = max(float(value.float().abs().max()) for value in theirs.values())
     facts = {
         "coverage": report["coverage"]["verified_bytes"] / report["coverage"]["device_bytes"],
         "mismatches": sum(report[stage]["mismatches"] for stage in ("weights", "batches", "frozen", "files")),
         "resumed_equal": all(torch.equal(ours[key], theirs[key]) for key in theirs),
-        "resumed_apart": apart / largest,
+        "resumed_apart_in_learning_rates": apart / LEARNING_RATE,
     }
     if facts["coverage"] < 1 or facts["mismatches"]:
         return "not all verified", facts
-    return "ok" if apart <= 1e-3 * largest else "the resumed run ends elsewhere", facts
+    # atomic sums of split products differ from run to run, and AdamW turns a differing sign into a step of 2 rates
+    return "ok" if apart <= STEPS_APART * LEARNING_RATE else "the resumed run ends elsewhere", facts
 
 
 def _shortage() -> int:
@@ -323,7 +411,18 @@ def _server() -> Iterator[tuple[Any, list[str], Path]]:
         data = tiny.write_dataset_dir(scratch / "data", train=48, test=4)
         common = ["--model_name_or_path", str(model), "--dataset_name", str(data), "--max_steps", "5"]
         common += ["--per_device_train_batch_size", "2", "--max_length", "64", "--save_steps", "2", "--doctor", "off"]
-        common += ["--eval_strategy", "no", "--logging_steps", "1", "--disable_tqdm", "true", "--lora_dropout", "0"]
+        common += [
+            "--learning_rate",
+            str(LEARNING_RATE),
+            "--eval_strategy",
+            "no",
+            "--logging_steps",
+            "1",
+            "--disable_tqdm",
+            "true",
+            "--lora_dropout",
+            "0",
+        ]
         server = CommandServer(scratch / "commands")
         try:
             yield server, common, scratch
@@ -331,7 +430,11 @@ def _server() -> Iterator[tuple[Any, list[str], Path]]:
             server.close()
 
 
-INSIDE = {"versions": _versions, "methods": _methods, "shortage": _shortage}
+INSIDE = {"versions": _versions, "products": _products, "methods": _methods, "shortage": _shortage}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("make gpu: interrupted; what was measured before is in the results directory", file=sys.stderr)
+        sys.exit(130)

@@ -127,7 +127,7 @@ def overridden(value: str, platform: str) -> Choice:
     if re.match(r"torch\s*([=<>~!@]|$)", value) or value.endswith(".whl"):
         return Choice("custom", reason, (Attempt(value),))
     if re.match(r"(https?|file)://", value):
-        return Choice("custom", reason, (Attempt(f"torch>={TORCH}", value),))
+        return Choice("custom", reason, (Attempt(f"torch~={TORCH}", value),))
     raise SetupError(
         f"{reason} is not understood: use {ROCM}, cpu, cuda, keep, a requirement such as torch=={TORCH}, or an index"
     )

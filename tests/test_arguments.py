@@ -278,7 +278,6 @@ FINITE += ("loraplus_lr_ratio", "embedding_learning_rate", "telemetry_every")
         (["--warmup_steps", "-1"], ["--warmup_steps"]),
         (["--eval_split_size", "1.5"], ["--eval_split_size", "1.5"]),
         (["--sentinel_every", "-1"], ["--sentinel_every"]),
-        (["--compare_optimizer_every", "-1"], ["--compare_optimizer_every"]),
         (["--prefetch_batches", "-1"], ["--prefetch_batches"]),
         (["--early_stopping_patience", "0"], ["--early_stopping_patience"]),
         *(([f"--{name}", "inf"], [f"--{name} must be", "finite, got inf"]) for name in FINITE),

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_rocm_tune.cards.way import Stock
 from hf_rocm_tune.data.loader import AccumulationWindow
-from hf_rocm_tune.models.quantised import writable_buffers
+from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.split import Crossing, Hops, SplitMover
 from hf_rocm_tune.transfer.copies import Fetcher
 from hf_rocm_tune.transfer.redirect import READERS
@@ -292,5 +292,5 @@ def can_pipeline(trainer: Any) -> bool:
         args.gradient_accumulation_steps > 1
         and not getattr(args, "activation_offloading", False)
         and not getattr(config.get_text_config(), "output_router_logits", False)
-        and not any(True for _ in writable_buffers(trainer.model))
+        and not any(True for _ in running_statistics(trainer.model))
     )

@@ -17,7 +17,6 @@ Batches are handed out with the transfer still in flight, or as host tensors whe
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -58,7 +57,6 @@ def verify_loader(loader: DataLoader[Any], prefetch: Prefetch) -> DataLoader[Any
     if _PREFETCH in vars(loader):
         return loader
     upstream.replace_for_good("skip_first_batches", _skip_first_batches)
-    _share_memory_with_workers()
     if isinstance(loader, DataLoaderDispatcher):
         if loader.state.num_processes > 1 and prefetch.mover.settings.verify == "full":
             raise UsageError(
@@ -119,18 +117,23 @@ def _feeding(stock: Any) -> Any:
     return Feeding
 
 
-@cache
-def _share_memory_with_workers() -> None:
-    """Freezes inherited objects in forked workers: a garbage collection there would copy every page of them.
+class _Frozen:
+    """A worker's start: what it inherited is kept from its collector, which would copy every page of it."""
 
-    Not before the fork, which would keep this process from freeing them.
-    """
-    os.register_at_fork(after_in_child=gc.freeze)
+    def __init__(self, stock: Callable[[int], None] | None) -> None:
+        self._stock = stock
+
+    def __call__(self, worker: int) -> None:
+        gc.freeze()
+        if self._stock is not None:
+            self._stock(worker)
 
 
 def _feed(loader: Any, prefetch: Prefetch) -> Any:
     # The mover's ring is the pinned memory; pinning in the loader would allocate and copy once more per batch.
     vars(loader)["pin_memory"] = False
+    if loader.num_workers and not isinstance(loader.worker_init_fn, _Frozen):
+        vars(loader)["worker_init_fn"] = _Frozen(loader.worker_init_fn)
     stock: Any = type(loader)
     return _adopt(loader, _feeding(stock), prefetch)
 

@@ -1,11 +1,11 @@
-"""``hf-rocm-tune drill``: faults of every kind injected into real transfers on the user's device, and whether they are
+"""``hf-rocm-tune doctor --drill``: faults of every kind injected into real transfers on the user's device, and whether they are
 detected.
 
 The transfers use the same mover, ring, digests and ladder as a run; faults are injected into copies, at the backend.
 What arrived is compared byte by byte, independently of the digests, in memory that was poisoned before: allocators
 reuse memory, so memory that was never written may hold the correct bytes of an earlier transfer. Not covered: the
-libraries above the mover (real runs under ``HF_ROCM_TUNE_FAULT``), speed (``benchmarks/transfer.py``), casts and memory at rest
-(``doctor``).
+libraries above the mover (real runs under ``HF_ROCM_TUNE_FAULT``), speed (``benchmarks/transfer.py``), casts and memory
+at rest (``doctor``).
 """
 
 from __future__ import annotations

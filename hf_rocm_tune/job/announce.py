@@ -13,17 +13,18 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
-from hf_rocm_tune.doctor.findings import Evidence, Finding, from_row, own_environ, unknown
+from hf_rocm_tune.doctor.diagnose import all_checks, crashed, diagnose
+from hf_rocm_tune.doctor.findings import Evidence, Finding, own_environ, unknown
 from hf_rocm_tune.doctor.system import of_decision
 from hf_rocm_tune.errors import TuneError, UsageError
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
+from hf_rocm_tune.models import products
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
@@ -78,6 +79,8 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
         lines.append(f"gradients are averaged {where}, compression {sync.compression}")
     if mover.device.type != "cpu" and (refusal := triton_refusal(mover.device)):
         lines.append(f"Triton does not run here: {refusal}; loss and digests are computed without it, which is slower")
+    if training.bf16 and (choice := products.choose(mover.device)) is not None:
+        lines.append(choice.describe())
     faults = mover.fault_injection()
     if faults is not None:
         lines.append(f"faults are injected on request: {faults}")
@@ -152,7 +155,7 @@ def check_machine(
     if doctor:
         software = read_software(in_process=True)
         found = _within(deadline_s, software, own_environ(os.environ))
-        known = () if software.devices.value else _ON_THE_PROCESSOR
+        known = () if software.devices else _ON_THE_PROCESSOR
         grave = [finding for finding in found if finding.status in ("warn", "fail") and finding.row not in known]
         for finding in grave:
             if finding.check != _VARIABLES:
@@ -170,25 +173,24 @@ def _within(deadline_s: float, software: Software, variables: Mapping[str, str])
     def read() -> None:
         try:
             evidence = Evidence(machine=survey(), software=software, environ=variables)
-            done = diagnose(evidence, [check for check in all_checks() if not check.measured])
+            done = diagnose(evidence, [check for check in all_checks() if check.run and check.group != "after"])
             found.extend(finding for finding in done.findings if finding.status != "skipped")
         except Exception as error:  # our bug: reported as a finding, the run continues
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            found.append(from_row("check_crashed", check="machine", name="machine", error=what))
+            found.append(crashed("machine", error))
 
     reader = threading.Thread(target=read, name="doctor", daemon=True)
     reader.start()
     reader.join(deadline_s)
     if reader.is_alive():
         reason = f"reading the kernel's files took more than {deadline_s:g} seconds; try `hf-rocm-tune doctor`"
-        return [unknown(reason, check="machine")]
+        return [replace(unknown(reason), check="machine")]
     return found
 
 
 def _line(finding: Finding) -> str:
     label = "warning" if finding.status == "warn" else "failure"
-    cure = f"; {finding.cure}" if finding.cure else ""
-    return " ".join(f"{label}: {finding.title}: {finding.text}{cure} ({'; '.join(finding.sources)})".split())
+    fix = f"; {finding.fix}" if finding.fix else ""
+    return " ".join(f"{label}: {finding.title}: {finding.text}{fix} ({finding.source})".split())
 
 
 # ---- on disk ---------------------------------------------------------------------------------------------------------
@@ -205,12 +207,14 @@ class Cards:
     Args:
         arguments: of the command line.
         data: one line about the rows.
+        columns: of the rows.
         trainer: whose run it is.
         facts: see `report.RunFacts`.
     """
 
     arguments: Arguments
     data: str
+    columns: tuple[str, ...]
     trainer: VerifiedTransferMixin
     facts: report.RunFacts
     _reported: set[str] = field(default_factory=set)
@@ -305,6 +309,7 @@ class Cards:
             revision=model.model_revision,
             datasets=self._datasets(),
             data=self.data,
+            columns=self.columns,
             trained=self._trained(),
             settings=deciding_settings({**self.arguments.resolved(), "world_size": training.world_size}),
             rows=state.log_history,

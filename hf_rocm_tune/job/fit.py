@@ -1,16 +1,14 @@
 """Planning before a model is loaded: ``--auto_fit``, and the cards and layers of ``--split_layers``.
 
-    off     micro-batch, accumulation and checkpointing are as given or by default
-    plan    those that the user did not set are the fastest by plan that fit this card, at the same effective batch
-    probe   as ``plan``, then corrected by worst-case steps before the run, down or up
-
-The choice is made once per run and kept in ``run.json``, so a resumed run uses it however much memory is free then. All
-ranks use the same choice, made for the rank with the least free memory.
+With ``--auto_fit plan``, micro-batch, accumulation, checkpointing and evaluation batch that the user did not set are
+the fastest by plan that fit this card, at the same effective batch. The choice is made once per run and kept in
+``run.json``, so a resumed run uses it however much memory is free then. All ranks use the same choice, made for the
+rank with the least free memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,50 +23,125 @@ from hf_rocm_tune.models.split import FLAG, Split, SplitMover, counts_for, parse
 from hf_rocm_tune.plan import (
     CONTEXT_BYTES,
     GIB,
+    TRAINERS,
     CardMemory,
-    PlanRequest,
+    Plan,
+    advice,
     card_memory,
+    describe,
     from_training,
     plan_for,
     split_plan,
 )
-from hf_rocm_tune.plan.candidates import (
-    Candidate,
-    Choice,
-    Demand,
-    Trial,
-    demand,
-    fastest_that_fitted,
-    next_candidate,
-)
 from hf_rocm_tune.plan.estimate import cpu_rates
 from hf_rocm_tune.plan.fit import even_counts, memory_lines
 from hf_rocm_tune.settings.arguments import Arguments
-from hf_rocm_tune.train.probe import set_way, try_on_all_ranks
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
     from hf_rocm_tune.models.factory import ModelSource
-    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
 Say = Callable[..., None]
 _LOGICAL_CARDS = 2
 
 
+# ---- --auto_fit -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
-class Fit:
-    """What is chosen before the model is loaded."""
+class Demand:
+    """What the user's settings require of the choice."""
 
-    choice: Choice
-    candidates: tuple[Candidate, ...] = ()  # all of them, for the probe; empty when the choice is settled
-    settled: bool = True  # no probe follows: the choice is the plan's, or from ``run.json``
+    each: int  # sequences of one optimizer step on one rank
+    ranks: int  # the effective batch is ``each * ranks``
+    micro_batch: int | None  # as the user set it; None: to be chosen
+    checkpointing: bool | None  # likewise
+
+    @property
+    def effective_batch(self) -> int:
+        """Sequences to one optimizer step over all ranks."""
+        return self.each * self.ranks
+
+    def largest_up_to(self, limit: int) -> int:
+        """The largest micro-batch up to ``limit`` that divides the effective batch."""
+        return self.micro_batch or next(size for size in range(limit, 0, -1) if self.each % size == 0)
 
 
-def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say) -> Fit | None:
+def demand(
+    *,
+    ranks: int,
+    effective_batch: int | None,
+    micro_batch: int,
+    accumulation: int,
+    checkpointing: bool,
+    given: Iterable[str],
+) -> Demand:
+    """What the user requires, from the flags' values and the names of those that the user set.
+
+    Raises:
+        UsageError: these cannot make the effective batch.
+    """
+    names = frozenset(given)
+    keeps_micro, keeps_steps = "per_device_train_batch_size" in names, "gradient_accumulation_steps" in names
+    if effective_batch is None:
+        kept = micro_batch if keeps_micro or keeps_steps else None
+        each = micro_batch * accumulation
+    else:
+        each, rest = divmod(effective_batch, ranks)
+        if rest:
+            raise UsageError(f"--effective_batch {effective_batch} cannot be divided evenly over {ranks} processes")
+        kept = micro_batch if keeps_micro else max(1, each // accumulation) if keeps_steps else None
+        steps = accumulation if keeps_steps else max(1, each // kept) if kept else each
+        if kept is not None and kept * steps != each:
+            set_flags = [f"--per_device_train_batch_size {micro_batch}"] if keeps_micro else []
+            set_flags += [f"--gradient_accumulation_steps {accumulation}"] if keeps_steps else []
+            raise UsageError(
+                f"--effective_batch {effective_batch} over {ranks} process{'es' if ranks > 1 else ''} cannot be made "
+                f"with {' and '.join(set_flags)}; drop {'one of them' if len(set_flags) > 1 else 'it'}"
+            )
+    flags = {f"{name}_checkpointing{more}" for name in ("activation", "gradient") for more in ("", "_kwargs")}
+    return Demand(each=each, ranks=ranks, micro_batch=kept, checkpointing=checkpointing if flags & names else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The choice of a run, as in ``run.json`` and the report."""
+
+    micro_batch: int  # sequences at a time on one card; rows where sequences are packed
+    accumulation: int  # micro-batches per optimizer step
+    checkpointing: bool  # activations are recomputed
+    recompute: tuple[int, int] | None  # of which layers; see `estimate.Case`
+    eval_batch: int | None  # sequences at a time in evaluation; None: there is none
+    budget_bytes: int  # available to torch's allocator on the rank with least
+    predicted_bytes: int  # the allocator's peak by the plan
+
+    @classmethod
+    def from_record(cls, values: Mapping[str, Any], wanted: Demand) -> Choice:
+        """The choice in ``run.json``.
+
+        Raises:
+            UsageError: it is invalid, or does not make the wanted effective batch.
+        """
+        try:
+            mix = values.get("recompute")
+            choice = cls(**{**values, "recompute": None if mix is None else (int(mix[0]), int(mix[1]))})
+            if choice.micro_batch * choice.accumulation != wanted.each:
+                raise ValueError(f"{choice.micro_batch} x {choice.accumulation} is not {wanted.each}")
+        except (IndexError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"run.json holds a choice of --auto_fit that cannot be used ({error}): choose another --output_dir, or "
+                "give --overwrite_output_dir"
+            ) from error
+        return choice
+
+
+def before_loading(
+    arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say
+) -> Choice | None:
     """Chooses before the model is loaded, and writes the choice into the arguments. Collective.
 
     Args:
-        arguments: of the job; the three settings change, and nothing else.
+        arguments: of the job; the settings that are chosen change, and nothing else.
         recorded: the choice in ``run.json`` of a resumed run.
         libraries: bytes of the card that libraries of this process hold already.
         say: takes lines for the user.
@@ -83,20 +156,27 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
     tune, training = arguments.tune, arguments.training
     if tune.auto_fit == "off":
         return None
-    if arguments.method != "sft":
+    if arguments.method not in TRAINERS:
         if tune.effective_batch is not None:
             raise UsageError(
-                f"--effective_batch is for supervised fine-tuning: with {arguments.method} give "
+                f"--effective_batch is for {', '.join(TRAINERS)}: with {arguments.method} give "
                 "--per_device_train_batch_size and --gradient_accumulation_steps"
             )
-        say(f"auto-fit: only supervised fine-tuning can be planned, not {arguments.method}: nothing is chosen")
+        say(f"auto-fit: {', '.join(TRAINERS)} can be planned, not {arguments.method}: nothing is chosen")
         return None
-    wanted = demand_of(arguments, ranks=training.world_size)
+    wanted = demand(
+        ranks=training.world_size,
+        effective_batch=tune.effective_batch,
+        micro_batch=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        checkpointing=bool(training.activation_checkpointing),
+        given=arguments.given,
+    )
     if tune.recompute is not None:
         wanted = replace(wanted, checkpointing=True)
     if recorded is not None:
-        found = Fit(choice=Choice.from_record(recorded, wanted))
-        say(f"auto-fit: {found.choice.describe()}, as this run began (run.json)")
+        choice = Choice.from_record(recorded, wanted)
+        say(f"auto-fit: {describe(choice)}, as this run began (run.json)")
     else:
         budget = _budget(training.device, tune.auto_fit_gib, libraries)
         if budget is None:
@@ -104,158 +184,72 @@ def before_loading(arguments: Arguments, recorded: Mapping[str, Any] | None, *, 
             training.gradient_accumulation_steps = wanted.each // training.per_device_train_batch_size
             say("auto-fit: there is no card, so nothing is chosen; --auto_fit_gib N plans for N GiB")
             return None
-        found = on_main_process(lambda: _planned(arguments, wanted, budget))
-        say(*_why(found, wanted, arguments))
-    choice = found.choice
+        choice, considered = on_main_process(lambda: _planned(arguments, wanted, budget))
+        say(*_why(choice, considered, wanted, arguments))
     training.per_device_train_batch_size = choice.micro_batch
     training.gradient_accumulation_steps = choice.accumulation
     training.activation_checkpointing = training.gradient_checkpointing = choice.checkpointing
-    return found
+    if choice.eval_batch is not None:
+        training.per_device_eval_batch_size = choice.eval_batch
+    return choice
 
 
-def probed(found: Fit, trainer: VerifiedTransferMixin, *, say: Say) -> Fit:
-    """Corrects a choice with the real model, and sets the trainer to it. Collective.
-
-    Args:
-        found: from `before_loading`; a settled one is returned as it is.
-        trainer: built with it, not yet trained.
-        say: takes lines for the user.
-
-    Raises:
-        OutOfMemoryError: no candidate that the user's settings allow fits a worst-case step.
-    """
-    if found.settled:
-        return found
-    budget = found.choice.budget_bytes
-    first = next(one for one in found.candidates if _same(one, found.choice))
-    trials: list[Trial] = []
-    while (candidate := next_candidate(found.candidates, trials, first=first, budget=budget)) is not None:
-        trials.append(try_on_all_ranks(trainer, candidate, budget=budget))
-        say(f"auto-fit: tried {candidate.describe()}: {_outcome(trials[-1])}")
-    best = fastest_that_fitted(trials)
-    if best is None:
-        raise OutOfMemoryError(
-            f"--auto_fit probe: a worst-case step does not fit with any choice that keeps the effective batch and your "
-            f"settings ({len(trials)} tried, the last {trials[-1].candidate.describe()}): {_advice(trainer.args)}"
-        )
-    choice = Choice.of(best.candidate, mode="probe", budget=budget, measured=best.measured, tries=len(trials))
-    set_way(trainer, choice)
-    say(f"auto-fit: {choice.describe()}, after {len(trials)} worst-case step{'s' if len(trials) > 1 else ''}")
-    return Fit(choice=choice)
-
-
-# ---- before the model is loaded -----------------------------------------------------------------------------
-
-
-def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
-    """Refuses ``--recompute_layers`` for more layers than the model has.
-
-    Raises:
-        UsageError: with the reason.
-    """
-    if (counts := arguments.tune.recompute) is None:
-        return
-    recompute.check(counts, getattr(_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
-
-
-def _config(source: ModelSource) -> Any:
-    return AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
-
-
-def _budget(device: torch.device, gib: float | None, libraries: int) -> int | None:
-    """Bytes for torch's allocator on the rank with least; None without a card and without a figure. Collective.
-
-    On a CPU only the user's figure counts.
-    """
-    bounds = [] if gib is None else [int(gib * GIB)]
-    if device.type == "cuda":
-        bounds.append(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-    if not bounds:
-        return None
-    # kernels and workspaces that a step will still load
-    still_to_come = max(0, CONTEXT_BYTES - libraries) if device.type == "cuda" else 0
-    return -highest([still_to_come - min(bounds)])[0]
-
-
-def _planned(arguments: Arguments, wanted: Demand, budget: int) -> Fit:
-    """The plan's choice, on the main process.
+def _planned(arguments: Arguments, wanted: Demand, budget: int) -> tuple[Choice, int]:
+    """The plan's choice, on the main process, and the number of cases that were considered.
 
     Raises:
         UsageError: this job cannot be planned.
-        OutOfMemoryError: nothing fits, and no probe follows.
+        OutOfMemoryError: nothing fits.
     """
-    mode = arguments.tune.auto_fit
     # the budget is free memory, without that of other programs and the context
     card = replace(card_memory(), name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
     if arguments.training.device.type == "cpu":
         card = replace(card, rates=cpu_rates(torch.get_num_threads()))
-    try:
-        request = request_of(arguments, wanted, _platform(arguments.training.device))
-    except UsageError as error:
-        raise UsageError(f"--auto_fit: {error}") from error
-    plan = plan_for(request, card=card, grid=False)
-    least = plan.nearest
-    if plan.choice is None and mode == "plan":
-        raise OutOfMemoryError(
-            f"--auto_fit plan: nothing fits by estimate: {Candidate.of(least).describe()} needs "
-            f"{_gib(least.total)} GiB, and {_gib(budget)} GiB are free: {_advice(arguments.training)}; or use "
-            "--auto_fit probe"
-        )
-    return Fit(
-        choice=Choice.of(Candidate.of(least), mode=mode, budget=budget),
-        candidates=tuple(Candidate.of(option) for option in plan.grid),
-        settled=mode == "plan",
+    asked = from_training(
+        arguments.resolved(),
+        trainer=arguments.method,
+        cards=wanted.ranks,
+        platform=_platform(arguments.training.device),
     )
-
-
-def demand_of(arguments: Arguments, *, ranks: int) -> Demand:
-    """What the job's flags require of a choice for that many ranks.
-
-    Raises:
-        UsageError: they cannot make the effective batch.
-    """
-    training = arguments.training
-    return demand(
-        ranks=ranks,
-        effective_batch=arguments.tune.effective_batch,
-        micro_batch=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
-        checkpointing=bool(training.activation_checkpointing),
-        given=arguments.given,
-    )
-
-
-def request_of(arguments: Arguments, wanted: Demand, platform: str) -> PlanRequest:
-    """The request to plan the job.
-
-    Raises:
-        UsageError: this job cannot be planned.
-    """
-    return replace(
-        from_training(arguments.resolved(), cards=wanted.ranks, platform=platform),
+    evaluates = arguments.training.eval_strategy != "no"
+    given = evaluates and "per_device_eval_batch_size" in arguments.given
+    request = replace(
+        asked,
         effective_batch=wanted.effective_batch,
         micro_batch=wanted.micro_batch,
         checkpointing=wanted.checkpointing,
         one_pass_loss=arguments.one_pass_loss,
+        evaluates=evaluates,
+        eval_batch=arguments.training.per_device_eval_batch_size if given else None,
     )
+    plan: Plan = plan_for(request, card=card, grid=False)
+    found = plan.nearest
+    if plan.choice is None:
+        raise OutOfMemoryError(
+            f"--auto_fit plan: nothing fits by estimate: {describe(found.case)} needs {_gib(found.total)} GiB, and "
+            f"{_gib(budget)} GiB are free: {advice(plan, training=True)}"
+        )
+    case = found.case
+    choice = Choice(
+        micro_batch=case.micro_batch,
+        accumulation=case.accumulation,
+        checkpointing=case.checkpointing,
+        recompute=case.recompute,
+        eval_batch=case.eval_batch,
+        budget_bytes=budget,
+        predicted_bytes=int(found.allocated),
+    )
+    return choice, len(plan.grid)
 
 
-def _platform(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
-
-
-def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
-    choice = found.choice
-    chosen = next(one for one in found.candidates if _same(one, choice))
-    fits = chosen.fits(choice.budget_bytes)
+def _why(choice: Choice, considered: int, wanted: Demand, arguments: Arguments) -> list[str]:
     kept = [f"micro-batch {wanted.micro_batch}"] if wanted.micro_batch is not None else []
     if wanted.checkpointing is not None:
         on = "on" if wanted.checkpointing else "off"
         kept.append(f"activation checkpointing {arguments.tune.recompute_layers or on}")
-    reason = "the fastest by estimate that fits" if fits else "none fits by estimate, this one needs the least memory"
     lines = [
-        f"auto-fit: {choice.describe()} for {wanted.effective_batch} sequences a step: {reason}, "
-        f"{len(found.candidates)} considered",
+        f"auto-fit: {describe(choice)} for {wanted.effective_batch} sequences a step: the fastest by estimate that "
+        f"fits, of {considered}",
         f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB of {_gib(choice.budget_bytes)} GiB available",
     ]
     flags = ("torch_compile", "use_liger_kernel", "activation_offloading")
@@ -273,24 +267,45 @@ def _why(found: Fit, wanted: Demand, arguments: Arguments) -> list[str]:
     return lines
 
 
-def _outcome(trial: Trial) -> str:
-    if trial.measured is None:
-        return "it fits" if trial.fits else "out of memory"
-    measured = f"{_gib(trial.measured)} GiB at the peak ({_gib(trial.candidate.predicted)} predicted)"
-    return f"it fits, {measured}" if trial.fits else f"too little memory left, {measured}"
+def _budget(device: torch.device, gib: float | None, libraries: int) -> int | None:
+    """Bytes for torch's allocator on the rank with least; None without a card and without a figure. Collective.
+
+    On a CPU only the user's figure counts.
+    """
+    bounds = [] if gib is None else [int(gib * GIB)]
+    if device.type == "cuda":
+        bounds.append(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    if not bounds:
+        return None
+    # kernels and workspaces that a step will still load
+    still_to_come = max(0, CONTEXT_BYTES - libraries) if device.type == "cuda" else 0
+    return -highest([still_to_come - min(bounds)])[0]
 
 
-def _same(candidate: Candidate, choice: Choice) -> bool:
-    names = ("micro_batch", "checkpointing", "recompute")
-    return all(getattr(candidate, name) == getattr(choice, name) for name in names)
-
-
-def _advice(training: Any) -> str:
-    return f"lower --max_length (it is {training.max_length}), add --load_in_4bit, or see `hf-rocm-tune plan`"
+def _platform(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
 
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f}"
+
+
+# ---- recomputation ----------------------------------------------------------------------------------------------
+
+
+def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
+    """Refuses ``--recompute_layers`` for more layers than the model has.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    if (counts := arguments.tune.recompute) is None:
+        return
+    recompute.check(counts, getattr(_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
+
+
+def _config(source: ModelSource) -> Any:
+    return AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
 
 
 # ---- one model over several cards -------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from hf_rocm_tune.data import turns
 from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import of_trained
-from hf_rocm_tune.errors import MemoryFaultError, TuneError, UsageError
+from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
-from hf_rocm_tune.job.fit import Fit, before_loading, check_recomputation, make_mover, probed
+from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover
 from hf_rocm_tune.job.refusals import (
     check_adapter,
     check_grpo,
@@ -57,8 +57,8 @@ from hf_rocm_tune.settings import compatibility, names
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.survive.heartbeat import tell_begun
 from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
-from hf_rocm_tune.train import report, seam_probe, stall, telemetry
-from hf_rocm_tune.train.device_memory import explain_native_exits, warm_up
+from hf_rocm_tune.train import report, stall, telemetry
+from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.train.refusals import (
     as_usage_errors,
@@ -86,7 +86,7 @@ class Job:
     arguments: Arguments
     asked: dict[str, Any]  # the settings before --auto_fit chose; they identify a run
     plan: StartPlan
-    fit: Fit | None
+    fit: Choice | None
     source: ModelSource
     data: Splits
     tokenizer: PreTrainedTokenizerBase
@@ -129,8 +129,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     if arguments.training.disable_tqdm or not sys.stderr.isatty():
         telemetry.quieten_bars()
     if newer := upstream.untested():
-        on_main_process(lambda: seam_probe.require(newer, announce.say))
-    explain_native_exits(_tell)
+        announce.say(f"newer than the tested versions: {', '.join(newer)}; a seam that has moved is an error")
     several = arguments.training.world_size > 1
     if several_machines(os.environ):
         announce.say(
@@ -164,11 +163,6 @@ def _dry_run(arguments: Arguments, form: str) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         print(preview.shown(trainer, form, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
-
-
-def _tell(error: TuneError) -> None:
-    telemetry.clear_live_line()
-    exits.speak(error)
 
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
@@ -246,8 +240,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
     if job.fit is not None:
-        job.fit = probed(job.fit, trainer, say=announce.say)
-        chosen = dict(vars(job.fit.choice))  # for a resumed run
+        chosen = dict(vars(job.fit))  # for a resumed run
         job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
         facts = replace(facts, auto_fit=chosen)
     if trainer.is_world_process_zero():
@@ -265,6 +258,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     cards = job.cards = announce.Cards(
         arguments=job.arguments,
         data=job.data.description,
+        columns=tuple(job.data.train.column_names or ()),
         trainer=trainer,
         facts=facts,
     )
@@ -477,9 +471,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             mover=job.mover,
             sentinel_every=tune.sentinel_every,
             prefetch_batches=tune.prefetch_batches,
-            compare_optimizer_every=tune.compare_optimizer_every,
             consent_unverified=tune.consent_unverified,
-            recompute_layers=job.fit.choice.recompute if job.fit else tune.recompute,
+            recompute_layers=job.fit.recompute if job.fit else tune.recompute,
             one_pass_loss=job.arguments.one_pass_loss,
             on_oom=tune.on_oom,
             max_skipped_steps=tune.max_skipped_steps,

@@ -24,6 +24,7 @@ from torch import Tensor
 from trl.kernels import chunked_logprob as upstream_head
 
 from hf_rocm_tune.errors import SeamError, UsageError
+from hf_rocm_tune.models import products
 from hf_rocm_tune.transfer import triton_refusal
 
 _PLACES = {
@@ -59,19 +60,33 @@ def install() -> None:
         setattr(head, name, staticmethod(replacement))
 
 
-def without_triton(device: torch.device) -> None:
-    """Where Triton's kernels do not run, let TRL's fused head compute in plain torch, in this process.
+def fit_to(device: torch.device, *, compiled: bool) -> None:
+    """Let TRL's fused head compute in a way that runs, and runs fast, on this device, in this process.
 
-    TRL asks whether Triton can be imported, which it can where its driver does not compile.
+    TRL asks whether Triton can be imported, which it can where its driver does not compile: there it gets plain torch.
+    On an AMD card its float32 sums are computed by the library that is faster (`products`), but not in a `compiled`
+    graph.
 
     Raises:
         SeamError: upstream has changed the fused head.
     """
-    if device.type == "cpu" or not triton_refusal(device):
+    if device.type == "cpu":
         return
-    upstream_head._TRITON_AVAILABLE = False
-    if upstream_head._use_triton(device):
-        raise SeamError(f"the fused head of TRL {trl.__version__} no longer heeds `_TRITON_AVAILABLE`")
+    if triton_refusal(device):
+        upstream_head._TRITON_AVAILABLE = False
+        if upstream_head._use_triton(device):
+            raise SeamError(f"the fused head of TRL {trl.__version__} no longer heeds `_TRITON_AVAILABLE`")
+    if (choice := products.choose(device)) is not None and not compiled:
+        stock = getattr(upstream_head._addmm_fp32, "stock", upstream_head._addmm_fp32)
+
+        def add(total: Tensor, left: Tensor, right: Tensor) -> None:
+            if left.dtype != torch.bfloat16 or left.device.type == "cpu":
+                stock(total, left, right)
+            else:
+                products.add(total, left, right, library=choice.library)
+
+        add.stock = stock  # type: ignore[attr-defined]
+        upstream_head._addmm_fp32 = add
 
 
 @contextmanager
@@ -122,6 +137,8 @@ def _forward(
     gradient = torch.zeros_like(hidden, dtype=torch.float32)
     # a tile has no more elements than upstream's
     rows = max(1, min(tokens, upstream_head.TOKEN_CHUNK_SIZE) * chunk_size // max(vocabulary, chunk_size))
+    choice = products.choose(hidden.device)
+    rounded = choice is not None and choice.rounded and dtype == torch.bfloat16
     for first in range(0, tokens, rows):
         part = slice(first, first + rows)
         tile = torch.mm(hidden[part].to(dtype), weight.t())
@@ -138,10 +155,13 @@ def _forward(
         normaliser[part] = highest[part] + torch.log(total[part])
         factors = (normaliser[part], normaliser[part], ones[part], ones[part])  # entropy has no gradient
         turn(*place, *factors, 0, vocabulary, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options)
-        columns = vocabulary if tile.is_cuda else chunk_size  # elsewhere the product is of copies in float32
-        for start in range(0, vocabulary, columns):
-            words = slice(start, start + columns)
-            upstream_head._addmm_fp32(gradient[part], tile[:, words], weight[words])
+        if rounded:
+            products.add(gradient[part], tile, weight, library=products.ROUNDED)
+        else:
+            columns = vocabulary if tile.is_cuda else chunk_size  # elsewhere the product is of copies in float32
+            for start in range(0, vocabulary, columns):
+                words = slice(start, start + columns)
+                upstream_head._addmm_fp32(gradient[part], tile[:, words], weight[words])
         del tile, place  # before the next one
     ctx.save_for_backward(gradient)
     ctx.dtype = hidden.dtype

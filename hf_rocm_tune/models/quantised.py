@@ -142,79 +142,11 @@ class _BiasCast:
             self._mover.mark_derived(module.bias, BIAS_CAST)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Buffers that a model legitimately changes in its forward pass.
-#
-# Covered: running statistics of batch normalisation, and a user's module (not one of the LIBRARIES) that writes its own
-# buffers. Not covered: buffers that one module writes for another.
-
-WRITTEN = "written by its module's forward"
-LIBRARIES = frozenset({"transformers", "torch", "peft", "bitsandbytes", "trl", "accelerate"})
+# ---- buffers that a model changes in its forward pass: running statistics of batch normalisation ----------------
 
 
-def running_statistics(model: nn.Module) -> set[str]:
-    """Names of batch normalisation's running statistics, which torch's kernels update without a version count."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, _NormBase)
-        for name in module._buffers
-    }
-
-
-def follow_written_buffers(model: nn.Module, mover: Mover) -> None:
-    """Marks verified buffers of a user's modules as derived when the module's forward writes or replaces them."""
-    for module in model.modules():
-        if not (_is_users(module) and module._buffers):
-            continue
-        if not any(isinstance(hook, _OwnBuffers) for hook in module._forward_hooks.values()):
-            hook = _OwnBuffers(mover)
-            module.register_forward_pre_hook(hook.before)
-            module.register_forward_hook(hook)
-
-
-def writable_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Running statistics and the buffers of a user's modules, which a checkpoint may restore to other values."""
-    for module in model.modules():
-        if _is_users(module) or isinstance(module, _NormBase):
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
-
-
-def is_written_buffer(model: nn.Module, name: str) -> bool:
-    """Whether a user's module owns this buffer and may have changed its shape."""
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    return key in module._buffers and _is_users(module)
-
-
-def set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
-    """Replaces the buffer by `value`, of any shape and dtype."""
-    path, _, key = name.rpartition(".")
-    model.get_submodule(path)._buffers[key] = value
-
-
-def _is_users(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] not in LIBRARIES
-
-
-class _OwnBuffers:
-    """Compares the state of a module's buffers before and after its forward."""
-
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
-        self._before: dict[str, tuple[int, int]] = {}
-
-    def before(self, module: nn.Module, *_: Any) -> None:
-        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        self._before = {name: _state(buffer) for name, buffer in buffers.items() if self._mover.was_verified(buffer)}
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        for name, state in self._before.items():
-            buffer = module._buffers.get(name)
-            if buffer is not None and _state(buffer) != state:
-                self._mover.mark_derived(buffer.detach(), WRITTEN)
-
-
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """Storage and version counter; a memory fault changes neither."""
-    return tensor.untyped_storage()._cdata, tensor._version
+def running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors; torch's kernels update them without a version count, and a checkpoint restores them."""
+    for path, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            yield from ((f"{path}.{name}".lstrip("."), each) for name, each in module.named_buffers(recurse=False))

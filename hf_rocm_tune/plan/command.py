@@ -1,4 +1,4 @@
-"""``hf-rocm-tune plan``: flags, the plan as text and JSON, the choice as a command line and a recipe."""
+"""``hf-rocm-tune plan``: flags, the plan as one dictionary (``--json``) and as text, a command line and a recipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,26 +15,27 @@ import yaml
 
 from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, checked
 from hf_rocm_tune.paths import can_be_file
-from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, TIGHT, CardMemory, Case, Estimate, host
-from hf_rocm_tune.plan.fit import Plan, SplitPlan, largest_models, memory_lines, plan_for, split_plan
-from hf_rocm_tune.plan.measure import measure
+from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, CardMemory, Case, Estimate, host
+from hf_rocm_tune.plan.fit import Plan, advice, largest_models, memory_lines, plan_for, split_plan
 from hf_rocm_tune.plan.request import (
     ALL_LINEAR,
     ATTENTIONS,
     DEFAULT_OPTIMIZER,
     DTYPES,
     METHODS,
+    TRAINERS,
     PlanRequest,
     as_targets,
     card_memory,
     quiet,
 )
-from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, CardsWay, launcher_flags, sentence, ways
+from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, CardsWay, best_of, sentence, ways
 
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
 #: Flags of a job that do not change the plan.
 _PASSED_ON = ("dataset_name", "learning_rate", "num_train_epochs")
+_LAUNCHERS = ("accelerate_config", "num_processes")
 
 
 def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
 
     Raises:
         UsageError: the arguments are wrong, or this model cannot be planned.
-        OutOfMemoryError: nothing fits; the plan is printed anyway.
+        OutOfMemoryError: nothing fits; the nearest case is printed anyway.
     """
     wanted = _parser().parse_args(list(argv))
     if wanted.model is None and not wanted.largest:
@@ -66,46 +66,50 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
     fields |= {"methods": wanted.method and (wanted.method,), "cards": wanted.cards if wanted.split is None else 1}
     request = PlanRequest(**{name: value for name, value in fields.items() if value is not None})
     prepare()
-    measured, note = measure() if wanted.measure else (None, "")
-    card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib, measured=measured)
-    if measured and measured["card"] != card.name:
-        note += f"; the plan is for {card.name}, whose rates are {card.rates.source}"
-    if note:
-        print(f"{_PROGRAM}: {note}", file=sys.stderr)
+    card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
     if wanted.largest:
         return _largest(request, card, as_json=wanted.json)
-    return _plan(request, card, wanted) if wanted.split is None else _split(request, card, wanted)
-
-
-def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -> int:
     with quiet():
-        plan = plan_for(request, card=card, within_limit=wanted.length is None)
-        savings = _savings(plan) if wanted.savings else []
-        several = ways(plan) if plan.request.cards > 1 else []
-    line = command(plan.request, plan.nearest, _passed_on(wanted))
+        found, plan, option = (_plan if wanted.split is None else _split)(request, card, wanted)
     if wanted.json:
-        more: dict[str, Any] = {"savings": savings} if savings else {}
-        more |= {"ways": list(map(_way_values, several)), "advice": sentence(plan, several)} if several else {}
-        print(json.dumps(as_values(plan, line) | more))
+        print(json.dumps(found))
     else:
-        tables = [
-            *(["", *_ways_table(plan, several)] if several else []),
-            *(["", *_savings_table(savings)] if savings else []),
-        ]
-        print(as_text(plan, line), *tables, sep="\n")
-    if plan.choice is None:
-        missing = -plan.nearest.spare / GIB
-        instead = ["--split" if way.name == "split" else way.flags for way in several if way.fits and way.flags]
-        raise OutOfMemoryError(f"nothing fits: at least {missing:.1f} GiB are missing. {_advice(plan, instead)}")
-    what = f"Planned for {plan.choice.total / GIB:.1f} GiB of the card; `{_PROGRAM} plan` lists the parts."
-    _write_recipe(wanted, what, plan.request, plan.choice)
+        print(*as_text(found, verbose=wanted.verbose), sep="\n")
+    if not found["fits"]:
+        with quiet():
+            raise OutOfMemoryError(f"nothing fits: {-found['spare'] / GIB:.1f} GiB are missing; {advice(plan)}")
+    _write_recipe(wanted, found, plan.request, option)
     return 0
 
 
-def _split(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -> int:
+# ---- the plan as a dictionary -----------------------------------------------------------------------------------
+
+_Found = tuple[dict[str, Any], Plan, Estimate]
+
+
+def _plan(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -> _Found:
+    """One card, or several of which the best way decides."""
+    plan = plan_for(request, card=card, within_limit=wanted.length is None)
+    if plan.request.cards == 1:
+        found = plan.nearest
+        more: dict[str, Any] = {"savings": _savings(plan)} if wanted.savings else {}
+        return _values(plan, found, "", wanted, **more), plan, found
+    several = ways(plan)
+    best = best_of(several)
+    way = best or min(several, key=lambda each: each.total)
+    case = replace(way.option.case, eval_batch=plan.with_evaluation(way.option).case.eval_batch)
+    option = replace(way.option, case=case, total=way.total, spare=card.usable - way.total, tight=way.tight)
+    more = {"way": way.name, "ways": list(map(_way_values, several))}
+    more |= {"advice": sentence(plan, several)} if best else {}
+    return _values(plan, option, way.flags, wanted, **more), plan, option
+
+
+def _split(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -> _Found:
     """``--split``: one model over several cards instead of one on each."""
     from hf_rocm_tune.models.split import parse
 
+    if request.trainer != "sft":
+        raise UsageError(f"--split is for sft: {request.trainer} does not work with --split_layers")
     try:
         given = parse(wanted.split)
     except UsageError as error:
@@ -114,30 +118,138 @@ def _split(request: PlanRequest, card: CardMemory, wanted: argparse.Namespace) -
     found = split_plan(request, cards=[card] * most, counts=given, within_limit=wanted.length is None)
     if given is not None and wanted.cards not in (1, len(found.cards)):
         raise UsageError(f"--split {wanted.split} is for {len(found.cards)} cards, --cards says {wanted.cards}")
-    layers = ",".join(map(str, found.counts))
-    request = found.plan.request
-    line = f"{command(request, found.option, _passed_on(wanted))} --split_layers {layers}"
-    print(json.dumps(split_as_values(found, line)) if wanted.json else split_as_text(found, line))
-    if not found.fits:
-        missing = f"{-found.least_spare / GIB:.1f} GiB are missing on the fullest of {len(found.cards)} cards"
-        raise OutOfMemoryError(f"nothing fits: {missing}. Try --method qlora, a shorter --seq, or more cards")
-    what = f"One model split over several cards, in one process; `{_PROGRAM} plan --split` lists each card."
-    _write_recipe(wanted, what, request, found.option, split_layers=layers)
-    return 0
+    fullest = min(found.estimates, key=lambda each: each.spare)
+    option = replace(fullest, case=found.plan.with_evaluation(found.option).case)
+    option = replace(option, tokens_per_second=found.option.tokens_per_second, shares=found.option.shares)
+    each = [
+        {"name": one.name, "usable": one.usable, "layers": count, "total": has.total, "spare": has.spare}
+        | {"moment": has.moment, "parts": dict(has.parts)}
+        for one, count, has in zip(found.cards, found.counts, found.estimates, strict=True)
+    ]
+    flags = f"--split_layers {','.join(map(str, found.counts))}"
+    more = {"way": "split", "cards": each, "card_lines": list(memory_lines(found))}
+    return _values(found.plan, option, flags, wanted, **more), found.plan, option
 
 
-def _advice(plan: Plan, instead: list[str]) -> str:
-    """What to try instead; ``instead`` are flags that fit on several cards."""
-    request = plan.request
-    helps = dict.fromkeys(instead, True) | {
-        "--dtype bfloat16": request.methods == ("full",) and request.dtype is None,
-        "--method qlora": "qlora" not in request.methods,
-        "a shorter --seq": request.length > 512,
-        "no --modules_to_save": bool(request.modules_to_save),
-        "a smaller model": True,
+def _values(plan: Plan, found: Estimate, flags: str, wanted: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """The plan as JSON values; memory in bytes."""
+    request, passed_on = (
+        plan.request,
+        {name: value for name in _PASSED_ON if (value := getattr(wanted, name)) is not None},
+    )
+    parts = host(plan.variants[found.variant], found.case, workers=request.workers)
+    chosen = _choice(found)
+    alone = request.cards == 1 and "way" not in more  # else the cases of one card are not those of the way
+    longest = {method: plan.longest(method) for method in plan.recordings} if alone else {}
+    return {
+        "schema": 2,
+        "model": request.model,
+        "architecture": plan.architecture,
+        "parameters": plan.parameters,
+        "layers": plan.layers,
+        "card": {name: value for name, value in vars(plan.card).items() if name != "rates"} | {"free": plan.card.free},
+        "request": {"trainer": request.trainer, "length": request.length, "effective_batch": request.effective_batch},
+        "fits": found.fits,
+        "tight": found.tight,
+        "total": found.total,
+        "spare": found.spare,
+        "choice": chosen,
+        "flags": flags,
+        "command": command(request, found, passed_on, flags) if found.fits else None,
+        "calmer": _calmer(plan, found) if alone and found.fits else None,
+        "others": _others(plan, found) if alone and found.fits else [],
+        "speed": _speed(plan, found),
+        "settings": settings(request, found.variant, found.case),
+        "full_logits": plan.full_logits,
+        "host": {"parts": parts, "total": sum(parts.values())},
+        "longest": longest,
+        "grid": [_choice(each) for each in plan.grid],
+        "notes": list(plan.notes),
+        **more,
     }
-    some = ", ".join(what for what, may in helps.items() if may)
-    return f"Try {some}; `{_PROGRAM} plan --largest` names the largest model that fits"
+
+
+def _choice(option: Estimate) -> dict[str, Any]:
+    names = ("fits", "tight", "total", "spare", "moment")
+    found = {"method": option.variant, **vars(option.case), **{name: getattr(option, name) for name in names}}
+    found |= {"parts": dict(option.parts), "moments": dict(option.moments), "allocator_peak": option.allocated}
+    return found | {"estimated_tokens_per_second": option.tokens_per_second}
+
+
+def _calmer(plan: Plan, found: Estimate) -> dict[str, Any] | None:
+    """The same method with less memory, at nine tenths of the speed or more."""
+    enough = [
+        each
+        for each in plan.wanted()
+        if each.variant == found.variant
+        and each.tokens_per_second >= 0.9 * found.tokens_per_second
+        and each.total < found.total - GIB / 2
+    ]
+    return _choice(min(enough, key=lambda each: each.total)) if enough else None
+
+
+def _others(plan: Plan, found: Estimate) -> list[dict[str, Any]]:
+    """What else fits: the best of the other method, and of longer sequences."""
+    groups: dict[tuple[str, int], list[Estimate]] = {}
+    for each in plan.grid:
+        if (each.variant != found.variant) != (each.case.length > found.case.length) and not each.tight and each.fits:
+            groups.setdefault((each.variant, each.case.length), []).append(each)
+    return [_choice(max(group, key=lambda each: each.tokens_per_second)) for group in groups.values()]
+
+
+def _way_values(way: CardsWay) -> dict[str, Any]:
+    own = {name: getattr(way, name) for name in ("name", "total", "fits", "tight", "longest", "crossing", "flags")}
+    return (
+        own
+        | {"method": way.option.variant, **vars(way.option.case)}
+        | {"estimated_tokens_per_second": way.option.tokens_per_second}
+    )
+
+
+def _speed(plan: Plan, found: Estimate) -> dict[str, Any] | None:
+    """Tokens a second and hours for the rows, with bounds; None if this card's rates are not known."""
+    rates = plan.card.rates
+    if not rates.known:
+        return None
+    least, most = (share * found.tokens_per_second for share in (rates.least, rates.most))
+    rows = plan.request.rows or 1000
+    each = 2 if plan.request.trainer == "dpo" else 1
+    tokens = rows * plan.request.length * each
+    return {
+        "tokens_per_second": found.tokens_per_second,
+        "least": least,
+        "most": most,
+        "rows": rows,
+        "hours": [tokens / rate / 3600 for rate in (most, least)],
+        "shares": dict(found.shares),
+    }
+
+
+def _savings(plan: Plan) -> list[dict[str, Any]]:
+    """The choice of the same method after each of several single changes."""
+    request = replace(plan.request, methods=(plan.nearest.variant,))
+    adapters, sft = plan.nearest.variant != "full", request.trainer == "sft"
+    changes: list[tuple[str, dict[str, Any], bool]] = [
+        ("as asked", {}, True),
+        ("--dropout 0", {"dropout": 0.0}, adapters and request.dropout > 0),
+        ("--one_pass_loss", {"one_pass_loss": True}, adapters and sft and not request.modules_to_save),
+        ("--packing", {"packing": True}, sft and not request.packing),
+        ("--optim adamw_8bit", {"optim": "adamw_8bit"}, request.optim == DEFAULT_OPTIMIZER),
+        ("--cards 2", {"cards": 2}, request.cards == 1 and request.effective_batch % 2 == 0),
+    ]
+    rows = []
+    for name, change, applies in changes:
+        if applies:
+            other = plan_for(replace(request, **change), card=plan.card, config=plan.config, grid=False)
+            rows.append((name, other.nearest, other.nearest.total, other.choice is not None))
+    if request.cards == 1 and sft:
+        split = split_plan(request, cards=[plan.card] * 2, config=plan.config)
+        rows.append(("--split", split.option, max(each.total for each in split.estimates), split.fits))
+    return [
+        {"change": name, "micro_batch": found.case.micro_batch, "checkpointing": found.case.checkpointing}
+        | {"total": total, "fits": fits, "tokens_per_second": found.tokens_per_second}
+        for name, found, total, fits in rows
+    ]
 
 
 def _largest(request: PlanRequest, card: CardMemory, *, as_json: bool) -> int:
@@ -151,279 +263,158 @@ def _largest(request: PlanRequest, card: CardMemory, *, as_json: bool) -> int:
     return 0
 
 
-# ---- text and JSON ---------------------------------------------------------------------------------------------
+# ---- text -------------------------------------------------------------------------------------------------------
 
-_WIDTH = 24
 _LEAST = 0.005 * GIB  # smaller parts would be shown as 0.00
-#: Common sizes of host memory, in GiB.
-_HOSTS = (16, 32)
 
 
-def as_text(plan: Plan, command: str) -> str:
-    """The plan as text: the choice by parts, the grid, the command line."""
-    card, found = plan.card, plan.nearest
-    request, method = plan.request, found.variant
-    adapters = f"rank {request.rank}, alpha {request.alpha}, dropout {request.dropout:g}, targets "
-    adapters += request.targets if isinstance(request.targets, str) else ", ".join(request.targets)
-    adapters += f", trained whole: {', '.join(request.modules_to_save)}" if request.modules_to_save else ""
-    parts = [*([adapters] if method != "full" else []), f"weights {request.dtype_of(method)}", request.optim]
-    parts += [f"{request.attention} attention"]
-    lines = [
-        _model(plan),
-        f"{card.name}: {card.usable / GIB:.1f} GiB, of which other processes hold {card.desktop / GIB:.1f} "
-        f"({card.desktop_source}) and the driver's context {card.context / GIB:.1f} ({card.context_source})",
-        "",
-        _choice(plan, found, plan.choice is not None, f", {found.case.cards} cards" if found.case.cards > 1 else ""),
-        f"  with {'; '.join(parts)}",
-    ]
-    if plan.choice:
-        lines += _speed_lines(plan)
-    lines += ["", *_parts(plan), "", _host_line(plan), "", *_grid(plan)]
-    longest = ", ".join(f"{method} {plan.longest(method) or 'none known'}" for method in plan.recordings)
-    lines += ["", f"longest sequence that fits, micro-batch 1 with checkpointing: {longest}"]
-    return "\n".join([*lines, *_end(plan, command)])
-
-
-def as_values(plan: Plan, command: str) -> dict[str, Any]:
-    """The plan as JSON values; memory in bytes."""
-    parts, fits = _host(plan)
-    return {
-        "schema": 1,
-        "model": plan.request.model,
-        "architecture": plan.architecture,
-        "parameters": plan.parameters,
-        "layers": plan.layers,
-        "card": vars(plan.card) | {"free": plan.card.free, "rates": vars(plan.card.rates)},
-        "fits": plan.choice is not None,
-        "choice": _values(plan.nearest),
-        "speed": _speed(plan),
-        "settings": settings(plan.request, plan.nearest.variant, plan.nearest.case),
-        "full_logits": plan.full_logits,
-        "host": {"parts": parts, "total": sum(parts.values()), "fits_gib": fits},
-        "longest": {method: plan.longest(method) for method in plan.recordings},
-        "grid": [_values(each) for each in plan.grid],
-        "command": command,
-        "notes": list(plan.notes),
-    }
-
-
-def split_as_text(found: SplitPlan, command: str) -> str:
-    """The plan of a split as text: the choice, each card, the command line."""
-    lines = [
-        _model(found.plan),
-        "",
-        _choice(found.plan, found.option, found.fits, f", split over {len(found.cards)} cards"),
-        "  the cards compute one after the other: a second one adds memory, not speed",
-        "",
-        *memory_lines(found),
-        "allocator slack, context and desktop are assumed or read; --json lists the parts on each card",
-    ]
-    return "\n".join([*lines, *_end(found.plan, command)])
-
-
-def split_as_values(found: SplitPlan, command: str) -> dict[str, Any]:
-    """The plan of a split as JSON values; memory in bytes."""
-
-    def on_card(card: CardMemory, count: int, estimate: Estimate) -> dict[str, Any]:
-        own = {name: getattr(estimate, name) for name in ("total", "spare", "moment")}
-        return {"name": card.name, "usable": card.usable, "layers": count, **own, "parts": dict(estimate.parts)}
-
-    return {
-        "schema": 1,
-        "model": found.plan.request.model,
-        "parameters": found.plan.parameters,
-        "layers": found.plan.layers,
-        "method": found.option.variant,
-        "case": vars(found.option.case),
-        "fits": found.fits,
-        "cards": [on_card(*each) for each in zip(found.cards, found.counts, found.estimates, strict=True)],
-        "command": command,
-        "notes": list(found.plan.notes),
-    }
-
-
-def _speed(plan: Plan) -> dict[str, Any]:
-    """Tokens a second of the nearest case and hours for the dataset, with bounds."""
-    found, rates = plan.nearest, plan.card.rates
-    least, most = (share * found.tokens_per_second for share in (rates.least, rates.most))
-    tokens = plan.request.rows * plan.request.length
-    return {
-        "tokens_per_second": found.tokens_per_second,
-        "least": least,
-        "most": most,
-        "hours": [tokens / each / 3600 for each in (most, least)] if tokens else None,
-        "shares": dict(found.shares),
-        "rates": rates.source,
-    }
-
-
-def _speed_lines(plan: Plan) -> Iterator[str]:
-    found, request = _speed(plan), plan.request
-    shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in found["shares"].items() if share >= 0.005)
+def as_text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
+    """The lines of a plan: whether it fits, the command, what else fits; ``verbose``: all figures."""
+    card, choice, request = found["card"], found["choice"], found["request"]
+    of = f"{_gib(found['total'])} of {_gib(card['usable'])} GiB"
+    verdict = f"FITS: {of}{' (tight)' if found['tight'] else ''}"
+    if not found["fits"]:
+        verdict = f"DOES NOT FIT: {_gib(-found['spare'])} GiB missing ({of})"
+    name = found["model"] or found["architecture"]
+    yield f"{verdict}: {name}, {found['parameters'] / 1e9:.2f} billion parameters, on {card['name']}"
+    case = f"{choice['method']}, {_case(choice)}, effective batch {request['effective_batch']}"
+    if request["trainer"] != "sft":
+        case = f"{request['trainer']}, {case}"
+    if not found["fits"]:
+        yield f"nearest: {case}"
+    else:
+        yield from ("", f"  {found['command']}", "", case)
+        yield from _fitting_lines(found)
     yield (
-        f"  the fastest that fits: about {found['tokens_per_second']:,.0f} tokens/s ({found['least']:,.0f} to "
-        f"{found['most']:,.0f}), with rates {found['rates']}: {shares}"
+        f"of this, other programs {_gib(card['desktop'])} GiB ({card['desktop_source']}), the runtime "
+        f"{_gib(card['context'])} (assumed); -v lists all parts"
     )
-    if found["hours"]:
-        low, high = found["hours"]
-        yield f"  {low:.1f} to {high:.1f} hours for one pass over {request.rows} rows padded to {request.length} tokens"
+    yield from found.get("card_lines", ())
+    if verbose:
+        yield from _details(found)
+    if "savings" in found:
+        yield from _savings_table(found["savings"])
+    yield from (f"note: {note}" for note in found["notes"])
 
 
-def _savings(plan: Plan) -> list[dict[str, Any]]:
-    """The choice of the same method after each of several single changes."""
-    request = replace(plan.request, methods=(plan.nearest.variant,))
-    changes: dict[str, dict[str, Any]] = {"as asked": {}}
-    if plan.nearest.variant != "full" and request.dropout:
-        changes["--dropout 0"] = {"dropout": 0.0}
-    if plan.nearest.variant != "full" and not request.modules_to_save:
-        changes["--one_pass_loss true"] = {"one_pass_loss": True}
-    if not request.packing:
-        changes["--packing"] = {"packing": True}
-    if request.optim == DEFAULT_OPTIMIZER:
-        changes["--optim adamw_8bit"] = {"optim": "adamw_8bit"}
-    if request.cards == 1 and request.effective_batch % 2 == 0:
-        changes["--cards 2"] = {"cards": 2}
-    rows = []
-    for name, change in changes.items():
-        other = plan_for(replace(request, **change), card=plan.card, grid=False)
-        rows.append((name, other.nearest, other.nearest.total, other.choice is not None))
-    if request.cards == 1:
-        split = split_plan(request, cards=[plan.card] * 2)
-        rows.append(("--split", split.option, max(each.total for each in split.estimates), split.fits))
-    return [
-        {"change": name, "micro_batch": found.case.micro_batch, "checkpointing": found.case.checkpointing}
-        | {"total": total, "fits": fits, "tokens_per_second": found.tokens_per_second}
-        for name, found, total, fits in rows
-    ]
+def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
+    choice, speed, request = found["choice"], found["speed"], found["request"]
+    if choice["eval_batch"]:
+        evaluation = choice["moments"].get("evaluation")
+        peak = f", {_gib(evaluation)} GiB at its peak" if evaluation else ""
+        yield f"evaluation: {choice['eval_batch']} rows at a time{peak}"
+    if speed:
+        low, high = speed["hours"]
+        yield (
+            f"{low:.2g} to {high:.2g} hours for {speed['rows']:,} rows of {request['length']:,} tokens: about "
+            f"{speed['tokens_per_second']:,.0f} tokens/s, estimated, not measured"
+        )
+    else:
+        yield f"no speed: no measured rate of {found['card']['name']} is known"
+    if "advice" in found:
+        yield found["advice"]
+
+    def line(other: dict[str, Any]) -> str:
+        ratio = other["estimated_tokens_per_second"] / choice["estimated_tokens_per_second"]
+        return f"{_gib(other['total'])} GiB, {ratio:.2f} of the speed: {other['method']}, {_case(other)}"
+
+    if found["calmer"]:
+        yield f"calmer: {line(found['calmer'])}"
+    yield from (f"also fits: {line(other)}" for other in found["others"])
+    for way in found.get("ways", ()):
+        if way["fits"] and way["name"] != found["way"]:
+            yield f"also fits: {way['name']}, {line(way)} ({way['flags']})"
+    if longest := ", ".join(f"{method} {most:,}" for method, most in found["longest"].items() if most):
+        yield f"longest sequence, one row at a time, recomputed: {longest} tokens"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"
+
+
+def _case(case: dict[str, Any]) -> str:
+    packed = " packed" if case["packing"] else ""
+    return (
+        f"{case['micro_batch']}{packed} x {case['length']} tokens x {case['accumulation']} accumulated, "
+        f"{_recomputation(case)}"
+    )
+
+
+def _recomputation(case: dict[str, Any]) -> str:
+    if case["recompute"] is not None:
+        return "{} layers recomputed whole and {} selectively".format(*case["recompute"])
+    return f"activations {'recomputed' if case['checkpointing'] else 'kept'}"
+
+
+def _details(found: dict[str, Any]) -> Iterator[str]:
+    choice, card = found["choice"], found["card"]
+    sources = {"allocator slack": "assumed", "context": "assumed", "desktop": card["desktop_source"]}
+    sources["working memory"] = f"counted: {choice['moment']}"
+    if "ways" in found:
+        yield from _ways_table(found)
+    elif "cards" not in found:
+        yield from ("", f"{'part':<24} {'GiB':>6}  source")
+        for name, nbytes in choice["parts"].items():
+            if nbytes >= _LEAST:
+                yield f"{name:<24} {nbytes / GIB:>6.2f}  {sources.get(name, 'counted')}"
+        yield f"{'total':<24} {choice['total'] / GIB:>6.2f}  of {card['usable'] / GIB:.2f}"
+        levels = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in choice["moments"].items())
+        yield from ("", f"peak allocation by phase: {levels}")
+        yield f"TRL's fused loss is assumed; full logits would take {_gib(found['full_logits'])} GiB more at the loss"
+    if speed := found["speed"]:
+        shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in speed["shares"].items() if share >= 0.005)
+        yield f"time of a step: {shares}"
+    hosts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in found["host"]["parts"].items() if nbytes >= GIB / 20)
+    yield f"host memory: {_gib(found['host']['total'])} GiB, mostly assumed ({hosts})"
+    if "way" not in found:
+        yield from ("", *_grid(found))
+
+
+def _grid(found: dict[str, Any]) -> Iterator[str]:
+    grid, choice = found["grid"], found["choice"]
+    sizes = sorted({each["micro_batch"] for each in grid})
+    yield "peak in GiB by micro-batch: [does not fit], ~tight; speed of the best that fits: the choice is 1"
+    yield f"{'length':>6}  {'method':<6} {'recomputed':<10}{''.join(f'{size:>9}' for size in sizes)}    speed"
+    rows: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+    for each in sorted(grid, key=lambda each: int(each["length"])):
+        how = "some" if each["recompute"] else "all" if each["checkpointing"] else "none"
+        rows.setdefault((each["length"], each["method"], how), []).append(each)
+    for (length, method, how), row in rows.items():
+        cells = {
+            each["micro_batch"]: f"{'~' * each['tight']}{_gib(each['total'])}"
+            if each["fits"]
+            else f"[{_gib(each['total'])}]"
+            for each in row
+        }
+        speeds = [each["estimated_tokens_per_second"] for each in row if each["fits"]]
+        speed = f"{max(speeds) / choice['estimated_tokens_per_second']:.2f}" if speeds else "-"
+        shown = "".join(f"{cells.get(size, ''):>9}" for size in sizes)
+        yield f"{length:>6}  {method:<6} {how:<10}{shown}{speed:>9}"
+
+
+def _ways_table(found: dict[str, Any]) -> Iterator[str]:
+    rates = f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
+    yield from ("", f"ways over the cards ({rates})")
+    yield f"{'way':<9} {'method':<6} {'GiB':>6} {'longest':>8} {'speed':>6} {'GiB a step':>11}  case"
+    for way in found["ways"]:
+        gib = _gib(way["total"]) if way["fits"] else f"[{_gib(way['total'])}]"
+        ratio = way["estimated_tokens_per_second"] / found["choice"]["estimated_tokens_per_second"]
+        yield (
+            f"{way['name']:<9} {way['method']:<6} {gib:>6} {way['longest'] or '-':>8} {ratio:>6.2f} "
+            f"{way['crossing'] / GIB:>11.2f}  {_case(way)}"
+        )
 
 
 def _savings_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "the fastest that fits after one change, on the fullest card; with packing no token is padding"
-    yield f"{'change':<20} {'GiB':>6} {'tokens/s':>9}  case"
+    yield from ("", f"{'single change':<22} {'GiB':>7}  {'speed':>5}  case")
     for row in rows:
-        way = f"micro-batch {row['micro_batch']}, {'with' if row['checkpointing'] else 'without'} checkpointing"
-        gib = f"{row['total'] / GIB:.1f}" if row["fits"] else f"[{row['total'] / GIB:.1f}]"
-        yield f"{row['change']:<20} {gib:>6} {row['tokens_per_second']:>9,.0f}  {way}"
-
-
-def _way_values(way: CardsWay) -> dict[str, Any]:
-    own = {name: getattr(way, name) for name in ("name", "fits", "total", "longest", "crossing", "flags")}
-    return (
-        own
-        | {"method": way.option.variant, **vars(way.option.case)}
-        | {"estimated_tokens_per_second": way.option.tokens_per_second}
-    )
-
-
-def _ways_table(plan: Plan, found: list[CardsWay]) -> Iterator[str]:
-    rates = f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
-    yield f"{plan.request.cards} cards ({rates}); case: micro-batch x accumulation"
-    yield f"{'way':<9} {'method':<6} {'GiB':>6} {'longest':>8} {'tokens/s':>9} {'GiB a step':>11}  case"
-    for way in found:
-        gib = f"{way.total / GIB:.1f}" if way.fits else f"[{way.total / GIB:.1f}]"
-        case, speed = way.option.case, f"{way.option.tokens_per_second:,.0f}" if way.fits else "-"
-        how = f"{case.micro_batch} x {case.accumulation}, {_recomputation(case)}"
-        yield (
-            f"{way.name:<9} {way.option.variant:<6} {gib:>6} {way.longest or '-':>8} {speed:>9} "
-            f"{way.crossing / GIB:>11.2f}  {how}"
-        )
-    yield sentence(plan, found)
-
-
-def _model(plan: Plan) -> str:
-    name = plan.request.model or plan.architecture
-    return f"{name}: {plan.architecture}, {plan.parameters / 1e9:.2f} billion parameters, {plan.layers} layers"
-
-
-def _choice(plan: Plan, found: Estimate, fits: bool, how: str) -> str:
-    case = found.case
-    return (
-        f"{'choice' if fits else 'nothing fits; nearest'}: {found.variant}, micro-batch {case.micro_batch}"
-        f"{' packed' if case.packing else ''} x {case.length} tokens, {_recomputation(case)}, "
-        f"accumulation {case.accumulation}{how} (effective batch {plan.request.effective_batch})"
-    )
-
-
-def _recomputation(case: Case) -> str:
-    if case.recompute is not None:
-        return "{} layers recomputed whole and {} selectively".format(*case.recompute)
-    return f"{'with' if case.checkpointing else 'without'} checkpointing"
-
-
-def _end(plan: Plan, command: str) -> list[str]:
-    notes = ["", *(f"note: {note}" for note in plan.notes)] if plan.notes else []
-    return ["", "command:", f"  {command}", *notes]
-
-
-def _values(option: Estimate) -> dict[str, Any]:
-    names = ("fits", "tight", "total", "spare", "moment")
-    found = {"method": option.variant, **vars(option.case), **{name: getattr(option, name) for name in names}}
-    found |= {"parts": dict(option.parts), "moments": dict(option.moments), "allocator_peak": option.allocated}
-    return found | {"estimated_tokens_per_second": option.tokens_per_second}
-
-
-def _parts(plan: Plan) -> Iterator[str]:
-    found = plan.nearest
-    sources = {"allocator slack": "assumed", "context": plan.card.context_source, "desktop": plan.card.desktop_source}
-    sources["working memory"] = f"counted: {found.moment}"
-    yield f"{'part':<{_WIDTH}} {'GiB':>6}  source"
-    for name, nbytes in found.parts.items():
-        if nbytes >= _LEAST:
-            yield f"{name:<{_WIDTH}} {nbytes / GIB:>6.2f}  {sources.get(name, 'counted')}"
-    rest = f"{found.spare / GIB:.2f} spare" if found.fits else f"{-found.spare / GIB:.2f} missing"
-    tight = f", tight: the assumed parts may be {TIGHT / GIB:.1f} GiB larger" if found.tight else ""
-    yield f"{'total':<{_WIDTH}} {found.total / GIB:>6.2f}  of {plan.card.usable / GIB:.2f}: {rest}{tight}"
-    yield ""
-    levels = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in found.moments.items())
-    yield f"peak allocation by phase: {levels}"
-    yield f"TRL's fused loss is assumed; full logits would take {plan.full_logits / GIB:.1f} GiB more at the loss"
-    for twin in plan.grid:
-        others = replace(found.case, checkpointing=twin.case.checkpointing, recompute=twin.case.recompute)
-        if (twin.variant, twin.case) == (found.variant, others) and twin is not found:
-            kept = twin.parts["activations kept"] / GIB
-            total = f"{twin.total / GIB:.1f} GiB in total"
-            yield f"{_recomputation(twin.case)}: {kept:.1f} GiB of activations kept, {total}"
-
-
-def _host(plan: Plan) -> tuple[dict[str, float], dict[int, bool]]:
-    """Host memory of the training processes by part, and whether it fits common sizes."""
-    found = plan.nearest
-    parts = host(plan.variants[found.variant], found.case, workers=plan.request.workers)
-    return parts, {size: sum(parts.values()) <= size * GIB for size in _HOSTS}
-
-
-def _host_line(plan: Plan) -> str:
-    found, fitting = _host(plan)
-    parts = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in found.items() if nbytes >= GIB / 20)
-    fits = ", ".join(f"{'fits' if fits else 'does not fit'} {size} GiB" for size, fits in fitting.items())
-    return f"host memory: {sum(found.values()) / GIB:.1f} GiB, mostly assumed ({parts}): {fits}"
-
-
-def _grid(plan: Plan) -> Iterator[str]:
-    sizes = sorted({each.case.micro_batch for each in plan.grid})
-    best = plan.nearest.tokens_per_second
-    yield "peak in GiB by micro-batch: [does not fit], ~tight, *choice; speed of the best that fits: the choice is 1"
-    yield f"{'length':>6}  {'method':<6} {'checkpointing':<13}{''.join(f'{size:>9}' for size in sizes)}    speed"
-    rows: dict[tuple[int, str, str], list[Estimate]] = {}
-    for each in sorted(plan.grid, key=lambda each: each.case.length):
-        how = "some" if each.case.recompute else "on" if each.case.checkpointing else "off"
-        rows.setdefault((each.case.length, each.variant, how), []).append(each)
-    for (length, method, checkpointing), row in rows.items():
-        cells = {}
-        for each in row:
-            value = f"{'~' * each.tight}{each.total / GIB:.1f}"
-            cells[each.case.micro_batch] = f"*{value}" if each is plan.choice else value if each.fits else f"[{value}]"
-        fitting = [each.tokens_per_second for each in row if each.fits]
-        speed = f"{max(fitting) / best:.2f}" if fitting else "-"
-        shown = "".join(f"{cells.get(size, ''):>9}" for size in sizes)
-        yield f"{length:>6}  {method:<6} {checkpointing:<13}{shown}{speed:>9}"
+        gib = _gib(row["total"]) if row["fits"] else f"[{_gib(row['total'])}]"
+        speed = f"{row['tokens_per_second'] / rows[0]['tokens_per_second']:.2f}"
+        how = "recomputed" if row["checkpointing"] else "kept"
+        yield f"{row['change']:<22} {gib:>7}  {speed:>5}  micro-batch {row['micro_batch']}, activations {how}"
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------
-
-
-def _passed_on(wanted: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name in _PASSED_ON if (value := getattr(wanted, name)) is not None}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -442,23 +433,30 @@ def _parser() -> argparse.ArgumentParser:
     flag(
         "--desktop_gib", type=float, help="memory of other processes (default: read from the card, else 1; headless: 0)"
     )
+    flag("--trainer", choices=TRAINERS, default=usual.trainer, help="the verb to plan (sft)")
     flag("--method", choices=METHODS, help="default: the faster of lora and qlora that fits")
     names = ("--seq", "--max_length", "--max_seq_length")
     flag(*names, dest="length", type=int, help="tokens of a sequence (2048, or the model's limit)")
     flag("--effective_batch", type=int, default=usual.effective_batch, help="sequences per step, over all cards (16)")
     names = ("--batch_size", "--micro_batch", "--per_device_train_batch_size")
     flag(*names, dest="micro_batch", type=int, help="sequences in one pass on a card (default: the fastest)")
-    several = "number of cards; with several, DDP, FSDP2, split and pipeline are compared (1)"
+    sizes = ("--eval_batch", "--per_device_eval_batch_size")
+    flag(
+        *sizes,
+        type=int,
+        dest="eval_batch",
+        help="sequences at a time in evaluation (default: no more memory than a step)",
+    )
+    several = "number of cards; with several, DDP, FSDP2, split, pipeline and tensor parallelism are compared (1)"
     flag("--cards", type=int, default=1, help=several)
     over = "split the layers of one model over the cards: balanced by memory, or as given (18 or 18,22)"
     flag("--split", nargs="?", const="auto", metavar="N,N", help=over)
-    flag("--measure", action="store_true", help="time this machine's card first, and keep the result for later plans")
     flag(
         "--savings",
         action="store_true",
         help="compare single changes, as dropout 0, packing or a second card",
     )
-    flag("--rows", type=int, default=0, help="rows of the dataset, to estimate hours; each counts as --seq tokens")
+    flag("--rows", type=int, default=0, help="rows of the dataset, for hours; each counts as --seq tokens (1000)")
     recompute = "only with, or only without, checkpointing (default: the faster that fits)"
     flag("--checkpointing", action=argparse.BooleanOptionalAction, default=None, help=recompute)
     flag("--packing", action="store_true", help="several short sequences in a row")
@@ -470,6 +468,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--modules_to_save", "--lora_modules_to_save", nargs="+", default=[], help="modules that are trained whole")
     flag("--dora", "--use_dora", action="store_true", help="DoRA")
     flag("--rslora", "--use_rslora", action="store_true", help="rank-stabilised LoRA")
+    flag("--one_pass_loss", action="store_true", help="gradient of the loss in the forward pass")
     flag("--dtype", choices=DTYPES, help="of weights that are not quantised (bfloat16; float32 with --method full)")
     flag("--optim", choices=tuple(OPTIMIZERS), default=usual.optim, help=f"optimizer ({usual.optim})")
     flag("--attention", "--attn_implementation", choices=ATTENTIONS, default=usual.attention, help="(sdpa)")
@@ -483,6 +482,7 @@ def _parser() -> argparse.ArgumentParser:
     recipe = "write the choice as a recipe for `hf-rocm-tune sft --config`"
     flag("--emit", type=Path, metavar="RECIPE.yaml", help=recipe)
     flag("--force", action="store_true", help="replace an existing recipe")
+    flag("-v", "--verbose", action="store_true", help="all parts, cases and ways")
     flag("--json", action="store_true", help="print JSON; memory in bytes")
     flag("--largest", action="store_true", help="print the largest known public model that fits")
     return parser
@@ -500,7 +500,9 @@ def settings(
         "model_revision": request.revision,
         "trust_remote_code": request.trust_remote_code,
         "max_length": case.length,
-        "packing": case.packing,
+        "packing": case.packing if request.trainer == "sft" else None,
+        "one_pass_loss": request.one_pass_loss or None,
+        "per_device_eval_batch_size": case.eval_batch,
         "per_device_train_batch_size": case.micro_batch,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_checkpointing": case.checkpointing,
@@ -527,14 +529,10 @@ def settings(
     return found
 
 
-def _start(request: PlanRequest) -> list[str]:
-    return [_PROGRAM, "sft", *(launcher_flags(request.cards).split() if request.cards > 1 else [])]
-
-
-def command(request: PlanRequest, option: Estimate, passed_on: Mapping[str, Any]) -> str:
-    """The command line of a choice, without flags that have their default."""
-    words = _start(request)
-    nothing = Case(micro_batch=0, length=0, checkpointing=True, accumulation=0)
+def command(request: PlanRequest, option: Estimate, passed_on: Mapping[str, Any], flags: str = "") -> str:
+    """The command line of a choice, without flags that have their default; ``flags``: of the way over the cards."""
+    words = [_PROGRAM, request.trainer, *flags.split()]
+    nothing = Case(micro_batch=0, length=0, checkpointing=True, accumulation=0, eval_batch=8)
     usual = settings(PlanRequest(), "qlora", nothing) | {"load_in_4bit": False}
     given = {"dataset_name": _NO_DATA, **passed_on}
     for name, value in settings(request, option.variant, option.case, given).items():
@@ -556,16 +554,23 @@ def _check_recipe(path: Path, *, replace: bool) -> None:
         raise UsageError(f"--emit {path}: that file exists; choose another, or give --force to replace it")
 
 
-def _write_recipe(wanted: argparse.Namespace, what: str, request: PlanRequest, option: Estimate, **more: Any) -> None:
-    """Writes the choice as a recipe if ``--emit`` is given, with ``what`` as its first comment."""
+def _write_recipe(wanted: argparse.Namespace, found: dict[str, Any], request: PlanRequest, option: Estimate) -> None:
+    """Writes the choice as a recipe if ``--emit`` is given."""
     path: Path | None = wanted.emit
     if path is None:
         return
-    start = shlex.join([*_start(request), "--config", path.name])
+    words = found["flags"].replace("--", "").split()
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    launch = [word for name in _LAUNCHERS if name in flags for word in (f"--{name}", flags.pop(name))]
+    start = shlex.join([_PROGRAM, request.trainer, *launch, "--config", path.name])
     data = "" if wanted.dataset_name else f" --dataset_name {_NO_DATA}"
-    content = settings(request, option.variant, option.case, _passed_on(wanted)) | more
+    passed_on = {name: getattr(wanted, name) for name in _PASSED_ON}
+    content = settings(request, option.variant, option.case, passed_on) | {
+        name: yaml.safe_load(value) if value in ("true", "false") else value for name, value in flags.items()
+    }
     content = {name: value for name, value in content.items() if value is not None}
     given = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    what = f"Planned for {found['total'] / GIB:.1f} GiB of each card; `{_PROGRAM} plan -v` lists the parts."
     try:
         with path.open("w" if wanted.force else "x", encoding="utf-8") as file:
             file.write(f"# {what}\n# Start: {start}{data}\n{given}")

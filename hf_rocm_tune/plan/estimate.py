@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,11 @@ BANDWIDTH_SHARE = 0.8
 NEAR = 0.02
 #: Lengths are searched in steps of this many tokens.
 LENGTH_STEP = 128
-_OF_LAYERS = ("forward", "backward")
+#: A mix of recomputation fills the card; it must be estimated to be faster than what else fits by this share.
+MIX_GAIN = 0.05
+#: In order of time. Of an evaluation, only the first three; the ``reference`` pass is that of DPO and KTO.
+ROLES = ("start", "forward", "head", "reference start", "reference", "reference head", "loss", "backward", "end")
+_OF_LAYERS = ("forward", "reference", "backward")
 
 
 # ---- recordings -------------------------------------------------------------------------------------------------
@@ -59,8 +63,8 @@ _OF_LAYERS = ("forward", "backward")
 class TapeSegment:
     """A part of a step."""
 
-    # ``start`` (embeddings, masks), ``forward``, ``head`` (last norm, head, loss), ``loss`` (their backward),
-    # ``backward``, ``end`` (backward of the embeddings), in this order
+    # of `ROLES`: ``start`` (embeddings, masks), ``head`` (last norm, head, loss), ``loss`` (their backward), ``end``
+    # (backward of the embeddings)
     role: str
     layer: int = -1  # position among the recorded layers; -1: none
     flops: int = 0  # floating point operations of its matrix products
@@ -108,6 +112,10 @@ class StepRecording:
     def trained_layers(self) -> int:
         """Recorded layers that have a backward pass."""
         return sum(role == "backward" for role, _ in self._stretches)
+
+    def has(self, role: str) -> bool:
+        """Whether there is such a pass."""
+        return any(role == own for own, _ in self._stretches)
 
     def of_layers(self, role: str, accumulating: bool) -> Floats:
         """`level` of each recorded layer in that direction: (layers, 3)."""
@@ -200,10 +208,11 @@ class Step:
                 if key in outside:  # storages of this run's layers that it frees
                     outside[key] = outside[key] + recording.level(key, accumulating, self._times[run]) * (1, 0, 1)
         blocks: list[tuple[str, Floats]] = []
-        for role in ("start", "forward", "head", "loss", "backward", "end"):
+        for role in ROLES:
             if role in _OF_LAYERS:
                 rows = [recording.of_layers(role, accumulating)[list(layer_of)] for recording, layer_of in self.runs]
-                blocks.append((role, np.concatenate(rows)))
+                if any(recording.has(role) for recording, _ in self.runs):
+                    blocks.append((role, np.concatenate(rows)))
             elif (role, -1) in outside and not self.layers_only:
                 blocks.append((role, outside[role, -1][None]))
         blocks = [(role, rows[::-1] if role == "backward" else rows) for role, rows in blocks]
@@ -220,7 +229,8 @@ class Step:
             if first_row <= at < first_row + len(rows):
                 found = role, at - first_row
             first_row += len(rows)
-        layer = {"forward": found[1], "backward": self.layers - 1 - found[1]}.get(found[0], -1)
+        at_layer = {"backward": self.layers - 1 - found[1]}.get(found[0], found[1])
+        layer = at_layer if found[0] in _OF_LAYERS else -1
         return Peak(
             total=float(levels[at]),
             role=found[0],
@@ -382,17 +392,24 @@ class Rates:
     defaults are for an RX 7900 XT, from measurements by others: 77 TFLOPS in bfloat16 at best and 14 at 1024 cubed
     (zzc0721/torch-performance-test-data, through ZLUDA). 4-bit weights: torchtune's Llama-3.1-8B on a 4090, 3,083
     tokens a second with LoRA and 2,413 with QLoRA, read as 4096 tokens a step and scaled by bandwidth.
+
+    Those of a card of which no such figure is known rank choices, and no speed is shown.
     """
+
+    known: bool = True
 
     products: float = 77e12  # floating point operations a second of a large product in bfloat16
     each: float = 125e-6  # additional seconds per product
     unpacked: float = 45e9  # elements of 4-bit weights dequantised to bfloat16 a second
     bandwidth: float | None = None  # bytes a second; None: `BANDWIDTH_SHARE` of the data sheet's
-    source: str = "assumed, not measured on this card"
-    # Bounds of the true speed as shares of the estimate, chosen by us. With the rates of an XTX, the two published
-    # steps of Qwen2.5-3B on one were 1.31 and 1.34 times as fast (`benchmarks/plan_published.py`).
+    # Bounds of the true speed as shares of the estimate, chosen by us.
     least: float = 0.5
     most: float = 1.4
+
+
+#: Cards with rates of their own. XTX: the time of a product that brings the estimates for the two published steps of
+#: Qwen2.5-3B on one (`benchmarks/plan_published.py`) to what was measured.
+RATES_OF = {"7900 xtx": Rates(each=40e-6, least=0.7, most=1.3)}
 
 
 def cpu_rates(threads: int) -> Rates:
@@ -409,8 +426,7 @@ class CardMemory:
     usable: int  # visible to torch
     desktop: int = DESKTOP_BYTES  # used by other programs
     desktop_source: str = "assumed"
-    context: int = CONTEXT_BYTES  # used by the runtime
-    context_source: str = "assumed"
+    context: int = CONTEXT_BYTES  # used by the runtime, assumed
     bandwidth: float = 800e9  # bytes a second, by the data sheet
     rates: Rates = Rates()
 
@@ -439,16 +455,34 @@ class Case:
     # attention; None: all or no layers, as ``checkpointing`` says
     recompute: tuple[int, int] | None = None
     flights: int = 1  # micro-batches in flight, each of which keeps its activations
+    trainer: str = "sft"  # ``dpo`` and ``kto`` have a second pass, of the reference model
+    eval_batch: int | None = None  # sequences at a time in evaluation; None: without one
+    evaluation: bool = False  # an evaluation's forward pass instead of a training step
 
     @property
     def content(self) -> str:
         """``packed``; ``plain`` for a single sequence, which needs no padding; else ``padded``."""
-        return "packed" if self.packing else "plain" if self.micro_batch == 1 else "padded"
+        return "packed" if self.packing else "plain" if self.shape[0] == 1 else "padded"
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and tokens of the tensors on the card."""
-        return (1, self.micro_batch * self.length) if self.packing else (self.micro_batch, self.length)
+        rows = self.micro_batch * (2 if self.trainer == "dpo" else 1)  # chosen and rejected
+        return (1, rows * self.length) if self.packing else (rows, self.length)
+
+    @property
+    def evaluated(self) -> Case:
+        """The evaluation's forward pass."""
+        size = self.eval_batch or 1
+        return replace(self, micro_batch=size, checkpointing=False, recompute=None, evaluation=True)
+
+
+def describe(of: Any) -> str:
+    """The settings of a `Case`, or of the choice that a run recorded, as text."""
+    on = "on" if of.checkpointing else "off"
+    if of.recompute is not None:
+        on = "of {} layers whole and of {} but for products and attention".format(*of.recompute)
+    return f"micro-batch {of.micro_batch} x {of.accumulation} accumulated, activation checkpointing {on}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,6 +506,7 @@ class Estimate:
     moments: Mapping[str, float]  # highest level at each kind of moment, in bytes of torch's allocator
     total: float  # bytes of the card, everything included
     spare: float  # bytes left over; negative: missing
+    tight: bool  # it fits with less left over than the assumed parts may be wrong
     tokens_per_second: float  # on all cards, padding counted as tokens
     shares: Mapping[str, float]  # of the time, by cause
 
@@ -481,18 +516,14 @@ class Estimate:
         return self.spare >= 0
 
     @property
-    def tight(self) -> bool:
-        """Whether it fits with so little left over that it depends on the assumptions."""
-        return 0 <= self.spare < TIGHT
-
-    @property
     def allocated(self) -> float:
         """The allocator's peak, without slack, context and desktop, to compare with measurements."""
         return max(self.moments.values())
 
 
 _MOMENTS = {"start": "embeddings and masks", "head": "loss, forward", "loss": "loss, backward"}
-_MOMENTS |= {"end": "backward of the embeddings"}
+_MOMENTS |= {"end": "backward of the embeddings", "reference start": "embeddings of the reference pass"}
+_MOMENTS |= {"reference head": "loss of the reference pass"}
 
 
 def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
@@ -501,18 +532,25 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     peak = step.peak(accumulating=case.accumulation > 1)
     state = 0 if variant.optimizer.paged else variant.optimizer.kept(weights.trained)
     parts = {name: float(nbytes) for name, nbytes in weights.parts.items()} | {"optimizer state": float(state)}
+    copied = (
+        weights.parts["weights"] + weights.parts["quantisation constants"] if _has_reference_model(variant, case) else 0
+    )
+    if copied:
+        parts["reference model"] = float(copied)
     if case.cards > 1:
         parts["gradient buckets"] = float(sum(tensor.nbytes for tensor in weights.trained))
     held = sum(parts.values())
     others = (case.flights - 1) * peak.most_kept  # an upper bound: each at its highest
     moments = {f"{role} pass" if role in _OF_LAYERS else role: held + others + at for role, at in peak.by_role.items()}
     moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
-    moments["loading"] = weights.parts["weights"] + weights.parts["quantisation constants"] + weights.largest
+    moments["loading"] = copied + weights.parts["weights"] + weights.parts["quantisation constants"] + weights.largest
+    if case.eval_batch:
+        moments["evaluation"] = held + variant.trace(case.evaluated).peak().total
     highest = max(moments, key=lambda name: moments[name])
     kept = gradients = 0.0
     if highest == "optimizer step":
         gradients = peak.all_gradients
-    elif highest != "loading":
+    elif highest not in ("loading", "evaluation"):
         kept, gradients = peak.kept + others, peak.gradients
     at_peak = {
         "gradients": gradients,
@@ -534,9 +572,15 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         moments=moments,
         total=total,
         spare=card.usable - total,
+        tight=0 <= card.usable - total < card.margin,
         tokens_per_second=case.cards * case.micro_batch * case.length / sum(seconds.values()),
         shares={name: each / sum(seconds.values()) for name, each in seconds.items()},
     )
+
+
+def _has_reference_model(variant: Variant, case: Case) -> bool:
+    """Whether the reference of DPO and KTO is a second model; below adapters it is the same one without them."""
+    return case.trainer != "sft" and variant.name == "full"
 
 
 def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[str, float]:
@@ -565,11 +609,19 @@ def micro_batches(each: int) -> tuple[int, ...]:
 
 
 def fastest(options: Iterable[Estimate]) -> Estimate | None:
-    """The fastest option that fits; of nearly equal ones, that which leaves most memory."""
+    """The fastest option that fits with the card's margin; of nearly equal ones, that which leaves most memory.
+
+    If none leaves the margin, the option that leaves most. A mix of recomputation must be faster by `MIX_GAIN`.
+    """
     fitting = [each for each in options if each.fits]
-    best = max((each.tokens_per_second for each in fitting), default=0.0)
-    equals = [each for each in fitting if each.tokens_per_second >= best * (1 - NEAR)]
-    return max(equals, key=lambda each: each.spare, default=None)
+    roomy = [each for each in fitting if not each.tight]
+    best = max((_rank(each) for each in roomy), default=0.0)
+    equals = [each for each in roomy if _rank(each) >= best * (1 - NEAR)]
+    return max(equals or fitting, key=lambda each: each.spare, default=None)
+
+
+def _rank(option: Estimate) -> float:
+    return option.tokens_per_second * (1 - MIX_GAIN if option.case.recompute else 1)
 
 
 def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:

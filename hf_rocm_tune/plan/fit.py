@@ -35,6 +35,7 @@ from hf_rocm_tune.plan.estimate import (
     optimizer,
 )
 from hf_rocm_tune.plan.request import (
+    DEFAULT_OPTIMIZER,
     PUBLIC_MODELS,
     PlanRequest,
     TooManyOperations,
@@ -141,7 +142,7 @@ class Recordings:
         return ("whole",)
 
     def __call__(self, case: Case) -> Step:
-        """The step of a case."""
+        """The step of a case, or its evaluation's pass."""
         layer_of = self.sample.layer_of
         if case.recompute is None:
             return Step(((self._recording(case), layer_of),))
@@ -157,7 +158,7 @@ class Recordings:
     def _recording(self, case: Case) -> StepRecording:
         """Of a case that recomputes all layers alike."""
         how = "selective" if case.recompute else "whole" if case.checkpointing else "none"
-        key = (case.content, how, *case.shape)
+        key = (case.content, "evaluation" if case.evaluation else how, *case.shape)
         if key not in self._recorded:
             self._recorded[key] = StepRecording(self._record(self.sample, case, *case.shape))
         return self._recorded[key]
@@ -180,6 +181,7 @@ class Plan:
     """The result."""
 
     request: PlanRequest  # with the choices made during planning
+    config: Any  # the model's configuration
     card: CardMemory  # the memory that is planned for
     grid: tuple[Estimate, ...]  # every case, other lengths included
     recordings: dict[str, Recordings]  # by method
@@ -213,13 +215,26 @@ class Plan:
 
     @cached_property
     def choice(self) -> Estimate | None:
-        """The fastest case that fits, at the wanted length and effective batch; None if none fits."""
-        return fastest(self._wanted())
+        """The fastest case that fits, at the wanted length and batch, with its evaluation; None if none fits."""
+        found = fastest(self.wanted())
+        return found and self.with_evaluation(found)
 
-    @property
+    @cached_property
     def nearest(self) -> Estimate:
         """The choice, or if nothing fits the case that needs least."""
-        return self.choice or min(self._wanted(), key=lambda each: each.total)
+        return self.choice or min(self.wanted(), key=lambda each: each.total)
+
+    def with_evaluation(self, found: Estimate) -> Estimate:
+        """A case with the largest evaluation batch up to TRL's default that needs no more than the training step."""
+        if not self.request.evaluates or found.case.eval_batch:
+            return found
+        for size in (8, 4, 2, 1):
+            case = replace(found.case, eval_batch=size)
+            with suppress(TooManyOperations):
+                other = estimate(self.variants[found.variant], case, self.card)
+                if other.moments["evaluation"] <= found.allocated or size == 1:
+                    return other
+        return found
 
     @property
     def full_logits(self) -> float:
@@ -231,7 +246,8 @@ class Plan:
         itemsize = 2 if self.request.autocast else 4
         return float(case.micro_batch * case.length * vocabulary * (itemsize + 8))
 
-    def _wanted(self) -> list[Estimate]:
+    def wanted(self) -> list[Estimate]:
+        """The cases of the wanted length."""
         return [each for each in self.grid if each.case.length == self.request.length]
 
     def longest(self, method: str, fits: Callable[[Case, Callable[[Case], Step]], bool] | None = None) -> int | None:
@@ -262,7 +278,7 @@ def plan_for(
         request: the job.
         card: its memory, from `card_memory` or ``CardMemory(...)``.
         config: the model's configuration; by default read from ``request.model``.
-        grid: plan half and twice the length as well.
+        grid: plan twice the length as well.
         within_limit: if the model was made for fewer tokens than wanted, plan for its limit.
 
     Returns:
@@ -284,9 +300,8 @@ def plan_for(
     elif too_long:
         notes.append(f"the model was made for {limit} tokens; {request.length} are more")
     lengths: tuple[int, ...] = (request.length,)
-    if grid:  # half, once and twice the wanted length, as far as the model goes
-        around = {max(2, request.length // 2), request.length, 2 * request.length}
-        lengths = tuple(sorted(each for each in around if each <= max(limit or LONGEST, request.length)))
+    if grid and 2 * request.length <= (limit or LONGEST):
+        lengths += (2 * request.length,)
 
     planned: dict[str, tuple[Recordings, list[Estimate]]] = {}
     refused: dict[str, UsageError] = {}
@@ -307,6 +322,7 @@ def plan_for(
         raise first
     plan = Plan(
         request=request,
+        config=config,
         card=card,
         grid=(),
         recordings={name: each for name, (each, _) in planned.items()},
@@ -329,7 +345,10 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
         return request, []
     from hf_rocm_tune.models.quantised import checkpoint_bits
 
-    bits = checkpoint_bits(config, request.model, on_card=request.platform != "cpu")
+    try:
+        bits = checkpoint_bits(config, request.model, on_card=request.platform != "cpu")
+    except UsageError as error:
+        raise UsageError(str(error).replace("--load_in_4bit", "--method qlora")) from error
     left = tuple(each for each in request.methods if each != ("full" if bits else "qlora"))
     if not left:
         what = "quantised in its files and becomes bfloat16 when loaded: give --method lora or full"
@@ -350,6 +369,8 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
         packing=request.packing,
         accumulation=max(1, request.each // size),
         cards=request.cards,
+        trainer=request.trainer,
+        eval_batch=request.eval_batch,
     )
 
 
@@ -371,6 +392,7 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, leng
 def _of_length(recordings: Recordings, card: CardMemory, request: PlanRequest, length: int) -> list[Estimate]:
     variant, layers = recordings.variant, len(recordings.sample.layer_of)
     sizes = (request.micro_batch,) if request.micro_batch else micro_batches(request.each)
+    sizes = tuple(size for size in sizes if size > 1 or request.trainer != "kto")
     ways = [way for way in (False, True) if request.checkpointing in (None, way) and way <= recordings.can_checkpoint]
     if not ways:
         raise UsageError("this architecture does not support checkpointing: leave it off")
@@ -384,7 +406,8 @@ def _of_length(recordings: Recordings, card: CardMemory, request: PlanRequest, l
             continue
         found = [estimate(variant, replace(case, checkpointing=way), card) for way in ways]
         grid += found
-        mixes = request.mixes and length == request.length and [each.fits for each in found] == [False, True]
+        roomy = [each.spare >= card.margin for each in found]
+        mixes = request.mixes and length == request.length and roomy == [False, True]
         if mixes and recordings.ways:
             grid += _mixes(variant, case, card, layers, selective="selective" in recordings.ways)
     return grid
@@ -408,6 +431,40 @@ def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selec
             fewest, best = count, each
         found += [best] if best is not None else []
     return sorted(found, key=lambda each: each.tokens_per_second)[-1:]
+
+
+def advice(plan: Plan, *, training: bool = False) -> str:
+    """What would fit where nothing does, each change planned; ``training``: in the flags of a training verb."""
+    request, method = plan.request, plan.nearest.variant
+    loose: dict[str, Any] = {"micro_batch": None, "checkpointing": None, "recompute": None}
+    bf16, adam8 = {"dtype": "bfloat16"}, {"optim": "adamw_8bit"}
+    changes: list[tuple[str, dict[str, Any], bool]] = [
+        ("another micro-batch and checkpointing", {}, (request.micro_batch, request.checkpointing) != (None, None)),
+        ("--optim adamw_8bit", adam8, method == "full" and request.optim == DEFAULT_OPTIMIZER),
+        ("--dtype bfloat16", bf16, method == "full" and request.dtype is None),
+        ("--dtype bfloat16 --optim adamw_8bit", bf16 | adam8, method == "full" and request.dtype is None),
+        ("--use_peft true" if training else "--method lora", {"methods": ("lora",)}, request.methods == ("full",)),
+        ("no --modules_to_save", {"modules_to_save": ()}, bool(request.modules_to_save)),
+        (f"--{'lora_r' if training else 'rank'} 16", {"rank": 16}, method != "full" and request.rank > 16),
+        ("--load_in_4bit" if training else "--method qlora", {"methods": ("qlora",)}, "qlora" not in request.methods),
+        ("--packing false", {"packing": False}, request.packing),
+    ]
+    found: list[str] = []
+    for words, change, applies in changes:
+        if applies and not any(each in words for each in found):
+            other = replace(request, **(loose | change), mixes=False)
+            with suppress(UsageError):
+                if plan_for(other, card=plan.card, config=plan.config, grid=False).choice:
+                    found.append(words)
+    longest = max((plan.longest(each) or 0 for each in plan.recordings), default=0)
+    if 0 < longest < request.length:
+        found.append(f"--{'max_length' if training else 'seq'} {longest}")
+    if request.cards == 1 and not training and request.trainer == "sft":
+        with suppress(UsageError):
+            if split_plan(replace(request, **loose), cards=[plan.card] * 2, config=plan.config).fits:
+                found.append("--cards 2")
+    some = f"what would fit: {' | '.join(found)}; or" if found else "what would fit:"
+    return f"{some} a smaller model: `hf-rocm-tune plan --largest`"
 
 
 def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:
@@ -516,9 +573,9 @@ def over_cards(
         return at(counts) if counts is not None else best_cut(at, even_counts(whole.layers, [c.free for c in cards]))
 
     found = [split(option) for option in whole.grid]
-    if fitting := [each for each in found if each.fits]:
-        best = max(each.option.tokens_per_second for each in fitting)
-        found = [each for each in fitting if each.option.tokens_per_second >= best * (1 - NEAR)]
+    if roomy := [each for each in found if each.least_spare >= cards[0].margin]:
+        best = max(each.option.tokens_per_second for each in roomy)
+        found = [each for each in roomy if each.option.tokens_per_second >= best * (1 - NEAR)]
     return max(found, key=lambda each: each.least_spare)
 
 

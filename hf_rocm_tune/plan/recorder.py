@@ -77,16 +77,27 @@ def record(
     try:
         with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
             warnings.simplefilter("ignore")
-            with mode:
-                head = partial(FusedHead.apply, recorder, platform == "cpu", one_pass)
-                loss = _forward(sample, (batch, length), case.packing, head, cpu=platform == "cpu")
+            head = partial(FusedHead.apply, recorder, platform == "cpu", one_pass)
+            forward = partial(_forward, sample, (batch, length), case.packing, head, cpu=platform == "cpu")
+            loss = other = None
+            if not case.evaluation:
+                with mode:
+                    loss = forward()
+            if case.evaluation or case.trainer != "sft":
+                with mode, _untrained(sample, recorder, reference=not case.evaluation):
+                    mode.second_model = not case.evaluation and sample.model is sample.base
+                    other = forward()
             mode.forget_casts()
-            recorder.segment("loss")
-            loss.backward()
-            del loss  # frees what only the graph still referenced
+            if loss is not None:
+                recorder.segment("loss")
+                loss.backward()
+            del loss, other  # frees what only the graph still referenced
         for segment in tape.segments:
             if case.recompute is not None and segment.role == "forward":
                 segment.launches *= _SELECTIVE_LAUNCHES
+            if case.trainer == "kto" and segment.role.startswith("reference"):  # its KL estimate takes two more passes
+                for work in ("flops", "written", "launches", "products", "unpacked"):
+                    setattr(segment, work, 3 * getattr(segment, work))
         return tape
     except TooManyOperations as error:
         raise TooManyOperations(f"{name} cannot be planned: {error}") from error
@@ -129,6 +140,23 @@ def _of_all_layers(sample: Sample, logits: tuple[Tensor, ...]) -> list[Tensor]:
         return list(logits)
     by_layer = dict(zip(sparse, logits, strict=True))
     return [by_layer[i] for i in sample.layer_of if i in by_layer]
+
+
+@contextmanager
+def _untrained(sample: Sample, recorder: Recorder, *, reference: bool) -> Iterator[None]:
+    """A pass without gradients, in evaluation or of the reference model; that of adapters is the model without them."""
+    without: Any = getattr(sample.model, "disable_adapter", nullcontext) if reference else nullcontext
+    recorder.roles = _REFERENCE if reference else {}
+    recorder.segment("start")
+    sample.model.eval()
+    try:
+        with torch.no_grad(), without():
+            yield
+    finally:
+        sample.model.train()
+
+
+_REFERENCE = {"start": "reference start", "forward": "reference", "head": "reference head"}
 
 
 def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> list[Any]:
@@ -221,11 +249,12 @@ class Recorder(TorchDispatchMode):
         self._landed: set[int] = set()
         self._operations = 0
         self._next: TapeSegment | None = None
+        self.roles: dict[str, str] = {}  # other names of the segments of a pass
         self.segment("start")
 
     def segment(self, role: str, layer: int = -1) -> None:
         """Start a segment with the next operation: what is freed before it belongs to the segment before."""
-        self._next = TapeSegment(role=role, layer=layer)
+        self._next = TapeSegment(role=self.roles.get(role, role), layer=layer)
 
     def landed(self, gradient: Tensor) -> None:
         """Record that this tensor is a parameter's gradient; one that is added to an earlier gradient is freed now."""
@@ -418,8 +447,9 @@ class DeviceMode(TorchFunctionMode):
         self._platform = platform
         self._autocast = autocast
         self._plain = content_is_plain
-        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._casts: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
         self._caching = True
+        self.second_model = False  # a model of the same shape, recorded with the same parameters
 
     def forget_casts(self) -> None:
         """Free the cached casts of parameters at the end of the forward pass; backward caches none between layers."""
@@ -472,9 +502,10 @@ class DeviceMode(TorchFunctionMode):
         lasting = tensor.dtype == torch.float32 and tensor.is_leaf and tensor.requires_grad
         if not (self._caching and lasting and dtype == torch.bfloat16):
             return tensor.to(dtype)
-        if id(tensor) not in self._casts:
-            self._casts[id(tensor)] = tensor, tensor.to(dtype)
-        return self._casts[id(tensor)][1]
+        key = id(tensor), self.second_model
+        if key not in self._casts:
+            self._casts[key] = tensor, tensor.to(dtype)
+        return self._casts[key][1]
 
     def _attention(
         self,

@@ -12,16 +12,17 @@ import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.survey import CARDS, Card, Gpu, Machine, survey
+from hf_rocm_tune.machine.cards import CARDS, Card
+from hf_rocm_tune.machine.survey import Gpu, Machine, survey
 from hf_rocm_tune.paths import expand_user
-from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, DESKTOP_BYTES, GIB, CardMemory, Rates, optimizer
-from hf_rocm_tune.plan.measure import kept, rates_of
+from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, RATES_OF, CardMemory, Rates, optimizer
 
 METHODS = ("lora", "qlora", "full")
+TRAINERS = ("sft", "dpo", "kto")
 PLATFORMS = ("hip", "cuda", "cpu")
 DTYPES = ("bfloat16", "float16", "float32")
 ATTENTIONS = ("sdpa", "eager")
@@ -42,9 +43,10 @@ class PlanRequest:
     # revision, trust_remote_code: as for loading
     revision: str = "main"
     trust_remote_code: bool = False
+    trainer: str = "sft"  # ``sft``, ``dpo`` or ``kto``
     methods: tuple[str, ...] = ("lora", "qlora")  # to choose from, of ``lora``, ``qlora`` and ``full``
     length: int = 2048  # tokens of the longest sequence
-    effective_batch: int = 16  # sequences per optimizer step, over all cards
+    effective_batch: int = 16  # sequences (``dpo``: pairs) per optimizer step, over all cards
     cards: int = 1  # each with the whole model
     packing: bool = False  # several sequences in a row
     # rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters
@@ -65,6 +67,8 @@ class PlanRequest:
     workers: int = 0  # data loader workers, for the host's memory
     rows: int = 0  # of the dataset, to estimate hours; 0: unknown
     micro_batch: int | None = None  # only this one; None: all divisors of the effective batch
+    eval_batch: int | None = None  # of evaluation; None: the largest up to 8 that needs no more than a training step
+    evaluates: bool = True
     checkpointing: bool | None = None  # only with (True) or without (False)
     recompute: tuple[int, int] | None = None  # only this mix; see `estimate.Case`
     mixes: bool = True  # consider mixes of recomputation
@@ -73,7 +77,7 @@ class PlanRequest:
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
         least |= {"cards": (self.cards, 1), "rank": (self.rank, 1), "alpha": (self.alpha, 1)}
-        least |= {"workers": (self.workers, 0), "rows": (self.rows, 0)}
+        least |= {"workers": (self.workers, 0), "rows": (self.rows, 0), "eval_batch": (self.eval_batch or 1, 1)}
         faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
         if self.effective_batch > _LARGEST_BATCH:
             faults.append(f"--effective_batch must be {_LARGEST_BATCH} or less, got {self.effective_batch}")
@@ -83,7 +87,14 @@ class PlanRequest:
             faults.append(f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card")
         if not 0 <= self.dropout < 1:
             faults.append(f"--dropout must be 0 or more and below 1, got {self.dropout}")
+        if self.trainer != "sft" and (self.packing or self.one_pass_loss):
+            faults.append(f"--packing and --one_pass_loss are for sft, not {self.trainer}")
+        if self.trainer == "kto" and (self.micro_batch or self.each) < 2:
+            faults.append("kto needs two or more sequences in a micro-batch: its KL estimate pairs them")
+        if "full" in self.methods and (self.dora or self.rslora or self.modules_to_save):
+            faults.append("--dora, --rslora and --modules_to_save are for adapters: leave them out with --method full")
         for name, given, known in (
+            ("trainer", self.trainer, TRAINERS),
             *(("method", method, METHODS) for method in self.methods),
             ("platform", self.platform, PLATFORMS),
             ("dtype", self.dtype or DTYPES[0], DTYPES),
@@ -111,11 +122,14 @@ def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
     return words[0] if alone else tuple(words)
 
 
-def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str = "hip") -> PlanRequest:
+def from_training(
+    settings: Mapping[str, Any], *, trainer: str = "sft", cards: int = 1, platform: str = "hip"
+) -> PlanRequest:
     """The request of a training job, at its own effective batch.
 
     Args:
         settings: by the names of its flags, as ``arguments.Arguments.resolved()`` gives them.
+        trainer: ``sft``, ``dpo`` or ``kto``.
         cards: processes of the job.
         platform: ``hip``, ``cuda`` or ``cpu``.
 
@@ -139,6 +153,7 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
         model=str(settings["model_name_or_path"]),
         revision=str(settings.get("model_revision") or "main"),
         trust_remote_code=bool(settings.get("trust_remote_code")),
+        trainer=trainer,
         methods=("full",) if not lora else ("qlora",) if settings.get("load_in_4bit") else ("lora",),
         length=int(settings["max_length"]),
         effective_batch=cards * each,
@@ -146,11 +161,12 @@ def from_training(settings: Mapping[str, Any], *, cards: int = 1, platform: str 
         packing=bool(settings.get("packing")),
         rank=int(settings["lora_r"]),
         alpha=math.ceil(settings["lora_alpha"]),
-        dropout=float(settings["lora_dropout"]),
+        # TRL turns dropout off for preferences
+        dropout=0.0 if settings.get("disable_dropout") else float(settings["lora_dropout"]),
         targets=as_targets([targets] if isinstance(targets, str) else targets),
-        modules_to_save=tuple(settings.get("lora_modules_to_save") or ()),
-        dora=bool(settings.get("use_dora")),
-        rslora=bool(settings.get("use_rslora")),
+        modules_to_save=tuple((lora and settings.get("lora_modules_to_save")) or ()),
+        dora=lora and bool(settings.get("use_dora")),
+        rslora=lora and bool(settings.get("use_rslora")),
         nested=bool(settings.get("use_bnb_nested_quant")),
         # TRL's `auto` and None load the file's dtype, nearly always bfloat16
         dtype="bfloat16" if dtype in ("auto", None) else str(dtype),
@@ -177,7 +193,6 @@ def card_memory(
     vram_gib: float | None = None,
     desktop_gib: float | None = None,
     machine: Machine | None = None,
-    measured: Mapping[str, Any] | None = None,
 ) -> CardMemory:
     """The memory to plan for.
 
@@ -186,7 +201,6 @@ def card_memory(
         vram_gib: nominal memory, for a card that is not in this machine.
         desktop_gib: held by other processes; by default read from the kernel, or assumed.
         machine: by default this machine.
-        measured: by `plan.measure`, used if it is of the same card; by default the kept one of the card.
 
     Returns:
         The named card; else one of that size; else the card in this machine; else a 7900 XT.
@@ -202,33 +216,34 @@ def card_memory(
         raise UsageError(f"--desktop_gib must be from 0 to 1024 GiB, got {desktop_gib:g}")
     # the card with most memory
     gpus = (survey() if machine is None else machine).gpus
-    described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes.value and not gpu.integrated]
-    here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes.value or 0, default=None)
+    described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
+    here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes or 0, default=None)
     known = _named(name) if name else here.identity.card if here and vram_gib is None else None
     if known is None and vram_gib is None:
         known = _named("rx7900xt")
     size: float | None = vram_gib if vram_gib is not None else known.vram_gib if known else None
     if size is None and name is None and here is not None:  # a card whose memory the table does not have
-        size = (here.sensors.vram_total_bytes.value or 0) / GIB
+        size = (here.sensors.vram_total_bytes or 0) / GIB
     if size is None:
         assert known is not None
         raise UsageError(f"the memory of {known.name} is not in the card table; give --vram in GiB")
     desktop, source = _desktop(desktop_gib, here, size)
     card = known.name if known else f"a card of {size:g} GiB"
-    assumed = Rates(products=1e12 * known.bf16_tflops) if known and known.bf16_tflops else Rates()
-    if measured is None or measured["card"] != card:
-        measured = kept(card)
-    context = measured["context_bytes"] if measured else None
     return CardMemory(
         name=card,
         usable=int(size * _USABLE_SHARE * GIB),
         desktop=desktop,
         desktop_source=source,
-        context=context or CONTEXT_BYTES,
-        context_source="measured" if context else "assumed",
-        rates=rates_of(measured, assumed) if measured else assumed,
+        rates=_rates(known),
         bandwidth=1e9 * (known.bandwidth_gb_s if known and known.bandwidth_gb_s else _USUAL_BANDWIDTH),
     )
+
+
+def _rates(known: Card | None) -> Rates:
+    """The published rates of a card; of others no speed is known, and only choices are ranked."""
+    if known is None or not known.bf16_tflops:
+        return Rates(known=False)
+    return replace(RATES_OF.get(known.key, Rates()), products=1e12 * known.bf16_tflops)
 
 
 def _named(name: str) -> Card:
@@ -247,7 +262,7 @@ def _desktop(given: float | None, here: Gpu | None, size: float) -> tuple[int, s
     if given is not None:
         return int(given * GIB), "given"
     if here is not None:
-        used, total = here.sensors.vram_used_bytes.value, here.sensors.vram_total_bytes.value
+        used, total = here.sensors.vram_used_bytes, here.sensors.vram_total_bytes
         if used is not None and total and abs(total / GIB - size) < 1:
             return used, f"read from the card at {here.address}"
     return DESKTOP_BYTES, "assumed"

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.adapter import adaptable, check_targets, share_inputs, target_names
 from hf_rocm_tune.models.quantised import checkpoint_bits
-from hf_rocm_tune.plan.estimate import Counts, Weight
-from hf_rocm_tune.plan.request import ALL_LINEAR, FOREIGN_ERRORS, PlanRequest, first_line, text_config
+from hf_rocm_tune.plan.estimate import GIB, Counts, Weight
+from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PlanRequest, first_line, text_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,9 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
     if keep != "all":
         layer_of, counted = _keep_one_of_each_kind(layers, text, count if keep == "few" else None)
         keep = keep if counted else "few_counted_as_all"
+        for module in base.modules():  # Llama 3.2 Vision, which skips these layers for text
+            if isinstance(numbers := vars(module).get("cross_attention_layers"), list):
+                module.cross_attention_layers = [i for i in range(len(layers)) if layer_of.index(i) in numbers]
     notes = []
     senses = [name.removesuffix("_config") for name in config.sub_configs if re.match("vision|audio", name)]
     if senses and type(base.config) is type(config):
@@ -110,6 +113,17 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
+    experts = sum(
+        parameter.nbytes * layer_of.count(position)
+        for position, layer in enumerate(layers)
+        for name, parameter in layer.named_parameters()
+        if parameter.requires_grad and ".lora_" in name and "expert" in name
+    )
+    if experts > GIB / 2:
+        notes.append(
+            f"adapters on the experts take {experts / GIB:.1f} GiB, and as much again for gradients and twice for the "
+            "optimizer: --targets q_proj k_proj v_proj o_proj leaves them out"
+        )
     model.train()
     return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, notes=tuple(notes), keep=keep)
 
@@ -252,8 +266,7 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     targets: Any = request.targets if isinstance(request.targets, str) else list(request.targets)
-    check_targets(base, targets)
-    known = adaptable(base)
+    check_targets(base, targets, saved=request.modules_to_save)
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=request.rank,
@@ -267,15 +280,20 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            known = adaptable(base)
             model = get_peft_model(base, settings)
             share_inputs(model)
-            return model
     except (*FOREIGN_ERRORS, NotImplementedError) as error:
-        others = [name for name in known if f"'{name}'" not in str(error)]  # not those that it refuses
-        names = f"; --targets takes names of modules, as {', '.join(others[:8])}"
+        refused = [name for name in known if f"'{name}'" in str(error)]
+        others = " ".join(name for name in known if name not in refused)
         raise UsageError(
-            f"PEFT refuses these adapters: {first_line(error)}{names if targets == ALL_LINEAR else ''}"
+            f"PEFT does not adapt {', '.join(refused)} of {type(base).__name__}: give --targets {others}"
+            if refused
+            else f"PEFT refuses these adapters: {first_line(error)}"
         ) from error
+    if hasattr(base.get_output_embeddings(), "lora_A"):
+        raise UsageError("an adapter on the output head is never trained, TRL's loss reads its weight: leave it out")
+    return model
 
 
 # ---- quantised weights -----------------------------------------------------------------------------------------
@@ -287,7 +305,13 @@ def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.d
 
     if checkpoint_bits(config, request.model, on_card=request.platform != "cpu"):
         given = config.quantization_config
-        return BitsAndBytesConfig.from_dict(given if isinstance(given, dict) else given.to_dict())
+        try:
+            return BitsAndBytesConfig.from_dict(given if isinstance(given, dict) else given.to_dict())
+        except FOREIGN_ERRORS as error:
+            raise UsageError(
+                f"model {request.model}: the quantization_config of its config.json is wrong ({first_line(error)}): "
+                "mend it, or give the model that was quantised"
+            ) from error
     more = {"bnb_4bit_use_double_quant": request.nested, "bnb_4bit_compute_dtype": dtype}
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **more) if method == "qlora" else None
 

@@ -37,6 +37,7 @@ class CardsWay:
     option: Estimate  # the fastest case that fits, else the one with the least memory; the speed is that of all cards
     total: float  # bytes on the fullest card
     fits: bool
+    tight: bool  # it fits with less left over than the assumed parts may be wrong
     longest: int | None  # tokens, with micro-batch 1 and checkpointing; None: none fits, or unknown
     crossing: float  # bytes between the cards, or between them and the host, in one optimizer step; sum of all cards
     flags: str  # of ``hf-rocm-tune sft`` that select it
@@ -56,6 +57,8 @@ def ways(plan: Plan) -> list[CardsWay]:
         _replicated(plan, wanted, "host", THROUGH_HOST, f"{launched} --grad_sync host"),
         _sharded(plan, wanted),
     ]
+    if plan.request.trainer != "sft":  # the other ways refuse these trainers
+        return found[:2]
     for way in (_layered, _together):
         with suppress(UsageError):  # fewer layers than cards; weights that cannot be sharded
             found += way(plan)
@@ -63,17 +66,17 @@ def ways(plan: Plan) -> list[CardsWay]:
 
 
 def best_of(found: list[CardsWay]) -> CardsWay | None:
-    """The fastest way that fits, the first of nearly equal ones; None: none fits."""
-    offered = [each for each in found if each.fits]
+    """The fastest that fits, with the card's margin if one does, the first of nearly equal ones; None: none fits."""
+    fitting = [each for each in found if each.fits]
+    offered = [each for each in fitting if not each.tight] or fitting
     top = max((each.option.tokens_per_second for each in offered), default=0.0)
     return next((each for each in offered if each.option.tokens_per_second >= top * (1 - NEAR)), None)
 
 
 def sentence(plan: Plan, found: list[CardsWay]) -> str:
-    """The recommended way, and the reason."""
+    """The recommended way, one of which fits, and the reason."""
     best = best_of(found)
-    if best is None:
-        return "none of these fits: try a shorter --seq, --method qlora or a smaller model"
+    assert best is not None, "one fits"
     method, cards = best.option.variant, plan.request.cards
     gib = best.crossing / GIB
     alone = any(each.fits for each in plan.grid if (each.variant, each.case.length) == (method, plan.request.length))
@@ -89,7 +92,7 @@ def sentence(plan: Plan, found: list[CardsWay]) -> str:
         f"{gib:.2f} GiB are transferred per step",
         "tensor": f"{reason}, and summing {gib:.1f} GiB per step takes less time than cards that wait for each other",
     }
-    return f"{best.name}: {why[best.name]}; start it with {best.flags}"
+    return f"{best.name}: {why[best.name]}"
 
 
 def _at(plan: Plan, option: Estimate, *, times: float = 1.0, plus: float = 0.0, least: float = 0.0) -> Estimate:
@@ -114,7 +117,14 @@ def _way(
     """The way of a case whose estimate is that of the fullest card; ``fits`` as for `Plan.longest`."""
     longest = plan.longest(best.variant, fits)
     return CardsWay(
-        name=name, option=best, total=best.total, fits=best.fits, longest=longest, crossing=crossing, flags=flags
+        name=name,
+        option=best,
+        total=best.total,
+        fits=best.fits,
+        tight=best.tight,
+        longest=longest,
+        crossing=crossing,
+        flags=flags,
     )
 
 
@@ -211,6 +221,7 @@ def _layered(plan: Plan) -> list[CardsWay]:
             option=_at(plan, option, times=times, plus=crossing / THROUGH_HOST / (1 if turns else cards)),
             total=total,
             fits=total <= plan.card.usable,
+            tight=0 <= plan.card.usable - total < plan.card.margin,
             longest=plan.longest(method, lambda case, trace: takes(case, method, trace, flights) <= plan.card.usable),
             crossing=crossing,
             flags=flags,
@@ -224,7 +235,7 @@ def _layered(plan: Plan) -> list[CardsWay]:
         for one in grid
         if (flights := min(IN_FLIGHT * cards, one.case.accumulation)) > 1
     ]
-    return [split, *sorted(piped, key=lambda each: (not each.fits, -each.option.tokens_per_second))[:1]]
+    return [split, *sorted(piped, key=lambda each: (not each.fits, each.tight, -each.option.tokens_per_second))[:1]]
 
 
 def _one_batch_for_all(plan: Plan) -> tuple[PlanRequest, list[Estimate]]:

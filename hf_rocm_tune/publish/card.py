@@ -1,10 +1,9 @@
-"""The model card, ``README.md``: base model, data, settings, code that loads the result, and how it was verified.
+"""The model card, ``README.md``: trainer, base model, data, settings, code that loads the result, how it was verified.
 
-Its text is the template ``card.md.j2``. Foreign values (names of files, settings, texts of incidents) are redacted and
-escaped for Markdown. The card is valid for the Hub: ``base_model`` and ``datasets`` are ids of the Hub or omitted. Its
-code loads the result with the arguments that give the logits of training: TRL trains adapters of quantised models in
-bfloat16, while PEFT loads every adapter as float32 by default; and ``device_map="auto"`` would split the base over two
-cards, with copies between them.
+Foreign values (names of files, settings, texts of incidents) are redacted and escaped for Markdown. ``base_model`` and
+``datasets`` are ids of the Hub or left out, as the Hub demands. The code loads the result with the arguments that give
+the outputs of training: TRL trains adapters of quantised models in bfloat16, which PEFT would load as float32; and
+``device_map="auto"`` would split the base over two cards, with copies between them.
 
 A card ends with the hash of its text. A card with a correct hash is ours and is replaced by the next one; any other
 ``README.md`` was written or edited by a person and is kept.
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
@@ -28,7 +26,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.publish import history
-from hf_rocm_tune.publish.history import Row, Trained, items, plain, table, text
+from hf_rocm_tune.publish.history import Row, Trained, count, items, plain, table, text
 from hf_rocm_tune.redaction import Private, hub_id_of, scrub_json, scrub_text
 
 CARD_NAME = "README.md"
@@ -36,7 +34,6 @@ _SIGNED = re.compile(
     r"\A(?P<text>.*)\n\n<!-- hf-rocm-tune wrote this card \((?P<sha256>[0-9a-f]{64})\)[^\n]*-->\s*\Z", re.S
 )
 _ACTIVE = re.compile(r"([\\`*_\[\]<>|#~$])")
-_INCIDENT_COLUMNS = ("step", "stage", "tensor", "kind", "where", "recovered by", "outcome")
 _QUANTIZATION = ("load_in_4bit", "load_in_8bit")
 _QUANTIZATION_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _DTYPES = frozenset({"float32", "float16", "bfloat16"})
@@ -54,6 +51,7 @@ class CardFacts:
     revision: str | None = None  # of the base model
     datasets: Sequence[str] = ()  # names or paths, as they were given
     data: str = ""  # one line about the rows
+    columns: Sequence[str] = ()  # of the rows, as the trainer reads them
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, by name
     rows: Sequence[Row] = ()  # the log history
     step: int = 0  # optimizer steps done
@@ -66,6 +64,11 @@ class CardFacts:
     def is_adapter(self) -> bool:
         """Whether the base model is needed to use what was trained."""
         return self.trained.adapter_dtype is not None
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether it is a reward model."""
+        return self.trained.model_class.endswith("ForSequenceClassification")
 
 
 def build(facts: CardFacts, private: Private) -> str:
@@ -121,8 +124,8 @@ def _metadata(facts: CardFacts) -> str:
         tags += [f"base_model:adapter:{facts.base_model_id}"] if facts.is_adapter else []
     if facts.datasets:
         more["datasets"] = list(facts.datasets)
-    if facts.trained.model_class.endswith("ForCausalLM"):
-        more["pipeline_tag"] = "text-generation"
+    if facts.gives_scores or facts.trained.model_class.endswith("ForCausalLM"):
+        more["pipeline_tag"] = "text-classification" if facts.gives_scores else "text-generation"
     library = "peft" if facts.is_adapter else "transformers"
     return str(ModelCardData(library_name=library, tags=sorted(tags), **more).to_yaml())
 
@@ -141,57 +144,122 @@ def _code(value: str) -> str:
 
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table, whose cells are Markdown already, and an empty line; nothing without lines."""
+    """A table, whose cells are Markdown already; nothing without lines."""
     rows = [f"| {' | '.join(line)} |" for line in lines]
-    head = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-    return "\n".join([*head, *rows, ""]) if rows else ""
+    return "\n".join([f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *rows]) if rows else ""
 
 
 def _text(facts: CardFacts) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hf_rocm_tune.publish", ""),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"prose": _prose, "code": _code, "quoted": json.dumps}
     trained, report = facts.trained, facts.report
     base = _prose(facts.base_model)
     if facts.base_model_id:
         base = f"[{base}](https://huggingface.co/{facts.base_model_id})"
-    what = f"An adapter ({_prose(trained.method)}) for {base}" if facts.is_adapter else f"{base}, fine-tuned in full"
+    kind = "reward model, which scores a text, " if facts.gives_scores else ""
+    what = f"{base}, fine-tuned in full"
+    if facts.is_adapter:
+        what = f"An adapter ({_prose(trained.method)}) that makes {base} a {kind}" if kind else f"An adapter for {base}"
+    trainer = "RewardTrainer" if facts.verb == "reward" else f"{facts.verb.upper()}Trainer"
     done = f"{facts.step:,} steps" if facts.final else f"{facts.step:,} steps so far (a checkpoint, not the result)"
+    verdict = history.judge(report, finished=facts.final)
+    links = [f"[{_prose(name)}](https://huggingface.co/datasets/{name})" for name in facts.datasets]
+    columns = f"; columns {', '.join(map(_code, facts.columns))}" if facts.columns else ""
+    dtypes = ", which keeps the adapter in the dtype of its training" if _keeps_dtype(facts) else ""
+    settings = [(name, _code(plain(value))) for name, value in history.shown_settings(facts.settings).items()]
+    machine = [*history.device(report), *((n, plain(v)) for n, v in table(report, "versions").items() if v)]
+    parts = [
+        f"# {_prose(facts.name)}",
+        f"{what.rstrip(', ')}, trained with [TRL](https://huggingface.co/docs/trl)'s `{trainer}` under hf-rocm-tune, "
+        f"which verifies every transfer to the device: {done}, {trained.trainable:,} of {trained.parameters:,} "
+        "parameters.",
+        f"**Integrity:** {_prose(verdict.headline)}",
+        "## How to load it",
+        f"```python\n{_loading(facts)}\n```",
+        f"These arguments give the outputs of the training{dtypes}.",
+        f"```python\n{_using(facts)}\n```",
+        "## Training",
+        f"![Loss over optimizer steps]({facts.picture})" if facts.picture else "",
+        _table(("", ""), history.figures(facts.rows)),
+        f"Method: {_prose(trained.method)}. Data: {_prose(facts.data)}{columns}."
+        + (f" On the Hub: {', '.join(links)}." if links else ""),
+        *_data(report),
+        _table(("setting", "value"), settings),
+        "## Integrity",
+        history.explained(report) if report else "There is no transfer report, so it is unknown what was verified.",
+        "\n".join(f"- {_prose(note)}" for note in verdict.notes),
+        _table(("what was checked", "how much", "wrong", "recovered"), [row.cells for row in history.counted(report)]),
+        "\n".join(f"- {name}: {_prose(value)}" for name, value in history.events(report)),
+        "`transfer_report.json` has each incident; `integrity.json` has the hashes of all files." if report else "",
+        _table(("", ""), [(_prose(name), _code(value)) for name, value in machine]),
+        "This card was written by the program that trained the model: intended uses, limits, the licence (the base "
+        "model's and the data's count) and evaluations are for its authors to add. A card that was edited is kept.",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _data(report: Mapping[str, Any]) -> list[str]:
+    """What was cut off and dropped, and the share that counts in the loss."""
+    lines = []
+    for row in items(report, "data"):
+        tokens = max(count(row, "kept"), 1)
+        lines.append(
+            f"- {_prose(text(row, 'split'))}: {count(row, 'rows'):,} rows, {count(row, 'tokens'):,} tokens; "
+            f"{count(row, 'cut'):,} rows cut ({count(row, 'lost'):,} tokens lost), {count(row, 'dropped'):,} rows "
+            f"dropped; {100 * count(row, 'trained') / tokens:.3g} % of the tokens count in the loss"
+        )
+    return ["\n".join(lines)]
+
+
+# ---- its code -------------------------------------------------------------------------------------------------------
+
+
+def _keeps_dtype(facts: CardFacts) -> bool:
+    return facts.is_adapter and facts.trained.adapter_dtype != "float32"
+
+
+def _loading(facts: CardFacts) -> str:
+    trained, name = facts.trained, "adapter" if facts.is_adapter else "trained"
     auto = "AutoModelForCausalLM" if trained.model_class.endswith("ForCausalLM") else trained.model_class
-    return environment.get_template("card.md.j2").render(
-        f=facts,
-        history=history,
-        report=report,
-        about=f"{what}, trained with [TRL](https://huggingface.co/docs/trl)'s SFT trainer under hf-rocm-tune, which "
-        f"verifies every transfer to the device: {done}, {trained.trainable:,} of {trained.parameters:,} parameters.",
-        verdict=history.judge(report, finished=facts.final),
-        auto=auto,
-        imports=", ".join(
-            sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if trained.quantization else set()))
-        ),
-        arguments=_arguments(facts),
-        kept_dtype=facts.is_adapter and trained.adapter_dtype != "float32",
-        settings=[(name, _code(plain(value))) for name, value in history.shown_settings(facts.settings).items()],
-        integrity=[(name, _prose(value)) for name, value in history.integrity(report)],
-        incident_names=_INCIDENT_COLUMNS,
-        incidents=[
-            [_code(history.incident(row)[name]) for name in _INCIDENT_COLUMNS] for row in items(report, "incidents")
-        ],
-        machine=_machine(report),
-        rows=_table,
-    )
+    auto = "AutoModelForSequenceClassification" if facts.gives_scores else auto
+    imports = sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if trained.quantization else set()))
+    lines = ["import torch"]
+    lines += ["from peft import PeftModel"] if facts.is_adapter else []
+    lines += [f"from transformers import {', '.join(imports)}", ""]
+    if facts.is_adapter:
+        if not facts.base_model_id:
+            lines.append("# It was loaded from a directory of this name: give its path here, or its id on the Hub.")
+        lines.append(f"base_model = {json.dumps(facts.base_model)}")
+    here = "" if facts.repo_id else "  # this directory, or its id on the Hub"
+    lines += [f"{name} = {json.dumps(facts.repo_id or '.')}{here}", ""]
+    lines += ['device = "cuda" if torch.cuda.is_available() else "cpu"  # torch calls ROCm cards "cuda" as well', ""]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained({name})", f"model = {auto}.from_pretrained("]
+    lines += [*(f"    {argument}," for argument in _arguments(facts)), ")"]
+    if facts.is_adapter:
+        keep = ", autocast_adapter_dtype=False" if _keeps_dtype(facts) else ""
+        lines.append(f"model = PeftModel.from_pretrained(model, adapter{keep})")
+    return "\n".join([*lines, "model.eval()"])
 
 
-def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    lines = [(_prose(name), _code(value)) for name, value in history.device(report)]
-    return lines + [(_prose(name), _code(plain(value))) for name, value in table(report, "versions").items() if value]
-
-
-# ---- the code that loads it -----------------------------------------------------------------------------------------
+def _using(facts: CardFacts) -> str:
+    messages = [{"role": "user", "content": "What is a checksum?"}]
+    if facts.gives_scores:
+        messages.append({"role": "assistant", "content": "A small number that changes when the data do."})
+    if facts.trained.chat_template:
+        wanted = "" if facts.gives_scores else "add_generation_prompt=True, "
+        lines = [
+            f"messages = {json.dumps(messages)}",
+            "inputs = tokenizer.apply_chat_template(",
+            f'    messages, {wanted}return_dict=True, return_tensors="pt"',
+            ").to(device)",
+        ]
+    else:
+        text = "A checksum is" + (" a small number that changes when the data do." if facts.gives_scores else "")
+        lines = [f'inputs = tokenizer("{text}", return_tensors="pt").to(device)']
+    if facts.gives_scores:
+        lines += ["with torch.no_grad():", "    score = model(**inputs).logits[0, 0].item()  # higher is better"]
+        return "\n".join([*lines, "print(score)"])
+    lines += ["generated = model.generate(**inputs, max_new_tokens=64)"]
+    answer = 'generated[0, inputs["input_ids"].shape[1] :]'
+    return "\n".join([*lines, f"print(tokenizer.decode({answer}, skip_special_tokens=True))"])
 
 
 def _arguments(facts: CardFacts) -> list[str]:
@@ -199,6 +267,7 @@ def _arguments(facts: CardFacts) -> list[str]:
     arguments = ["base_model" if facts.is_adapter else "trained"]
     if facts.is_adapter and facts.base_model_id and facts.revision not in (None, "main"):
         arguments.append(f"revision={json.dumps(facts.revision)}")
+    arguments += ["num_labels=1"] if facts.gives_scores and facts.is_adapter else []
     arguments.append(f"dtype={_dtype(trained.dtype)}")
     if config := trained.quantization:
         names = [*_QUANTIZATION, *(_QUANTIZATION_4BIT if config.get("load_in_4bit") else ())]
@@ -235,6 +304,7 @@ def published_name(name: str, private: Private, base_model_id: str | None = None
 
     Args:
         name: an id of the Hub, which stays, or a path of this machine.
+        private: which names are paths.
         base_model_id: the id that the user gave for it; without one, a path in the Hub's cache still tells its id.
     """
     if not private.is_local(name) and is_hub_id(name):
@@ -252,32 +322,45 @@ def is_hub_id(name: str) -> bool:
 
 
 def clean_card(text: str, private: Private, *, base_model_id: str | None = None) -> tuple[str, list[str]]:
-    """A card that the Hub accepts, without private paths and secrets.
+    """A card that the Hub accepts, without private paths and secrets, and what was changed, in public words.
 
     The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is not an id of the Hub, so a local path there is
-    replaced by the id that the user gave, or removed.
-
-    Returns:
-        The text (the same object if nothing was changed), and the changes in words without private content.
-
-    Raises:
-        UsageError: the metadata is not a YAML mapping, or huggingface_hub cannot read it.
+    replaced by the id that the user gave, or removed. Metadata that cannot be read is a ``UsageError``.
     """
     found = _FRONT_MATTER.match(text)
     front, body = ("", text) if found is None else (found[0], text[found.end() :])
     changes: list[str] = []
     try:
-        if found is not None:
-            metadata = yaml.safe_load(found[2]) or {}
-            if not isinstance(metadata, dict):
-                raise ValueError("not a YAML mapping")
-            cleaned = _clean_metadata(metadata, private, base_model_id, changes)
-            if cleaned != metadata:
-                front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
-        cleaned_body = scrub_text(body, private, names=False)
-        if cleaned_body != body:
+        metadata = (yaml.safe_load(found[2]) or {}) if found is not None else {}
+        if not isinstance(metadata, dict):
+            raise ValueError("not a YAML mapping")
+        cleaned = {**metadata}
+        if base_model_id and found is not None:
+            cleaned.setdefault("base_model", base_model_id)
+        for key, value in list(cleaned.items()):
+            if key in ("base_model", "datasets"):
+                given = base_model_id if key == "base_model" else None
+                names = value if isinstance(value, list) else [value]
+                ids = [published_name(str(name), private, given) for name in names if name is not None]
+                public = list(dict.fromkeys(filter(None, ids)))
+                cleaned[key] = public if isinstance(value, list) else public[0] if public else None
+            elif key == "tags" and isinstance(value, list):  # base_model:adapter:NAME
+                cleaned[key] = [
+                    tag for tag in value if ":" not in str(tag) or not private.is_local(str(tag).rpartition(":")[2])
+                ]
+            else:
+                cleaned[key] = scrub_json(value, private, names=False)
+            if not cleaned[key]:
+                del cleaned[key]
+        for key in [*metadata, *(key for key in cleaned if key not in metadata)]:
+            if cleaned.get(key) != metadata.get(key):
+                changes.append(f"{key}: {plain(cleaned[key]) if key in cleaned else 'removed, it was a local path'}")
+        if changes:
+            front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
+        public_body = scrub_text(body, private, names=False)
+        if public_body != body:
             changes.append("local paths or secrets in its text were replaced")
-        result = front + cleaned_body if changes else text
+        result = front + public_body if changes else text
         ModelCard(result)  # huggingface_hub's own reading; the Hub's is asked for when the card is uploaded
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         message = " ".join(str(error).split())
@@ -285,31 +368,3 @@ def clean_card(text: str, private: Private, *, base_model_id: str | None = None)
             f"the metadata of README.md cannot be read ({message}): correct the lines between the --- marks"
         ) from error
     return result, changes
-
-
-def _clean_metadata(
-    metadata: dict[str, Any], private: Private, base_model_id: str | None, changes: list[str]
-) -> dict[str, Any]:
-    """The metadata with ids of the Hub only; appends what was changed."""
-    cleaned: dict[str, Any] = {}
-    for key, value in metadata.items():
-        if key in ("base_model", "datasets"):
-            given = base_model_id if key == "base_model" else None
-            names = value if isinstance(value, list) else [value]
-            found = (published_name(str(name), private, given) for name in names if name is not None)
-            ids = list(dict.fromkeys(filter(None, found)))
-            if ids:
-                cleaned[key] = ids if isinstance(value, list) else ids[0]
-            if ids != names:
-                changes.append(f"{key}: {', '.join(ids) or 'removed, it was a local path'}")
-            continue
-        kept = value
-        if key == "tags" and isinstance(value, list):  # base_model:adapter:NAME; the Hub makes its own of `base_model`
-            kept = [tag for tag in value if ":" not in str(tag) or not private.is_local(str(tag).rpartition(":")[2])]
-        cleaned[key] = scrub_json(kept, private, names=False)
-        if cleaned[key] != value:
-            changes.append(f"{key}: without local paths")
-    if base_model_id and "base_model" not in cleaned:
-        cleaned["base_model"] = base_model_id
-        changes.append(f"base_model: {base_model_id}")
-    return cleaned

@@ -1,10 +1,8 @@
-"""``hf-rocm-tune merge --gguf``: a merged model as GGUF, by llama.cpp's own converter, with a ``Modelfile`` for Ollama.
+"""``hf-rocm-tune merge --gguf``: a merged model as a GGUF file by llama.cpp's tools, compared with it, and a Modelfile.
 
-The converter writes the merged weights without loss, or as a floating type; `llama-quantize` converts that to every
-other type. The file is read back. The converter renames tensors and may reorder rows, so a tensor is identified by a
-sum over its values that does not depend on their order and is additive over stacked experts: each matrix of the merged
-model must be found with exactly its values (cast to the requested floating type). Quantised tensors are compared with
-the lossless ones by name, with a bound on their relative error by the number of bits.
+llama.cpp's own ``convert_hf_to_gguf.py`` writes a lossless file, and ``llama-quantize`` a quantised one. Every tensor
+of the merged model, as its manifest records it, must be in the lossless file with its values (in any order: the
+converter permutes some), and those of the quantised file must be as near to the lossless ones as their bits allow.
 
 Not covered: architectures whose matrices the converter changes beyond their order are refused; vectors that it changes
 (Gemma's norms, to which it adds 1) are reported as not compared; what llama.cpp computes with the file.
@@ -20,10 +18,9 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +49,7 @@ class Tools:
 
 
 def find_tools(kind: str, folder: Path | None) -> Tools:
-    """Find the tools, before any work is done.
-
-    Args:
-        kind: of the file, such as "q4_k_m", "q8_0" or "f16".
-        folder: a checkout of llama.cpp, built for a quantised type; None to look on PATH.
-
-    Raises:
-        UsageError: a tool or package is missing.
-    """
+    """Find the tools in a checkout of llama.cpp, or on PATH, before any work is done."""
     if not _KNOWN.fullmatch(kind):
         raise UsageError(f"--gguf {kind}: give a type of llama.cpp's, such as q4_k_m, q8_0 or f16")
 
@@ -86,38 +75,39 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
 def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
     """Convert a merged model; the result is in its directory ``gguf``, complete or not at all.
 
-    Returns:
-        The GGUF file, with a ``Modelfile`` and a manifest in the same directory.
-
-    Raises:
-        UsageError: llama.cpp refuses the model, or the disk is full.
-        CorruptionError: a file was read back wrong.
+    Gives the GGUF file, with a ``Modelfile`` and a manifest beside it. A model that llama.cpp refuses is a
+    ``UsageError``, a file that was read back wrong a ``CorruptionError``.
     """
     from hf_rocm_tune.survive import manifest
     from hf_rocm_tune.survive.atomic import staged_directory
 
     written = manifest.read(model)
     assert isinstance(written, manifest.Manifest)
-    floating = tools.kind if tools.kind in _FLOATING else _lossless(model)
+    kinds = {str(tensor.dtype) for _, tensor in _stored(model, written.tensors) if tensor.is_floating_point()}
+    lossless = next((kind for kind, dtype in _FLOATING.items() if kinds == {f"torch.{dtype}"}), "f32")
+    floating = tools.kind if tools.kind in _FLOATING else lossless
     with staged_directory(model / "gguf") as staging:
         file = staging / f"{model.absolute().name}-{tools.kind.upper()}.gguf"
         plain = file if tools.quantizer is None else staging / "lossless.gguf"
         _call([sys.executable, str(tools.converter), str(model), "--outfile", str(plain), "--outtype", floating])
-        found = _check_values(model, plain, floating)
+        entry = manifest.entry_of(plain)
+        found = _check_values(_stored(model, written.tensors), plain, floating)
         say(found)
         if tools.quantizer is not None:
             _call([str(tools.quantizer), str(plain), str(file), tools.kind.upper()])
-            error = _check_quantised(plain, file)
+            entry = manifest.entry_of(file)
+            say(_check_quantised(plain, file))
             plain.unlink()
-            say(error)
         text, remark = modelfile(model, file)
         (staging / "Modelfile").write_text(text, encoding="utf-8")
         if remark:
             say(remark)
-        origin = {"type": tools.kind, "values": found}
-        manifest.write(
-            staging, run_id=written.run_id, step=written.step, status="final", extra={"gguf": origin, **written.extra}
-        )
+        extra = {"gguf": {"type": tools.kind, "values": found}, **written.extra}
+        run, step, status = written.run_id, written.step, written.status
+        manifest.write(staging, run_id=run, step=step, status=status, entries={file.name: entry}, extra=extra)
+        # The tokenizer, too, is as it was merged, and the file as it was when it was compared.
+        if problems := [*manifest.verify(staging), *manifest.verify(model)]:
+            raise CorruptionError(f"{problems[0]} since it was written: the GGUF file is not kept; check the disk")
     return model / "gguf" / file.name
 
 
@@ -134,29 +124,29 @@ def _call(command: list[str]) -> None:
 # ---- the file is read back -------------------------------------------------------------------------------------------
 
 
-def _stored(model: Path) -> Iterator[tuple[str, Any]]:
-    """Name and tensor of all tensors in a model's files."""
+def _stored(model: Path, recorded: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Name and tensor of all tensors in a model's files, each equal to its digest in the manifest."""
     from safetensors.torch import load_file
 
+    from hf_rocm_tune.transfer import digest
+
     for file in sorted(model.glob("*.safetensors")):
-        yield from load_file(file).items()  # views of the mapped file
+        for name, tensor in load_file(file).items():  # views of the mapped file
+            if digest(tensor).hex() != recorded.get(f"{file.name}:{name}"):
+                raise CorruptionError(f"{name} of {file} differs from what was merged: check the disk, merge again")
+            yield name, tensor
 
 
-def _lossless(model: Path) -> str:
-    """The narrowest floating type that holds every weight."""
-    kinds = {str(tensor.dtype) for _, tensor in _stored(model) if tensor.is_floating_point()}
-    return next((kind for kind, dtype in _FLOATING.items() if kinds == {f"torch.{dtype}"}), "f32")
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """Name, type and float32 values (as many as the tensor has elements, read when called) of a GGUF file's tensors."""
+def _tensors(file: Path) -> dict[str, Any]:
+    """The tensors of a GGUF file, mapped, by name."""
     gguf: Any = importlib.import_module("gguf")
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
 
-    def values(data: Any, kind: Any) -> Any:
-        return gguf.dequantize(data, kind).reshape(-1)
 
-    for tensor in gguf.GGUFReader(file).tensors:
-        yield tensor.name, tensor.tensor_type.name, partial(values, tensor.data, tensor.tensor_type)
+def _values(tensor: Any) -> Any:
+    """Its flat float32 values."""
+    gguf: Any = importlib.import_module("gguf")
+    return gguf.dequantize(tensor.data, tensor.tensor_type).reshape(-1)
 
 
 def _sum_of_values(values: Any) -> int:
@@ -172,42 +162,31 @@ def _sum_of_values(values: Any) -> int:
     return total % 2**64
 
 
-def _check_values(model: Path, file: Path, floating: str) -> str:
-    """Every tensor of the model is in the file.
-
-    Returns:
-        What was found, for the user.
-
-    Raises:
-        CorruptionError: a matrix is missing or has other values.
-    """
+def _check_values(stored: Iterator[tuple[str, Any]], file: Path, floating: str) -> str:
+    """Every tensor of the model is in the file; gives what was found, for the user."""
     import torch
 
     there: dict[tuple[int, int], int] = defaultdict(int)
-    for _, _, values in _tensors(file):
-        read = values()
-        there[read.size, _sum_of_values(read)] += 1
-    lacking: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
-    count, nbytes, equal = 0, 0, 0
-    for name, tensor in _stored(model):
+    for values in map(_values, _tensors(file).values()):
+        there[values.size, _sum_of_values(values)] += 1
+
+    def take(numel: int, total: int) -> bool:
+        there[numel, total % 2**64] -= 1
+        return there[numel, total % 2**64] >= 0
+
+    lacking: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # dimensions, elements, sum
+    count = 0
+    for name, tensor in stored:
         if not tensor.is_floating_point():
             continue
-        count, nbytes = count + 1, nbytes + tensor.nbytes
+        count += 1
         flat = tensor.reshape(-1)
-        cast = flat.to(getattr(torch, _FLOATING[floating]))
-        kept, rounded = _sum_of_values(flat.float().numpy()), _sum_of_values(cast.float().numpy())
-        key = next((key for key in ((flat.numel(), kept), (flat.numel(), rounded)) if there[key]), None)
-        if key is not None:
-            there[key] -= 1
-            equal += tensor.nbytes
-        else:
-            alike = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
-            lacking[alike].append((tensor.ndim, flat.numel(), rounded, tensor.nbytes))
+        kept = _sum_of_values(flat.float().numpy())
+        rounded = _sum_of_values(flat.to(getattr(torch, _FLOATING[floating])).float().numpy())
+        if not take(flat.numel(), kept) and not take(flat.numel(), rounded):
+            lacking[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)].append((tensor.ndim, flat.numel(), rounded))
     for alike, parts in list(lacking.items()):  # experts that are stored one by one are stacked in GGUF
-        key = sum(numel for _, numel, _, _ in parts), sum(total for _, _, total, _ in parts) % 2**64
-        if there[key]:
-            there[key] -= 1
-            equal += sum(size for *_, size in parts)
+        if take(sum(numel for _, numel, _ in parts), sum(total for _, _, total in parts)):
             del lacking[alike]
     if wrong := [name for name, parts in lacking.items() if parts[0][0] > 1]:
         raise CorruptionError(
@@ -215,22 +194,20 @@ def _check_values(model: Path, file: Path, floating: str) -> str:
             "was written wrong, or the converter changes this architecture's weights; the file is not kept"
         )
     other = f"; changed by the converter, not compared: {', '.join(list(lacking)[:3])}" if lacking else ""
-    share = 100 * equal // max(nbytes, 1) if equal < nbytes else 100
-    held = f"{count - len(lacking)} of {count} tensors, {share} % of the bytes"
-    return f"GGUF read back: {held}, hold the merged values{other}"
+    return f"GGUF read back: {count - len(lacking)} of {count} tensors hold the merged values{other}"
 
 
 def _check_quantised(plain: Path, file: Path) -> str:
     """Every tensor of the lossless file is in the quantised one, as exactly as its bits allow."""
     import numpy as np
 
-    quantised = {name: (kind, values) for name, kind, values in _tensors(file)}
+    quantised = _tensors(file)
     worst, where = 0.0, ""
-    for name, _, values in _tensors(plain):
+    for name, tensor in _tensors(plain).items():
         if name not in quantised:
             raise CorruptionError(f"{name} is not in the quantised file: {QUANTIZER} wrote it wrong; it is not kept")
-        kind, read = quantised[name]
-        wanted, found = values().astype(np.float64), read().astype(np.float64)
+        kind = quantised[name].tensor_type.name
+        wanted, found = _values(tensor).astype(np.float64), _values(quantised[name]).astype(np.float64)
         error = float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))
         bits = re.search(r"Q(\d)", kind)
         if not error <= (_MOST_ERROR[int(bits[1])] if bits else 0.005):
@@ -246,13 +223,10 @@ def _check_quantised(plain: Path, file: Path) -> str:
 
 
 def modelfile(model: Path, file: Path) -> tuple[str, str]:
-    """Ollama's ``Modelfile`` for a GGUF file in the same directory.
+    """Ollama's ``Modelfile`` for a GGUF file in the same directory, and a remark for the user, if any.
 
     Ollama's templates are Go's; the parts around each turn are taken from what the chat template renders, and put
     together they must render the same again.
-
-    Returns:
-        The text, and a remark for the user; empty without one.
     """
     from transformers import AutoTokenizer
 

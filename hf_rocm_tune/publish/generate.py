@@ -1,16 +1,13 @@
-"""Loading a model, verified, for generation and evaluation; and the answer to one prompt.
+"""A base with its adapter, or a whole model, loaded and verified to answer prompts.
 
-The model is a base with its adapter, a merged model, or one from the Hub. Weights, adapter and prompts are transferred
-by the mover, as in training. Sampling is upstream's (`GenerationConfig`), by default with the model's generation
-settings. The same seed gives the same answer on the same machine; in a comparison, base and adapter use the same random
-numbers.
+Weights, adapter and prompts are transferred by the mover, as in training. Sampling is upstream's (`GenerationConfig`),
+by default with the model's generation settings. The same seed gives the same answer on the same machine; in a
+comparison, base and adapter use the same random numbers.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -24,7 +21,7 @@ from transformers import TextStreamer, set_seed
 from hf_rocm_tune.errors import UsageError, shortage_advice
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.loading import cast_verified
-from hf_rocm_tune.models.placement import coverage, place
+from hf_rocm_tune.models.placement import Coverage, coverage, place
 from hf_rocm_tune.publish import quiet_unless_terminal
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, open_adapter
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
@@ -49,7 +46,6 @@ class LoadSettings:
     revision: str | None = None
     dtype: str = "auto"
     load_in_4bit: bool = False
-    attn_implementation: str | None = None
     trust_remote_code: bool = False
 
 
@@ -61,8 +57,6 @@ class Sampling:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     seed: int = 0
 
 
@@ -76,7 +70,7 @@ class Loaded:
     mover: Mover  # moves inputs to the device
     adapter: Adapter | None  # None for a whole model
     base: str  # name of the model below the adapter, or of the model
-    verified: dict[str, Any]  # coverage and attested files, for a report
+    covered: Coverage
 
     def without_adapter(self) -> AbstractContextManager[Any]:
         """Within the block the base answers alone."""
@@ -95,18 +89,21 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
     """Load, report what was verified, and close the mover at the end.
 
     Raises:
-        UsageError: a file is missing or damaged, or adapter and base do not fit.
+        UsageError: a file is missing or damaged, adapter and base do not fit, or the model gives no text.
         CorruptionError: a tensor could not be transferred correctly.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     has_adapter = find_adapter(settings.model, settings.revision) is not None
     if settings.base and not has_adapter:
         raise UsageError(f"--base {settings.base}: {settings.model} is not an adapter, so it has no base: leave it out")
-    adapter = open_adapter(settings.model, settings.revision) if has_adapter else None
-    source = _source(settings, adapter)
-    check_source(source, device)
-    if compare and adapter is None:
+    if compare and not has_adapter:
         raise UsageError(f"--compare needs an adapter, and {settings.model} is a whole model")
+    adapter = open_adapter(settings.model, settings.revision) if has_adapter else None
+    if adapter is not None and adapter.is_reward:
+        raise _gives_scores(adapter.name, "an adapter of a reward model")
+    source = _source(settings, adapter)
+    if any("ForSequenceClassification" in str(name) for name in check_source(source, device).architectures or ()):
+        raise _gives_scores(source.name, "a reward model, or another that classifies")
     with Mover(device, settings=TransferSettings(), faults=FaultSpec.from_environment()) as mover:
         if (faults := mover.fault_injection()) is not None:
             say(f"faults are injected on request: {faults}")
@@ -114,9 +111,7 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
         with quiet_unless_terminal():
             model, seconds = load_model(source, mover)
         if not model.can_generate():
-            raise UsageError(
-                f"{source.name} is a {type(model).__name__}, which generates no text: give a language model"
-            )
+            raise UsageError(f"{source.name} is a {type(model).__name__}, which generates no text: give another model")
         if adapter is not None:
             say(adapter.described)
             model = attach(model, adapter, _placer(mover, model.dtype, quantised=settings.load_in_4bit))
@@ -124,8 +119,8 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
             if adapter.trained_in_bits == 4 and not settings.load_in_4bit:
                 say("it was trained on 4-bit weights and the base is loaded unquantised; --load_in_4bit quantises it")
         model.eval()
-        verified = _verified(model, mover, source)
-        say(_line(source.name, verified, seconds))
+        records, covered = attest_files(source, mover), coverage(model, mover)
+        say(_line(source.name, mover, covered, seconds, f"{records.attested}, not attested {len(records.unknown)}"))
         yield Loaded(
             name=settings.model,
             model=model,
@@ -133,11 +128,15 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
             mover=mover,
             adapter=adapter,
             base=source.name,
-            verified=verified,
+            covered=covered,
         )
         sent = mover.report.to_dict()["batches"]
         if sent["mismatches"]:
             say(f"inputs: {sent['mismatches']} arrived wrong, {sent['recovered']} of them were recovered")
+
+
+def _gives_scores(name: str, what: str) -> UsageError:
+    return UsageError(f"{name} is {what}: it gives scores and no text; the code in its README.md scores a text")
 
 
 def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
@@ -154,14 +153,11 @@ def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
             bnb_4bit_quant_type=known.get("bnb_4bit_quant_type") or "nf4",
             bnb_4bit_use_double_quant=known.get("use_bnb_nested_quant", True),
         )
-    init: dict[str, Any] = {"dtype": dtype}
-    if settings.attn_implementation:
-        init["attn_implementation"] = settings.attn_implementation
     return ModelSource(
         name=base.name if base else settings.model,
         revision=(base.revision if base else settings.revision) or "main",
         trust_remote_code=settings.trust_remote_code,
-        init=init,
+        init={"dtype": dtype},
         quantization=quantization,
     )
 
@@ -199,31 +195,17 @@ def _tokenizer(source: ModelSource, adapter: Adapter | None) -> PreTrainedTokeni
     return tokenizer
 
 
-def _verified(model: Any, mover: Mover, source: ModelSource) -> dict[str, Any]:
-    records = attest_files(source, mover)
-    found = coverage(model, mover)
+def _line(name: str, mover: Mover, covered: Coverage, seconds: float, attested: str) -> str:
     counted = mover.report.to_dict()
-    counters = ("tensors", "bytes", "mismatches", "recovered")
-    return {
-        **{name: int(counted["weights"][name] + counted["adapter"][name]) for name in counters},
-        "verified_bytes": found.verified_bytes,
-        "device_bytes": found.device_bytes,
-        "unverified": found.unverified,
-        "files_attested": records.attested,
-        "files_not_attested": list(records.unknown),
-    }
-
-
-def _line(name: str, verified: dict[str, Any], seconds: float) -> str:
-    share = 100 * verified["verified_bytes"] / max(verified["device_bytes"], 1)
-    wrong = verified["mismatches"]
-    trouble = f" ({wrong} arrived wrong, {verified['recovered']} of them were recovered)" if wrong else ""
-    missing = ", ".join(row["tensor"] for row in verified["unverified"][:3])
+    count = {key: counted["weights"][key] + counted["adapter"][key] for key in ("tensors", "bytes", "mismatches")}
+    wrong, recovered = count["mismatches"], counted["weights"]["recovered"] + counted["adapter"]["recovered"]
+    trouble = f" ({wrong} arrived wrong, {recovered} of them were recovered)" if wrong else ""
+    missing = ", ".join(row["tensor"] for row in covered.unverified[:3])
     return (
-        f"{Path(name).name if os.path.isdir(name) else name}: {verified['tensors']:,} tensors, "
-        f"{verified['bytes'] / 1e9:.3g} GB loaded in {seconds:.1f} s{trouble}; {share:.4g} % of the bytes on the "
-        f"device verified{f' (not: {missing})' if missing else ''}; weight files attested "
-        f"{verified['files_attested']}, not attested {len(verified['files_not_attested'])}"
+        f"{Path(name).name if os.path.isdir(name) else name}: {count['tensors']:,} tensors, "
+        f"{count['bytes'] / 1e9:.3g} GB loaded in {seconds:.1f} s{trouble}; "
+        f"{100 * covered.verified_bytes / max(covered.device_bytes, 1):.4g} % of the bytes on the device verified"
+        f"{f' (not: {missing})' if missing else ''}; weight files attested {attested}"
     )
 
 
@@ -237,54 +219,37 @@ class Answer:
     text: str  # without special tokens
     tokens: int  # generated, the end token included
     complete: bool  # the model ended it; False: it reached a limit
-    seconds: float  # from the prompt to the last token
 
 
 def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
-    """Token ids of a prompt.
+    """Token ids of a prompt, with the generation prompt of the assistant where there is a chat template.
 
     Raises:
         UsageError: it is empty or no text, the chat template refuses it, or messages are given without a template.
     """
-    tokenizer: Any = loaded.tokenizer
-    if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
-        if system:
-            raise UsageError(f"--system needs a chat template, and {'--raw leaves it out' if raw else 'there is none'}")
-        _check_text(prompt)
-        ids = [int(token) for token in tokenizer(prompt)["input_ids"]]
-    else:
-        if not tokenizer.chat_template:
-            raise UsageError(f"the prompt is a conversation, but the tokenizer of {loaded.name} has no chat template")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if system:
-            messages = [{"role": "system", "content": system}, *messages]
-        ids = apply_template(tokenizer, messages)
-    if not ids:
-        raise UsageError("the prompt is empty: give some text")
-    return ids
-
-
-def _check_text(prompt: Prompt) -> None:
-    try:
-        json.dumps(prompt, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UsageError("the prompt has bytes that are not UTF-8, or half a character: correct it") from error
-
-
-def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
-    """Token ids of a conversation, with the generation prompt of the assistant.
-
-    Raises:
-        UsageError: it is no text, or the chat template refuses it (for example an unknown order of roles).
-    """
     from jinja2 import TemplateError
 
-    _check_text(messages)
+    tokenizer: Any = loaded.tokenizer
+    plain = raw or not tokenizer.chat_template
+    if plain and system:
+        raise UsageError(f"--system needs a chat template, and {'--raw leaves it out' if raw else 'there is none'}")
+    if plain and not isinstance(prompt, str):
+        raise UsageError(f"the prompt is a conversation, but the tokenizer of {loaded.name} has no chat template")
     try:
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        str(prompt).encode()
+        if plain:
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = [*([{"role": "system", "content": system}] if system else []), *messages]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt has bytes that are not UTF-8, or half a character: correct it") from error
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"the chat template refuses this conversation: {str(error).splitlines()[0]}") from error
-    return [int(token) for token in rendered["input_ids"]]
+    if not ids:
+        raise UsageError("the prompt is empty: give some text")
+    return [int(token) for token in ids]
 
 
 def answer(
@@ -301,7 +266,6 @@ def answer(
     inputs = loaded.place({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
     stream = _Stream(loaded.tokenizer, write)
     set_seed(sampling.seed)
-    begun = time.perf_counter()
     advice = "shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"
     try:
         with shortage_advice(advice), torch.inference_mode():
@@ -311,12 +275,8 @@ def answer(
             raise
         raise UsageError(f"{loaded.base}: generation_config.json: {error}; correct it there") from error
     new = made[0, len(ids) :].tolist()
-    return Answer(
-        text="".join(stream.pieces),
-        tokens=len(new),
-        complete=bool(new) and new[-1] in (config.eos_token_id or []),
-        seconds=time.perf_counter() - begun,
-    )
+    complete = bool(new) and new[-1] in (config.eos_token_id or [])
+    return Answer(text="".join(stream.pieces), tokens=len(new), complete=complete)
 
 
 def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> GenerationConfig:
@@ -326,15 +286,14 @@ def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> Generatio
         raise UsageError(f"the prompt has {prompt_tokens} tokens, and {loaded.name} takes {length}: shorten it")
     config: GenerationConfig = deepcopy(loaded.model.generation_config)
     config.max_length, config.max_new_tokens = None, room
-    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
-        if (value := getattr(sampling, name)) is not None:
-            setattr(config, name, value)
+    given = {
+        name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(sampling, name)) is not None
+    }
     if sampling.temperature == 0:
         config.do_sample = False
         config.temperature = config.top_p = config.top_k = config.min_p = None
-    elif any(getattr(sampling, name) is not None for name in ("temperature", "top_p", "top_k", "min_p")):
-        config.do_sample = True
-        config.temperature = sampling.temperature or config.temperature
+    elif given:
+        config.update(**given, do_sample=True)
     # The model's end tokens and the tokenizer's: an adapter is trained with the end of its own chat template.
     known, own = config.eos_token_id, loaded.tokenizer.eos_token_id
     ends = [] if known is None else list(known) if isinstance(known, list) else [known]

@@ -67,7 +67,7 @@ def merge(
     *,
     base_name: str | None = None,
     dtype: str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_size: int | str = "5GB",
     trust_remote_code: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
@@ -78,7 +78,7 @@ def merge(
         out: directory to create.
         base_name: directory or Hub id of the base; None for the one that the adapter names.
         dtype: torch's name of the dtype of the result; None for that of each weight of the base.
-        max_shard_bytes: of a file of weights; a larger tensor gets its own file.
+        max_shard_size: most bytes of a weight file, or such as "800MB"; a larger tensor gets its own file.
         trust_remote_code: run the base's own Python code.
         say: takes lines for the user.
 
@@ -136,7 +136,7 @@ def merge(
         with quiet_unless_terminal(), staged_directory(out) as staging:
             texts = dict(_texts(directory, adapter))
             texts["README.md"] = merged_card(named.hub_id, adapter.method, reward=adapter.is_reward).encode()
-            stored = _write(merged, staging, texts, max_shard_bytes, adapter.written, origin)
+            stored = _write(merged, staging, texts, max_shard_size, adapter.written, origin)
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror or error}; nothing is left there") from error
     say(
@@ -203,7 +203,7 @@ def _spilled(directory: Path) -> Iterator[None]:
                 with tempfile.NamedTemporaryFile(dir=directory, prefix="_merge-") as file:
                     os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a full disk must not end in a SIGBUS
                     mapped = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype)
-                value.data = mapped.view(value.shape).copy_(value.data)
+                value.data = mapped.view(value.shape).copy_(value.data)  # device: both are on the host
 
         return set_weight
 
@@ -247,7 +247,7 @@ def _merge_layer(name: str, layer: BaseTunerLayer, dtype: torch.dtype | None) ->
         parameter = getattr(owner, each)
         new = parameter.data
         if dtype in (None, old.dtype) and old.shape == new.shape:
-            parameter.data = old.copy_(new)
+            parameter.data = old.copy_(new)  # device: both are on the host
         _cast(f"{name}.{each}", parameter, dtype or old.dtype)
 
 
@@ -300,14 +300,14 @@ def _write(
     model: PreTrainedModel,
     staging: Path,
     texts: Mapping[str, bytes],
-    max_shard_bytes: int,
+    max_shard_size: int | str,
     trained: manifest.Manifest | None,
     origin: Mapping[str, Any],
 ) -> int:
     """Write and seal the merged model: bytes of its tensors. Every entry of the manifest is of compared bytes."""
     model.generation_config = GenerationConfig()  # the base's own file follows, as it is
     try:
-        model.save_pretrained(staging, max_shard_size=max_shard_bytes)
+        model.save_pretrained(staging, max_shard_size=max_shard_size)
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))  # it has the system's error in words only
         if number is None:

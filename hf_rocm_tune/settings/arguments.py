@@ -66,19 +66,15 @@ class TuneArguments:
     )
     consent_unverified: bool = _option(False, "Train although `--verify full` does not cover every byte on the device.")
     sentinel_every: int = _option(50, "Steps between two checks of weights that must not change. 0: no checks.")
-    compare_optimizer_every: int = _option(
-        0, "Steps between two comparisons of the optimizer state across ranks. 0: never."
-    )
     prefetch_batches: int = _option(
         1,
         "Batches transferred ahead of the one in use; values above 1 apply within an accumulation window only. "
         "0 transfers each batch when it is used.",
     )
-    auto_fit: Literal["off", "plan", "probe"] = _option(
+    auto_fit: Literal["off", "plan"] = _option(
         "off",
         "Choose micro-batch, accumulation and activation checkpointing, where they are not given, for the free memory "
-        "of the card: by the plan, or by the plan corrected by worst-case steps before the run. The effective batch "
-        "does not change.",
+        "of the card, by the plan. The effective batch does not change.",
     )
     effective_batch: int | None = _option(
         None,
@@ -164,7 +160,7 @@ class TuneArguments:
             raise ValueError(faults[0])
         if self.auto_fit == "off" and (self.effective_batch is not None or self.auto_fit_gib is not None):
             name = "effective_batch" if self.effective_batch is not None else "auto_fit_gib"
-            raise ValueError(f"--{name} works only with --auto_fit plan or --auto_fit probe; add one of them")
+            raise ValueError(f"--{name} works only with --auto_fit plan; add it")
         if self.recompute_layers is not None:
             recompute.parse(self.recompute_layers)
         if not re.fullmatch(_INITS, self.init_lora_weights):
@@ -424,8 +420,7 @@ def help_all(method: Method) -> str:
     parser.set_defaults(**{each.name: each.ours for each in ours})
     return (
         f"{parser.format_help()}\nlauncher:\n  --accelerate_config NAME|PATH  and every flag of `accelerate launch`; "
-        "`hf-rocm-tune configs ls` lists the names\n"
-        f"  {names.CARDS_WAY} auto  use two cards in the way that the plan finds fastest (`hf-rocm-tune sft` only)"
+        "`hf-rocm-tune configs ls` lists the names"
     )
 
 

@@ -29,7 +29,6 @@ _OFF_OR_MORE: _Bound = (lambda value: value >= 0, "0 (off) or more")  # a NaN is
 
 BOUNDS: dict[str, _Bound] = {
     "sentinel_every": _OFF_OR_MORE,
-    "compare_optimizer_every": _OFF_OR_MORE,
     "prefetch_batches": _OFF_OR_MORE,
     "telemetry_every": _NOT_NEGATIVE,
     "effective_batch": _AT_LEAST_ONE,

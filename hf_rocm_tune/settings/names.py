@@ -32,7 +32,6 @@ from hf_rocm_tune.settings import early
 
 CONFIG = "--config"
 CONFIG_FLAG = "--accelerate_config"
-CARDS_WAY = "--cards_way"
 #: Names of both the launcher and ``trl sft``; they belong to the job, as in ``trl``.
 SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
 _NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
@@ -238,7 +237,7 @@ steps:
   --seed N                        seed of all random numbers
 
 memory:
-  --auto_fit off|plan|probe       choose batch and checkpointing
+  --auto_fit off|plan             choose batch and checkpointing
   --activation_checkpointing BOOL recompute activations
   --split_layers auto|N,N         one model over several cards
   --on_oom step_down|stop         smaller passes, or exit code 5
@@ -286,7 +285,6 @@ _SFT_ONLY = frozenset({"auto_fit", "split_layers"})
 _MORE = f"""
 more:
   --accelerate_config NAME        launcher settings: of `configs ls`, or a file
-  --cards_way auto                two cards, used as the plan finds fastest
   --dry_run                       show the rows and what counts, and exit
   --print_config                  print all settings as a recipe and exit
   -v                              print more at the start
@@ -345,7 +343,7 @@ def flags(verb: Method) -> dict[str, Flag]:
 
 def is_launcher_flag(name: str) -> bool:
     """Whether ``name``, without dashes, is a flag that only the launcher reads."""
-    return name in (bare(CONFIG_FLAG), bare(CARDS_WAY)) or name in launcher_flags()
+    return name == bare(CONFIG_FLAG) or name in launcher_flags()
 
 
 @functools.cache

@@ -55,7 +55,7 @@ IGNORED = frozenset([
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "config", "accelerate_config", "run_name",
     "project", "report_to", "disable_tqdm", "verbose", "dry_run", "debug", "skip_memory_metrics", "push_to_hub",
     "on_corruption", "on_oom", "pipeline",
-    "auto_fit_gib", "max_skipped_steps", "prefetch_batches", "compare_optimizer_every", "doctor", "stall_timeout",
+    "auto_fit_gib", "max_skipped_steps", "prefetch_batches", "doctor", "stall_timeout",
     "preflight", "grad_sync", "ddp_backend", "telemetry_every", "split_layers", "recompute_layers", "save_strategy",
     "one_pass_loss",
     "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",

@@ -33,7 +33,6 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_pt_utils import safe_globals
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
-from hf_rocm_tune.models.quantised import is_written_buffer, set_buffer
 from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.survive.manifest import FileEntry, read_once
 from hf_rocm_tune.transfer import digest, host_copy
@@ -388,9 +387,6 @@ def load_model(directory: Path, model: nn.Module, place: Place) -> None:
                 return
             for name in sorted(names):
                 tensor = opened.get_tensor(name)
-                if tensor.shape != live[name].shape and is_written_buffer(model, name):
-                    set_buffer(model, name, place(tensor, name=name, stage="adapter"))
-                    continue
                 _check_fit(file, {name: tensor}, {name: live[name]})
                 live[name].copy_(place(tensor, name=name, stage="adapter"))  # device: both are there
 

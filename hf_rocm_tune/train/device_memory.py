@@ -16,12 +16,8 @@ at all. Not covered: kernels selected only by other shapes or dtypes, Triton's, 
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import logging
-import os
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import TrainerCallback
 
-from hf_rocm_tune.errors import RUNTIME_OUT_OF_MEMORY, OutOfMemoryError, StallError, TuneError, device_shortage
+from hf_rocm_tune.errors import OutOfMemoryError, StallError, TuneError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.transfer import digest_on_device
 
@@ -227,48 +223,3 @@ def _refusal(error: RuntimeError, device: torch.device) -> TuneError:
     # With some installations hipBLAS reports a shortage although memory is free, TheRock#1708.
     beside = f" although {room}" if said is not None else ""
     return StallError(f"the card cannot do what training needs{beside} ({why}): see `hf-rocm-tune doctor`")
-
-
-def explain_native_exits(tell: Callable[[TuneError], None]) -> None:
-    """From now on, print an error line and use our exit code when a native library ends this process.
-
-    When a call to the runtime fails, bitsandbytes prints ``Error out of memory at line N in file F`` and calls C's
-    ``exit(1)`` (csrc/compat.cuh, ``BNB_CHECK_RETURN``; bitsandbytes#464): nothing is raised, and no Python runs any
-    more except in C's exit handlers. ``tell`` prints the error and records it as the end of this process.
-    """
-    libc, owner, alive = ctypes.CDLL(None), os.getpid(), True
-
-    def ended(_: int | None) -> None:
-        if alive and os.getpid() == owner:
-            error = _native_error()
-            tell(error)
-            os._exit(error.exit_code)
-
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ended)
-    key = ctypes.pointer(handler)  # identifies the handler to libc; the closure keeps both alive until Python ends
-
-    def python_ends() -> None:
-        nonlocal alive
-        alive = False
-        libc.__cxa_finalize(key)  # calls and removes the handler, which cannot run without Python
-
-    libc.__cxa_atexit(handler, None, key)
-    atexit.register(python_ends)
-
-
-def _native_error() -> TuneError:
-    """The error for the runtime's last error code; HIP and CUDA have the same number for out of memory."""
-    peeks = [getattr(library, name, None) for library in _native_libraries() for name in _PEEK]
-    if any(peek is not None and peek() == RUNTIME_OUT_OF_MEMORY for peek in peeks):
-        return OutOfMemoryError(
-            "a native library ran out of device memory and ended the process (its own message is above; bitsandbytes "
-            "does so): lower --per_device_train_batch_size (and raise --gradient_accumulation_steps accordingly) or "
-            "--max_length; the same command continues from the newest checkpoint"
-        )
-    return TuneError("a native library ended the process; its own message is above; see `hf-rocm-tune doctor`")
-
-
-def _native_libraries() -> list[ctypes.CDLL]:
-    extension = sys.modules.get("bitsandbytes.cextension")
-    own = getattr(getattr(extension, "lib", None), "_lib", None)  # gives access to the runtime it is linked to
-    return [library for library in (own, ctypes.CDLL(None)) if library is not None]

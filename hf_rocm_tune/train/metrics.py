@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,10 +58,11 @@ class Deferred:
     def item(self) -> Deferred:
         return _Read(self)
 
-    def __gt__(self, other: int) -> bool:
-        """True: TRL asks whether a count is above 0 before it divides by it, and `_ratio` checks that later."""
-        assert other == 0, other
-        return True
+    def __gt__(self, other: Any) -> bool:
+        """Only for TRL, which asks whether a count is above 0 before it divides by it: `_ratio` checks that later."""
+        if other == 0 and sys._getframe(1).f_globals.get("__name__", "").startswith("trl."):
+            return True
+        raise TypeError("a metric of this step is not known yet: it is read when it is logged")
 
     def __truediv__(self, other: Any) -> Deferred:
         return Deferred(_ratio, self, other)

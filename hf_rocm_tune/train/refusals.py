@@ -157,15 +157,15 @@ def check_rows(trainer: Trainer) -> None:
 
 
 def check_offloads(args: TrainingArguments) -> None:
-    """Refuse an optimizer of bitsandbytes that cannot work on this device, and upstream's offload of activations.
+    """Refuse what cannot work on this device: optimizers of bitsandbytes, and TRL's offload of activations on a CPU.
 
     Raises:
-        UsageError: the library is missing or does not support the device; activations would be moved unverified.
+        UsageError: names the flag.
     """
     if (args.activation_checkpointing_kwargs or {}).get("offload"):
-        raise UsageError(
-            "--activation_checkpointing_kwargs: `offload` moves activations unverified; use --activation_offloading"
-        )
+        raise UsageError("--activation_checkpointing_kwargs: `offload` is not listed as unverified; leave it out")
+    if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
+        raise UsageError("--activation_offloading moves activations from a card to the host: leave it out on a CPU")
     if _of_bitsandbytes(args):
         require_bitsandbytes(args.device, f"--optim {optimizer_name(args)}")
 
@@ -206,6 +206,8 @@ def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool =
         rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
     if card and _of_bitsandbytes(args) and "paged" in (optim := optimizer_name(args)):
         rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
+    if card and getattr(args, "activation_offloading", False):
+        rows["activations in host memory"] = "--activation_offloading: TRL copies them to the host and back by itself"
     if card and optimizer_name(args) == "adafactor":
         rows["new optimizer state"] = "--optim adafactor creates it on the host and copies it at the first step"
     named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]
@@ -236,7 +238,7 @@ class OptimizerTablesCallback(TrainerCallback):
                 raise CorruptionError(
                     f"the {name} code table of the 8-bit optimizer arrived wrong on the device, so its state decodes "
                     "to wrong values. Nothing was saved since: start the same command again; if it happens again, run "
-                    "`hf-rocm-tune drill`"
+                    "`hf-rocm-tune doctor --drill`"
                 )
 
 

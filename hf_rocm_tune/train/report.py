@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather_object
 
 from hf_rocm_tune.errors import listed
+from hf_rocm_tune.models import products
 from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.heartbeat import is_supervised, survival
@@ -67,6 +68,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "step_fault_injection": trainer.step_faults.describe(injected),
         "device": describe_device(trainer.mover.device),
         "digest": {"host": asdict(host_method()), "device": asdict(device_method(trainer.mover.device))},
+        "loss_gradient": None if (choice := products.choose(trainer.mover.device)) is None else asdict(choice),
         "ranks": len(everyone),
         "versions": versions(),
         "data": list(facts.data),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -463,7 +462,7 @@ class SentinelCallback(TrainerCallback):
         self._batches: BatchSentinel | None = None
         self._scheduler: Any = None
         self._rates: Any = None
-        self._replaces = False  # whether the model's forward replaces trained weights, as PEFT's CPT does
+        self._was_replaced = False
         self._explained: set[tuple[str, str]] = set()
 
     # ---- events ---------------------------------------------------------------------------------------------
@@ -487,6 +486,7 @@ class SentinelCallback(TrainerCallback):
                 excuse_writes=self._excuse_writes or is_sharded(self._model),
             )
             changes = [*changes, *self._trained.begin()]
+            self._follow_prompts()
         for each in self._trained_parameters():
             if self._mover.was_verified(local(each)):
                 self._mover.mark_trained(local(each), TRAINED)
@@ -516,19 +516,22 @@ class SentinelCallback(TrainerCallback):
         if self._trained is not None:
             self._trained.take()
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward pass; trained weights that it replaces are right from then on."""
+    def _follow_prompts(self) -> None:
+        """PEFT's CPT replaces its trained prompt in each forward, wherever that is called: right from then on."""
+        encoders: Any = getattr(getattr(self._model, "prompt_encoder", None), "values", list)()
+        for encoder in encoders:
+            encoder.register_forward_pre_hook(lambda *_: self._prompts(adopt=False))
+            encoder.register_forward_hook(lambda *_: self._prompts(adopt=True))
+
+    def _prompts(self, *, adopt: bool) -> None:
         trained = self._trained
         if trained is None:
-            yield
             return
-        if self._replaces:
-            trained.look()
-        replaced_before = trained.is_replaced()
-        yield
-        if trained.is_replaced() and not replaced_before:
-            self._replaces = True
+        if not adopt:
+            self._was_replaced = trained.is_replaced()
+            if not self._was_replaced:
+                trained.look()  # what is projected now must be what the last update wrote
+        elif trained.is_replaced() and not self._was_replaced:
             trained.adopt()
             for each in map(local, self._trained_parameters()):
                 if self._mover.provenance(each) is None:
@@ -606,7 +609,7 @@ class SentinelCallback(TrainerCallback):
     # ---- which tensors are checked --------------------------------------------------------------------------
 
     def _frozen(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-        counted = running_statistics(self._model)
+        counted = {name for name, _ in running_statistics(self._model)}
         found = findable_tensors_of(self._model)
         yield from (each for each in found if not each[1].requires_grad and each[0] not in counted)
         for number, model in enumerate(self._references):

@@ -43,7 +43,7 @@ from transformers.trainer_utils import has_length
 
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.machine.gpus import read_sensors, throttle_causes
-from hf_rocm_tune.machine.sysfs import LiveTree, Reading, Tree
+from hf_rocm_tune.machine.sysfs import Files
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -97,21 +97,21 @@ class SensorSample:
     missing: Mapping[str, str] = field(default_factory=dict)  # metrics not in `metrics`, with the reason
 
 
-def sample(tree: Tree, address: str) -> SensorSample:
+def sample(files: Files, address: str) -> SensorSample:
     """Read the sensors of the card at a PCI address, ``domain:bus:device.function``."""
-    sensors = read_sensors(tree, address)
+    sensors = read_sensors(files, address)
     metrics: dict[str, float] = {}
     missing: dict[str, str] = {}
     for field_name, (name, factor) in _METRICS.items():
-        reading: Reading[float] = getattr(sensors, field_name)
-        if reading.value is None:
-            missing[name] = reading.reason
+        value: float | None = getattr(sensors, field_name)
+        if value is None:
+            missing[name] = sensors.missing[field_name]
         else:
-            metrics[name] = reading.value * factor
+            metrics[name] = value * factor
     held = sensors.throttle
-    if held.value is None:
-        missing["limits"] = held.reason
-    limits = None if held.value is None else frozenset(throttle_causes(held.value))
+    if held is None:
+        missing["limits"] = sensors.missing["throttle"]
+    limits = None if held is None else frozenset(throttle_causes(held))
     return SensorSample(metrics=metrics, limits=limits, missing=missing)
 
 
@@ -313,13 +313,13 @@ def of_device(
     *,
     every_s: float,
     tell: Callable[[str], None],
-    tree: Tree | None = None,
+    files: Files | None = None,
 ) -> Telemetry:
-    """Telemetry of the card that is trained on, found by its PCI address; ``tree``: the root of ``/sys`` to read."""
+    """Telemetry of the card that is trained on, found by its PCI address; ``files``: instead of this machine's."""
     address, reason = card_of(device)
-    files = tree or LiveTree()
+    read = files or Files()
     return Telemetry(
-        None if address is None else lambda: sample(files, address),
+        None if address is None else lambda: sample(read, address),
         source=reason if address is None else f"amdgpu, {address}",
         every_s=every_s,
         memory=lambda: torch_memory(device),

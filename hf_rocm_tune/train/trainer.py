@@ -51,9 +51,8 @@ from hf_rocm_tune.models.placement import (
 )
 from hf_rocm_tune.models.quantised import (
     follow_bias_casts,
-    follow_written_buffers,
     keep_trainable_on_cpu,
-    writable_buffers,
+    running_statistics,
 )
 from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import local
@@ -65,7 +64,6 @@ from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
 from hf_rocm_tune.train.metrics import DeferredMetrics, is_tried
-from hf_rocm_tune.train.offload import ActivationOffload
 from hf_rocm_tune.train.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.train.refusals import (
     OptimizerTablesCallback,
@@ -181,7 +179,7 @@ class VerifiedTransferMixin(_Base):
         self.way = way or way_of(args, self.mover)
         self.recompute_layers = recompute_layers
         self._loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
-        loss.without_triton(self.mover.device)
+        loss.fit_to(self.mover.device, compiled=bool(args is not None and args.torch_compile))
         if one_pass_loss:
             loss.install()
             self._loss_way = loss.one_pass_loss
@@ -205,10 +203,6 @@ class VerifiedTransferMixin(_Base):
         with verified_loading(self.mover), redirected(self.mover, stage="adapter"):
             super().__init__(*arguments, **keywords)
         self.way.connect(self, one_by_one=step_faults is not None)
-        self._offload: ActivationOffload | None = None
-        if getattr(args, "activation_offloading", False):
-            self.args.activation_offloading = True
-            self._offload = ActivationOffload(self.model, self.mover)
         self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
@@ -283,6 +277,7 @@ class VerifiedTransferMixin(_Base):
             attest(model, self.mover)
             place(model, self.mover)
             follow_bias_casts(model, self.mover)
+            model.requires_grad_(False)  # or the sentinel would take its weights for trained ones
             self._references.append(model)
         return stock(model, device_placement=bool(device_placement), evaluation_mode=evaluation_mode)
 
@@ -290,7 +285,6 @@ class VerifiedTransferMixin(_Base):
         self.way.place(model)
         keep_trainable_on_cpu(model)
         follow_bias_casts(model, self.mover)
-        follow_written_buffers(model, self.mover)
 
     @override
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
@@ -441,7 +435,6 @@ class VerifiedTransferMixin(_Base):
         with (
             self._metrics_queue.deferring(),
             self._keep_checkpointing_choice(),
-            self._sentinel.forward(),
             self._loss_way(),
             as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
@@ -603,7 +596,6 @@ class VerifiedTransferMixin(_Base):
                 "steps_down": self._recovery is not None,
                 "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
                 "recompute_layers": self.recompute_layers,
-                "offload_host_bytes": self._offload.host_bytes if self._offload else 0,
             },
             "crash_injection": self._crashes.text,
             "shard_seconds": self.way.seconds,
@@ -695,7 +687,7 @@ class VerifiedTransferMixin(_Base):
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 self.mover.mark_derived(local(parameter), f"loaded from {directory.name}")
-        for buffer in writable_buffers(self.model):
+        for _, buffer in running_statistics(self.model):
             self.mover.mark_derived(buffer, f"loaded from {directory.name}")
         self._sentinel.take()
 
@@ -785,11 +777,11 @@ def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
     return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
 
 
-def _with_own_labels(batch: Batch) -> Batch:
-    copies = {
-        name: value.clone() for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)
-    }
-    return {**batch, **copies}
+def _with_own_labels(batch: Any) -> Any:
+    if not isinstance(batch, Mapping):  # prompts
+        return batch
+    mine = [name for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)]
+    return {**batch, **{name: batch[name].clone() for name in mine}}
 
 
 def _own_arguments(args: Any) -> Any:
@@ -803,6 +795,4 @@ def _own_arguments(args: Any) -> Any:
         # Upstream's own writes in place and lets the run look finished.
         logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
         args.enable_jit_checkpoint = False
-    if getattr(args, "activation_offloading", False):
-        args.activation_offloading = False  # TRL's own bypasses the mover; `ActivationOffload` replaces it
     return args

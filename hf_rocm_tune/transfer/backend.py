@@ -147,8 +147,9 @@ class HostBackend:
     def _copy_now(self, target: Tensor, source: Tensor) -> None:
         # Not torch's copy: above a few KiB it opens an OpenMP region, and with the worker's extra threads libgomp sees
         # more threads than cores and throttles those of the training thread.
-        assert target.is_contiguous() and source.is_contiguous() and target.numel() == source.numel()
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+        if not (target.is_contiguous() and source.is_contiguous() and target.nbytes == source.nbytes):
+            raise ValueError(f"a copy of {source.nbytes} bytes into {target.nbytes}, or of strided memory")
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def fill(self, target: Tensor, value: int) -> None:
         self._queued(partial(ctypes.memset, target.data_ptr(), value, target.numel()))

@@ -1,8 +1,8 @@
 """One process under the stall watchdog, without torch: ``python -m tests.cards.watched_rank JSON``.
 
 Keys of the JSON: ``rank``, ``place`` (null: alone), ``report`` (the file for a stall's report), ``limits`` (seconds by
-phase), ``script`` (a list of steps, see `_STEPS`), ``on_stall`` ("write", "raise", "the first dies", "hold"). Ranks with
-a place begin once ``all-joined`` stands beside the report: a busy machine starts them seconds apart.
+phase), ``script`` (a list of steps, see `_STEPS`), ``on_stall`` ("write", "raise", "the first dies", "hold"). Ranks
+with a place begin once ``all-joined`` stands beside the report: a busy machine starts them seconds apart.
 """
 
 from __future__ import annotations

@@ -53,9 +53,6 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[.
 
 def _at(moment: str, step: int, do: Callable[[Any], None]) -> None:
     """Calls `do` once with the trainer, in a step at a moment of `MOMENTS`."""
-    from transformers import Trainer
-    from trl import SFTTrainer
-
     name, ahead, before = MOMENTS[moment]
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +67,17 @@ def _at(moment: str, step: int, do: Callable[[Any], None]) -> None:
 
         return wrapped
 
-    _wrap(SFTTrainer if name in vars(SFTTrainer) else Trainer, name, make)
+    _wrap(_owner_of(name), name, make)
+
+
+def _owner_of(name: str) -> Any:
+    """The class of the command's trainer that has this method, or transformers' own."""
+    import trl
+    from transformers import Trainer
+
+    own = getattr(trl, f"{os.environ.get('METHOD', 'sft').replace('reward', 'Reward')}Trainer", None)
+    own = own or getattr(trl, f"{os.environ.get('METHOD', 'sft').upper()}Trainer")
+    return own if name in vars(own) else Trainer
 
 
 MOMENTS = {
@@ -141,6 +148,99 @@ def _replaced(rng: random.Random, step: int, tell: Callable[[str], None], way: s
     _at("after backward", step, do)
 
 
+def _evaluated_only(trainer: Any) -> torch.nn.Module:
+    """The reference model, or the reward model."""
+    found: torch.nn.Module = getattr(trainer, "ref_model", None) or trainer.reward_funcs[0]
+    return getattr(found, "module", found)
+
+
+def _reference(rng: random.Random, step: int, tell: Callable[[str], None], moment: str) -> None:
+    """A weight of a model that is only evaluated changes during the training."""
+
+    def do(trainer: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        flip(rng.choice(list(_evaluated_only(trainer).parameters())), rng)
+        tell(moment)
+
+    _at(moment, step, do)
+
+
+def _host_model(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """A reward model changes between its loading and the moment when the trainer gets it."""
+    del step
+    from transformers import AutoModelForSequenceClassification
+
+    stock = AutoModelForSequenceClassification.from_pretrained
+
+    def loaded(*arguments: Any, **keywords: Any) -> Any:
+        model = stock(*arguments, **keywords)
+        flip(rng.choice([each for each in model.parameters() if each.numel() > 99]), rng)
+        tell("host model")
+        return model
+
+    AutoModelForSequenceClassification.from_pretrained = loaded
+
+
+class _Reader:
+    """A reader of safetensors that returns one tensor with a flipped bit."""
+
+    def __init__(self, opened: Any, rng: random.Random, tell: Callable[[str], None]) -> None:
+        self._opened, self._rng, self._tell = opened, rng, tell
+        self._victim = rng.choice(sorted(opened.keys()))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def __enter__(self) -> _Reader:
+        self._opened.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._opened.__exit__(*raised)
+
+    def get_tensor(self, name: str) -> Tensor:
+        found: Tensor = self._opened.get_tensor(name)
+        if name == self._victim:
+            found = found.clone()
+            flip(found, self._rng)
+        return found
+
+    def get_slice(self, name: str) -> Any:
+        return _Slice(self, name) if name == self._victim else self._opened.get_slice(name)
+
+
+class _Slice:
+    def __init__(self, reader: _Reader, name: str) -> None:
+        self._reader, self._name = reader, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader._opened.get_slice(self._name), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._reader.get_tensor(self._name)[index]
+
+
+def _misreading(rng: random.Random, step: int, tell: Callable[[str], None], directory: str, nth: int = 1) -> None:
+    """The reader returns other bytes than the weight files of a directory have, when they are opened the n-th time."""
+    del step
+    from transformers import modeling_utils
+
+    opened = [0]
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> Any:
+            found = stock(filename, framework, device=device, backend=backend)
+            opened[0] += str(filename).startswith(directory)
+            return _Reader(found, rng, tell) if opened[0] == nth else found
+
+        return wrapped
+
+    stock = modeling_utils.safe_open
+    modeling_utils.safe_open = make(stock)
+    tell("armed")
+
+
 # ---- trained ------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +279,54 @@ def _wrong_update(rng: random.Random, step: int, tell: Callable[[str], None], wh
         return wrapped
 
     _wrap(CallbackHandler, "on_optimizer_step", make)
+
+
+def _resumed_state(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """Optimizer state changes in host memory between its comparison with the manifest and its loading."""
+    del step
+    from hf_rocm_tune.survive import saved_state
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(state: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not _done:
+                rows = [each for row in state["state"].values() for each in row.values() if each.numel() > 1]
+                flip(rng.choice(rows), rng)
+                tell("optimizer")
+            return stock(state, *arguments, **keywords)
+
+        return wrapped
+
+    _wrap(saved_state, "load_optimizer", make)
+
+
+def _initial_adapter(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """PiSSA's initial adapter, which is kept on the host for the result, changes."""
+
+    def do(trainer: Any) -> None:
+        start = trainer._checkpoints.start
+        tensors = getattr(start, "_tensors", start)
+        flip(rng.choice(list(tensors.values())), rng)
+        tell("initial adapter")
+
+    _at("before forward", step, do)
+
+
+def _rate(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """The optimizer's learning rate changes by one bit, or a number of the scheduler's does."""
+
+    def do(trainer: Any) -> None:
+        if rng.random() < 0.5:
+            group = rng.choice(trainer.optimizer.param_groups)
+            number = torch.tensor(group["lr"], dtype=torch.float64)
+            flip(number, rng)
+            group["lr"] = number.item()
+        else:
+            scheduler = trainer.lr_scheduler
+            scheduler = getattr(scheduler, "scheduler", scheduler)
+            scheduler.last_epoch ^= 1 << rng.randrange(4)
+        tell("rate")
+
+    _at("before forward", step, do)
 
 
 # ---- batches ------------------------------------------------------------------------------------------------
@@ -237,6 +385,48 @@ def _counted_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -
         return wrapped
 
     _wrap(Trainer, "_get_num_items_in_batch", make)
+
+
+def _miscounted_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """The labels read differently while they are counted, and are right again afterwards."""
+    from transformers import Trainer
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, batch_samples: list[Any], *arguments: Any, **keywords: Any) -> Any:
+            if _done or self.state.global_step != step - 1:
+                return stock(self, batch_samples, *arguments, **keywords)
+            labels = rng.choice(batch_samples)["labels"]
+            right, wanted = labels.clone(), rng.choice(labels[..., 1:].flatten().ne(-100).nonzero().flatten().tolist())
+            row, column = divmod(wanted, labels.shape[1] - 1)
+            labels[row, column + 1] = -100
+            found = stock(self, batch_samples, *arguments, **keywords)
+            labels.copy_(right)
+            tell("labels")
+            return found
+
+        return wrapped
+
+    _wrap(Trainer, "_get_num_items_in_batch", make)
+
+
+def _used_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """A batch changes in device memory after its verdict, just before the model reads it."""
+    owner = _owner_of("compute_loss")
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not _done and self.state.global_step == step - 1 and model.training:
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                tensor = _tensors_of(inputs, rng)
+                at = rng.randrange(tensor.numel()) * tensor.element_size()  # the low byte: a token that exists
+                ctypes.c_ubyte.from_address(tensor.data_ptr() + at).value ^= 1 << rng.randrange(7)
+                tell(f"{list(tensor.shape)}")
+            return stock(self, model, inputs, *arguments, **keywords)
+
+        return wrapped
+
+    _wrap(owner, "compute_loss", make)
 
 
 def _reused_buffers(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
@@ -337,4 +527,12 @@ ATTACKS: dict[str, Callable[..., None]] = {
     "reused buffers": _reused_buffers,
     "file misread": _file_misread,
     "copies": _copies,
+    "reference": _reference,
+    "host model": _host_model,
+    "misreading": _misreading,
+    "resumed state": _resumed_state,
+    "initial adapter": _initial_adapter,
+    "rate": _rate,
+    "miscounted batch": _miscounted_batch,
+    "used batch": _used_batch,
 }

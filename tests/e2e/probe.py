@@ -14,7 +14,7 @@ def logits(model: Any) -> torch.Tensor:
     with other numbers than the training saw.
 
     Returns:
-        Tensor of shape [2, 24, vocabulary], float32.
+        Tensor of shape [2, 24, vocabulary], float32; of a reward model its scores, [2, 1].
     """
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(3)
@@ -24,5 +24,5 @@ def logits(model: Any) -> torch.Tensor:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.train()
     with torch.no_grad():
-        result: torch.Tensor = model(input_ids=tokens, use_cache=False).logits.float()
-    return result
+        # One row at a time: with more, a reward model asks for a padding token.
+        return torch.cat([model(input_ids=row, use_cache=False).logits.float() for row in tokens.split(1)])

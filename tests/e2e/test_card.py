@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from transformers import AutoModelForSequenceClassification
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.publish.card import is_ours
@@ -21,6 +23,8 @@ from hf_rocm_tune.publish.history import collect, judge
 from hf_rocm_tune.survive import manifest
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags
+from tests.e2e.probe import logits
+from tests.e2e.test_methods import METHODS, Jobs
 
 KINDS: dict[str, list[str]] = {
     "lora": [],
@@ -72,6 +76,21 @@ def cards_of(output: Path) -> dict[str, str]:
     return {file.parent.name: file.read_text() for file in output.rglob("README.md")}
 
 
+def said_by_cards(jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """What the code of cards gives, in a process that does not have this package."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.card_snippets"],
+        input="".join(json.dumps(job) + "\n" for job in jobs),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"},
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 def test_the_cards_code_gives_the_logits_of_the_training(
     trained: dict[str, Path], model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -83,22 +102,49 @@ def test_the_cards_code_gives_the_logits_of_the_training(
             (there / model_of("llama3").name).symlink_to(model_of("llama3"))
         text = (there / "README.md").read_text()
         jobs.append({"card": text, "directory": str(there), "logits": f"{output}.logits"})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.card_snippets"],
-        input="".join(json.dumps(job) + "\n" for job in jobs),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"},
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    answers = said_by_cards(jobs)
     assert len(answers) == len(jobs)
     for kind, answer in zip(trained, answers, strict=True):
         assert answer["equal"], (kind, answer["difference"])
         assert (answer["blocks"], answer["our_modules"]) == (2, [])
         assert answer["said"].endswith("\n")
+
+
+@pytest.fixture(scope="module")
+def methods(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Jobs:
+    root = scratch / "cards of methods"
+    root.mkdir()
+    return Jobs(server=server, model=model_of("llama3"), root=root)
+
+
+@pytest.mark.parametrize(("method", "peft"), [*((each, True) for each in METHODS), ("reward", False)])
+def test_the_card_of_every_method_names_its_trainer_and_its_code_runs(
+    methods: Jobs, method: str, peft: bool, model_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = methods.root / f"{method} {peft}"
+    done = methods.run(method, output, max_steps=1, use_peft=peft, env={"DUMP_LOGITS": f"{output}.logits"})
+    assert done.code == 0, done.stderr[-3000:]
+    text = (output / "README.md").read_text()
+    trainer = "RewardTrainer" if method == "reward" else f"{method.upper()}Trainer"
+    assert f"`{trainer}`" in text and "SFT" not in text and "columns `prompt`" in text
+    (output / model_of("llama3").name).symlink_to(model_of("llama3"))
+    (answer,) = said_by_cards([{"card": text, "directory": str(output), "logits": f"{output}.logits"}])
+    assert answer["equal"], answer["difference"]
+    assert method != "reward" or isinstance(float(answer["said"]), float)
+    if method != "reward":
+        return
+    # The same adapter (or model) through our own commands.
+    capsys.readouterr()
+    assert cli.main(["generate", str(output), "--prompt", "x"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert "a reward model" in line and "README.md" in line and "--base" not in line
+    if peft:
+        merged = methods.root / "merged"
+        assert cli.main(["merge", str(output), str(merged)]) == 0, capsys.readouterr().err
+        assert "AutoModelForSequenceClassification" in (merged / "README.md").read_text()
+        model = AutoModelForSequenceClassification.from_pretrained(merged)
+        wanted = torch.load(f"{output}.logits")
+        assert model.config.num_labels == 1 and float((logits(model) - wanted).abs().max()) < 1e-4
 
 
 def test_each_save_has_a_card_of_ours_and_none_of_trl_or_peft(trained: dict[str, Path]) -> None:

@@ -15,20 +15,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.train.report import closing_line
 from tests import simcard, tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of
+from tests.e2e.test_methods import rows_of
 
 ADAPTER = "adapter_model.safetensors"
 METHODS: dict[str, list[str]] = {
     "lora": [],
     "qlora": ["--load_in_4bit", "--use_bnb_nested_quant"],
     "bf16": ["--dtype", "bfloat16"],
+    "full": ["--use_peft", "false"],
+    "pissa": ["--init_lora_weights", "pissa", "--lora_dropout", "0"],
 }
+VERBS = ("dpo", "kto", "grpo")
+"""Commands whose reference or reward model is a model of its own."""
 SEEDS = range(10)
+
+
+def weights_of(output: Path) -> bytes:
+    return next(file for name in (ADAPTER, "model.safetensors") if (file := output / name).exists()).read_bytes()
 
 
 @dataclass(kw_only=True)
@@ -39,11 +50,46 @@ class Bench:
     root: Path
     settings: dict[str, Any]
 
-    def run(self, output: Path, method: str, attack: dict[str, Any] | None = None, **changed: Any) -> Result:
+    def run(
+        self,
+        output: Path,
+        method: str,
+        attack: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        **changed: Any,
+    ) -> Result:
         """One command, attacked."""
-        env = {"MEMORY_ATTACK": json.dumps({**attack, "log": f"{output}.attacked"})} if attack else {}
-        argv = [*flags(**{**self.settings, **changed}, output_dir=output), *METHODS[method]]
-        return self.server.run(*argv, env=env)
+        log = {"MEMORY_ATTACK": json.dumps({**attack, "log": f"{output}.attacked"})} if attack else {}
+        env = {**(env or {}), **log}
+        settings, more = {**self.settings, **changed}, METHODS.get(method, [])
+        if method in VERBS:
+            env["METHOD"] = method
+            settings |= self.of_verb(method)
+        argv = [*flags(**{name: value for name, value in settings.items() if value is not None}, output_dir=output)]
+        return self.server.run(*argv, *more, env=env)
+
+    def of_verb(self, verb: str) -> dict[str, Any]:
+        """The settings of another command in which a whole model is trained."""
+        data = self.root / verb / "train.jsonl"
+        data.parent.mkdir(parents=True, exist_ok=True)
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows_of(verb)), encoding="utf-8")
+        made: dict[str, Any] = {"dataset_name": data.parent, "use_peft": False, "eval_strategy": None}
+        made |= {"eval_steps": None, "lora_dropout": None, "learning_rate": 1e-4}
+        if verb == "grpo":
+            made |= {"reward_model_name_or_path": self.reward_model(), "num_generations": 2, "max_completion_length": 6}
+            made |= {"max_length": None}
+        return made
+
+    def reward_model(self) -> Path:
+        directory = self.root / "reward model"
+        if not directory.exists():
+            source = self.settings["model_name_or_path"]
+            torch.manual_seed(1)
+            model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
+            model.config.pad_token_id = model.config.eos_token_id
+            model.save_pretrained(directory)
+            AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+        return directory
 
     def clean(self, method: str, **changed: Any) -> bytes:
         """The adapter of an undisturbed run; trained once."""
@@ -54,7 +100,7 @@ class Bench:
             report = report_of(output)
             assert report["incidents"] == [] and report["trained"]["checks"] >= 4
             assert report["trained"]["mismatches"] == report["trained"]["rewritten"] == 0
-        return (output / ADAPTER).read_bytes()
+        return weights_of(output)
 
     def attacked(self, method: str, attack: dict[str, Any], **changed: Any) -> dict[str, Any]:
         """The report of an attacked run that has recovered: its result is the clean run's."""
@@ -65,7 +111,7 @@ class Bench:
         assert Path(f"{output}.attacked").exists(), f"the attack did not happen: {result.stderr[-1500:]}"
         Path(f"{output}.attacked").unlink()
         assert result.code == 0, f"{attack}: {result.stderr[-3000:]}"
-        assert (output / ADAPTER).read_bytes() == clean, attack
+        assert weights_of(output) == clean, attack
         report = report_of(output)
         covered = report["coverage"]
         assert covered["verified_bytes"] == covered["device_bytes"] and covered["unverified"] == []
@@ -176,6 +222,34 @@ def test_a_frozen_tensor_that_is_replaced_by_its_equal_stays_covered(bench: Benc
     assert row["reason"] == "equal to the tensor that it replaces"
 
 
+@matrix(
+    ("cpu", "dpo", "before forward", 3),
+    ("cpu", "grpo", "after backward", 4),
+    method=VERBS, moment=("before forward", "after backward", "while saving"),
+)  # fmt: skip
+def test_a_model_that_is_only_evaluated_is_watched(bench: Bench, method: str, moment: str, seed: int) -> None:
+    report = bench.attacked(method, {"kind": "reference", "seed": seed, "moment": moment, "step": 1 + seed % 4})
+    row = the_incident(report)
+    assert row["stage"] == "frozen" and "reference 0" in row["tensor"], row
+
+
+@matrix(("cpu", "grpo", 1), method=("grpo",))
+def test_a_model_that_changes_before_the_trainer_has_it_is_refused(bench: Bench, method: str, seed: int) -> None:
+    output = bench.root / "refused"
+    shutil.rmtree(output, ignore_errors=True)
+    result = bench.run(output, method, {"kind": "host model", "seed": seed})
+    assert result.code == 3 and "weights changed in host memory after they were read" in result.error_lines[0]
+    assert not output.exists() or not list(output.glob("*.safetensors"))
+
+
+@matrix(("cpu", "lora", 1), ("cpu", "dpo", 2), ("cpu", "grpo", 3), method=("lora", "qlora", *VERBS))
+def test_what_the_reader_of_weight_files_returns_is_not_used(bench: Bench, method: str, seed: int) -> None:
+    """In DPO and KTO the second time that the files are opened is the reference model's."""
+    attack: dict[str, Any] = {"kind": "misreading", "seed": seed, "nth": 2 if method in ("dpo", "kto") else 1}
+    attack["directory"] = str(bench.reward_model() if method == "grpo" else bench.settings["model_name_or_path"])
+    assert bench.attacked(method, attack)["incidents"] == []
+
+
 # ---- trained state ------------------------------------------------------------------------------------------
 
 WHAT = ("weight", "exp_avg", "exp_avg_sq", "step")
@@ -211,6 +285,34 @@ def test_a_weight_that_changes_while_it_is_saved_is_not_saved(
     assert the_incident(report)["stage"] == "trained"
 
 
+@matrix(("cpu", "lora", 1), method=("lora", "qlora"))
+def test_a_rate_that_changes_is_not_used(bench: Bench, method: str, seed: int) -> None:
+    report = bench.attacked(method, {"kind": "rate", "seed": seed, "step": 1 + seed % 4})
+    assert (the_incident(report)["stage"], the_incident(report)["tensor"]) == ("trained", "learning rates")
+
+
+@matrix(("cpu", "lora", 1), method=("lora", "qlora"))
+def test_optimizer_state_that_changes_after_its_comparison_is_read_again(bench: Bench, method: str, seed: int) -> None:
+    clean = bench.clean(method)
+    output = bench.root / "resumed"
+    shutil.rmtree(output, ignore_errors=True)
+    killed = {"HF_ROCM_TUNE_CRASH": "step=3,kind=kill"}
+    assert bench.run(output, method, env=killed).code < 0 and (output / "checkpoint-2").is_dir()
+    result = bench.run(output, method, {"kind": "resumed state", "seed": seed})
+    assert Path(f"{output}.attacked").exists() and result.code == 0, result.stderr[-2000:]
+    assert weights_of(output) == clean
+
+
+@matrix(("cpu", "pissa", 1), method=("pissa",))
+def test_an_initial_adapter_that_changes_on_the_host_is_not_subtracted(bench: Bench, method: str, seed: int) -> None:
+    output, attack = bench.root / "pissa", {"kind": "initial adapter", "seed": seed, "step": 1 + seed % 4}
+    clean = bench.clean(method)
+    shutil.rmtree(output, ignore_errors=True)
+    result = bench.run(output, method, attack)
+    assert Path(f"{output}.attacked").exists()
+    assert result.code == 0 and weights_of(output) == clean, result.stderr[-2000:]
+
+
 # ---- batches ------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +326,18 @@ def test_a_batch_that_changes_while_it_waits_is_not_used(bench: Bench, method: s
 def test_labels_that_change_before_they_are_counted_are_named(bench: Bench, method: str, seed: int) -> None:
     row = the_incident(bench.attacked(method, {"kind": "counted batch", "seed": seed, "step": 1 + seed % 4}))
     assert (row["stage"], row["kind"]) == ("batches", "source_changed") and "labels" in row["tensor"]
+
+
+@matrix(("cpu", "lora", 1), method=("lora", "qlora"))
+def test_labels_that_read_wrong_while_they_are_counted_are_named(bench: Bench, method: str, seed: int) -> None:
+    row = the_incident(bench.attacked(method, {"kind": "miscounted batch", "seed": seed, "step": 1 + seed % 4}))
+    assert (row["stage"], row["tensor"]) == ("batches", "labels")
+
+
+@matrix(("cpu", "lora", 0), ("cpu", "grpo", 1), ("card", "dpo", 2), method=("lora", "qlora", "full", *VERBS))
+def test_a_batch_that_changes_after_its_verdict_is_not_used(bench: Bench, method: str, seed: int) -> None:
+    row = the_incident(bench.attacked(method, {"kind": "used batch", "seed": seed, "step": 1 + seed % 4}))
+    assert (row["stage"], row["kind"]) == ("batches", "changed in memory")
 
 
 @pytest.mark.parametrize("bench", ["cpu", pytest.param("card", marks=pytest.mark.long)], indirect=True)

@@ -94,33 +94,6 @@ def test_a_flipped_bit_in_8_bit_state_is_found(make: Callable[[str], Job], tmp_p
     assert_same_result(job, output)
 
 
-def test_offloaded_activations_are_verified_and_change_nothing(
-    server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"model_name_or_path": model_of("llama3"), "per_device_train_batch_size": 8}
-    settings |= {"recompute_layers": 1, "logging_steps": 1, "save_strategy": "steps", "save_steps": 4}
-    found = []
-    for name, more in (("plain", []), ("offloaded", ["--activation_offloading"])):
-        result = server.run(*base_flags, *flags(**settings, output_dir=tmp_path / name), *more)
-        assert result.code == 0, result.stderr[-3000:]
-        found.append((losses_of(tmp_path / name), (tmp_path / name / "adapter_model.safetensors").read_bytes()))
-    assert found[0] == found[1]
-    report = report_of(tmp_path / "offloaded")
-    assert report["activations"]["verified_bytes"] == report["activations"]["bytes"] > 0
-    assert report["memory"]["offload_host_bytes"] > 0 == report_of(tmp_path / "plain")["memory"]["offload_host_bytes"]
-    assert report["coverage"]["unverified"] == []
-
-
-def test_what_stays_wrong_on_its_way_back_ends_the_run(
-    server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"model_name_or_path": model_of("llama3"), "per_device_train_batch_size": 8}
-    fault = {"HF_ROCM_TUNE_FAULT": "kind=flip,stage=activations,persist=1"}
-    result = server.run(*base_flags, *flags(**settings), "--activation_offloading", env=fault)
-    assert result.code == 3
-    assert len(result.error_lines) == 1 and "activations tensor 'saved." in result.error_lines[0]
-
-
 @pytest.mark.gpu
 def test_on_an_accelerator_it_asks_for_consent_and_is_named(
     server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path

@@ -15,7 +15,7 @@ import pytest
 
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.conftest import flags
 from tests.e2e.test_gradients import ADAPTER, Job
 
 
@@ -35,7 +35,7 @@ def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -
         disable_tqdm=True,
     )
     made = Job(server=server, argv=argv, clean=root / "clean")
-    results = made.run(made.clean, compare_optimizer_every=2)
+    results = made.run(made.clean)
     assert [result.code for result in results] == [0, 0], [result.stderr[-3000:] for result in results]
     return made
 
@@ -55,28 +55,8 @@ def error_line(results: list[Result]) -> str:
     return lines[0]
 
 
-def test_equal_optimizer_states_are_compared_and_pass(job: Job) -> None:
-    # two ranks, each: before and after the wrapping, and the optimizer's state after steps 2 and 4
-    assert report_of(job.clean)["replicas"] == {"checks": 2 * 4, "mismatches": 0}
-
-
-def test_optimizer_state_that_differs_is_named_on_request(job: Job, tmp_path: Path) -> None:
-    line = error_line(disturbed(job, tmp_path / "out", "exp_avg", compare_optimizer_every=1, sentinel_every=0))
-    assert "at step 3: ranks differ" in line
-    assert re.search(r"lora_[AB]\.default\.weight/exp_avg \(ranks \[1\]\)", line)
-    assert not (tmp_path / "out" / ADAPTER).exists()
-    assert report_of(tmp_path / "out")["replicas"]["mismatches"] == 1
-
-
 def test_an_adapter_that_differs_is_named(job: Job, tmp_path: Path) -> None:
     line = error_line(disturbed(job, tmp_path / "out", "weight", sentinel_every=1))
     assert "at step 3: ranks differ" in line
     assert re.search(r"lora_[AB]\.default\.weight \(ranks \[1\]\)", line) and "exp_avg" not in line
     assert not (tmp_path / "out" / ADAPTER).exists()
-
-
-@pytest.mark.long
-def test_without_the_request_optimizer_state_is_not_compared(job: Job, tmp_path: Path) -> None:
-    """What the flag is for: with these settings nothing else looks at the state before the run ends."""
-    results = disturbed(job, tmp_path / "out", "exp_avg", sentinel_every=0)
-    assert [result.code for result in results] == [0, 0]

@@ -80,17 +80,17 @@ def _dump_logits_after_saving(target: str) -> None:
     """When the command has saved its result, the logits of the live model for fixed tokens go to a file."""
     import torch
 
-    from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
     from tests.e2e.probe import logits
 
-    stock = VerifiedSFTTrainer.save_model
+    stock = VerifiedTransferMixin.save_model
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         stock(self, output_dir, _internal_call)
         if not _internal_call:
             torch.save(logits(self.model), target)
 
-    VerifiedSFTTrainer.save_model = save_model
+    VerifiedTransferMixin.save_model = save_model
 
 
 def _rename(method: str) -> None:

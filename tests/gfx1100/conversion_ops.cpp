@@ -21,7 +21,7 @@ const VectorOp table[] = {
     V(0x188, "v_cvt_i32_f32", I32, F32, None, None, 0, to_integer<int32_t>(a))
     V(0x18a, "v_cvt_f16_f32", F16, F32, None, None, 0, a)
     V(0x18b, "v_cvt_f32_f16", F32, F16, None, None, 0, a)
-    V(0x18c, "v_cvt_nearest_i32_f32", I32, F32, None, None, 0, to_integer<int32_t>(std::floor(double(a) + 0.5)))
+    V(0x18c, "v_cvt_nearest_i32_f32", I32, F32, None, None, 0, to_integer<int32_t>(std::floor(a + 0.5f)))
     V(0x18d, "v_cvt_floor_i32_f32", I32, F32, None, None, 0, to_integer<int32_t>(std::floor(a)))
     V(0x18e, "v_cvt_off_f32_i4", F32, U32, None, None, 0, OFFSETS[a & 15])
     V(0x18f, "v_cvt_f32_f64", F32, F64, None, None, 0, float(a))

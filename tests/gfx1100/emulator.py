@@ -58,7 +58,15 @@ def lib() -> ctypes.CDLL:
     loaded.gfx_run.argtypes = [
         ctypes.POINTER(Kernel), ctypes.POINTER(LaunchArguments), ctypes.c_void_p, ctypes.POINTER(Stats), ctypes.c_char_p, ctypes.c_size_t,
     ]  # fmt: skip
+    loaded.gfx_text.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
     return loaded
+
+
+def text(words: Sequence[int]) -> str | None:
+    """The instruction as llvm-objdump writes it, or None where it is not known or has another length."""
+    code, out = struct.pack(f"<{len(words)}I", *words), ctypes.create_string_buffer(500)
+    length = lib().gfx_text(code, len(code), 0, out, len(out))
+    return out.value.decode() if length == len(code) else None
 
 
 def descriptor(*, lds: int = 0, scratch: int = 0, vgprs: int = 256, flush_f32: bool = False, flush_f16: bool = False, ieee: bool = True,

@@ -39,6 +39,8 @@ template <class T> T div_fixup(T a, T b, T c) { // a is the quotient so far, of 
     if ((b == 0 && c == 0) || (std::isinf(b) && std::isinf(c))) return -std::numeric_limits<T>::quiet_NaN();
     if (b == 0 || std::isinf(c)) return with_sign(std::numeric_limits<T>::infinity());
     if (std::isinf(b) || c == 0) return with_sign(T(0));
+    if (sizeof(T) == 4 && exponent(c) - exponent(b) < -150) return with_sign(T(0));
+    if (sizeof(T) == 8 && exponent(c) - exponent(b) < -1075) return with_sign(T(0));
     return with_sign(std::fabs(a));
 }
 template <class T> T dx9(T a, T b, T product) { return a == 0 || b == 0 ? T(0) : product; } // 0 times anything is 0
@@ -64,8 +66,8 @@ const VectorOp table[] = {
     V(0x136, "v_fmac_f16", F16, F16, F16, F16, ACCUMULATES, fma_half(a, b, c))
     V(0x137, "v_fmamk_f16", F16, F16, F16, F16, 0, fma_half(a, b, c))
     V(0x138, "v_fmaak_f16", F16, F16, F16, F16, 0, fma_half(a, b, c))
-    V(0x139, "v_max_f16", F16, F16, F16, None, 0, MAX(a, b))
-    V(0x13a, "v_min_f16", F16, F16, F16, None, 0, MIN(a, b))
+    V(0x139, "v_max_f16", H16, H16, H16, None, 0, MAX(a, b))
+    V(0x13a, "v_min_f16", H16, H16, H16, None, 0, MIN(a, b))
     V(0x13b, "v_ldexp_f16", F16, F16, I16, None, 0, float(std::ldexp(double(a), b)))
     V(0x197, "v_trunc_f64", F64, F64, None, None, 0, std::trunc(a))
     V(0x198, "v_ceil_f64", F64, F64, None, None, 0, std::ceil(a))
@@ -103,7 +105,7 @@ const VectorOp table[] = {
     V(0x1dc, "v_ceil_f16", F16, F16, None, None, 0, std::ceil(a))
     V(0x1dd, "v_trunc_f16", F16, F16, None, None, 0, std::trunc(a))
     V(0x1de, "v_rndne_f16", F16, F16, None, None, 0, std::nearbyint(a))
-    V(0x1df, "v_fract_f16", F16, F16, None, None, 0, std::fmin(a - std::floor(a), 0x1.ffcp-1f))
+    V(0x1df, "v_fract_f16", F16, F16, None, None, 0, [&] { float f = a - std::floor(a); return f >= 1 ? 0x1.ffcp-1f : f; }())
     V(0x1e0, "v_sin_f16", F16, F16, None, None, TRANS, sine(a))
     V(0x1e1, "v_cos_f16", F16, F16, None, None, TRANS, cosine(a))
     V(0x209, "v_fma_dx9_zero_f32", F32, F32, F32, F32, 0, a == 0 || b == 0 ? c : std::fma(a, b, c))
@@ -117,14 +119,14 @@ const VectorOp table[] = {
     V(0x237, "v_div_fmas_f32", F32, F32, F32, F32, 0, std::fma(a, b, c) * (x.vcc >> l & 1 ? 0x1p32f : 1.0f))
     V(0x238, "v_div_fmas_f64", F64, F64, F64, F64, 0, std::fma(a, b, c) * (x.vcc >> l & 1 ? 0x1p64 : 1.0))
     V(0x248, "v_fma_f16", F16, F16, F16, F16, 0, fma_half(a, b, c))
-    V(0x249, "v_min3_f16", F16, F16, F16, F16, 0, MIN(MIN(a, b), c))
-    V(0x24c, "v_max3_f16", F16, F16, F16, F16, 0, MAX(MAX(a, b), c))
-    V(0x24f, "v_med3_f16", F16, F16, F16, F16, 0, median(a, b, c, x.ieee))
+    V(0x249, "v_min3_f16", H16, H16, H16, H16, 0, MIN(MIN(a, b), c))
+    V(0x24c, "v_max3_f16", H16, H16, H16, H16, 0, MAX(MAX(a, b), c))
+    V(0x24f, "v_med3_f16", H16, H16, H16, H16, 0, median(a, b, c, x.ieee))
     V(0x254, "v_div_fixup_f16", F16, F16, F16, F16, 0, div_fixup(a, b, c))
     V(0x25e, "v_maxmin_f32", F32, F32, F32, F32, 0, MIN(MAX(a, b), c))
     V(0x25f, "v_minmax_f32", F32, F32, F32, F32, 0, MAX(MIN(a, b), c))
-    V(0x260, "v_maxmin_f16", F16, F16, F16, F16, 0, MIN(MAX(a, b), c))
-    V(0x261, "v_minmax_f16", F16, F16, F16, F16, 0, MAX(MIN(a, b), c))
+    V(0x260, "v_maxmin_f16", H16, H16, H16, H16, 0, MIN(MAX(a, b), c))
+    V(0x261, "v_minmax_f16", H16, H16, H16, H16, 0, MAX(MIN(a, b), c))
     V(0x2fc, "v_div_scale_f32", F32, F32, F32, F32, CARRY, div_scale(a, b, c, m))
     V(0x2fd, "v_div_scale_f64", F64, F64, F64, F64, CARRY, div_scale(a, b, c, m))
     V(0x31c, "v_ldexp_f32", F32, F32, I32, None, 0, std::ldexp(a, b))

@@ -119,11 +119,18 @@ void run_lds(Wave &w, const Instruction &i) {
         for (int l = 0; l < LANES; l++) {
             if (!(exec >> l & 1)) continue;
             uint64_t at = uint64_t(base[l]) + offset;
-            Target t = lds_target(w, at, op.bytes, !load, atomic, l);
+            bool stores = !load && !atomic;
+            Target t = lds_target(w, at, op.bytes, !load, atomic, l, !stores);
             banks.add(at, op.bytes);
             if (load) load_lane(w, dst, op, t, l);
-            else if (!atomic) store_lane(w, data, op, t, l);
-            else {
+            else if (stores) {
+                std::array<uint8_t, 16> before, unknown;
+                std::memcpy(before.data(), t.data, op.bytes), std::memcpy(unknown.data(), t.undefined, op.bytes);
+                store_lane(w, data, op, t, l);
+                // Waves that write what is there already do not race: bitsandbytes' each fill the same table.
+                bool known = std::all_of(unknown.begin(), unknown.begin() + op.bytes, [](uint8_t u) { return !u; });
+                if (!known || std::memcmp(before.data(), t.data, op.bytes)) lds_touch(w, unsigned(at), op.bytes, true, false, l);
+            } else {
                 Instruction part_of = i;
                 part_of.dst = dst;
                 bool compares = op.atomic == Atomic::CMPSWAP || op.atomic == Atomic::CMPSWAP_F || op.atomic == Atomic::MASKED_OR || op.atomic == Atomic::WRAP;

@@ -122,7 +122,7 @@ uint8_t *Launch::memory(uint64_t address, unsigned bytes, bool write, int lane) 
     fault("%s%s %u bytes at 0x%llx: %s", who, write ? "writes" : "reads", bytes, (unsigned long long)address, describe(nearest, address).c_str());
 }
 
-void touch(Wave &w, unsigned at, unsigned bytes, bool write, bool atomic, int lane) {
+void lds_touch(Wave &w, unsigned at, unsigned bytes, bool write, bool atomic, int lane) {
     Group &g = *w.group;
     if (!w.launch->check_races) return;
     for (unsigned n = at; n < at + bytes; n++) {
@@ -142,12 +142,12 @@ void touch(Wave &w, unsigned at, unsigned bytes, bool write, bool atomic, int la
     }
 }
 
-Target lds_target(Wave &w, uint64_t at, unsigned bytes, bool write, bool atomic, int lane) {
+Target lds_target(Wave &w, uint64_t at, unsigned bytes, bool write, bool atomic, int lane, bool touches) {
     Group &g = *w.group;
     if (at + bytes > g.lds.size())
         fault("lane %d %s %u bytes of LDS at %llu, but the workgroup has %zu", lane, write ? "writes" : "reads", bytes, (unsigned long long)at, g.lds.size());
     if (atomic && at % bytes) fault("lane %d: an atomic operation on LDS at %llu, which is not aligned", lane, (unsigned long long)at);
-    touch(w, unsigned(at), bytes, write, atomic, lane);
+    if (touches) lds_touch(w, unsigned(at), bytes, write, atomic, lane);
     return {g.lds.data() + at, g.lds_undefined.data() + at};
 }
 

@@ -73,6 +73,13 @@ struct F16 { // computed as float: sums, products and quotients of halves round 
     static void put(uint32_t *lo, uint32_t *, int l, T v) { lo[l] = float_to_half(v); }
 };
 
+struct H16 { // a half as it is, where NaN must stay what it is
+    using T = uint16_t;
+    static constexpr Kind kind = Kind::F16;
+    static T get(const uint32_t *lo, const uint32_t *, int l) { return uint16_t(lo[l]); }
+    static void put(uint32_t *lo, uint32_t *, int l, T v) { lo[l] = v; }
+};
+
 template <class D, class A, class B, class C, class F> inline void each_lane(Lanes &x, F f) {
     for (int l = 0; l < LANES; l++)
         D::put(x.dlo, x.dhi, l, f(A::get(x.lo[0], x.hi[0], l), B::get(x.lo[1], x.hi[1], l), C::get(x.lo[2], x.hi[2], l), l));
@@ -107,8 +114,24 @@ template <class T> inline T minimum(T a, T b, bool ieee) {
 template <class T> inline T maximum(T a, T b, bool ieee) {
     return quiet_or(a, b, ieee, a > b || (a == b && !std::signbit(a)) ? a : b);
 }
+// The same for halves as they are: order by sign and magnitude.
+inline uint16_t half_extreme(uint16_t a, uint16_t b, bool ieee, bool greater) {
+    auto nan = [](uint16_t v) { return (v & 0x7fff) > 0x7c00; };
+    auto key = [](uint16_t v) { return v & 0x8000 ? -(v & 0x7fff) - 1 : int(v); };
+    if (ieee && nan(a) && !(a & 0x200)) return a | 0x200;
+    if (ieee && nan(b) && !(b & 0x200)) return b | 0x200;
+    if (nan(b)) return a;
+    if (nan(a)) return b;
+    return (key(a) > key(b)) == greater ? a : b;
+}
+inline uint16_t minimum(uint16_t a, uint16_t b, bool ieee) { return half_extreme(a, b, ieee, false); }
+inline uint16_t maximum(uint16_t a, uint16_t b, bool ieee) { return half_extreme(a, b, ieee, true); }
 template <class T> inline T median(T a, T b, T c, bool ieee) {
-    if (a != a || b != b || c != c) return minimum(minimum(a, b, ieee), c, ieee);
+    auto nan = [](T v) {
+        if constexpr (sizeof(T) == 2) return (v & 0x7fff) > 0x7c00;
+        else return v != v;
+    };
+    if (nan(a) || nan(b) || nan(c)) return minimum(minimum(a, b, ieee), c, ieee);
     T top = maximum(maximum(a, b, ieee), c, ieee);
     return top == a ? maximum(b, c, ieee) : top == b ? maximum(a, c, ieee) : maximum(a, b, ieee);
 }

@@ -46,9 +46,13 @@ float clamped(const Wave &w, float v, bool clamp) {
 float flushed_half(const Wave &w, float v) { return w.flush16_64 && std::fabs(v) < 0x1p-14f ? std::copysign(0.0f, v) : v; }
 float flushed(const Wave &w, float v) { return w.flush32 ? without_denormal(v) : v; }
 
-// F takes the two or three halves and gives one; T is float for halves, or an integer.
+struct Raw { // a half as it is
+    uint16_t bits;
+};
+
+// F takes the two or three halves and gives one; T is float for halves, Raw, or an integer.
 template <class T, int COUNT, class F> void each_half(Wave &w, const Instruction &i, F f) {
-    constexpr bool FLOAT = std::is_same_v<T, float>;
+    constexpr bool RAW = std::is_same_v<T, Raw>, FLOAT = RAW || std::is_same_v<T, float>;
     Sources s;
     read(w, i, COUNT, FLOAT, s);
     Row out;
@@ -59,11 +63,16 @@ template <class T, int COUNT, class F> void each_half(Wave &w, const Instruction
             for (int k = 0; k < COUNT; k++) {
                 bool upper = (h ? i.opsel_hi : i.opsel) >> k & 1, negate = (h ? i.abs : i.neg) >> k & 1;
                 uint16_t bits = uint16_t(s.row[k][l] >> (upper ? 16 : 0));
-                if constexpr (FLOAT) v[k] = flushed_half(w, half_to_float(negate ? bits ^ 0x8000 : bits));
+                if (FLOAT && negate) bits ^= 0x8000;
+                if constexpr (RAW) v[k] = {w.flush16_64 && !(bits & 0x7c00) ? uint16_t(bits & 0x8000) : bits};
+                else if constexpr (FLOAT) v[k] = flushed_half(w, half_to_float(bits));
                 else v[k] = T(bits);
             }
             uint16_t bits;
-            if constexpr (FLOAT) bits = float_to_half(clamped(w, flushed_half(w, f(v[0], v[1], v[2])), i.clamp));
+            if constexpr (RAW) {
+                bits = f(v[0], v[1], v[2]).bits;
+                if (i.clamp) bits = float_to_half(clamped(w, half_to_float(bits), true));
+            } else if constexpr (FLOAT) bits = float_to_half(clamped(w, flushed_half(w, f(v[0], v[1], v[2])), i.clamp));
             else bits = uint16_t(i.clamp ? saturate<T>(f(v[0], v[1], v[2])) : T(f(v[0], v[1], v[2])));
             out[l] |= uint32_t(bits) << (16 * h);
         }
@@ -78,8 +87,9 @@ void pk_fmac(Wave &w, const Instruction &i) {
     each_half<float, 3>(w, as_fma, fma_half);
 }
 
-// FROM gives a number for 16 bits; products are exact, sums rounded one after the other.
-template <class FROM> void dot2(Wave &w, const Instruction &i, FROM from) {
+// FROM gives a number for 16 bits; products are exact, sums rounded one after the other. CLAMPS: the card takes no notice
+// of v_dot2_f32_f16's bit. ROCm's device library sets it always, and sums above 1 of what calls that are right on cards.
+template <bool CLAMPS, class FROM> void dot2(Wave &w, const Instruction &i, FROM from) {
     Sources s;
     read(w, i, 2, true, s);
     const uint32_t *c, *unused;
@@ -98,7 +108,7 @@ template <class FROM> void dot2(Wave &w, const Instruction &i, FROM from) {
             }
             sum = flushed(w, sum + v[0] * v[1]);
         }
-        out[l] = std::bit_cast<uint32_t>(clamped(w, sum, i.clamp));
+        out[l] = std::bit_cast<uint32_t>(clamped(w, sum, CLAMPS && i.clamp));
     }
     write(w, i, out, s.undefined);
 }
@@ -146,11 +156,7 @@ template <int WHERE> void fma_mix(Wave &w, const Instruction &i) {
             out[l] = std::bit_cast<uint32_t>(clamped(w, flushed(w, result), i.clamp));
             continue;
         }
-        // A half is rounded from the exact sum: the product of floats is exact in double, and the sum made odd if inexact.
-        double p = double(v[0]) * v[1], sum = p + v[2], t = sum - p, error = (p - (sum - t)) + (double(v[2]) - t);
-        uint64_t u = std::bit_cast<uint64_t>(sum);
-        if (std::isfinite(sum) && error != 0 && !(u & 1)) u += (error > 0) == (sum > 0) ? 1 : -1;
-        uint32_t half = float_to_half(clamped(w, flushed_half(w, float(_Float16(std::bit_cast<double>(u)))), i.clamp));
+        uint32_t half = float_to_half(clamped(w, flushed_half(w, result), i.clamp)); // rounded twice, as the reference says
         out[l] = WHERE ? (row[l] & 0xffff) | half << 16 : (row[l] & 0xffff0000) | half;
     }
     blend(row, out, w.exec());
@@ -257,14 +263,14 @@ const VectorOp table[] = {
     P(0x0e, "v_pk_fma_f16", each_half<float, 3>(w, i, F(fma_half(a, b, c))))
     P2(0x0f, "v_pk_add_f16", each_half<float, 2>(w, i, F(a + b)))
     P2(0x10, "v_pk_mul_f16", each_half<float, 2>(w, i, F(a *b)))
-    P2(0x11, "v_pk_min_f16", each_half<float, 2>(w, i, F(minimum(a, b, w.launch->ieee))))
-    P2(0x12, "v_pk_max_f16", each_half<float, 2>(w, i, F(maximum(a, b, w.launch->ieee))))
-    P(0x13, "v_dot2_f32_f16", dot2(w, i, [](uint16_t v) { return half_to_float(v); }))
+    P2(0x11, "v_pk_min_f16", each_half<Raw, 2>(w, i, [&](Raw a, Raw b, Raw) { return Raw{minimum(a.bits, b.bits, w.launch->ieee)}; }))
+    P2(0x12, "v_pk_max_f16", each_half<Raw, 2>(w, i, [&](Raw a, Raw b, Raw) { return Raw{maximum(a.bits, b.bits, w.launch->ieee)}; }))
+    P(0x13, "v_dot2_f32_f16", dot2<false>(w, i, [](uint16_t v) { return half_to_float(v); }))
     P(0x16, "v_dot4_i32_iu8", dot_integers<8, true>(w, i))
     P(0x17, "v_dot4_u32_u8", dot_integers<8, false>(w, i))
     P(0x18, "v_dot8_i32_iu4", dot_integers<4, true>(w, i))
     P(0x19, "v_dot8_u32_u4", dot_integers<4, false>(w, i))
-    P(0x1a, "v_dot2_f32_bf16", dot2(w, i, [](uint16_t v) { return bfloat_to_float(v); }))
+    P(0x1a, "v_dot2_f32_bf16", dot2<true>(w, i, [](uint16_t v) { return bfloat_to_float(v); }))
     P(0x20, "v_fma_mix_f32", fma_mix<2>(w, i))
     P(0x21, "v_fma_mixlo_f16", fma_mix<0>(w, i))
     P(0x22, "v_fma_mixhi_f16", fma_mix<1>(w, i))

@@ -120,6 +120,23 @@ def test_it_says_how_the_model_was_made() -> None:
     assert "[More Information Needed]" not in text
 
 
+def test_trainer_data_and_what_was_cut_are_named() -> None:
+    seen = {"split": "train", "rows": 300, "tokens": 39_600, "cut": 300, "lost": 34_800, "dropped": 2, "kept": 4_800}
+    facts = replace(FACTS, verb="dpo", columns=("prompt", "chosen", "rejected"), report=report(data=[seen]))
+    text = build(facts, NOBODY)
+    for words in (
+        "trained with [TRL](https://huggingface.co/docs/trl)'s `DPOTrainer`",
+        "columns `prompt`, `chosen`, `rejected`.",
+        "- train: 300 rows, 39,600 tokens; 300 rows cut (34,800 tokens lost), 2 rows dropped; 0 % of the tokens count",
+    ):
+        assert words in text, words
+    assert "SFT" not in text and "dpo" in metadata_of(text)["tags"]
+    scores = replace(facts, verb="reward", trained=replace(TRAINED, model_class="LlamaForSequenceClassification"))
+    text = build(scores, NOBODY)
+    assert "a reward model, which scores a text, trained with" in text and "`RewardTrainer`" in text
+    assert metadata_of(text)["pipeline_tag"] == "text-classification"
+
+
 def test_faults_and_incidents_are_said_plainly() -> None:
     found = report(
         batches=stage(mismatches=12, recovered=12),
@@ -137,8 +154,6 @@ def test_faults_and_incidents_are_said_plainly() -> None:
         "Crashes were injected on request: step=4,kind=kill.",
         "99.9875 %",
         "Not every byte was verified",
-        "Not verified: `a.b` (why).",
-        "2 more are in the report.",
         "restarts by the supervisor: 2",
         "crashed in them: 7",
         "up to 4 parts",
@@ -175,6 +190,16 @@ KINDS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["AutoModel"],
     ),
     "a dtype that is none": ({"dtype": "uint8"}, ['dtype="auto"'], ["uint8"]),
+    "a reward model's adapter": (
+        {"model_class": "LlamaForSequenceClassification"},
+        ["AutoModelForSequenceClassification.from_pretrained(", "    num_labels=1,\n", "PeftModel", "logits[0, 0]"],
+        ["generate", "CausalLM"],
+    ),
+    "a reward model": (
+        {"model_class": "LlamaForSequenceClassification", "adapter_dtype": None},
+        ["AutoModelForSequenceClassification.from_pretrained(", "logits[0, 0]"],
+        ["num_labels", "Peft"],
+    ),
     "no chat template": ({"chat_template": False}, ['tokenizer("A checksum is"'], ["apply_chat_template"]),
 }
 

@@ -173,7 +173,7 @@ def test_the_file_holds_the_merged_model(kind: str, type_: str, tmp_path: Path, 
     assert code == 0, err
     file = tmp_path / "out" / "gguf" / f"out-{type_.upper()}.gguf"
     assert out.splitlines() == [str(tmp_path / "out"), str(file)]
-    assert "100 % of the bytes, hold the merged values" in err and "not compared" not in err
+    assert "tensors hold the merged values" in err and "not compared" not in err
     gguf: Any = importlib.import_module("gguf")
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     merged = load_file(tmp_path / "out" / "model.safetensors")

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from peft import IA3Config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.publish.commands import Chat
-from hf_rocm_tune.publish.generate import Loaded, LoadSettings, Sampling, answer, apply_template, loaded_model
+from hf_rocm_tune.publish.commands import talk
+from hf_rocm_tune.publish.generate import Loaded, LoadSettings, Sampling, answer, loaded_model, render
 from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.publish.hub_server import USER, LoopbackHub
@@ -187,7 +187,7 @@ def test_what_is_attached_is_what_stock_peft_attaches(name: str, made: dict[str,
         assert torch.equal(logits(loaded.model), wanted)
         with loaded.without_adapter():
             assert torch.equal(logits(loaded.model), alone)
-        assert loaded.verified["unverified"] == []
+        assert loaded.covered.unverified == []
     with loaded_model(LoadSettings(model=str(adapter), dtype="bfloat16"), lambda _: None) as half:
         found = logits(half.model)  # whole modules of float32 in a bfloat16 model too
         assert float((found - wanted).abs().max()) < 0.1 * float(wanted.abs().max())
@@ -263,15 +263,14 @@ def test_a_configuration_that_was_harmed_is_one_line(
 
 def test_a_model_that_makes_no_text_is_refused(classifier: Path, run: Any) -> None:
     code, out, err = run(str(classifier), "--prompt", "x")
-    assert (code, out) == (2, "")
-    assert "LlamaForSequenceClassification, which generates no text" in err
+    assert (code, out) == (2, "") and "it gives scores and no text" in err
 
 
 @pytest.mark.gpu
 def test_on_an_accelerator_all_of_it_is_there_verified_and_says_the_same(made: dict[str, Path]) -> None:
     with loaded_model(LoadSettings(model=str(made["adapter"])), lambda _: None) as loaded:
         assert {value.device.type for value in loaded.model.parameters()} == {"cuda"}
-        assert loaded.verified["verified_bytes"] == loaded.verified["device_bytes"] > 0
+        assert loaded.covered.verified_bytes == loaded.covered.device_bytes > 0
         placed = loaded.place({"input_ids": ids()})
         with torch.no_grad():
             found = loaded.model(**placed, use_cache=False).logits.float().cpu()
@@ -370,115 +369,54 @@ def test_an_id_that_is_not_there_is_one_line(hub: LoopbackHub, capsys: pytest.Ca
 SHORT = Sampling(max_new_tokens=6, temperature=0)
 
 
-@pytest.fixture
-def talk(loaded: Loaded) -> Callable[..., tuple[Chat, list[str], list[str]]]:
-    """A conversation, what it printed, and the lines beside it."""
-
-    def make(lines: list[str], **more: Any) -> tuple[Chat, list[str], list[str]]:
-        shown: list[str] = []
-        told: list[str] = []
-        chat = Chat(loaded=loaded, sampling=SHORT, **{"show": shown.append, "tell": told.append, **more})
-        chat.run(iter(lines))
-        return chat, shown, told
-
-    return make
-
-
 def reply(loaded: Loaded, *turns: str, system: str | None = None) -> str:
     """What the model says to turns that alternate between user and assistant."""
-    messages = [{"role": "system", "content": system}] if system else []
-    messages += [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
-    return answer(loaded, apply_template(loaded.tokenizer, messages), SHORT).text
+    messages = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
+    return answer(loaded, render(loaded, messages, system=system), SHORT).text
 
 
-def test_each_turn_sees_what_was_said_before(loaded: Loaded, talk: Any) -> None:
-    chat, shown, _ = talk(["one\n", "\n", "two\n"])
+def test_each_turn_sees_what_was_said_before(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
+    found = talk(loaded, SHORT, iter(["one\n", "\n", "two\n"]))
     first = reply(loaded, "one")
     second = reply(loaded, "one", first, "two")
-    assert [message["content"] for message in chat.messages] == ["one", first, "two", second]
-    assert "".join(shown) == f"{first}\n{second}\n"
+    assert [message["content"] for message in found] == ["one", first, "two", second]
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
 
 
-def test_reset_and_system(loaded: Loaded, talk: Any) -> None:
-    chat, _, told = talk(["one", "/reset", "/system Be brief", "two", "/system"])
-    assert chat.messages == [
-        {"role": "user", "content": "two"},
-        {"role": "assistant", "content": reply(loaded, "two", system="Be brief")},
-    ]
-    assert chat.system is None
-    assert [line for line in told if "tokens" not in line] == [
-        "the conversation is cleared",
-        "the system message is set",
-        "the system message is removed",
-    ]
+def test_commands_of_a_conversation(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["/hlep", "one", "/reset", "/system Be brief", "two", "/system", "word " * 400, "exit", "never said"]
+    found = talk(loaded, SHORT, iter(lines))
+    assert [message["content"] for message in found] == ["two", reply(loaded, "two", system="Be brief")]
+    told = [line.removeprefix("hf-rocm-tune: ") for line in capsys.readouterr().err.splitlines()]
+    told = [line for line in told if not line.startswith("stopped after")]
+    assert told[0].startswith("/reset clears") and told[4].endswith("shorten it; /reset starts over")
+    assert told[1:4] == ["the conversation is cleared", "the system message is set", "the system message is removed"]
 
 
-def test_quit_ends_it_and_an_unknown_command_does_not(talk: Any) -> None:
-    chat, _, told = talk(["/hlep", "/help", "/quit", "never said"])
-    assert chat.messages == []
-    assert told[0].startswith("unknown command /hlep: ") and told[1] in told[0]
-
-
-def test_what_is_saved_can_be_trained_on(talk: Any, tmp_path: Path) -> None:
-    from hf_rocm_tune.data.formats import check_format
-    from hf_rocm_tune.data.sources import load_source
-
-    file = tmp_path / "said.jsonl"
-    _, _, told = talk(
-        ["/save x", "/system Be brief", "one", "/save", f"/save {tmp_path}/no/such/place", f"/save {file}"]
-    )
-    assert [line for line in told if "tokens" not in line][-3:] == [
-        "/save needs the name of a file",
-        f"{tmp_path}/no/such/place cannot be written: No such file or directory",
-        f"saved 2 messages in {file}",
-    ]
-    assert "the conversation is empty, nothing is saved" in told
-    _, _, told = talk(["one", f"/save {file}", "/save ~nobody-of-this-name/x", "/save a\0b", "/reset"])
-    assert [line for line in told if "tokens" not in line] == [
-        f"{file} exists and is kept: choose another name",
-        "~nobody-of-this-name/x cannot be written: No such file or directory",
-        "a\0b cannot be written: embedded null byte",
-        "the conversation is cleared",
-    ]
-    rows = load_source(str(file)).train
-    assert check_format(rows, has_chat_template=True, model_name="m").kind == "messages"
-    assert [message["role"] for message in json.loads(file.read_text())["messages"]] == ["system", "user", "assistant"]
-
-
-def test_compare_lets_the_base_speak_first_and_only_the_adapter_is_remembered(loaded: Loaded, talk: Any) -> None:
-    chat, shown, _ = talk(["one"], compare=True)
-    mine = reply(loaded, "one")
-    with loaded.without_adapter():
-        base = reply(loaded, "one")
-    assert base != mine
-    assert "".join(shown) == f"[base] {base}\n[adapter] {mine}\n"
-    assert chat.messages[-1]["content"] == mine
-
-
-def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(loaded: Loaded, talk: Any) -> None:
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pieces: list[str] = []
 
-    def show(text: str) -> None:
-        pieces.append(text)
-        if len(pieces) == 1:
-            signal.raise_signal(signal.SIGINT)
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            if len(pieces) == 1:
+                signal.raise_signal(signal.SIGINT)
+            return len(text)
 
-    chat, _, told = talk(["one", "two"], show=show)
-    assert told[0] == "stopped"
-    assert chat.messages[1]["content"] == pieces[0]  # what was said until then stays
-    assert chat.messages[3]["content"] == reply(loaded, "one", pieces[0], "two")
-
-
-def test_a_conversation_that_is_full_says_so_and_goes_on(loaded: Loaded, talk: Any) -> None:
-    chat, _, told = talk(["word " * 400, "one"])
-    assert "shorten it; /reset starts over" in told[0]
-    assert [message["content"] for message in chat.messages] == ["one", reply(loaded, "one")]
+    monkeypatch.setattr(sys, "stdout", Output())
+    found = talk(loaded, SHORT, iter(["one", "two"]))
+    monkeypatch.undo()
+    assert "hf-rocm-tune: stopped\n" in capsys.readouterr().err
+    assert found[1]["content"] == pieces[0]  # what was said until then stays
+    assert found[3]["content"] == reply(loaded, "one", pieces[0], "two")
 
 
 def test_through_a_pipe_only_answers_are_printed(
     made: dict[str, Path], loaded: Loaded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n/reset\none"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n/reset\none\n"))
     code = cli.main(["chat", str(made["adapter"]), "--max_new_tokens", "6", "--temperature", "0"])
     printed = capsys.readouterr()
     assert (code, printed.out) == (0, 2 * (reply(loaded, "one") + "\n"))
@@ -489,7 +427,6 @@ def test_through_a_pipe_only_answers_are_printed(
     ("name", "argv", "named"),
     [
         ("bare", [], ["no chat template", "hf-rocm-tune generate"]),
-        ("merged", ["--compare"], ["--compare", "whole model"]),
         ("adapter", ["--top_k", "0"], ["--top_k"]),
     ],
 )
@@ -520,4 +457,4 @@ def test_at_the_prompt_ctrl_c_says_how_to_end_and_ctrl_d_ends(
     code = cli.main(["chat", str(made["adapter"]), "--max_new_tokens", "6", "--temperature", "0"])
     printed = capsys.readouterr()
     assert (code, printed.out) == (0, f"\n{reply(loaded, 'one')}\n\n")
-    assert "/reset clears" in printed.err and "/quit or Ctrl-D ends the conversation" in printed.err
+    assert "/reset clears" in printed.err and "exit or Ctrl-D ends the conversation" in printed.err

@@ -138,7 +138,7 @@ def test_another_dtype_is_rounded_once_from_float32(scratch: Path) -> None:
 
 
 def test_shards_are_as_large_as_asked_and_load(scratch: Path) -> None:
-    base, adapter, out, _ = merged(lora("llama3"), scratch, "shards", max_shard_bytes=150_000)
+    base, adapter, out, _ = merged(lora("llama3"), scratch, "shards", max_shard_size=150_000)
     files = sorted(out.glob("model-*.safetensors"))
     assert len(files) > 3
     largest = max(tensor.nbytes for tensor in load_base(base).state_dict().values())

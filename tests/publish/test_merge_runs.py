@@ -157,7 +157,7 @@ def test_loaded_in_4_bit_the_model_is_the_one_that_was_trained(run: dict[str, Pa
     lines: list[str] = []
     with loaded_model(LoadSettings(model=str(run["out"]), load_in_4bit=True), lines.append) as loaded:
         assert torch.equal(probe.logits(loaded.model), torch.load(run["live"]))
-        assert loaded.verified["verified_bytes"] == loaded.verified["device_bytes"] > 0
+        assert loaded.covered.verified_bytes == loaded.covered.device_bytes > 0
     assert any("100 % of the bytes on the device verified" in line for line in lines)
 
 

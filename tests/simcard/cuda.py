@@ -258,7 +258,8 @@ def is_current_stream_capturing() -> bool:
 
 
 def _sleep(cycles: int) -> None:
-    card.lib.sim_sleep(cycles // 2000)
+    ticks = 100 if Properties().gcnArchName.startswith("gfx11") else 2000  # a microsecond; RDNA3's clock has 100 MHz
+    card.lib.sim_sleep(int(cycles // ticks))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------

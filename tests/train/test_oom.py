@@ -276,7 +276,6 @@ def test_asked_to_stop_it_stops(make: Make, where: str) -> None:
         "steps_down": False,
         "micro_batch_divisor": 1,
         "recompute_layers": None,
-        "offload_host_bytes": 0,
     }
 
 

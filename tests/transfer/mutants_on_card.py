@@ -29,6 +29,7 @@ from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
 from hf_rocm_tune.transfer.backend import AcceleratorBackend, _EventDigest, _EventTicket
 from hf_rocm_tune.transfer.copies import Fetched, Slot
 from hf_rocm_tune.transfer.digest import from_sums
+from tests import card_time
 
 CARD = torch.device("cuda", 0)
 digests_of = sys.modules["hf_rocm_tune.transfer.digest"]  # the package has a function of that name
@@ -42,7 +43,7 @@ Problems = Iterator[str]
 def slow(stream: Any, milliseconds: float = 30) -> None:
     """What is queued on a stream from now on begins so much later."""
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(int(milliseconds * 2_000_000))  # cycles
+        card_time.sleep(milliseconds)
 
 
 def compute() -> Any:

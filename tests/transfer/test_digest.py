@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, combine, digest, digest_on_device
 from hf_rocm_tune.transfer.digest import BYTES_A_THREAD, HostSums, TensorGroup, plain_sums
+from tests import simcard
 from tests.transfer.digest_reference import BLOCK, reference, weight
 
 DTYPES = [
@@ -371,3 +374,40 @@ def test_a_library_with_other_sums_or_copies_is_refused(
     monkeypatch.setattr(digest_host, "SOURCE", wrong)
     method = digest_host.host_method()
     assert method.name == "torch" and method.reason.startswith("other sums than plain torch")
+
+
+#: Tensors of many sizes on the simulated card, whose kernels are counted.
+MANY = """
+import random, torch, simcard
+from hf_rocm_tune.transfer import QueuedDigests, TensorGroup, digest, triton_refusal
+card, chance = torch.device("cuda", 0), random.Random(1)
+assert triton_refusal(card)
+sizes = [4] * 300 + [64] * 300 + [8192] * 40 + [65536] * 9 + [65540] * 3 + [0, 1, 3, 5, 7]
+sizes += [chance.randrange(1, 70000) for _ in range(60)]
+chance.shuffle(sizes)
+host = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+there = [each.to(card) for each in host]
+host += [torch.randint(2**31, (40,), dtype=torch.int32)[3:9], torch.randn(6, 8)[:, ::2]]
+host += [torch.arange(50, dtype=torch.uint8)[1:9]]
+there += [host[-3].to(card), torch.empty(6, 8, device=card)[:, ::2].copy_(host[-2])]
+there += [torch.arange(50, dtype=torch.uint8).to(card)[1:9]]
+assert QueuedDigests(there).result() == [digest(each) for each in host]
+for step in (7, 3):
+    groups = [TensorGroup(there[at : at + step]) for at in range(0, 70, step)]
+    assert QueuedDigests(groups).result() == [TensorGroup(host[at : at + step]).on_host() for at in range(0, 70, step)]
+before = simcard.counts()["kernels_async"]
+QueuedDigests([each for each in there if each.numel() == 4]).result()
+print(simcard.counts()["kernels_async"] - before)
+"""
+
+
+def test_small_tensors_of_one_size_take_a_few_kernels_together_and_have_their_own_digests() -> None:
+    try:
+        environment = {**os.environ, **simcard.environment()}
+    except simcard.NoCompiler as missing:
+        pytest.skip(str(missing))
+    done = subprocess.run(
+        [sys.executable, "-c", MANY], env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) < 20, "300 tensors"
