@@ -630,8 +630,12 @@ def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
         slab[piece.numel() :] = 0
         slab = slab.view(-1, size)
         rows = columns[start // size : start // size + slab.shape[0]]
-        rows[:, :MAGNITUDE] = slab @ weights.t()
-        rows[:, MAGNITUDE] = slab.abs_().sum(1)
+        rows[:, MAGNITUDE] = torch.linalg.vector_norm(slab, ord=1, dim=1)
+        if flat.device.type == "cpu":
+            rows[:, :MAGNITUDE] = slab @ weights.t()
+        else:  # not a product of float64 matrices: gfx1100 has only slow kernels for that
+            rows[:, 0] = slab.sum(1)
+            rows[:, 1] = slab.mul_(weights[1]).sum(1)
     return columns
 
 

@@ -342,6 +342,11 @@ _LARGEST_ON_CPU = (1 << 20) + 4  # bytes; there the patterns take most of the ti
 _REPEATS = 3
 _POLL_S = 0.05
 
+_NOT_CURED = (
+    f"{P2P_VARIABLE}=1 does not help against page faults of RCCL in training (ROCm/legacy-rocm-build#6505): if a run "
+    "ends with one, give --grad_sync host"
+)
+
 Asked = Literal["auto", "ddp", "host"]
 SyncWay = Literal["ddp", "ddp_without_p2p", "host", "one_card"]
 WAYS: tuple[SyncWay, ...] = ("ddp", "ddp_without_p2p", "host", "one_card")
@@ -459,7 +464,8 @@ class Preflight:
         first = f"preflight: gradients are averaged {self.choice.name}{asked}: {self.choice.reason}"
         fault = [f"a fault is injected into the preflight on request: {self.fault}"] if self.fault else []
         clean = self.choice.way == "ddp" and self.choice.shown
-        return [*fault, f"{first} ({self.seconds:.0f} s)", *([] if clean else self.choice.evidence)]
+        page_faults = [_NOT_CURED] if self.choice.way == "ddp_without_p2p" else []
+        return [*fault, f"{first} ({self.seconds:.0f} s)", *page_faults, *([] if clean else self.choice.evidence)]
 
 
 def run(
