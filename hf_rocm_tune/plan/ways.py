@@ -194,7 +194,7 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
 def _layered(plan: Plan) -> list[CardsWay]:
     """A split whose cards compute one after the other, and a pipeline.
 
-    The cards of a pipeline idle for (p - 1) / (m + p - 1) of a step. For each micro-batch that `training.pipeline` has
+    The cards of a pipeline idle for (p - 1) / (m + p - 1) of a step. For each micro-batch that `cards.pipeline` has
     in flight, all activations kept for backward are counted, an upper bound.
     """
     cards = plan.request.cards
