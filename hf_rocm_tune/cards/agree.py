@@ -19,14 +19,7 @@ T = TypeVar("T")
 
 
 def on_main_process(decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0 and return its result on every rank. Collective.
-
-    Args:
-        decide: with several ranks its result must be picklable.
-
-    Raises:
-        TuneError: on every rank, the error raised on rank 0, so that no rank waits for one that has ended.
-    """
+    """Call ``decide`` on rank 0 and return its result on every rank. Collective."""
     state = PartialState()
     if state.num_processes == 1:
         return decide()
@@ -70,9 +63,6 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
 
     Returns:
         The number of tensors compared; 0 with a single rank.
-
-    Raises:
-        CorruptionError: on every rank, naming the tensors and the ranks whose bits differ from rank 0's.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return 0

@@ -47,12 +47,7 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 class Fsdp(Sharded):
-    """A model sharded by FSDP2.
-
-    Raises:
-        UsageError: the FSDP2 configuration cannot work or cannot be verified.
-        SeamError: FSDP was asked for, and accelerate has no FSDP plugin.
-    """
+    """A model sharded by FSDP2."""
 
     name: ClassVar[str] = "fsdp2"
     flag: ClassVar[str] = "FSDP2"

@@ -137,13 +137,7 @@ class _Reduces(DefaultReduceScatter):
 
 
 class Traffic(AverageJudge[_Reduction]):
-    """Checks the collectives of one sharded model. The constructor is collective.
-
-    Args:
-        model: sharded by FSDP2, before its first forward.
-        units: its FSDP2 modules with their names.
-        mover: copies averages back to the device; its settings, report and injected faults apply.
-    """
+    """Checks the collectives of one sharded model. The constructor is collective."""
 
     _rung = "reduce_scatter"
 
@@ -167,11 +161,7 @@ class Traffic(AverageJudge[_Reduction]):
         return bool(self._gathers or self._reductions)
 
     def require_averages(self) -> None:
-        """Called before gradients are clipped.
-
-        Raises:
-            SeamError: no gradients were averaged since the last call.
-        """
+        """Called before gradients are clipped."""
         self._steps += 1
         averaged, self._averaged = self._averaged, 0
         if averaged == 0:
@@ -181,14 +171,7 @@ class Traffic(AverageJudge[_Reduction]):
             )
 
     def settle(self, *, step: int) -> None:
-        """Check all collectives since the last call, and compute wrong averages again. Collective.
-
-        Args:
-            step: number of the step, for incidents.
-
-        Raises:
-            CorruptionError: on every rank: weights arrived wrong, or an average cannot be corrected.
-        """
+        """Check all collectives since the last call, and compute wrong averages again. Collective."""
         gathers, reductions = list(self._gathers), list(self._reductions)
         self._gathers.clear()
         self._reductions.clear()

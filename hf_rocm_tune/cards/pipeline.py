@@ -59,11 +59,7 @@ class _Scheduler:
         self._failed = False
 
     def enter(self, number: int, stage: int) -> None:
-        """Wait until this micro-batch may run ``stage``. Of several that may run, the one furthest on goes first.
-
-        Raises:
-            _Cancelled: another micro-batch has failed.
-        """
+        """Wait until this micro-batch may run ``stage``. Of several that may run, the one furthest on goes first."""
         with self._changed:
             self._waiting[number] = stage
             self._changed.wait_for(lambda: self._failed or (self._running is None and self._next() == number))
@@ -167,10 +163,6 @@ class _YieldOnRead(TorchFunctionMode):
 class Pipeline:
     """Runs the micro-batches of a trainer whose model is split.
 
-    Args:
-        hops: the crossings of the model.
-        mover: the movers of the cards.
-
     Attributes:
         in_flight: how many micro-batches may run concurrently; fewer after running out of memory.
     """
@@ -191,11 +183,7 @@ class Pipeline:
         self._window, self._asked = window, 0
 
     def step(self, stock: Stock, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
-        """One micro-step, as ``Trainer.training_step``; the first of a window starts all of its micro-batches.
-
-        Raises:
-            BaseException: the error of the first micro-batch that failed.
-        """
+        """One micro-step, as ``Trainer.training_step``; the first of a window starts all of its micro-batches."""
         if self.in_flight == 1 or len(self._window) < 2:
             return stock(model, inputs, num_items)
         if self._asked == 0:

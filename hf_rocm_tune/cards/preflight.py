@@ -208,15 +208,6 @@ def try_at_once(
     Successful trials do not disturb each other. A hanging trial may block others on its card, so a trial that fails
     beside a failed pair should be repeated alone.
 
-    Args:
-        devices: see `try_pairs`.
-        pairs: whether to try copies.
-        sums: ways to sum, by name.
-        deadline_s: seconds for all trials, including imports.
-        largest: bytes of the largest copy and sum.
-        repeats: number of copies of 1 MiB and of sums of 25 MiB.
-        faults: by the name of a sum, or ``pairs``; see `trial_measures`.
-
     Returns:
         The trials of the pairs, and those of the sums by name.
     """
@@ -403,11 +394,7 @@ class PreflightFault:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PreflightFault | None:
-        """The fault in the variable; None if it is unset or empty.
-
-        Raises:
-            UsageError: names the key that is unknown, given twice, missing or has a wrong value, and what is valid.
-        """
+        """The fault in the variable; None if it is unset or empty."""
         example = "trial=ddp,kind=hang"
         return read_fault(cls, VARIABLE, environ, by="trial", kinds=_KINDS, example=example, least={"rank": 0})
 
@@ -477,19 +464,7 @@ def run(
     meet_s: float = MEET_S,
     limit_s: float = LIMIT_S,
 ) -> Preflight:
-    """Run the preflight. Every rank of the job calls it before it joins a process group.
-
-    Args:
-        asked: ``--grad_sync``.
-        device: of this rank: ``device`` (``cuda:1``, ``cpu``) and ``address`` (PCI, or None).
-        environ: of this rank, as set by its launcher.
-        place: directory shared by the ranks of this machine, and used by no other job; it is created.
-        meet_s, limit_s: see `MEET_S` and `LIMIT_S`.
-
-    Raises:
-        UsageError: the requested fault is not valid.
-        StallError: a rank did not join, or made no decision; see `insist` for the consequences of the decision.
-    """
+    """Run the preflight. Every rank of the job calls it before it joins a process group."""
     fault = PreflightFault.from_environment(environ)
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     here = int(environ.get("LOCAL_WORLD_SIZE", world))
@@ -603,15 +578,7 @@ def _await_choice(place: Path, first: Mapping[str, Any], limit_s: float) -> dict
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
-    """End the run if it cannot average as requested.
-
-    Args:
-        done: the decision.
-        one_card: the command that trains on one card.
-
-    Raises:
-        StallError: no way works, or not the one that the user has requested.
-    """
+    """End the run if it cannot average as requested."""
     way, reason = done.choice.way, done.choice.reason
     if way == "one_card":
         raise StallError(
@@ -638,15 +605,7 @@ def try_machine(
     fault: PreflightFault | None = None,
     limit_s: float = LIMIT_S,
 ) -> GradSyncChoice:
-    """Try the cards of this machine and choose how to average. Imports no torch.
-
-    Args:
-        devices: ``device`` and ``address`` of each rank, in the order of the ranks.
-        asked: for ``host`` only gloo is tried.
-        environ: for the user's own ``NCCL_P2P_DISABLE``, which is kept.
-        fault: injected into a trial.
-        limit_s: seconds for all trials.
-    """
+    """Try the cards of this machine and choose how to average. Imports no torch."""
     if len(devices) < 2:
         way: SyncWay = "host" if asked == "host" else "ddp"
         return GradSyncChoice(way=way, reason="one rank on this machine: no pair to try", shown=False)
@@ -703,14 +662,7 @@ def choose(
     peers: bool = True,
     otherwise: SyncWay = "ddp",
 ) -> GradSyncChoice:
-    """The fastest way that the trials have shown to work.
-
-    Args:
-        pairs: copies between cards; empty without cards.
-        sums: all-reduces, by way; a missing way was not tried.
-        peers: RCCL as the environment has it may copy from card to card.
-        otherwise: the way to choose, as not shown, if nothing has failed and nothing could be tried in time.
-    """
+    """The fastest way that the trials have shown to work."""
     trials: list[PairTrial | ReduceTrial] = [*pairs, *sums.values()]
     evidence = tuple(trial.told() for trial in trials)
     bad_pairs = [trial for trial in pairs if trial.verdict in FAILED] if peers else []

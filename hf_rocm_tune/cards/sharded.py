@@ -139,11 +139,7 @@ class FullState:
         self._kept_optimizer: dict[str, Any] | None = None
 
     def model(self) -> dict[str, Tensor]:
-        """Full trained weights by name, on rank 0's host; empty on other ranks. Collective the first time.
-
-        Raises:
-            CorruptionError: on every rank, when a part did not arrive correctly.
-        """
+        """Full trained weights by name, on rank 0's host; empty on other ranks. Collective the first time."""
         if self._kept_model is None:
             reshard(self._model)
             trained = {name: each.data for name, each in self._model.named_parameters() if each.requires_grad}

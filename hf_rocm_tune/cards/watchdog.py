@@ -104,14 +104,6 @@ class Board:
 
     Every rank rewrites its file in place, so that a full disk does not matter, and reads those of the others. The last
     rank to leave deletes the directory, with the files of killed ranks.
-
-    Args:
-        directory: shared by all ranks of one job on one machine, and used by no other job.
-        rank: of this process.
-
-    Raises:
-        UsageError: the directory belongs to another user, or others can access it.
-        OSError: it cannot be created.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -410,11 +402,7 @@ def _session(pid: int) -> int:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory, or check that an existing one is private to this user.
-
-    Raises:
-        UsageError: it belongs to another user, or others can access it.
-    """
+    """Create a directory, or check that an existing one is private to this user."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()

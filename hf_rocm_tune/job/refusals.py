@@ -34,11 +34,7 @@ _OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
 
 
 def check_optimizer(name: str) -> None:
-    """Refuses an optimizer that was never tried here, or whose package is missing.
-
-    Raises:
-        UsageError: names alternatives.
-    """
+    """Refuses an optimizer that was never tried here, or whose package is missing."""
     instead = "choose adamw_torch_fused, adamw_8bit, paged_adamw_8bit or another of --help_all"
     if name.startswith(_NEVER_TRIED):
         raise UsageError(
@@ -51,11 +47,7 @@ def check_optimizer(name: str) -> None:
 
 
 def check_grpo(arguments: Arguments) -> None:
-    """Refuses what GRPO would do wrong, or without verification.
-
-    Raises:
-        UsageError: all of it in one line.
-    """
+    """Refuses what GRPO would do wrong, or without verification."""
     training, model = arguments.training, arguments.model
     if arguments.method != "grpo":
         return
@@ -80,11 +72,7 @@ def _saves_between_generations(training: Any) -> bool:
 
 
 def check_adapter(method: str, adapter: Adapter | None) -> None:
-    """Refuses to train a reward model on with an adapter that has no reward head: a new one would not be saved.
-
-    Raises:
-        UsageError: says how the adapter was trained.
-    """
+    """Refuses to train a reward model on with an adapter that has no reward head: a new one would not be saved."""
     if adapter is not None and method == "reward" and (kind := adapter.config.task_type) != "SEQ_CLS":
         raise UsageError(
             f"--adapter_name_or_path {adapter.name} is no adapter of a reward model (its task_type is {kind}, not "
@@ -97,9 +85,6 @@ def reward_functions(script: Any) -> list[Any]:
 
     ``--reward_funcs`` takes TRL's names and dotted paths of installed modules. A path that begins with ``./`` is read
     from the working directory: ``./rewards.length`` is `length` of ``rewards.py`` there.
-
-    Raises:
-        UsageError: none is given, or one cannot be imported.
     """
     from trl import rewards
 
@@ -123,11 +108,7 @@ _OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_ext
 
 
 def check_rewards(rewards: Iterable[Any], columns: Iterable[str] | None) -> None:
-    """Refuses a reward function that TRL cannot call with these columns; None: they are not known.
-
-    Raises:
-        UsageError: names the function and the argument.
-    """
+    """Refuses a reward function that TRL cannot call with these columns; None: they are not known."""
     if columns is None:
         return
     given = dict.fromkeys((*_OF_TRL, *(set(columns) - {"prompt", "completion", "completion_ids"})))
@@ -178,20 +159,8 @@ def decide(
 ) -> preflight.Preflight | None:
     """Run the preflight if there are several ranks and it is enabled. Every rank calls it.
 
-    Args:
-        ranks: ``--preflight`` and ``--grad_sync``.
-        accelerator: whether this rank trains on one.
-        accumulation: ``--gradient_accumulation_steps``, for the command that trains on one card.
-        environ: of this rank; ``NCCL_P2P_DISABLE`` is set if RCCL works only without peer copies.
-        place: see `preflight.run`.
-        say: takes the lines for the user.
-
     Returns:
         The decision; None if the preflight did not run.
-
-    Raises:
-        UsageError: an unknown fault was requested.
-        StallError: a rank is missing, no way of averaging works, or not the one that the user set.
     """
     world = int(environ.get("WORLD_SIZE", "1"))
     if world < 2 or place is None or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):

@@ -99,11 +99,7 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
 
 
 def check(job: Arguments) -> None:
-    """Refuse settings that exclude each other, and what the way over cards excludes.
-
-    Raises:
-        UsageError: everything that applies, in one line.
-    """
+    """Refuse settings that exclude each other, and what the way over cards excludes."""
     uses = {flag: bool(used(job)) for flag, used in USES.items()}
     for what, excluded in EXCLUDES.items():
         if uses.get(what) or what == job.method:
@@ -112,10 +108,6 @@ def check(job: Arguments) -> None:
 
 
 def refuse(what: str, reasons: Mapping[str, Any]) -> None:
-    """Refuse `what` together with settings that it excludes: the description of each, and whether it applies.
-
-    Raises:
-        UsageError: all that apply, in one line.
-    """
+    """Refuse `what` together with settings that it excludes: the description of each, and whether it applies."""
     if found := [reason for reason, applies in reasons.items() if applies]:
         raise UsageError(f"{what} does not work with {'; nor with '.join(found)}")

@@ -122,11 +122,7 @@ def write_record(directory: Path, record: RunRecord) -> None:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """The record in ``directory``; None without one.
-
-    Raises:
-        UsageError: it exists but cannot be read.
-    """
+    """The record in ``directory``; None without one."""
     path = directory / RUN_FILE
     try:
         body = json.loads(read_plain(path))
@@ -148,11 +144,7 @@ def read_record(directory: Path) -> RunRecord | None:
 
 
 def skip_step(directory: Path, step: int) -> None:
-    """Leave an optimizer step (from 1) out of this run, at this and every later start.
-
-    Raises:
-        UsageError: the directory holds no run, or its record cannot be read.
-    """
+    """Leave an optimizer step (from 1) out of this run, at this and every later start."""
     record = read_record(directory)
     if record is None:
         raise UsageError(f"{directory} holds no {RUN_FILE}, so no step of its run can be left out")
@@ -207,12 +199,7 @@ class RunLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock.
-
-        Raises:
-            UsageError: another process holds it.
-            OSError: the lock file cannot be opened, or was not written by this class.
-        """
+        """Take the lock."""
         self.supported = True
         self._path = directory / LOCK_FILE
         self._descriptor: int | None = None
@@ -366,10 +353,6 @@ def claim(staging: Path, directory: Path) -> None:
     """Record in ``run.json`` the files that are about to be moved from ``staging`` to ``directory``, if it holds a run.
 
     A file that is already there with the same bytes (a card edited by the user) is kept and removed from ``staging``.
-
-    Raises:
-        UsageError: a file that the run has not written would be replaced.
-        OSError: ``run.json`` cannot be written.
     """
     record = read_record(directory)
     if record is None:
@@ -477,11 +460,7 @@ class StartPlan:
         return self.record.run_id
 
     def commit(self) -> None:
-        """Carry out the plan, just before training, on rank 0; does nothing for a finished run.
-
-        Raises:
-            UsageError: the directory cannot be changed.
-        """
+        """Carry out the plan, just before training, on rank 0; does nothing for a finished run."""
         if self.action == "finished":
             return
         try:

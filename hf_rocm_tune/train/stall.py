@@ -53,16 +53,7 @@ class Limits:
 
     @classmethod
     def of(cls, setting: str, supervisor: Patience | None, *, collective_s: float | None = None) -> Limits | None:
-        """The limits for a value of ``--stall_timeout``; None for no limits.
-
-        Args:
-            setting: ``auto``, or the seconds that a training step may take, 0 for no limit.
-            supervisor: the supervisor's own limits; None without one.
-            collective_s: the timeout of a collective, in seconds; None with a single process.
-
-        Raises:
-            UsageError: the setting is not valid.
-        """
+        """The limits for a value of ``--stall_timeout``; None for no limits."""
         seconds = parse(setting)
         if seconds == 0:
             return None
@@ -79,11 +70,7 @@ class Limits:
 
 
 def parse(setting: str) -> float | None:
-    """A value of ``--stall_timeout`` in seconds; None for ``auto``.
-
-    Raises:
-        UsageError: it is neither ``auto`` nor a number of at least 0.
-    """
+    """A value of ``--stall_timeout`` in seconds; None for ``auto``."""
     if setting == "auto":
         return None
     try:
@@ -148,13 +135,7 @@ class Progress:
 
 
 class StallGuard:
-    """The watchdog of one job and the evidence that it writes.
-
-    Args:
-        limits: None: no watchdog.
-        board: shared by the ranks of this machine; None for a single process.
-        tell: prints an error and records it as the end of this process.
-    """
+    """The watchdog of one job and the evidence that it writes."""
 
     def __init__(
         self, limits: Limits | None, board: Board | None, tell: Callable[[TuneError], None], environ: Mapping[str, str]
@@ -245,17 +226,7 @@ def watched(
     collective_s: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[StallGuard]:
-    """Run the watchdog within the block, and report a lost connection to another rank in one line.
-
-    Args:
-        setting, collective_s: see `Limits.of`.
-        place: a directory shared by the ranks of this job on this machine; None for a single process.
-        tell: see `StallGuard`.
-
-    Raises:
-        PeerLostError: another rank has ended.
-        UsageError: the setting is not valid, or the place belongs to another user.
-    """
+    """Run the watchdog within the block, and report a lost connection to another rank in one line."""
     limits = Limits.of(setting, patience(environ), collective_s=collective_s)
     board = Board(place, rank=int(environ.get("RANK", "0"))) if place is not None else None
     guard = StallGuard(limits, board, tell, environ)
