@@ -316,10 +316,9 @@ RULES = (
     ),
     # Names that nothing reads, in guides of earlier years. RCCL's source reads NCCL_* (rccl param.h).
     Rule(
-        "RCCL_ALGO RCCL_BUFFSIZE RCCL_DEBUG RCCL_DEBUG_* RCCL_IB_* RCCL_NCHANNELS RCCL_*_NCHANNELS RCCL_NET_GDR_LEVEL RCCL_NTHREADS "
-        "RCCL_P2P_DISABLE "
-        "RCCL_P2P_LEVEL RCCL_PROTO RCCL_SHM_DISABLE RCCL_SOCKET_* RCCL_TOPO_FILE HCCL_* *_TREE_THRESHOLD "
-        "*_RING_THRESHOLD",
+        "RCCL_ALGO RCCL_BUFFSIZE RCCL_DEBUG RCCL_DEBUG_* RCCL_IB_* RCCL_NCHANNELS RCCL_*_NCHANNELS RCCL_NET_GDR_LEVEL "
+        "RCCL_NTHREADS RCCL_P2P_DISABLE RCCL_P2P_LEVEL RCCL_PROTO RCCL_SHM_DISABLE RCCL_SOCKET_* RCCL_TOPO_FILE HCCL_* "
+        "*_TREE_THRESHOLD *_RING_THRESHOLD",
         "info", "unknown to RCCL, ignored: it reads NCCL_* names (NCCL_DEBUG, NCCL_MAX_NCHANNELS, NCCL_ALGO)",
         "set the NCCL_* name if you want it", "rccl param.h; RCCL environment variables page",
     ),

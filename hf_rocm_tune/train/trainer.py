@@ -13,7 +13,6 @@ files (listed in the coverage).
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import re
@@ -32,7 +31,7 @@ from typing_extensions import override
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone
-from hf_rocm_tune.cards.way import Way
+from hf_rocm_tune.cards.way import Gatherable, Way
 from hf_rocm_tune.cards.ways import way_of
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
@@ -56,25 +55,26 @@ from hf_rocm_tune.models.quantised import (
 )
 from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.survive.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, PulseListener
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
-from hf_rocm_tune.train.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.train.device_memory import FragmentationCallback, read
 from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
-from hf_rocm_tune.train.metrics import DeferredMetrics, is_tried
+from hf_rocm_tune.train.metrics import DeferredMetrics
 from hf_rocm_tune.train.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.train.refusals import (
     OptimizerTablesCallback,
     as_usage_errors,
     metric_as_usage_error,
+    new_mover,
+    own_arguments,
     with_offloads,
 )
 from hf_rocm_tune.train.sentinels import SentinelCallback, is_foreign
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry
 from hf_rocm_tune.transfer import (
-    FaultSpec,
     Mover,
     TransferReport,
     TransferSettings,
@@ -172,7 +172,7 @@ class VerifiedTransferMixin(_Base):
         upstream.check_overrides(type(self))
         step_faults = StepFaultSpec.from_environment()
         args = keywords.get("args", next((each for each in arguments if isinstance(each, TrainingArguments)), None))
-        self.mover = mover or _new_mover(args, transfer_settings)
+        self.mover = mover or new_mover(args, transfer_settings)
         self.transfer_report: TransferReport = self.mover.report
         self.run_id, self.skip_steps = run_id, frozenset(skip_steps)
         self.stop_requests = StopRequests()
@@ -194,7 +194,7 @@ class VerifiedTransferMixin(_Base):
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._recovery: OutOfMemoryRecovery | None = None
         self._operations: int | None = None  # floating point operations a token
-        own = _own_arguments(args)
+        own = own_arguments(args)
         if "args" in keywords:
             keywords["args"] = own
         arguments = tuple(own if each is args else each for each in arguments)
@@ -614,6 +614,11 @@ class VerifiedTransferMixin(_Base):
         elsewhere = self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
         return bool(elsewhere or self.way.state)
 
+    @property
+    def full_state(self) -> Gatherable | None:
+        """Gathers what is saved of a sharded model; None for a model that is not sharded."""
+        return self.way.state
+
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A batch with each device tensor replaced by the host tensor it was copied from, where that is known."""
         return dict(map_tensors(inputs, self._source_of))
@@ -767,32 +772,8 @@ class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
     """Supervised fine-tuning in which every weight and batch is verified on its way to the device."""
 
 
-def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
-    if args is None:
-        from accelerate import PartialState
-
-        device = PartialState().device
-    else:
-        device = args.device
-    return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
-
-
 def _with_own_labels(batch: Any) -> Any:
     if not isinstance(batch, Mapping):  # prompts
         return batch
     mine = [name for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)]
     return {**batch, **{name: batch[name].clone() for name in mine}}
-
-
-def _own_arguments(args: Any) -> Any:
-    if args is None:
-        return None
-    args = copy.copy(args)
-    if args.logging_nan_inf_filter and is_tried("transformers"):  # see `DeferredMetrics.loss_to_log`
-        args.logging_nan_inf_filter, args.filters_losses = False, True  # the latter for a trainer made with this copy
-    args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
-    if args.enable_jit_checkpoint:
-        # Upstream's own writes in place and lets the run look finished.
-        logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
-        args.enable_jit_checkpoint = False
-    return args

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.variables import link_of
+from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.publish import page
 from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, RunFiles, collect, last, series, training_seconds
 from hf_rocm_tune.publish.page import Curve, loss_panel, panels, png, write_png
@@ -42,9 +42,9 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "status": "warn",
         "title": "The link is narrow",
         "text": "x4",
-        "evidence": ["current_link_width 4"],
-        "cure": "use the other slot",
-        "sources": ["ROCm/ROCm#6603", "general knowledge"],
+        "read": ["current_link_width 4"],
+        "fix": "use the other slot",
+        "source": "ROCm/ROCm#6603; general knowledge",
         "subject": "0000:03:00.0",
     }
     telemetry = {
@@ -162,7 +162,7 @@ def spoiled(value: Any) -> Any:
 
 
 def test_hostile_strings_everywhere_stay_text(tmp_path: Path) -> None:
-    directory = write_run(tmp_path / "run", incidents=[incident()], findings=[{"title": "x", "evidence": ["x"]}])
+    directory = write_run(tmp_path / "run", incidents=[incident()], findings=[{"title": "x", "read": ["x"]}])
     files = collect(directory)
     worst = RunFiles(
         directory=directory,
@@ -170,9 +170,7 @@ def test_hostile_strings_everywhere_stay_text(tmp_path: Path) -> None:
         rows=[*rows(), {HOSTILE: 1.0, "step": 1, f"eval_{HOSTILE}_loss": 2.0}],
         step=1,
         trained=spoiled(files.trained),
-        report=spoiled(
-            report(incidents=[incident(), "x"], findings=[{"sources": ["x"], "cure": "x", "status": "fail"}])
-        ),
+        report=spoiled(report(incidents=[incident(), "x"], findings=[{"source": "x", "fix": "x", "status": "fail"}])),
         settings=spoiled(files.settings),
         journal=[spoiled({"time": "x", "event": "y"})],
         inspection=files.inspection,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_rocm_tune.doctor.findings import knowledge_data
-from hf_rocm_tune.machine.sysfs import LiveTree
+from hf_rocm_tune.doctor.system import HOTSPOT_C
+from hf_rocm_tune.machine.sysfs import Files
 from hf_rocm_tune.settings.arguments import TuneArguments
 from hf_rocm_tune.train import telemetry
 from hf_rocm_tune.train.telemetry import HOTSPOT_WARN_C, SensorSample, Telemetry, of_device, sample
@@ -129,7 +129,7 @@ def watch(card: Card) -> Iterator[Watch]:
 
     def build() -> tuple[Telemetry, list[str]]:
         lines: list[str] = []
-        read = lambda: sample(LiveTree(card.root), ADDRESS)  # noqa: E731
+        read = lambda: sample(Files(card.root), ADDRESS)  # noqa: E731
         made.append(Telemetry(read, source=f"amdgpu, {ADDRESS}", every_s=0.001, tell=lines.append))
         return made[-1], lines
 
@@ -276,7 +276,7 @@ def test_on_the_cpu_nothing_is_claimed_and_the_report_says_why() -> None:
 def test_a_card_is_found_by_the_address_of_its_device(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     # Only the probe is replaced: a ROCm torch that names the card's address.
     monkeypatch.setattr(telemetry, "card_of", lambda device: (ADDRESS, ""))
-    watched = of_device(torch.device("cpu"), every_s=0.0, tell=lambda line: None, tree=LiveTree(card.root))
+    watched = of_device(torch.device("cpu"), every_s=0.0, tell=lambda line: None, files=Files(card.root))
     watched.look()
     found = watched.summary()
     assert found["source"] == f"amdgpu, {ADDRESS}"
@@ -291,7 +291,7 @@ def test_a_time_between_looks_that_is_none_is_refused(seconds: float) -> None:
 
 
 def test_the_threshold_is_the_doctor_s() -> None:
-    assert knowledge_data("thresholds.toml")["hotspot_c"]["warn"] == HOTSPOT_WARN_C
+    assert HOTSPOT_C == HOTSPOT_WARN_C
 
 
 @pytest.mark.gpu
@@ -315,16 +315,16 @@ def test_on_an_accelerator_torch_s_own_memory_is_told() -> None:
 def test_what_cannot_be_read_is_left_out_and_never_zero(card: Card) -> None:
     for path in card.files:
         path.unlink()
-    seen = sample(LiveTree(card.root), ADDRESS)
+    seen = sample(Files(card.root), ADDRESS)
     assert (seen.metrics, seen.limits) == ({}, None)
     assert len(seen.missing) == 7
     for name, address in (("of no card", "0000:99:00.0"), ("of no address", "../../../etc"), ("of nothing", "")):
-        assert sample(LiveTree(card.root), address).metrics == {}, name
+        assert sample(Files(card.root), address).metrics == {}, name
 
 
 def test_a_true_zero_is_kept(card: Card) -> None:
     card.say(busy=0, throttle=0)
-    seen = sample(LiveTree(card.root), ADDRESS)
+    seen = sample(Files(card.root), ADDRESS)
     assert seen.metrics["utilisation_percent"] == 0.0
     assert seen.limits == frozenset()
 
@@ -345,7 +345,7 @@ def test_a_true_zero_is_kept(card: Card) -> None:
 )
 def test_the_throttle_bits_are_told_apart(card: Card, bits: int, limits: set[str]) -> None:
     card.say(throttle=bits)
-    assert sample(LiveTree(card.root), ADDRESS).limits == limits
+    assert sample(Files(card.root), ADDRESS).limits == limits
 
 
 class Script:

@@ -20,6 +20,7 @@ import logging
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
+from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
 
-    from hf_rocm_tune.train.owner import Owner
+    from hf_rocm_tune.transfer import Mover, TransferReport
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,32 @@ def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool
     return False
 
 
+class Saving(Trainer, ABC):
+    """A trainer whose checkpoints are saved here: upstream's, with what its mixin adds."""
+
+    mover: Mover
+    transfer_report: TransferReport
+    run_id: str
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[torch.device, ...]: ...
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool: ...
+    @property
+    @abstractmethod
+    def full_state(self) -> Any: ...
+    @abstractmethod
+    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor: ...
+    @abstractmethod
+    def before_save(self) -> None: ...
+    @abstractmethod
+    def before_manifest(self, directory: Path) -> None: ...
+    @abstractmethod
+    def write_model(self, directory: str) -> None: ...
+
+
 # ---- the checkpoints of one trainer -------------------------------------------------------------------------
 
 
@@ -165,7 +193,7 @@ class Checkpoints:
             the checkpoint to resume from is damaged, incomplete, or of another model.
     """
 
-    def __init__(self, trainer: Owner, publisher: Uploader | None) -> None:
+    def __init__(self, trainer: Saving, publisher: Uploader | None) -> None:
         self._trainer, self._publisher = trainer, publisher
         self._stage: StagedSave | None = None
         self._saved: Mapping[str, manifest.FileEntry] = {}
@@ -293,12 +321,12 @@ class Checkpoints:
         return states
 
     def _optimizer_state(self) -> dict[str, Any]:
-        full = self._trainer.way.state
+        full = self._trainer.full_state
         state: dict[str, Any] = self._trainer.optimizer.state_dict() if full is None else full.optimizer_state()
         return state
 
     def save_optimizer(self, stock: Callable[[str], None], directory: str) -> None:
-        self.attempt(stock if self._trainer.way.state is None else self._write_full_optimizer, directory)
+        self.attempt(stock if self._trainer.full_state is None else self._write_full_optimizer, directory)
 
     def _write_full_optimizer(self, directory: str) -> None:
         state = self._optimizer_state()  # collective
@@ -462,7 +490,7 @@ class Checkpoints:
             stock()
             return
         model, place = self._bare_model(), self._trainer.place_tensor
-        if self._trainer.way.state is not None:
+        if self._trainer.full_state is not None:
             place = placer(model, place)
         load = saved_state.load_adapters if hasattr(model, "peft_config") else saved_state.load_model
 
@@ -478,7 +506,7 @@ class Checkpoints:
             stock(checkpoint)
             return
         optimizer, scheduler, place = trainer.optimizer, trainer.lr_scheduler, trainer.place_tensor
-        if trainer.way.state is not None:
+        if trainer.full_state is not None:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             place = placer(self._bare_model(), place, parameters)
         self._restore(path, lambda state: saved_state.load_optimizer(state, optimizer, place), optimizer.state_dict)
@@ -544,7 +572,7 @@ class Checkpoints:
 
     def _differing_from(self, directory: Path) -> list[str]:
         """Names of live tensors that differ from a checkpoint, the same on every rank."""
-        sharded, live = self._trainer.way.state is not None, self._full_model()
+        sharded, live = self._trainer.full_state is not None, self._full_model()
         found: list[str] = []
         if not sharded or self._trainer.is_world_process_zero():
             model, recorded = self._bare_model(), manifest.read(directory)
@@ -599,7 +627,7 @@ class Checkpoints:
     def _write_again(self, directory: Path, states: Mapping[str, Any], *, fetched: bool) -> None:
         trainer = self._trainer
         if trainer.is_world_process_zero() and not self._saves_shards:
-            if fetched and trainer.way.state is None:
+            if fetched and trainer.full_state is None:
                 trainer._save(str(directory), state_dict=saved_state.model_on_host(self._bare_model()))
             else:
                 trainer.write_model(str(directory))
@@ -629,16 +657,16 @@ class Checkpoints:
     @property
     def _saves_shards(self) -> bool:
         """Whether each rank writes its own files, in upstream's format."""
-        return self._trainer.is_sharded and self._trainer.way.state is None
+        return self._trainer.is_sharded and self._trainer.full_state is None
 
     def _full_model(self) -> dict[str, Any] | None:
         """Trained weights of a sharded model, on rank 0; collective unless they were gathered for this save."""
-        full = self._trainer.way.state
+        full = self._trainer.full_state
         return None if full is None else full.model()
 
     def _forget_full(self) -> None:
-        if self._trainer.way.state is not None:
-            self._trainer.way.state.forget()
+        if self._trainer.full_state is not None:
+            self._trainer.full_state.forget()
 
     def _open_stage(self, final: Path) -> StagedSave:
         args = self._trainer.args
