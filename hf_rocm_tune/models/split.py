@@ -280,7 +280,7 @@ def tell_of_devices(model: PreTrainedModel, mover: Mover) -> None:
 
 
 class Flight(Protocol):
-    """A micro-batch that crosses while others compute, see `training.pipeline`: it is told of each crossing."""
+    """A micro-batch that crosses while others compute, see `cards.pipeline`: it is told of each crossing."""
 
     def cross(self, place: int) -> AbstractContextManager[Callable[[int], tuple[Fetcher, Any]]]:
         """Around all that crosses at one place, places counted from 1 on in the order in which a pass comes by them.

@@ -40,7 +40,7 @@ from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import create_staging, move_files, replace_directory
 from hf_rocm_tune.survive.run_directory import claim, move_aside, rotate
 from hf_rocm_tune.survive.saved_state import Readback
-from hf_rocm_tune.transfer import map_tensors
+from hf_rocm_tune.transfer import host_copy, map_tensors
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -624,7 +624,7 @@ class Checkpoints:
             if name == TRAINER_STATE_NAME:
                 trainer.state.save_to_json(str(directory / name))
             else:
-                torch.save(map_tensors(state, saved_state.host_copy) if fetched else state, directory / name)
+                torch.save(map_tensors(state, host_copy) if fetched else state, directory / name)
 
     def _compare(
         self, directory: Path, states: Mapping[str, Any], plain: Mapping[str, Tensor] | None

@@ -35,7 +35,7 @@ from transformers.trainer_pt_utils import safe_globals
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.survive.manifest import FileEntry, read_once
-from hf_rocm_tune.transfer.digest import digest
+from hf_rocm_tune.transfer import digest, host_copy
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 ADAPTER_FILE = "adapter_model.safetensors"
 RNG_OF_CARDS = "rng_state_cards.pth"
 """Random states of all cards of a split model; upstream saves the current card's only."""
-_READS = 3
 # bitsandbytes 0.50.2, ``Optimizer8bit.get_state_buffer``: the state that it pages, and the fewest elements.
 _PAGED = frozenset({"state1", "state2"})
 _PAGED_FROM = 100_000
@@ -277,16 +276,6 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 # ---- on the host --------------------------------------------------------------------------------------------
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host and compare its digest with the device's; a wrong copy is repeated up to twice."""
-    right = digest(tensor.detach())
-    for _ in range(_READS):
-        host = tensor.detach().cpu()
-        if digest(host) == right:
-            break
-    return host.contiguous()  # one that stays wrong is found when the file written from it is compared
 
 
 def model_on_host(model: nn.Module) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.cards.agree import everyone, on_main_process
-from hf_rocm_tune.cards.gradients import GradientCheck
+from hf_rocm_tune.cards.way import Stock
 from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.survive.atomic import write_text_atomic
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from hf_rocm_tune.train.owner import Owner
 
 logger = logging.getLogger(__name__)
-
-Stock = Callable[[nn.Module, Any, Any], Tensor]
-"""Upstream's ``Trainer.training_step``: model, micro-batch, label tokens of the optimizer step."""
 
 STATE_FILE = "_step_down.json"
 
@@ -379,9 +376,8 @@ class OutOfMemoryRecovery:
         try:
             for number, batch in enumerate(todo, start=first):
                 loss = self._micro_step(window, stock, model, number, batch, num_items)
-            check = self._trainer.grad_sync.check
-            if isinstance(check, GradientCheck) and self._trainer.accelerator.sync_gradients:
-                check.collect()
+            if self._trainer.accelerator.sync_gradients:
+                self._trainer.way.collect()
         except RuntimeError as error:
             return None, self._describe(window, error)
         finally:
@@ -446,7 +442,7 @@ class OutOfMemoryRecovery:
         alone = args.world_size == 1
         outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_returned)
         self._cache_was_returned |= outside
-        again = trainer.fewer_in_flight() or outside
+        again = trainer.way.fewer_in_flight() or outside
         wanted = self.divisor if alone and again else next_divisor(found.sizes, self.divisor, part.units)
         if wanted is not None and not alone:
             wanted *= 2  # each further shortage costs a restart

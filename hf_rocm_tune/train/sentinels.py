@@ -3,8 +3,7 @@
 `FrozenSentinel` checks what training must not change, in slices, so that no step pays for the whole model, and in full
 before a save. `TrainedSentinel` checks trained weights and optimizer state between two updates. Digests are queued on
 the device behind the computation and compared when the training loop has waited for the device anyway.
-`compare_replicas` compares digests of all ranks over gloo, not over the suspect path between cards. `SentinelCallback`
-runs all of them during training.
+`agree.compare_replicas` compares digests of all ranks over gloo. `SentinelCallback` runs all of them during training.
 
 Not covered: bits that were wrong between two checks and are right again.
 """
@@ -19,18 +18,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from hf_rocm_tune.cards.agree import compare_replicas
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, listed
 from hf_rocm_tune.models.placement import RECOMPUTED, TRAINED, findable_tensors_of, is_recomputed, tensors_of
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.shards import cut_of, is_sharded, local, reshard
 from hf_rocm_tune.transfer import Digest, QueuedDigests, TensorGroup, digest, named_tensors, tree_tensors
 from hf_rocm_tune.transfer.digest import GROUP_BYTES
-from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
@@ -377,35 +375,6 @@ def _even_slices(watched: list[_Watched], period: int) -> Iterator[list[_Watched
         groups[min(passed * period // total, period - 1)].append(row)
         passed += row.nbytes
     yield from groups
-
-
-# ---- replicas -----------------------------------------------------------------------------------------------
-
-
-def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
-    """Compare the digests of tensors, which have the same names on every rank, over all ranks. Collective.
-
-    Returns:
-        The number of tensors compared; 0 with a single rank.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return 0
-    rows = list(tensors)
-    digests = QueuedDigests([tensor.detach() for _, tensor in rows]).result()
-    mine = {name: found.hex() for (name, _), found in zip(rows, digests, strict=True)}
-    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=host_group())
-    first = everyone[0] or {}
-    differing: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(everyone):
-        theirs = theirs or {}
-        for name in sorted(first.keys() | theirs.keys()):
-            if first.get(name) != theirs.get(name):
-                differing.setdefault(name, []).append(rank)
-    if differing:
-        named = listed([f"{name} (ranks {ranks})" for name, ranks in differing.items()], 5)
-        raise CorruptionError(f"{when}: ranks differ from rank 0 in {named}: training stops")
-    return len(mine)
 
 
 # ---- in a run -----------------------------------------------------------------------------------------------
