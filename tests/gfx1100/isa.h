@@ -134,6 +134,7 @@ struct Launch {
 
     const Instruction &at(uint64_t pc);
     uint8_t *memory(uint64_t address, unsigned bytes, bool write, int lane);
+    uint8_t *elsewhere(uint64_t address, unsigned bytes, bool write, int lane);
 };
 
 struct Group {
