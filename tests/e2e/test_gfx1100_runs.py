@@ -30,7 +30,7 @@ KERNELS = {
     "kQuantizeBlockwise", "kQuantizeBlockwiseSmall", "kDequantizeBlockwise", "kOptimizer32bit2State",
     "_forward_kernel", "_backward_kernel",
 }  # fmt: skip
-"""Each linear layer is quantised, its statistics too; Adam's small states stay in 32 bits; the last two are the loss."""
+"""Linear layers are quantised, their statistics too; Adam's small states stay in 32 bits; the last two are the loss."""
 
 
 @pytest.fixture(scope="module")
