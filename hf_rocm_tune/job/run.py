@@ -305,7 +305,8 @@ def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, car
     if trainer.is_world_process_zero():
         report.write(content, Path(training.output_dir))
     trainer.seal_output(also=[report.FILE_NAME, *cards.finish(content)])
-    announce.say(f"adapter and report are in {training.output_dir}", report.closing_line(content))
+    what = "adapter" if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config") else "model"
+    announce.say(f"{what} and report are in {training.output_dir}", report.closing_line(content))
     if training.push_to_hub:
         trainer.beat("publish")  # everything is on disk and verified before the push
     trainer.end()

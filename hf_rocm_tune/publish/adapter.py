@@ -104,7 +104,7 @@ class Adapter:
         """Name, method and whether its files are attested, in one phrase."""
         if (found := self.written) is None:
             return f"adapter {self.name} ({self.method}), not attested: it has no integrity.json"
-        return f"adapter {self.name} ({self.method}), equal to its manifest (run {found.run_id[:8]}, step {found.step})"
+        return f"adapter {self.name} ({self.method}), equal to its manifest (run id {found.run_id}, step {found.step})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,10 @@ compared afterwards; the rest is listed in the coverage, and ``--verify full`` t
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sized
@@ -22,12 +24,15 @@ from transformers import TrainerCallback, get_scheduler
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
-from hf_rocm_tune.transfer import digest, triton_refusal
+from hf_rocm_tune.train.metrics import is_tried
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest, triton_refusal
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.models.placement import Coverage
+
+logger = logging.getLogger(__name__)
 
 _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 
@@ -251,3 +256,29 @@ def _of_bitsandbytes(args: TrainingArguments) -> bool:
     """By the names in transformers 5.23, ``trainer_optimizer.py``; torchao's and GaLore's 8-bit ones do not count."""
     name = optimizer_name(args)
     return name.startswith(("paged_", "ademamix", "lion", "rmsprop_bnb")) or name in ("adamw_bnb_8bit", "adamw_8bit")
+
+
+def new_mover(args: Any, settings: TransferSettings | None) -> Mover:
+    """A mover for the device of these arguments."""
+    if args is None:
+        from accelerate import PartialState
+
+        device = PartialState().device
+    else:
+        device = args.device
+    return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
+
+
+def own_arguments(args: Any) -> Any:
+    """A copy of the arguments without what the mixin does in its own way."""
+    if args is None:
+        return None
+    args = copy.copy(args)
+    if args.logging_nan_inf_filter and is_tried("transformers"):  # see `DeferredMetrics.loss_to_log`
+        args.logging_nan_inf_filter, args.filters_losses = False, True  # the latter for a trainer made with this copy
+    args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
+    if args.enable_jit_checkpoint:
+        # Upstream's own writes in place and lets the run look finished.
+        logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
+        args.enable_jit_checkpoint = False
+    return args

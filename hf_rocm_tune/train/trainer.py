@@ -13,7 +13,6 @@ files (listed in the coverage).
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import os
@@ -58,27 +57,28 @@ from hf_rocm_tune.models.quantised import (
 from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import is_sharded, local
 from hf_rocm_tune.models.split import SplitMover
+from hf_rocm_tune.survive.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, PulseListener
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
 from hf_rocm_tune.train import ranks
-from hf_rocm_tune.train.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.train.device_memory import FragmentationCallback, read
 from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
-from hf_rocm_tune.train.metrics import DeferredMetrics, is_tried
+from hf_rocm_tune.train.metrics import DeferredMetrics
 from hf_rocm_tune.train.oom import OutOfMemoryRecovery, parts_of, recovery_for
 from hf_rocm_tune.train.pipeline import Pipeline, can_pipeline
 from hf_rocm_tune.train.refusals import (
     OptimizerTablesCallback,
     as_usage_errors,
     metric_as_usage_error,
+    new_mover,
+    own_arguments,
     with_offloads,
 )
 from hf_rocm_tune.train.sentinels import SentinelCallback, is_foreign
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry
 from hf_rocm_tune.transfer import (
-    FaultSpec,
     Mover,
     TransferReport,
     TransferSettings,
@@ -186,7 +186,7 @@ class VerifiedTransferMixin(_Base):
         upstream.check_overrides(type(self))
         step_faults = StepFaultSpec.from_environment()
         args = keywords.get("args", next((each for each in arguments if isinstance(each, TrainingArguments)), None))
-        self.mover = mover or _new_mover(args, transfer_settings)
+        self.mover = mover or new_mover(args, transfer_settings)
         self.transfer_report: TransferReport = self.mover.report
         self.run_id, self.skip_steps = run_id, frozenset(skip_steps)
         self.stop_requests = StopRequests()
@@ -210,7 +210,7 @@ class VerifiedTransferMixin(_Base):
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._recovery: OutOfMemoryRecovery | None = None
         self._operations: int | None = None  # floating point operations a token
-        own = _own_arguments(args)
+        own = own_arguments(args)
         if "args" in keywords:
             keywords["args"] = own
         arguments = tuple(own if each is args else each for each in arguments)
@@ -825,32 +825,8 @@ class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
     """Supervised fine-tuning in which every weight and batch is verified on its way to the device."""
 
 
-def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
-    if args is None:
-        from accelerate import PartialState
-
-        device = PartialState().device
-    else:
-        device = args.device
-    return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
-
-
 def _with_own_labels(batch: Any) -> Any:
     if not isinstance(batch, Mapping):  # prompts
         return batch
     mine = [name for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)]
     return {**batch, **{name: batch[name].clone() for name in mine}}
-
-
-def _own_arguments(args: Any) -> Any:
-    if args is None:
-        return None
-    args = copy.copy(args)
-    if args.logging_nan_inf_filter and is_tried("transformers"):  # see `DeferredMetrics.loss_to_log`
-        args.logging_nan_inf_filter, args.filters_losses = False, True  # the latter for a trainer made with this copy
-    args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
-    if args.enable_jit_checkpoint:
-        # Upstream's own writes in place and lets the run look finished.
-        logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
-        args.enable_jit_checkpoint = False
-    return args

@@ -103,7 +103,7 @@ def quantised(full: bool) -> Iterator[Row]:
                 "statistics": differ(state.absmax, largest),
                 "excess": _excess(values.float() / scale, codes, table),
                 "definition": differ(back, (table[codes] * scale).to(FLOATS[name])),
-                "cpu": differ(back, other),
+                "cpu share": differ(back, other) / count,
             }
     for name, size in itertools.product(FLOATS, sizes[1:]):
         values, code = torch.randn(3000).to(FLOATS[name]), bnb.create_dynamic_map()
@@ -116,7 +116,6 @@ def quantised(full: bool) -> Iterator[Row]:
             "statistics": differ(state.absmax, largest),
             "excess": _excess(values.float() / scale, found.cpu().long(), code),
             "definition": differ(back, (code[found.cpu().long()] * scale).to(back.dtype)),
-            "cpu": 0,
         }
     for kind, size in itertools.product(("nf4", "fp4"), sizes):
         values = torch.randn(96, 512)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -24,10 +25,11 @@ from tests.gfx1100.hip import ran
 BOUNDS: dict[str, dict[str, float]] = {
     "digests": {"wrong": 0},
     # `excess`: how much farther than the nearest entry of the table, of a value in -1..1; nested: a relative distance.
-    "quantised": {"statistics": 0, "excess": 1e-6, "definition": 0, "cpu": 0, "cpu distance": 1e-2},
+    # Two entries may be as near: there the CPU's backend may take the other one.
+    "quantised": {"statistics": 0, "excess": 1e-6, "definition": 0, "cpu share": 5e-3, "cpu distance": 1e-2},
     # Weights are decoded in the compute dtype and products rounded to it.
     "products": {"float32": 1e-6, "bfloat16": 4e-3, "float16": 1e-3},
-    "eight_bit": {"statistics": 0, "steps": 0, "float16": 1e-3},
+    "eight_bit": {"statistics": 0, "steps": 1, "float16": 1e-3},
     "optimizers": {
         "32-bit float32 cpu": 1e-5, "32-bit float32 formula": 1e-5,
         "8-bit float32 cpu": 2e-2, "8-bit float32 formula": 0.1,
@@ -35,8 +37,8 @@ BOUNDS: dict[str, dict[str, float]] = {
         "8-bit bfloat16 cpu": 0.1, "8-bit bfloat16 formula": 0.15,
     },
     "heads": {
-        "float32 value": 1e-6, "float32 gradient": 1e-6, "float32 gradient on the CPU": 1e-6,
-        "bfloat16 value": 5e-3, "bfloat16 gradient": 2e-2, "bfloat16 gradient on the CPU": 2e-2,
+        "float32 value": 1e-5, "float32 gradient": 2e-6, "float32 gradient on the CPU": 2e-6,
+        "bfloat16 value": 2e-2, "bfloat16 gradient": 2e-2, "bfloat16 gradient on the CPU": 2e-2,
     },
     "liger": {"float32 value": 1e-6, "float32 gradient": 2e-6, "bfloat16 value": 5e-3, "bfloat16 gradient": 5e-3},
 }  # fmt: skip
@@ -52,8 +54,10 @@ MEANT = {
 """Kernels that must have run: nothing else took their place."""
 
 
-def on_card(tmp: Path, extent: str, *names: str, **env: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of experiments, and the names of the kernels that ran."""
+def on_card(
+    tmp: Path, *argv: str, module: str = "tests.gfx1100.on_card", **env: str
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """What experiments printed, and the names of the kernels that ran."""
     try:
         environment = {
             **os.environ,
@@ -63,8 +67,15 @@ def on_card(tmp: Path, extent: str, *names: str, **env: str) -> tuple[list[dict[
         }
     except simcard.NoCompiler as missing:
         pytest.skip(str(missing))
-    command = [sys.executable, "-m", "tests.gfx1100.on_card", extent, *names]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=3000)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *argv],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=3000,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return rows, [each.name for each in ran(tmp / "log")]
@@ -75,7 +86,7 @@ def assert_within(rows: list[dict[str, Any]], bounds: dict[str, float]) -> None:
     seen = defaultdict(float)
     for row in rows:
         for name in row.keys() & bounds.keys():
-            assert row[name] <= bounds[name], row
+            assert row[name] <= bounds[name], (name, row[name], row)
             seen[name] = max(seen[name], row[name])
     print(dict(seen))  # what was found, for whoever asks with -s
     assert rows and seen
@@ -130,3 +141,16 @@ def test_the_library_for_rocm_6_4_is_as_wrong_as_on_cards(tmp_path: Path) -> Non
         0.05 < distance < 0.3 for row in fused for name, distance in row.items() if name in ("float32", "bfloat16")
     ), fused
     assert_ran(kernels, MEANT["products"])
+
+
+def test_an_access_outside_an_allocation_is_told_with_kernel_lane_and_line(tmp_path: Path) -> None:
+    said, _ = on_card(tmp_path, module="tests.gfx1100.faulty_kernels")
+    told = {name: text for each in said for name, text in each.items()}
+    for name, mark in (
+        ("reads_behind", "lane 0 reads"),
+        ("writes_behind", "that is not to be written"),
+        ("reads_by_data", "lane 0 reads 4 bytes"),
+    ):
+        assert re.search(rf"kernel {name} at .*\(faulty_kernels.py:\d+\), workgroup .* wave", told[name]), told[name]
+        assert mark in told[name]
+    assert "cannot be accessed from Triton" in told["host"]

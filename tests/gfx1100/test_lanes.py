@@ -1,4 +1,4 @@
-"""What pseudo-code does not say lane by lane: permutations, DPP, modifiers, halves, dual issue, matrix products, denormals."""
+"""What pseudo-code does not say: permutations, DPP, modifiers, halves, dual issue, matrix products, denormals."""
 
 from __future__ import annotations
 
@@ -17,20 +17,44 @@ RNG = np.random.default_rng(7)
 LANES = np.arange(32)
 
 
-def lanes(words: list[int], inputs: np.ndarray, *, mask: int = 0xFFFFFFFF, flush: bool = False, ieee: bool = True, outputs: int = 8) -> np.ndarray:
-    """Runs `words` with v[8:8+n] from uint32[n, 32] in the lanes of `mask`; v8 and on afterwards, uint32[outputs, 32]. s20 to s23
-    hold 0x76543210, 0xFEDCBA98, 5, 3 and vcc 0x5A3C96F1."""
+def lanes(
+    words: list[int],
+    inputs: np.ndarray,
+    *,
+    mask: int = 0xFFFFFFFF,
+    flush: bool = False,
+    ieee: bool = True,
+    outputs: int = 8,
+) -> np.ndarray:
+    """Runs `words` in the lanes of `mask`; uint32[outputs, 32]: v8 and on afterwards.
+
+    Before: v8 and on from uint32[n, 32], s20 to s23 0x76543210, 0xFEDCBA98, 5 and 3, vcc 0x5A3C96F1.
+    """
     count = len(inputs)
     memory, out = np.ascontiguousarray(inputs.astype(np.uint32)), np.zeros((outputs, 32), dtype=np.uint32)
     code = asm.program(
-        asm.smem(2, 4, 0), asm.smem(2, 20, 0, 16), asm.smem(1, 24, 0, 32), asm.WAIT,
-        asm.vop2(0x18, 1, const(2), v(0)), asm.sop1(0, asm.VCC, 25),
-        *(asm.flat(0x14, addr=1, dst=8 + n, saddr=4, offset=128 * n) for n in range(count)), asm.WAIT,
-        asm.sop1(0, asm.EXEC, 24), words, asm.sop1(0, 26, asm.EXEC), asm.sop1(0, asm.EXEC, const(-1)),
+        asm.smem(2, 4, 0),
+        asm.smem(2, 20, 0, 16),
+        asm.smem(1, 24, 0, 32),
+        asm.WAIT,
+        asm.vop2(0x18, 1, const(2), v(0)),
+        asm.sop1(0, asm.VCC, 25),
+        *(asm.flat(0x14, addr=1, dst=8 + n, saddr=4, offset=128 * n) for n in range(count)),
+        asm.WAIT,
+        asm.sop1(0, asm.EXEC, 24),
+        words,
+        asm.sop1(0, 26, asm.EXEC),
+        asm.sop1(0, asm.EXEC, const(-1)),
         *(asm.flat(0x1A, addr=1, data=8 + n, saddr=6, offset=128 * n) for n in range(outputs)),
-    )  # fmt: skip
-    kernarg = struct.pack("<QQIIIIII", memory.ctypes.data, out.ctypes.data, 0x76543210, 0xFEDCBA98, 5, 3, mask, 0x5A3C96F1)
-    kernel = Code("lanes", code, descriptor(user_sgprs=2, kernarg_pointer=True, flush_f32=flush, flush_f16=flush, ieee=ieee, lds=256))
+    )
+    kernarg = struct.pack(
+        "<QQIIIIII", memory.ctypes.data, out.ctypes.data, 0x76543210, 0xFEDCBA98, 5, 3, mask, 0x5A3C96F1
+    )
+    kernel = Code(
+        "lanes",
+        code,
+        descriptor(user_sgprs=2, kernarg_pointer=True, flush_f32=flush, flush_f16=flush, ieee=ieee, lds=256),
+    )
     run(kernel, kernarg, [memory, out], checks=0)
     return out
 
@@ -53,9 +77,15 @@ def dpp_controls() -> list[tuple[int, Callable[[int], int | None]]]:
     def inside(at: int) -> int | None:
         return at if 0 <= at < 16 else None
 
-    found: list[tuple[int, Callable[[int], int | None]]] = [(c, lambda a, c=c: a & ~3 | c >> 2 * (a & 3) & 3) for c in (0xE4, 0x1B, 0xB1, 0x00, 0xFF, 0x4E)]
+    found: list[tuple[int, Callable[[int], int | None]]] = [
+        (c, lambda a, c=c: a & ~3 | c >> 2 * (a & 3) & 3) for c in (0xE4, 0x1B, 0xB1, 0x00, 0xFF, 0x4E)
+    ]
     for n in range(1, 16):
-        found += [(0x100 + n, lambda a, n=n: inside(a + n)), (0x110 + n, lambda a, n=n: inside(a - n)), (0x120 + n, lambda a, n=n: (a - n) % 16)]
+        found += [
+            (0x100 + n, lambda a, n=n: inside(a + n)),
+            (0x110 + n, lambda a, n=n: inside(a - n)),
+            (0x120 + n, lambda a, n=n: (a - n) % 16),
+        ]
     found += [(0x140, lambda a: 15 - a), (0x141, lambda a: a ^ 7)]
     for n in range(16):
         found += [(0x150 + n, lambda a, n=n: n), (0x160 + n, lambda a, n=n: a ^ n)]
@@ -68,12 +98,25 @@ def test_dpp16_reads_the_lane_that_the_reference_names(bound: int, fetch: int) -
     for control, source in dpp_controls():
         for row_mask, bank_mask in ((15, 15), (1, 11)):
             given = numbers(2)
-            words = asm.dpp16(asm.vop2(0x25, 8, 250, v(9)), 8, control, row_mask=row_mask, bank_mask=bank_mask, bound=bound, fetch=fetch)
+            words = asm.dpp16(
+                asm.vop2(0x25, 8, 250, v(9)),
+                8,
+                control,
+                row_mask=row_mask,
+                bank_mask=bank_mask,
+                bound=bound,
+                fetch=fetch,
+            )
             expected = given[0].copy()
             for lane in range(32):
                 at = source(lane & 15)
                 there = at is not None and (fetch or mask >> (lane & 16 | at) & 1)
-                if not mask >> lane & 1 or not row_mask >> (lane >> 4) & 1 or not bank_mask >> (lane >> 2 & 3) & 1 or not (there or bound):
+                if (
+                    not mask >> lane & 1
+                    or not row_mask >> (lane >> 4) & 1
+                    or not bank_mask >> (lane >> 2 & 3) & 1
+                    or not (there or bound)
+                ):
                     continue
                 read = int(given[0][lane & 16 | at]) if there else 0
                 expected[lane] = (read + int(given[1][lane])) & 0xFFFFFFFF
@@ -101,24 +144,41 @@ def test_dpp_in_vop3_and_dpp8() -> None:
 def test_lanes_are_permuted_and_broadcast() -> None:
     given, mask = numbers(2), 0xFFFFFFF7
     select = np.array([0x76543210 >> 4 * n & 15 for n in range(8)] + [0xFEDCBA98 >> 4 * n & 15 for n in range(8)])
-    assert (lanes(asm.vop3(0x25B, 10, v(8), 21, 20), given, outputs=3)[2] == given[0][LANES & 16 | select[(LANES + 8) % 16]]).all()
-    assert (lanes(asm.vop3(0x25C, 10, v(8), 20, 21), given, outputs=3)[2] == given[0][(LANES & 16) ^ 16 | select[LANES % 16]]).all()
+    assert (
+        lanes(asm.vop3(0x25B, 10, v(8), 21, 20), given, outputs=3)[2] == given[0][LANES & 16 | select[(LANES + 8) % 16]]
+    ).all()
+    assert (
+        lanes(asm.vop3(0x25C, 10, v(8), 20, 21), given, outputs=3)[2]
+        == given[0][(LANES & 16) ^ 16 | select[LANES % 16]]
+    ).all()
     assert (lanes([*asm.vop3(0x360, 26, v(8), 22), *asm.vop1(1, 10, 26)], given, outputs=3)[2] == given[0][5]).all()
     first = lanes([*asm.vop1(2, 26, v(8)), *asm.vop1(1, 10, 26)], given, mask=0xFFFFFFF8, outputs=3)[2]
     assert (first[3:] == given[0][3]).all()
     written = lanes(asm.vop3(0x361, 8, 20, 23), given, mask=0)[0]  # whatever the mask says
     assert written[3] == 0x76543210 and (np.delete(written, 3) == np.delete(given[0], 3)).all()
     swapped = lanes(asm.vop1(0x65, 8, v(9)), given, mask=mask)
-    assert (swapped[0] == np.where(LANES == 3, given[0], given[1])).all() and (swapped[1] == np.where(LANES == 3, given[1], given[0])).all()
+    assert (swapped[0] == np.where(LANES == 3, given[0], given[1])).all() and (
+        swapped[1] == np.where(LANES == 3, given[1], given[0])
+    ).all()
     given[1] = RNG.integers(0, 64, 32) * 4
     places = (given[1] // 4 + 1) % 32
     pulled = lanes(asm.ds(0xB3, addr=9, data0=8, dst=10, offset=4), given, mask=mask, outputs=3)[2]
     assert (pulled == np.where(LANES == 3, pulled, np.where(places == 3, 0, given[0][places]))).all()
-    pushed, expected = lanes(asm.ds(0xB2, addr=9, data0=8, dst=10, offset=4), given, outputs=3)[2], np.zeros(32, np.uint32)
+    pushed, expected = (
+        lanes(asm.ds(0xB2, addr=9, data0=8, dst=10, offset=4), given, outputs=3)[2],
+        np.zeros(32, np.uint32),
+    )
     expected[places] = given[0]
     assert (pushed == expected).all()
-    for offset, source in ((0x041F, LANES ^ 1), (0x8000 | 0x1B, LANES ^ 3), (0x01E0, np.full(32, 15)), (0xC000 | 3 << 5, (LANES + 3) % 32)):
-        assert (lanes(asm.ds(0x35, addr=8, dst=10, offset=offset), given, outputs=3)[2] == given[0][source]).all(), hex(offset)
+    for offset, source in (
+        (0x041F, LANES ^ 1),
+        (0x8000 | 0x1B, LANES ^ 3),
+        (0x01E0, np.full(32, 15)),
+        (0xC000 | 3 << 5, (LANES + 3) % 32),
+    ):
+        assert (lanes(asm.ds(0x35, addr=8, dst=10, offset=offset), given, outputs=3)[2] == given[0][source]).all(), hex(
+            offset
+        )
 
 
 def test_registers_are_chosen_by_m0() -> None:
@@ -133,12 +193,14 @@ def test_registers_are_chosen_by_m0() -> None:
 def test_modifiers() -> None:
     a, b = (given := floats(2)).view(np.float32)
     cases = [
-        (asm.vop3(0x103, 8, v(8), v(9), neg=1), b - a, {}), (asm.vop3(0x103, 8, v(8), v(9), abs=3, neg=2), np.abs(a) - np.abs(b), {}),
+        (asm.vop3(0x103, 8, v(8), v(9), neg=1), b - a, {}),
+        (asm.vop3(0x103, 8, v(8), v(9), abs=3, neg=2), np.abs(a) - np.abs(b), {}),
         (asm.vop3(0x108, 8, v(8), v(9), clamp=1), np.clip(a * b, 0, 1), {}),
         # Output modifiers only where denormals are flushed and IEEE mode is off.
         (asm.vop3(0x108, 8, v(8), v(9), omod=1), a * b * 2, {"flush": True, "ieee": False}),
-        (asm.vop3(0x108, 8, v(8), v(9), omod=3), a * b / 2, {"flush": True, "ieee": False}), (asm.vop3(0x108, 8, v(8), v(9), omod=1), a * b, {}),
-    ]  # fmt: skip
+        (asm.vop3(0x108, 8, v(8), v(9), omod=3), a * b / 2, {"flush": True, "ieee": False}),
+        (asm.vop3(0x108, 8, v(8), v(9), omod=1), a * b, {}),
+    ]
     for words, expected, mode in cases:
         assert (lanes(words, given, **mode)[0].view(np.float32) == expected.astype(np.float32)).all(), words
     x, y = numbers(2)
@@ -146,7 +208,9 @@ def test_modifiers() -> None:
     assert (lanes(asm.vop3(0x125, 8, v(8), v(9), clamp=1), np.stack([x, y]))[0] == saturated).all()
     packed = lanes(asm.vop3p(0x02, 8, v(8), v(9)), np.stack([x, y]))[0].view(np.int16)  # v_pk_add_i16
     assert (packed == x.view(np.int16) + y.view(np.int16)).all()
-    crossed = lanes(asm.vop3p(0x02, 8, v(8), v(9), opsel=1, opsel_hi=2), np.stack([x, y]))[0].view(np.int16).reshape(32, 2)
+    crossed = (
+        lanes(asm.vop3p(0x02, 8, v(8), v(9), opsel=1, opsel_hi=2), np.stack([x, y]))[0].view(np.int16).reshape(32, 2)
+    )
     assert (crossed == x.view(np.int16).reshape(32, 2)[:, ::-1] + y.view(np.int16).reshape(32, 2)).all()
 
 
@@ -158,8 +222,12 @@ def test_halves_are_read_and_written_apart() -> None:
     # The same in 32 bits: bit 7 of a register's number means its upper half.
     short = lanes(asm.vop2(0x32, 8 + 128, v(8 + 128), v(9)), given)[0].view(np.float16).reshape(32, 2)
     assert (short == added).all()
-    mixed = lanes(asm.vop3p(0x20, 8, v(8), v(9), v(8), opsel=1, opsel_hi=1), np.stack([given[0], floats(1)[0]]))  # v_fma_mix_f32
-    assert mixed.shape == (8, 32)
+    factor = floats(1)[0]  # v_fma_mix_f32: an upper half times a float, plus a lower half
+    mixed = lanes(asm.vop3p(0x20, 8, v(8), v(9), v(8), opsel=1, opsel_hi=5), np.stack([given[0], factor]))[0].view(
+        np.float32
+    )
+    exactly = halves[0, :, 1].astype(np.float64) * factor.view(np.float32) + halves[0, :, 0]
+    assert (mixed == exactly.astype(np.float32)).all()
     product = lanes(asm.vop2(0x3C, 8, v(9), v(9)), given)[0].view(np.float16).reshape(32, 2)  # v_pk_fmac_f16
     exact = halves[1].astype(np.float64) ** 2 + halves[0]
     assert (product == exact.astype(np.float16)).all()
@@ -184,7 +252,9 @@ def test_denormals_follow_the_mode() -> None:
     half = np.stack([bits(*[2.0**-126] * 32), bits(*[0.5] * 32)])
     assert (lanes(asm.vop2(0x08, 8, v(8), v(9)), half)[0] == 0x00400000).all()
     assert (lanes(asm.vop2(0x08, 8, v(8), v(9)), half, flush=True)[0] == 0).all()
-    assert (lanes([*asm.sopp(0x12, 15), *asm.vop2(0x08, 8, v(8), v(9))], half, flush=True)[0] == 0x00400000).all()  # s_denorm_mode
+    assert (
+        lanes([*asm.sopp(0x12, 15), *asm.vop2(0x08, 8, v(8), v(9))], half, flush=True)[0] == 0x00400000
+    ).all()  # s_denorm_mode
 
 
 def bfloat(values: np.ndarray) -> np.ndarray:
@@ -231,10 +301,23 @@ def test_matrix_products() -> None:
             assert np.abs(got.astype(np.float64) - spread(a @ b + plus)).max() < (0.02 if kind == "f16" else 0.1)
     for op, width in ((0x44, 8), (0x45, 4)):
         for signs in (0, 1, 2, 3):
-            a, b = (np.array([[generator.randrange(1 << width) for _ in range(16)] for _ in range(16)]) for _ in range(2))
+            a, b = (
+                np.array([[generator.randrange(1 << width) for _ in range(16)] for _ in range(16)]) for _ in range(2)
+            )
             c = RNG.integers(-1000, 1000, (16, 16))
-            pack = [np.stack([sum((x[:, k + n].astype(np.uint32) << n * width) for n in range(32 // width)) for k in range(0, 16, 32 // width)], 1) for x in (a, b.T)]
-            signed = [np.where(x >> (width - 1), x - (1 << width), x) if signs >> n & 1 else x for n, x in enumerate((a, b))]
+            pack = [
+                np.stack(
+                    [
+                        sum((x[:, k + n].astype(np.uint32) << n * width) for n in range(32 // width))
+                        for k in range(0, 16, 32 // width)
+                    ],
+                    1,
+                )
+                for x in (a, b.T)
+            ]
+            signed = [
+                np.where(x >> (width - 1), x - (1 << width), x) if signs >> n & 1 else x for n, x in enumerate((a, b))
+            ]
             d = matrix(op, *(p.astype(np.uint32) for p in pack), spread(c).astype(np.uint32), neg=signs)
             assert (d.view(np.int32) == spread(signed[0] @ signed[1] + c)).all(), (op, signs)
 

@@ -20,6 +20,7 @@ import logging
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
+from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
 
-    from hf_rocm_tune.train.owner import Owner
+    from hf_rocm_tune.transfer import Mover, TransferReport
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,32 @@ def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool
     return False
 
 
+class Saving(Trainer, ABC):
+    """A trainer whose checkpoints are saved here: upstream's, with what its mixin adds."""
+
+    mover: Mover
+    transfer_report: TransferReport
+    run_id: str
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[torch.device, ...]: ...
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool: ...
+    @property
+    @abstractmethod
+    def full_state(self) -> Any: ...
+    @abstractmethod
+    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor: ...
+    @abstractmethod
+    def before_save(self) -> None: ...
+    @abstractmethod
+    def before_manifest(self, directory: Path) -> None: ...
+    @abstractmethod
+    def write_model(self, directory: str) -> None: ...
+
+
 # ---- the checkpoints of one trainer -------------------------------------------------------------------------
 
 
@@ -165,7 +193,7 @@ class Checkpoints:
             the checkpoint to resume from is damaged, incomplete, or of another model.
     """
 
-    def __init__(self, trainer: Owner, publisher: Uploader | None) -> None:
+    def __init__(self, trainer: Saving, publisher: Uploader | None) -> None:
         self._trainer, self._publisher = trainer, publisher
         self._stage: StagedSave | None = None
         self._saved: Mapping[str, manifest.FileEntry] = {}
