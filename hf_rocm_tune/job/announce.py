@@ -66,7 +66,7 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in device else ""
     micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     ranks = training.world_size
-    shares = 1 if arguments.ranks.tensor_parallel else ranks  # all ranks get the same rows
+    shares = 1 if arguments.way().shares_rows else ranks  # all ranks get the same rows
     lines = [
         f"data {data}",
         f"device {device['type']} ({device['name']}{memory}), {ranks} process{'es' if ranks > 1 else ''}, "

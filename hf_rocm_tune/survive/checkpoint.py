@@ -40,7 +40,7 @@ from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import create_staging, move_files, replace_directory
 from hf_rocm_tune.survive.run_directory import claim, move_aside, rotate
 from hf_rocm_tune.survive.saved_state import Readback
-from hf_rocm_tune.transfer import map_tensors
+from hf_rocm_tune.transfer import host_copy, map_tensors
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -180,18 +180,7 @@ class Saving(Trainer, ABC):
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints and the result of a trainer; see the module's description.
-
-    Args:
-        trainer: its overrides call the methods of this class.
-        publisher: uploads, on the first rank.
-
-    Raises:
-        CorruptionError: a file still differs from the live state after all ways of writing it (earlier files stay), or
-            the state after loading is not what was saved.
-        UsageError: the disk is full at the final save (at a checkpoint there is a warning, and the run continues), or
-            the checkpoint to resume from is damaged, incomplete, or of another model.
-    """
+    """Saves and loads the checkpoints and the result of a trainer; see the module's description."""
 
     def __init__(self, trainer: Saving, publisher: Uploader | None) -> None:
         self._trainer, self._publisher = trainer, publisher
@@ -635,7 +624,7 @@ class Checkpoints:
             if name == TRAINER_STATE_NAME:
                 trainer.state.save_to_json(str(directory / name))
             else:
-                torch.save(map_tensors(state, saved_state.host_copy) if fetched else state, directory / name)
+                torch.save(map_tensors(state, host_copy) if fetched else state, directory / name)
 
     def _compare(
         self, directory: Path, states: Mapping[str, Any], plain: Mapping[str, Tensor] | None

@@ -15,18 +15,16 @@ from hf_rocm_tune.survive.checkpoint import Saving
 if TYPE_CHECKING:
     from torch import nn
 
+    from hf_rocm_tune.cards.way import Way
     from hf_rocm_tune.survive.heartbeat import Phase
-    from hf_rocm_tune.train.ranks import FullState, GradientSync
 
 
 class Owner(Saving):
     """Implemented by `train.trainer.VerifiedTransferMixin`; see there."""
 
-    grad_sync: GradientSync
+    way: Way
     recompute_layers: tuple[int, int] | None
 
-    @property
-    def full_state(self) -> FullState | None: ...
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]: ...
     def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]: ...
     def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]: ...

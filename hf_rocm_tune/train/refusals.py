@@ -41,9 +41,6 @@ _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]:
     """Within the block a ``ValueError`` or ``ImportError`` that upstream raises itself becomes a ``UsageError``.
 
-    Args:
-        packages: only what these raise; the others keep their tracebacks.
-
     Upstream checks combinations of settings that no parser sees (an ``eos_token`` outside the vocabulary, an adapter on
     ``lm_head``, ``padding_free`` with ``max_length``). An error raised elsewhere is a bug and keeps its traceback. A
     chat template that cannot render the rows, and a Hub that cannot be reached, are usage errors as well.
@@ -94,11 +91,7 @@ _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flyte
 
 
 def check_loggers(names: str | Iterable[str] | None) -> None:
-    """Check that transformers can report to each of these services (``report_to``).
-
-    Raises:
-        UsageError: one is unknown or not installed.
-    """
+    """Check that transformers can report to each of these services (``report_to``)."""
     from transformers.integrations.integration_utils import (
         INTEGRATION_TO_CALLBACK,
         get_available_reporting_integrations,
@@ -124,11 +117,7 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
 
 
 def check_scheduler(args: TrainingArguments) -> None:
-    """Build the learning rate scheduler once, for an optimizer of nothing.
-
-    Raises:
-        UsageError: it does not take its ``--lr_scheduler_kwargs``.
-    """
+    """Build the learning rate scheduler once, for an optimizer of nothing."""
     optimizer = torch.optim.SGD([torch.zeros(1)])
     try:
         get_scheduler(args.lr_scheduler_type, optimizer, 0, 1000, args.lr_scheduler_kwargs)
@@ -140,11 +129,7 @@ def check_scheduler(args: TrainingArguments) -> None:
 
 
 def check_rows(trainer: Trainer) -> None:
-    """Check that the trainer has left rows to use, and a whole batch of them if only whole ones are used.
-
-    Raises:
-        UsageError: says how many rows there are.
-    """
+    """Check that the trainer has left rows to use, and a whole batch of them if only whole ones are used."""
     args: Any = trainer.args
     for split, rows in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
         if isinstance(rows, Sized) and not len(rows):
@@ -162,11 +147,7 @@ def check_rows(trainer: Trainer) -> None:
 
 
 def check_offloads(args: TrainingArguments) -> None:
-    """Refuse what cannot work on this device: optimizers of bitsandbytes, and TRL's offload of activations on a CPU.
-
-    Raises:
-        UsageError: names the flag.
-    """
+    """Refuse what cannot work on this device: optimizers of bitsandbytes, and TRL's offload of activations on a CPU."""
     if (args.activation_checkpointing_kwargs or {}).get("offload"):
         raise UsageError("--activation_checkpointing_kwargs: `offload` is not listed as unverified; leave it out")
     if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
@@ -176,11 +157,7 @@ def check_offloads(args: TrainingArguments) -> None:
 
 
 def check_compiled(args: TrainingArguments) -> None:
-    """Refuse kernels that cannot be compiled here: Liger's, and those of torch.compile.
-
-    Raises:
-        UsageError: names what is missing.
-    """
+    """Refuse kernels that cannot be compiled here: Liger's, and those of torch.compile."""
     card = args.device.type != "cpu"
     if args.use_liger_kernel:
         if importlib.util.find_spec("liger_kernel") is None:
@@ -223,9 +200,6 @@ class OptimizerTablesCallback(TrainerCallback):
     """Compares the code tables that an 8-bit optimizer has created with tables computed on the host.
 
     bitsandbytes copies them to the device itself at the first step. On resume they go through the mover.
-
-    Raises:
-        CorruptionError: a table on the device is wrong, so the optimizer's 8-bit state is unusable.
     """
 
     def __init__(self) -> None:
