@@ -29,6 +29,8 @@ from transformers import default_data_collator as collator
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for tests.tiny
 
 from hf_rocm_tune import VerifiedTransferMixin
+from hf_rocm_tune.cards.split import Split as SplitOverCards
+from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.models.split import Split, SplitMover, tell_of_devices
 from tests import card_time, tiny
 
@@ -76,9 +78,8 @@ def train(place: Path, wanted: argparse.Namespace, *, pipeline: bool) -> tuple[l
     with SplitMover(Split("model.layers", (1, 1)), [torch.device("cuda", card) for card in (0, 1)]) as mover:
         tell_of_devices(model, mover)
         data = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
-        made = Verified(
-            model=model, args=args, train_dataset=data, data_collator=collator, mover=mover, pipeline=pipeline
-        )
+        way = SplitOverCards(CardSettings(split=True, pipeline=pipeline))
+        made = Verified(model=model, args=args, train_dataset=data, data_collator=collator, mover=mover, way=way)
         for card, layer in enumerate(model.model.layers):
             layer.register_forward_hook(lambda _, __, output, card=card: slow(output, card, wanted))
         made.add_callback(clock)

@@ -40,7 +40,7 @@ def run(wanted: Namespace) -> common.Figures:
         ),
     )  # fmt: skip
     if wrong := sum(row["wrong"] for row in rows):
-        print(f"{wrong} copies ARRIVED WRONG: run `hf-rocm-tune drill`")
+        print(f"{wrong} copies ARRIVED WRONG: run `hf-rocm-tune doctor --drill`")
     return {"benchmark": "transfer", "rows": rows}
 
 

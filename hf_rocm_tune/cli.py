@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
-import json
 import os
 import select
 import signal
@@ -16,13 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_rocm_tune.data.formats import Method
-from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
+from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
-from hf_rocm_tune.paths import can_be_file, expand_user
+from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.settings import names
 
 if TYPE_CHECKING:
@@ -237,34 +235,6 @@ def demo(argv: Sequence[str]) -> int:
     return run_demo(list(argv))
 
 
-def drill(argv: Sequence[str]) -> int:
-    """inject faults into real transfers on this machine, and show that each is detected"""
-    parser = CommandParser(prog=f"{PROGRAM} drill", description=drill.__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (HIP and CUDA) where torch sees one")
-    parser.add_argument("--faults", type=int, help="faults to inject (default: 2000)")
-    parser.add_argument("--clean", type=int, help="transfers without a fault (default: 5000)")
-    parser.add_argument("--seed", type=int, default=0, help="of transfers and faults (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file too")
-    parser.add_argument("--full", action="store_true", help="10,000 faults and 1,000,000 clean transfers; minutes")
-    wanted = parser.parse_args(argv)
-    if wanted.json and not can_be_file(wanted.json):
-        raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
-    from hf_rocm_tune.doctor.drill import DrillSettings, run, table
-
-    counts = {"faults": 10_000, "clean": 1_000_000} if wanted.full else {}
-    counts |= {name: value for name in ("faults", "clean") if (value := getattr(wanted, name)) is not None}
-    done = run(DrillSettings(device=wanted.device, seed=wanted.seed, **counts))
-    print(table(done))
-    if wanted.json:
-        try:
-            wanted.json.write_text(json.dumps(done.to_dict()) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--json {wanted.json} cannot be written: {error.strerror}; choose another") from error
-    if failures := done.failures():
-        raise CorruptionError(f"the drill failed: {'; '.join(failures)}; do not train on this machine until it passes")
-    return 0
-
-
 def push(argv: Sequence[str]) -> int:
     """upload a finished run to the Hugging Face Hub, and check the hashes there"""
     from hf_rocm_tune.publish.push import main as run_push
@@ -274,7 +244,7 @@ def push(argv: Sequence[str]) -> int:
 
 def report(argv: Sequence[str]) -> int:
     """plots of a run, and its verification and incidents as one HTML page"""
-    from hf_rocm_tune.machine.variables import link_of
+    from hf_rocm_tune.machine.sources import link_of
     from hf_rocm_tune.publish.page import main as run_report
 
     return run_report(argv, link_of=link_of)
@@ -323,7 +293,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "recipes": recipes,
     "env": env,
     "demo": demo,
-    "drill": drill,
     "report": report,
     "push": push,
     "merge": merge,

@@ -158,7 +158,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         for one in taken:
-            if signal.getsignal(one) is _interrupt:  # not ignored since, see `complete` and `training.stall`
+            if signal.getsignal(one) is _interrupt:  # not ignored since, see `complete` and `train.stall`
                 signal.signal(one, signal.SIG_DFL)
 
 

@@ -60,11 +60,7 @@ class CommandLine(NamedTuple):
 
 
 def split(argv: Sequence[str]) -> CommandLine:
-    """Tell the launcher's flags from the job's.
-
-    Raises:
-        UsageError: ``--accelerate_config`` has no value.
-    """
+    """Tell the launcher's flags from the job's."""
     accelerate_config, rest = names.take_flag(argv, names.CONFIG_FLAG)
     launcher: list[str] = []
     job: list[str] = []
@@ -190,9 +186,6 @@ def _meeting(arguments: Any, given: Collection[str], directory: Path) -> dict[st
     at a free port of the loopback interface, see `process.prepare_process`. Every try has a store of its own: in one
     that lives over several, a new try meets the addresses of the last (pytorch#135712). The launcher's flags in
     `arguments` are changed, unless the user has `given` a meeting of his own; nobody else may read `directory`.
-
-    Raises:
-        UsageError: restarts are asked for, and there is one process.
     """
     file = _content(arguments.config_file)
     if (arguments.num_machines or file.get("num_machines") or 1) > 1:

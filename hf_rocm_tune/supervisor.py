@@ -121,11 +121,7 @@ def supervise(words: Sequence[str], settings: Settings) -> int:
 
 
 def to_start(words: Sequence[str]) -> list[str]:
-    """The command line to start for the user's one, which must be a training job of this package.
-
-    Raises:
-        UsageError: it cannot be supervised.
-    """
+    """The command line to start for the user's one, which must be a training job of this package."""
     program, rest = os.path.basename(words[0]) if words else "", list(words[1:])
     found: list[str] | None = None
     if program == "hf-rocm-tune" and rest[:1] and rest[0] in ENTRIES:
@@ -267,11 +263,7 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
 
 
 class Child:
-    """A started command; ``directory`` marks all its processes.
-
-    Raises:
-        UsageError: there is no such program.
-    """
+    """A started command; ``directory`` marks all its processes."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], directory: Path) -> None:
         self._mark = str(directory)

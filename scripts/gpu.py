@@ -86,7 +86,7 @@ def parts() -> list[Part]:
         Part("methods", 150, (*own, "methods")),
         Part("bench sft", 110, bench("sft", *width, "--turns", "1", "--steps", "12", "--sides", "off", "full")),
         Part("bench transfer", 30, bench("transfer", "--max_mib", size, "--repeats", "3")),
-        Part("drill", 40, (*OURS, "drill", "--faults", count, "--clean", count, *json_to)),
+        Part("drill", 40, (*OURS, "doctor", "--drill", "--faults", count, "--clean", count, *json_to)),
         Part("transfer tests", 50, (*tests, "-m", "gpu or not long", "tests/transfer/test_mutants_on_card.py")),
         Part("plan errors", 40, (sys.executable, "benchmarks/plan_errors.py", "--device", "cuda", *small, *json_to)),
         Part("bench load", 30, bench("load", "--gb", gb, "--repeats", "1")),
@@ -156,6 +156,7 @@ def _environ(wanted: argparse.Namespace, scratch: Path) -> dict[str, str]:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target]
         subprocess.run([*pip, *files], check=True)
         path.insert(1, target)
+    sys.path[:0] = filter(None, path)  # for the redaction, where the package is not installed
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return environ

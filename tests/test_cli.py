@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def test_the_verbs_are_the_public_commands() -> None:
     training, machine = (
         ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "run"],
-        ["doctor", "plan", "configs", "recipes", "env", "demo", "drill"],
+        ["doctor", "plan", "configs", "recipes", "env", "demo"],
     )
     result = ["report", "push", "merge", "generate", "chat"]
     assert list(cli.VERBS) == [*training, *machine, *result, "version"]
@@ -74,9 +74,8 @@ LONG = "x" * 300  # more than a file system takes
         (["sft", "--config", LONG], ["does not exist"]),
         (["recipes", "validate", LONG], ["does not exist"]),
         (["configs", "cp", "cpu", LONG], ["cannot write", "too long"]),
-        (["drill", "--json", LONG], ["--json"]),
-        (["drill", "--seed", "9" * 400], ["--seed", "below 2**32"]),
-        (["doctor", "--capture", LONG], ["--capture"]),
+        (["doctor", "--drill", "--json", LONG], ["--json"]),
+        (["doctor", "--drill", "--seed", "9" * 400], ["--seed", "below 2**32"]),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(

@@ -80,7 +80,7 @@ def test_what_fsdp2_is_told_passes_our_own_refusals(name: str, monkeypatch: pyte
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    from hf_rocm_tune.train.ranks import check_plugin, is_wanted
+    from hf_rocm_tune.cards.fsdp import check_plugin, is_wanted
 
     environment = prepare_multi_gpu_env(launch_arguments(name))
     assert is_wanted(environment)

@@ -1,30 +1,25 @@
-"""Small exchanges between ranks: a decision of rank 0 or its error, maxima, and values of all ranks."""
+"""Small exchanges between ranks: a decision of rank 0 or its error, maxima, values of all ranks, and equal replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
-from hf_rocm_tune.errors import TuneError
+from hf_rocm_tune.errors import CorruptionError, TuneError, listed
+from hf_rocm_tune.transfer import QueuedDigests
 from hf_rocm_tune.transfer.host_group import host_group
 
 T = TypeVar("T")
 
 
 def on_main_process(decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0 and return its result on every rank. Collective.
-
-    Args:
-        decide: with several ranks its result must be picklable.
-
-    Raises:
-        TuneError: on every rank, the error raised on rank 0, so that no rank waits for one that has ended.
-    """
+    """Call ``decide`` on rank 0 and return its result on every rank. Collective."""
     state = PartialState()
     if state.num_processes == 1:
         return decide()
@@ -61,3 +56,29 @@ def everyone(values: Sequence[float]) -> list[list[float]]:
     rows = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(rows, mine, group=group)
     return [row.tolist() for row in rows]
+
+
+def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
+    """Compare the digests of tensors, which have the same names on every rank, over all ranks. Collective.
+
+    Returns:
+        The number of tensors compared; 0 with a single rank.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
+    rows = list(tensors)
+    digests = QueuedDigests([tensor.detach() for _, tensor in rows]).result()
+    mine = {name: found.hex() for (name, _), found in zip(rows, digests, strict=True)}
+    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=host_group())
+    first = everyone[0] or {}
+    differing: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(everyone):
+        theirs = theirs or {}
+        for name in sorted(first.keys() | theirs.keys()):
+            if first.get(name) != theirs.get(name):
+                differing.setdefault(name, []).append(rank)
+    if differing:
+        named = listed([f"{name} (ranks {ranks})" for name, ranks in differing.items()], 5)
+        raise CorruptionError(f"{when}: ranks differ from rank 0 in {named}: training stops")
+    return len(mine)

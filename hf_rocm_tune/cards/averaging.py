@@ -88,10 +88,6 @@ class SyncSettings:
 class GroupAveraging:
     """Averages by the process group (RCCL, NCCL or gloo) with torch's own communication hooks.
 
-    Args:
-        model: wrapped; its process group is used.
-        settings: for the compression.
-
     Attributes:
         keeps_buckets: whether the memory of a bucket still holds the local gradients after backward.
     """
@@ -179,12 +175,7 @@ class _Piece:
 
 
 class HostAveraging:
-    """Averages on the host; see the module's description. The constructor is collective.
-
-    Args:
-        mover: copies averages to the device; its settings, report and injected faults apply.
-        settings: for the compression.
-    """
+    """Averages on the host; see the module's description. The constructor is collective."""
 
     keeps_buckets = True
 
@@ -217,12 +208,7 @@ class HostAveraging:
         return self._failures.get(number)
 
     def check(self) -> None:
-        """Called after backward, before averages are used.
-
-        Raises:
-            torch.OutOfMemoryError: this rank had no memory for an average of this step.
-            BaseException: another error of the threads, such as a lost connection.
-        """
+        """Called after backward, before averages are used."""
         if self._error is not None:
             raise self._error
 
@@ -241,12 +227,6 @@ class HostAveraging:
 
     def begin(self, local: Tensor, *, name: str, number: int, is_last: bool) -> torch.futures.Future[Tensor]:
         """Begin to average gradients. Collective; all ranks call this for the same buckets in the same order.
-
-        Args:
-            local: 1-dimensional and contiguous, on the mover's device; must not change until the average is done.
-            name: for incidents and the patterns of injected faults.
-            number: counts the buckets of the run, the same on all ranks.
-            is_last: whether it is the last one of this backward pass.
 
         Returns:
             Future of the average, of the dtype of ``local`` and on its device. After an error (see `failure` and

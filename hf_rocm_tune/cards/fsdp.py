@@ -1,329 +1,186 @@
-"""Checks of what FSDP2 sends between the cards in every step, before the optimizer uses any of it.
+"""FSDP2: each card keeps its own rows of every weight, and gathers a layer when it computes; see `sharded`.
 
-FSDP2 gathers each unit's weights before its forward and its backward, and reduces gradients so that each rank gets its
-part of the average. The stock collectives run inside wrappers, set through FSDP2's own extension points
-(``set_custom_all_gather``, ``set_custom_reduce_scatter``):
-
-* for weights, each rank digests what it sends, before the collective, and each rank's part as it arrived;
-* for gradients, it computes two projections of what it sends to each rank, and of the part that it gets.
-
-These are queued on FSDP2's communication stream, so the host does not wait. Every rank runs the same collectives in the
-same order, so the n-th records of all ranks belong together. At the end of the micro-step one exchange over gloo lets
-every rank check every collective, with the same result. A wrong average is computed again through the host from a kept
-copy of the gradients. Wrong weights have already been used in computation: every rank stops before the optimizer.
-
-Cost: one read of what is gathered, memory of one copy of the gradients, one exchange per micro-step of 16 bytes per
-rank and unit, and one wait for the device. Covered: weights in training and evaluation, gradients. Not covered: the
-copies that FSDP2 makes on the card before and after its collectives; averages that are wrong within the rounding bound.
+What FSDP2 sends is checked by `fsdp_traffic`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor
+from accelerate.utils import str_to_bool
+from torch import nn
+from typing_extensions import override
 
-from hf_rocm_tune import upstream
-from hf_rocm_tune.cards.gradients import (
-    MAGNITUDE,
-    STAGE,
-    AverageJudge,
-    WrongAverage,
-    beyond_rounding,
-    digest_words,
-    exchange,
-    kind_of,
-    marked,
-    project,
+from hf_rocm_tune.cards.fsdp_traffic import Traffic
+from hf_rocm_tune.cards.sharded import TRIED_OPTIMIZERS, Sharded, declare_accelerators
+from hf_rocm_tune.cards.way import CardSettings
+from hf_rocm_tune.errors import SeamError, UsageError
+from hf_rocm_tune.models.sharding import shard
+from hf_rocm_tune.models.shards import fsdp_modules, rows_of
+from hf_rocm_tune.transfer import Mover
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+    from trl import ModelConfig
+
+RAM_EFFICIENT = (
+    "fsdp_cpu_ram_efficient_loading makes rank 0 broadcast every weight between the cards, unverified: set it to "
+    "false. Each rank reads only its own rows here, so it saves nothing"
 )
-from hf_rocm_tune.errors import CorruptionError, SeamError
-from hf_rocm_tune.transfer import Mover, digest
-from hf_rocm_tune.transfer.host_group import host_group
-
-GATHERED = "gathered"
-_READS = 3
-_SUMS = 2
-_SENT, _AVERAGED = 3, 2  # projections of a block, before and after averaging
-_ADVICE = (
-    "The step was not used and the checkpoints already written are intact: run the doctor, then start the same command "
-    "again to continue from the newest one, or train without FSDP2"
+OFFLOAD = "fsdp_offload_params moves weights past the verification in every step: set it to false"
+CONFIGURATION = "--accelerate_config dual_rx7900xt_fsdp2"
+CHECKPOINTING = (
+    "fsdp_activation_checkpointing is not supported: set it to false and use --activation_checkpointing instead"
 )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Gather:
-    """One all-gather: weights of a unit, or partial sums that each rank adds up (`tensor_parallel`)."""
-
-    name: str
-    sent: Tensor  # int64[2], the digest of what this rank sent
-    arrived: Tensor  # int64[ranks, 2], digests of what arrived from each rank, including its own part
-    nbytes: int  # from the other ranks
-
-    def words(self) -> Tensor:
-        return torch.cat([self.sent, self.arrived.flatten()])
+def is_wanted(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher's environment variables ask for FSDP."""
+    return _is_on(environ, "ACCELERATE_USE_FSDP")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Reduction:
-    """One reduce-scatter of a unit's gradients."""
-
-    name: str
-    number: int  # counts the collectives of the run, the same on all ranks; for injected faults
-    sent: Tensor  # copy of this rank's gradients, 1-dimensional: the concatenated parts for all ranks
-    projected: Tensor  # float64[ranks, blocks, 3], `project` of each part, from the gradients, not from the copy
-    average: Tensor  # this rank's part of the average, 1-dimensional, in the memory that FSDP2 reads
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes sent to the other ranks."""
-        return self.sent.nbytes - self.average.numel() * self.sent.element_size()
-
-    def words(self, *, failed: bool = False) -> Tensor:
-        """int64 words, the same number on all ranks; ``failed``: this rank could not compute the average again."""
-        flag = torch.full((1,), int(failed), dtype=torch.int64, device=self.average.device)
-        got = project(self.average)[:, :MAGNITUDE]
-        return torch.cat([flag, *(each.flatten().view(torch.int64) for each in (self.projected, got.contiguous()))])
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    return bool(str_to_bool(environ.get(name) or "false"))
 
 
-class _Gathers(DefaultAllGather):
-    """FSDP2's all-gather of one unit's weights, with a record of each call."""
+class Fsdp(Sharded):
+    """A model sharded by FSDP2."""
 
-    def __init__(self, name: str, records: list[Gather], mover: Mover, numbers: Iterator[int]) -> None:
-        self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
+    name: ClassVar[str] = "fsdp2"
+    flag: ClassVar[str] = "FSDP2"
+    excludes: ClassVar[Mapping[str, str]] = {
+        "--auto_fit": "it does not support shards; set --per_device_train_batch_size yourself",
+        "--grad_sync host": "FSDP2 averages gradients by itself; leave it out",
+        "--grad_compression": "FSDP2 averages gradients by itself; leave it out",
+        "--recompute_layers": "all layers are recomputed, or none; use --activation_checkpointing",
+        "--split_layers": "it is the other way of training a model that is larger than a card; choose one",
+        "--init_lora_weights": "the part that moves into the adapter is computed from full weights",
+        "--adapter_name_or_path": "the adapter is read after the weights are cut; merge it into the base first",
+        "--use_peft false": "it is for adapters here; train with LoRA",
+        "--load_in_8bit": "use --load_in_4bit",
+        "--fp16": "use --bf16, or neither",
+        "--torch_compile": "leave it out",
+        "--activation_offloading": "leave it out",
+    }
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """As upstream; ``input_tensor`` is this rank's part within ``output_tensor``."""
-        sent = digest_words(input_tensor)
-        work = super().__call__(output_tensor, input_tensor, group, async_op)
-        if work is not None:
-            work.wait()  # on an accelerator: the stream waits, not the host
-        self._mover.inject(output_tensor, name=self._name, stage=GATHERED, number=next(self._numbers), attempt=0)
-        arrived = torch.stack([digest_words(part) for part in output_tensor.view(group.size(), -1)])
-        nbytes = output_tensor.nbytes - input_tensor.nbytes
-        self._records.append(Gather(name=self._name, sent=sent, arrived=arrived, nbytes=nbytes))
-        return work
+    @override
+    @classmethod
+    def wanted(cls, settings: CardSettings) -> bool:
+        return settings.fsdp
+
+    @override
+    def _refusals(
+        self, args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str]
+    ) -> list[tuple[bool, str]]:
+        version, optim = environ.get("FSDP_VERSION", "1"), str(getattr(args.optim, "value", args.optim))
+        refusals = [
+            (bool(args.fsdp), f"--fsdp is not used here: choose {CONFIGURATION}, and leave --fsdp out"),
+            (version != "2", f"fsdp_version {version} is not supported: use fsdp_version: 2, as in {CONFIGURATION}"),
+            (args.world_size < 2, "there is one process, and FSDP2 shards over two or more: give --num_processes 2"),
+            (_is_on(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"), RAM_EFFICIENT),
+            (_is_on(environ, "FSDP_OFFLOAD_PARAMS"), OFFLOAD),
+            (_is_on(environ, "FSDP_ACTIVATION_CHECKPOINTING"), CHECKPOINTING),
+            (optim not in TRIED_OPTIMIZERS, f"--optim {optim} is not known to work on shards: use adamw_torch_fused"),
+        ]
+        return refusals + (_quantised(args, model) if model.load_in_4bit else [])
+
+    @override
+    @contextmanager
+    def configured(self, args: TrainingArguments) -> Iterator[None]:
+        if args.world_size < 2:
+            raise UsageError("FSDP2 shards over two or more processes, and there is one: give --num_processes 2")
+        declare_accelerators(args)
+        yield
+
+    @override
+    def attach(self, accelerator: Any, mover: Mover) -> None:
+        super().attach(accelerator, mover)
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        if plugin is None:
+            raise SeamError("accelerate has not enabled FSDP, as requested: use the version in pyproject.toml")
+        check_plugin(plugin)
+        # `FullState` gathers what is saved; with another type upstream does not save the model.
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+
+    @override
+    def _shard(self, model: nn.Module) -> None:
+        plugin = self._accelerator.state.fsdp_plugin
+        _require_rows(model, self._accelerator.num_processes)
+        _require_storage(model, plugin)
+        _reduce_as_trained(plugin, model)
+        shard(model, self._accelerator, self.mover)
+        if self.mover.settings.verify != "off":
+            self._traffic = Traffic(model, fsdp_modules(model), self.mover)
 
 
-class _Reduces(DefaultReduceScatter):
-    """FSDP2's reduce-scatter of one unit's gradients, with a record of each call."""
+def check_plugin(plugin: Any) -> None:
+    """As `Fsdp.refuse` for a trainer built without our entry point, from accelerate's plugin."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    def __init__(self, name: str, records: list[_Reduction], mover: Mover, numbers: Iterator[int]) -> None:
-        self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """As upstream; ``input_tensor`` holds the concatenated parts for all ranks."""
-        if op != dist.ReduceOp.AVG:
-            raise SeamError(
-                f"cannot verify: FSDP2 reduces gradients by {op} instead of averaging them; train with --bf16"
-            )
-        projected = torch.stack([project(part) for part in input_tensor.view(group.size(), -1)])
-        sent = input_tensor.clone()
-        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
-        if work is not None:
-            work.wait()
-        number = next(self._numbers)
-        self._mover.inject(output_tensor, name=self._name, stage=STAGE, number=number, attempt=0)
-        self._records.append(
-            _Reduction(name=self._name, number=number, sent=sent, projected=projected, average=output_tensor)
-        )
-        return work
+    for wrong, why in (
+        (plugin.fsdp_version != 2, f"fsdp_version {plugin.fsdp_version} is not supported: use fsdp_version: 2"),
+        (plugin.cpu_ram_efficient_loading, RAM_EFFICIENT),
+        (isinstance(plugin.cpu_offload, CPUOffloadPolicy), OFFLOAD),
+        (plugin.activation_checkpointing, CHECKPOINTING),
+    ):
+        if wrong:
+            raise UsageError(f"FSDP2: {why}")
 
 
-class Traffic(AverageJudge[_Reduction]):
-    """Checks the collectives of one sharded model. The constructor is collective.
-
-    Args:
-        model: sharded by FSDP2, before its first forward.
-        units: its FSDP2 modules with their names.
-        mover: copies averages back to the device; its settings, report and injected faults apply.
-    """
-
-    _rung = "reduce_scatter"
-
-    def __init__(self, model: nn.Module, units: Sequence[tuple[str, Any]], mover: Mover) -> None:
-        super().__init__(mover)
-        for seam in ("fsdp2_gather", "fsdp2_reduce"):
-            upstream.resolve(seam)
-        self._model = model
-        self._gathers: list[Gather] = []
-        self._reductions: list[_Reduction] = []
-        self._averaged = self._reductions_made = self._steps = self._bytes = 0
-        host_group()  # created here, on every rank, not in the middle of a step
-        numbers = itertools.count()  # counts the collectives of the run, the same on all ranks
-        for name, module in units:
-            module.set_custom_all_gather(_Gathers(name or "root", self._gathers, mover, numbers))
-            module.set_custom_reduce_scatter(_Reduces(name or "root", self._reductions, mover, numbers))
-
-    @property
-    def pending(self) -> bool:
-        """Whether any collective has not been checked yet."""
-        return bool(self._gathers or self._reductions)
-
-    def require_averages(self) -> None:
-        """Called before gradients are clipped.
-
-        Raises:
-            SeamError: no gradients were averaged since the last call.
-        """
-        self._steps += 1
-        averaged, self._averaged = self._averaged, 0
-        if averaged == 0:
-            raise SeamError(
-                "cannot verify: FSDP2 averaged no gradients in a step that ends with the optimizer; use the library "
-                "versions that this package was tested with, or report the trainer that does this"
+def _require_rows(model: nn.Module, ranks: int) -> None:
+    """Refuse empty shards of trained tensors: accelerate identifies parameters by the address of their shards."""
+    for name, each in model.named_parameters():
+        first, last = rows_of(ranks - 1, ranks, each.shape[0])
+        if each.requires_grad and first == last:
+            raise UsageError(
+                f"FSDP2: {name} has {each.shape[0]} rows, too few for {ranks} ranks: give a larger --lora_r, or train "
+                "without FSDP2"
             )
 
-    def settle(self, *, step: int) -> None:
-        """Check all collectives since the last call, and compute wrong averages again. Collective.
 
-        Args:
-            step: number of the step, for incidents.
-
-        Raises:
-            CorruptionError: on every rank: weights arrived wrong, or an average cannot be corrected.
-        """
-        gathers, reductions = list(self._gathers), list(self._reductions)
-        self._gathers.clear()
-        self._reductions.clear()
-        records: list[Gather | _Reduction] = [*gathers, *reductions]
-        words = exchange(joined([record.words() for record in records]))
-        self._mover.report.count(STAGE, buckets=len(reductions))
-        self._averaged += len(reductions)
-        self._reductions_made += len(reductions)
-        self._bytes += sum(record.nbytes for record in records)
-        wrong = f"weights of %s that FSDP2 gathered from the other cards arrived wrong at step {step} on ranks %s. "
-        words = require_right(gathers, words, self._mover, step=step, message=wrong + _ADVICE)
-        self._conclude(_judge_reductions(reductions, words), step)
-
-    def describe(self) -> dict[str, Any]:
-        """For the report: how gradients were averaged, and the bytes between the ranks for them and for weights."""
-        return {
-            "way": "fsdp2",
-            "compression": "none",
-            "process_group": dist.get_backend(),
-            "judged": "projections",
-            "gathered_judged": "digests",
-            "averages": self._reductions_made,
-            "bytes_between_ranks_per_step": round(self._bytes / max(self._steps, 1)),
-        }
-
-    def _judge_again(self, records: Sequence[_Reduction], failed: Sequence[bool]) -> list[WrongAverage[_Reduction]]:
-        mine = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
-        return _judge_reductions(records, exchange(joined(mine)))
-
-    def _refusal(self, wrong: Sequence[WrongAverage[_Reduction]], step: int, why: str) -> CorruptionError:
-        first, *others = wrong
-        return CorruptionError(
-            f"the average of the gradients of {first.record.name}{_more(others)} is wrong at step {step} on ranks "
-            f"{list(first.ranks)} ({first.kind}), and {why}. {_ADVICE}"
-        )
-
-    def _place(self, wrong: WrongAverage[_Reduction]) -> dict[str, Any]:
-        return {"tensor": wrong.record.name}
-
-    def _average_again(self, record: _Reduction) -> str | None:
-        group = host_group()
-        right, host = digest(record.sent), record.sent.cpu()
-        for _ in range(_READS - 1):
-            if digest(host) == right:
-                break
-            host = record.sent.cpu()
-        failure = None if digest(host) == right else f"its local gradients arrived wrong on the host {_READS} times"
-        host = host.clone() if host is record.sent else host
-        host.div_(group.size())
-        dist.all_reduce(host, group=group)
-        part = host.view(group.size(), -1)[group.rank()]
-        try:
-            average = self._mover.move(part, name=record.name, stage="adapter")
-        except CorruptionError:  # the mover has reported the incident
-            return failure or f"the one computed again could not be copied back to {self._mover.device}"
-        if not self._is_read_by_the_optimizer(record.average):
-            return failure or "its gradients were converted since, so it cannot replace them"
-        record.average.copy_(average)  # device: from this device's memory to itself
-        self._mover.inject(record.average, name=record.name, stage=STAGE, number=record.number, attempt=1)
-        return failure
-
-    def _is_read_by_the_optimizer(self, average: Tensor) -> bool:
-        """Whether gradients are views of the average: not if FSDP2 had to convert it."""
-        place = average.untyped_storage().data_ptr()
-        gradients = (each.grad for each in self._model.parameters())
-        return any(
-            isinstance(each, DTensor) and each._local_tensor.untyped_storage().data_ptr() == place for each in gradients
-        )
+def _require_storage(model: nn.Module, plugin: Any) -> None:
+    """Refuse packed 4-bit weights that FSDP2 would convert: they are bytes stored with a float dtype."""
+    computed = getattr(plugin.mixed_precision_policy, "param_dtype", None)
+    for name, each in model.named_parameters():
+        packed = getattr(each, "quant_state", None) is not None and each.is_floating_point()
+        if packed and computed is not None and each.dtype != computed:
+            raise UsageError(
+                f"FSDP2 converts what it gathers to {computed}, and {name}, packed into {each.dtype}, would be "
+                f"destroyed: use bnb_4bit_quant_storage={computed}"
+            )
 
 
-def joined(words: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(words)).cpu() if words else torch.zeros(0, dtype=torch.int64)
+def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
+    """Average gradients in the dtype of the trained weights: float32 adapters would lose bits in mixed precision."""
+    policy = plugin.mixed_precision_policy
+    if policy is None:
+        return
+    quantised = bool(getattr(model, "is_loaded_in_4bit", False))
+    kinds = {each.dtype for each in model.parameters() if each.requires_grad}
+    # accelerate converts trainable weights to float32 before, unless the model is quantised
+    dtype = kinds.pop() if quantised and len(kinds) == 1 else torch.float32
+    plugin.mixed_precision_policy = type(policy)(
+        param_dtype=policy.param_dtype, reduce_dtype=dtype, output_dtype=policy.output_dtype
+    )
 
 
-def require_right(
-    gathers: Sequence[Gather], words: Sequence[Tensor], mover: Mover, *, step: int, message: str
-) -> list[Tensor]:
-    """Check what was gathered, with the same result on all ranks, and count it.
-
-    Args:
-        gathers: of this rank.
-        words: by rank, the words of all its records, `gathers` first.
-        mover: holds the report.
-        step: for incidents.
-        message: with ``%s`` for the name of the first wrong gather and for the ranks where it is wrong.
-
-    Returns:
-        The remaining words, by rank.
-
-    Raises:
-        CorruptionError: something arrived wrong.
-    """
-    mover.report.count(GATHERED, checked=len(gathers))
-    ranks = len(words)
-    end = len(gathers) * _SUMS * (1 + ranks)
-    table = torch.stack([mine[:end] for mine in words]).view(ranks, len(gathers), 1 + ranks, _SUMS)
-    sent, arrived = table[:, :, 0], table[:, :, 1:]  # [from, gather, sums], [at, gather, from, sums]
-    right = (arrived == sent.transpose(0, 1)[None]).all(dim=3).all(dim=2)  # [at, gather]
-    bad = [(gathers[number].name, list(marked(~right[:, number]))) for number in marked((~right).any(dim=0))]
-    for name, at in bad:
-        row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": at, "kind": "other bytes"}
-        mover.report.incident({**row, "rung": "all_gather", "outcome": "stopped"})
-    if bad:
-        mover.report.count(GATHERED, mismatches=len(bad))
-        (name, at), *others = bad
-        raise CorruptionError(message % (name, f"{at}{_more(others)}"))
-    return [mine[end:] for mine in words]
-
-
-def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor]) -> list[WrongAverage[_Reduction]]:
-    """The averages that are wrong on some rank, or could not be checked.
-
-    An average is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, or if
-    a rank reports a failure.
-    """
-    ranks, start = len(words), 0
-    found: list[WrongAverage[_Reduction]] = []
-    for record in reductions:
-        blocks = record.projected.shape[1]
-        end = start + 1 + blocks * (ranks * _SENT + _AVERAGED)
-        mine = torch.stack([each[start:end] for each in words])
-        start = end
-        numbers = mine[:, 1:].contiguous().view(torch.float64)
-        sent = numbers[:, : ranks * blocks * _SENT].view(ranks, ranks, blocks, _SENT)  # [from, to, ...]
-        got = numbers[:, ranks * blocks * _SENT :].view(ranks, blocks, _AVERAGED)
-        expected = sum(sent[1:], start=sent[0]) / ranks
-        if failed := marked(mine[:, 0] != 0):
-            found.append(WrongAverage(record=record, ranks=failed, kind="not made again"))
-        elif not expected.isfinite().all():
-            where = marked((~sent.isfinite()).flatten(1).any(dim=1))
-            found.append(WrongAverage(record=record, ranks=where, kind="not finite", finite=False))
-        elif (wrong := beyond_rounding(got, expected, dtype=record.sent.dtype, ranks=ranks)).any():
-            found.append(WrongAverage(record=record, ranks=marked(wrong.any(dim=1)), kind=kind_of(got[wrong])))
-    return found
-
-
-def _more(others: Sequence[Any]) -> str:
-    return f" (and {len(others)} more times)" if others else ""
+def _quantised(args: TrainingArguments, model: ModelConfig) -> list[tuple[bool, str]]:
+    """Refusals for 4-bit weights: only packed into a float dtype can they be sharded, and FSDP2 must not convert it."""
+    storage = model.bnb_4bit_quant_storage or "uint8"
+    computed = "bfloat16" if args.bf16 else None
+    fitting = computed or "float32"
+    return [
+        (
+            storage not in {"bfloat16", "float32", "float16"},
+            f"4-bit weights stored as {storage} cannot be sharded, so each card would hold all of them: "
+            f"give --bnb_4bit_quant_storage {fitting}",
+        ),
+        (
+            computed is not None and storage != computed,
+            f"with --bf16 FSDP2 converts what it gathers to bfloat16, and 4-bit weights stored as {storage} would be "
+            "destroyed: give --bnb_4bit_quant_storage bfloat16",
+        ),
+    ]

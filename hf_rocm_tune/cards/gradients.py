@@ -233,17 +233,9 @@ class AverageJudge(ABC, Generic[Record]):
 class GradientCheck(AverageJudge[Bucket]):
     """Averages the gradients of one wrapped model and checks the averages. The constructor is collective.
 
-    Args:
-        model: wrapped, before its first backward.
-        mover: copies averages back to the device; its settings, report and injected faults apply.
-        settings: how gradients are averaged.
-
     Attributes:
         model, settings: see above.
         judging: whether averages are checked; not with ``verify="off"``.
-
-    Raises:
-        UsageError: the model has a communication hook already.
     """
 
     _rung = "all_reduce"
@@ -325,10 +317,6 @@ class GradientCheck(AverageJudge[Bucket]):
         """Collect this rank's evidence on the averages of this step. Not collective.
 
         `settle` then needs device memory only to compute a wrong average again.
-
-        Raises:
-            torch.OutOfMemoryError: no memory for an average, a copy or the evidence: the averages must not be used.
-            BaseException: see `averaging.HostAveraging.check`.
         """
         self._averaging.check()
         if self._short_of_memory:
@@ -338,16 +326,7 @@ class GradientCheck(AverageJudge[Bucket]):
             self._packed = _pack(self._pending, failed)
 
     def settle(self, *, step: int) -> None:
-        """Check the averages of this step and compute wrong ones again. Collective; afterwards they may be used.
-
-        Args:
-            step: number of the step, for incidents.
-
-        Raises:
-            CorruptionError: on every rank: an average is wrong and cannot be corrected.
-            SeamError: no gradients were averaged since the last call, although they must be synchronised.
-            torch.OutOfMemoryError: see `collect`, which is called here if it was not called before.
-        """
+        """Check the averages of this step and compute wrong ones again. Collective; afterwards they may be used."""
         if not self.judging:
             self.collect()
             return
@@ -420,18 +399,9 @@ def watch(
 ) -> GradientCheck | None:
     """The check of a model's averages, which also computes them as the settings say.
 
-    Args:
-        model: the wrapped model.
-        mover: see `GradientCheck`.
-        earlier: the check of an earlier training, kept if it is for the same model, with its settings.
-        settings: see `GradientCheck`.
-
     Returns:
         None if nothing is verified and the settings are DistributedDataParallel's defaults, or if the model is not
         wrapped by DistributedDataParallel.
-
-    Raises:
-        UsageError: see `GradientCheck`; or the settings need DistributedDataParallel, and the model is not wrapped.
     """
     settings = settings or SyncSettings()
     stock = settings.way == "ddp" and settings.compression == "none"
@@ -630,8 +600,12 @@ def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
         slab[piece.numel() :] = 0
         slab = slab.view(-1, size)
         rows = columns[start // size : start // size + slab.shape[0]]
-        rows[:, :MAGNITUDE] = slab @ weights.t()
-        rows[:, MAGNITUDE] = slab.abs_().sum(1)
+        rows[:, MAGNITUDE] = torch.linalg.vector_norm(slab, ord=1, dim=1)
+        if flat.device.type == "cpu":
+            rows[:, :MAGNITUDE] = slab @ weights.t()
+        else:  # not a product of float64 matrices: gfx1100 has only slow kernels for that
+            rows[:, 0] = slab.sum(1)
+            rows[:, 1] = slab.mul_(weights[1]).sum(1)
     return columns
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_rocm_tune.cards.stall_report import is_alive, make_place, read_note, write_note
+from hf_rocm_tune.cards.watchdog import is_alive, make_private
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, answer, run_groups, run_together, step
 from hf_rocm_tune.machine.process import start_ticks
@@ -207,15 +208,6 @@ def try_at_once(
     Successful trials do not disturb each other. A hanging trial may block others on its card, so a trial that fails
     beside a failed pair should be repeated alone.
 
-    Args:
-        devices: see `try_pairs`.
-        pairs: whether to try copies.
-        sums: ways to sum, by name.
-        deadline_s: seconds for all trials, including imports.
-        largest: bytes of the largest copy and sum.
-        repeats: number of copies of 1 MiB and of sums of 25 MiB.
-        faults: by the name of a sum, or ``pairs``; see `trial_measures`.
-
     Returns:
         The trials of the pairs, and those of the sums by name.
     """
@@ -341,6 +333,11 @@ _LARGEST_ON_CPU = (1 << 20) + 4  # bytes; there the patterns take most of the ti
 _REPEATS = 3
 _POLL_S = 0.05
 
+_NOT_CURED = (
+    f"{P2P_VARIABLE}=1 does not help against page faults of RCCL in training (ROCm/legacy-rocm-build#6505): if a run "
+    "ends with one, give --grad_sync host"
+)
+
 Asked = Literal["auto", "ddp", "host"]
 SyncWay = Literal["ddp", "ddp_without_p2p", "host", "one_card"]
 WAYS: tuple[SyncWay, ...] = ("ddp", "ddp_without_p2p", "host", "one_card")
@@ -397,11 +394,7 @@ class PreflightFault:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PreflightFault | None:
-        """The fault in the variable; None if it is unset or empty.
-
-        Raises:
-            UsageError: names the key that is unknown, given twice, missing or has a wrong value, and what is valid.
-        """
+        """The fault in the variable; None if it is unset or empty."""
         example = "trial=ddp,kind=hang"
         return read_fault(cls, VARIABLE, environ, by="trial", kinds=_KINDS, example=example, least={"rank": 0})
 
@@ -458,7 +451,8 @@ class Preflight:
         first = f"preflight: gradients are averaged {self.choice.name}{asked}: {self.choice.reason}"
         fault = [f"a fault is injected into the preflight on request: {self.fault}"] if self.fault else []
         clean = self.choice.way == "ddp" and self.choice.shown
-        return [*fault, f"{first} ({self.seconds:.0f} s)", *([] if clean else self.choice.evidence)]
+        page_faults = [_NOT_CURED] if self.choice.way == "ddp_without_p2p" else []
+        return [*fault, f"{first} ({self.seconds:.0f} s)", *page_faults, *([] if clean else self.choice.evidence)]
 
 
 def run(
@@ -470,29 +464,17 @@ def run(
     meet_s: float = MEET_S,
     limit_s: float = LIMIT_S,
 ) -> Preflight:
-    """Run the preflight. Every rank of the job calls it before it joins a process group.
-
-    Args:
-        asked: ``--grad_sync``.
-        device: of this rank: ``device`` (``cuda:1``, ``cpu``) and ``address`` (PCI, or None).
-        environ: of this rank, as set by its launcher.
-        place: directory shared by the ranks of this machine, and used by no other job; it is created.
-        meet_s, limit_s: see `MEET_S` and `LIMIT_S`.
-
-    Raises:
-        UsageError: the requested fault is not valid.
-        StallError: a rank did not join, or made no decision; see `insist` for the consequences of the decision.
-    """
+    """Run the preflight. Every rank of the job calls it before it joins a process group."""
     fault = PreflightFault.from_environment(environ)
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     here = int(environ.get("LOCAL_WORLD_SIZE", world))
     injected = fault if fault is not None and fault.trial == "ranks" else None
     while injected and injected.kind == "absent" and rank == (world - 1 if injected.rank is None else injected.rank):
         time.sleep(0.2)
-    make_place(place)
+    make_private(place)
     (place / f"left-{rank}").unlink(missing_ok=True)  # of an earlier job that was killed
     mine = {"rank": rank, "pid": os.getpid(), "born": start_ticks(os.getpid()), "device": dict(device)}
-    write_note(place / f"rank-{rank}", mine)
+    _write_note(place / f"rank-{rank}", mine)
     ranks = range(rank // here * here, rank // here * here + here)
     try:
         members = _join(place, ranks, world, meet_s)
@@ -519,15 +501,31 @@ def _try_and_publish(place: Path, devices: Sequence[Mapping[str, Any]], **wanted
         said = try_machine(devices, **wanted).to_dict()
     except TuneError as error:
         said = {"error": str(error)}
-    write_note(place / "choice", {"pid": os.getpid(), "choice": said})
+    _write_note(place / "choice", {"pid": os.getpid(), "choice": said})
     return said
+
+
+def _write_note(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a file atomically: a reader sees the old or the new content."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.replace(file)
+
+
+def _read_note(file: Path) -> dict[str, Any] | None:
+    """The content of a file of `_write_note`; None without one."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _leave(place: Path, rank: int, ranks: range) -> None:
     """Mark this rank as done; the last one deletes the directory."""
     with contextlib.suppress(OSError):
         (place / f"left-{rank}").touch()
-    files = {other: read_note(place / f"rank-{other}") for other in ranks if not (place / f"left-{other}").exists()}
+    files = {other: _read_note(place / f"rank-{other}") for other in ranks if not (place / f"left-{other}").exists()}
     if not any(said is not None and is_alive(said["pid"], said["born"]) for said in files.values()):
         shutil.rmtree(place, ignore_errors=True)
 
@@ -538,7 +536,7 @@ def _join(place: Path, ranks: range, world: int, limit_s: float) -> list[dict[st
     found: dict[int, dict[str, Any]] = {}
     while missing := [rank for rank in ranks if rank not in found]:
         for rank in missing:
-            said = read_note(place / f"rank-{rank}")
+            said = _read_note(place / f"rank-{rank}")
             if said is not None and is_alive(said["pid"], said["born"]):
                 found[rank] = said
         if time.monotonic() > ends_at:
@@ -557,7 +555,7 @@ def _await_choice(place: Path, first: Mapping[str, Any], limit_s: float) -> dict
     try:
         while True:
             alive = is_alive(first["pid"], first["born"])  # checked before its file is read
-            note = read_note(place / "choice")
+            note = _read_note(place / "choice")
             if note is not None and note["pid"] == first["pid"]:
                 return dict(note["choice"])
             if not alive:
@@ -580,15 +578,7 @@ def _await_choice(place: Path, first: Mapping[str, Any], limit_s: float) -> dict
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
-    """End the run if it cannot average as requested.
-
-    Args:
-        done: the decision.
-        one_card: the command that trains on one card.
-
-    Raises:
-        StallError: no way works, or not the one that the user has requested.
-    """
+    """End the run if it cannot average as requested."""
     way, reason = done.choice.way, done.choice.reason
     if way == "one_card":
         raise StallError(
@@ -615,15 +605,7 @@ def try_machine(
     fault: PreflightFault | None = None,
     limit_s: float = LIMIT_S,
 ) -> GradSyncChoice:
-    """Try the cards of this machine and choose how to average. Imports no torch.
-
-    Args:
-        devices: ``device`` and ``address`` of each rank, in the order of the ranks.
-        asked: for ``host`` only gloo is tried.
-        environ: for the user's own ``NCCL_P2P_DISABLE``, which is kept.
-        fault: injected into a trial.
-        limit_s: seconds for all trials.
-    """
+    """Try the cards of this machine and choose how to average. Imports no torch."""
     if len(devices) < 2:
         way: SyncWay = "host" if asked == "host" else "ddp"
         return GradSyncChoice(way=way, reason="one rank on this machine: no pair to try", shown=False)
@@ -680,14 +662,7 @@ def choose(
     peers: bool = True,
     otherwise: SyncWay = "ddp",
 ) -> GradSyncChoice:
-    """The fastest way that the trials have shown to work.
-
-    Args:
-        pairs: copies between cards; empty without cards.
-        sums: all-reduces, by way; a missing way was not tried.
-        peers: RCCL as the environment has it may copy from card to card.
-        otherwise: the way to choose, as not shown, if nothing has failed and nothing could be tried in time.
-    """
+    """The fastest way that the trials have shown to work."""
     trials: list[PairTrial | ReduceTrial] = [*pairs, *sums.values()]
     evidence = tuple(trial.told() for trial in trials)
     bad_pairs = [trial for trial in pairs if trial.verdict in FAILED] if peers else []

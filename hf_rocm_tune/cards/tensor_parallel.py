@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.distributed.tensor_parallel import ColwiseParallel, LocalParamsParallel, RowwiseParallel
 
-from hf_rocm_tune.cards.fsdp import GATHERED, Gather, joined, require_right
+from hf_rocm_tune.cards.fsdp_traffic import GATHERED, Gather, joined, require_right
 from hf_rocm_tune.cards.gradients import digest_words, exchange
 from hf_rocm_tune.errors import SeamError, UsageError
 from hf_rocm_tune.transfer import Mover
@@ -52,13 +52,7 @@ _LEFT_WHOLE = frozenset(
 
 
 class Reductions:
-    """Sums over the ranks in forward and backward. The constructor is collective.
-
-    Args:
-        mover: its settings, report and injected faults apply.
-        through_host: send partial sums through host memory over gloo, verified in both directions; else over the
-            process group.
-    """
+    """Sums over the ranks in forward and backward. The constructor is collective."""
 
     def __init__(self, mover: Mover, *, through_host: bool) -> None:
         self._mover, self._through_host = mover, through_host
@@ -106,11 +100,7 @@ class Reductions:
         return bool(self._records)
 
     def require_averages(self) -> None:
-        """Called before gradients are clipped.
-
-        Raises:
-            SeamError: nothing was summed since the last call.
-        """
+        """Called before gradients are clipped."""
         self._steps += 1
         made, self._made_before = self._made - self._made_before, self._made
         if made == 0:
@@ -120,11 +110,7 @@ class Reductions:
             )
 
     def settle(self, *, step: int) -> None:
-        """Check all sums since the last call. Collective.
-
-        Raises:
-            CorruptionError: on every rank: a partial sum arrived wrong.
-        """
+        """Check all sums since the last call. Collective."""
         records, self._records = self._records, []
         words = exchange(joined([record.words() for record in records]))
         message = (
@@ -208,15 +194,7 @@ class _Rows(RowwiseParallel):
 
 
 def planned(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The layers that are cut: name, module (with or without LoRA), and whether by columns.
-
-    Args:
-        model: a PEFT model or the base model.
-        ranks: number of ranks.
-
-    Raises:
-        UsageError: transformers has no plan for this model, or one that is not supported.
-    """
+    """The layers that are cut: name, module (with or without LoRA), and whether by columns."""
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
     plan, family = dict(base.tp_plan or {}), type(base).__name__
     text = base.config.get_text_config()
@@ -236,11 +214,7 @@ def planned(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Module, bool
 
 
 def dims_of(model: nn.Module, ranks: int) -> dict[str, int | None]:
-    """The dimension along which each parameter of the planned layers is cut, by name; see `models.sharding.cut`.
-
-    Raises:
-        UsageError: see `planned`; or a trained parameter is not a LoRA weight of a planned layer.
-    """
+    """The dimension along which each parameter of the planned layers is cut, by name; see `models.sharding.cut`."""
     names = {id(module): name for name, module in model.named_modules()}
     dims: dict[str, int | None] = {}
     for _, module, by_columns in planned(model, ranks):

@@ -1,50 +1,53 @@
-"""The watchdog: ends a job that makes no progress, with the cause and exit code 4.
+"""The watchdog: ends a job that makes no progress, names the rank that hangs, and exits with code 4.
 
 A daemon thread in each rank watches its main thread. Time counts only while this thread itself runs, so a suspended
 machine, or a job that was stopped as a whole, does not count as stalled. A rank declares a stall when it and every
-other rank of its machine that can answer have exceeded their limits. Then those that can answer report the Python
-stacks of their threads and their open collectives; the state of the others is read from the kernel, and SIGKILL ends
-them, because a stopped process handles no other signal. `stall_report` derives the cause and the report.
+other rank of its machine that can answer have exceeded their limits. Then those that can answer write the Python stacks
+of their threads; the state of the others is read from the kernel, and SIGKILL ends them, because a stopped process
+handles no other signal. The ranks exchange small files in a private directory, independent of any process group.
 
-The thread wakes once a second unless the limits are short, and the main thread rewrites a line in a file at each
-heartbeat (microseconds). Not covered: a call that hangs while it holds the interpreter's lock, in a job of one process
-(the supervisor detects that); ranks on other machines.
+Not covered: a call that hangs while it holds the interpreter's lock, in a job of one process (the supervisor detects
+that); ranks on other machines.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import ctypes
 import json
 import os
+import re
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 
-from hf_rocm_tune.cards import stall_report
-from hf_rocm_tune.cards.stall_report import Rank, is_alive, make_place, process_state, read_note, write_note
-from hf_rocm_tune.errors import StallError
+from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.process import start_ticks
 
 _TICK_SECONDS = 3.0
 """A rank whose tick has not changed for this long is not waited for."""
-_ANSWER_SECONDS = 5.0
-_VERDICT_SECONDS = 40.0
-"""How long a rank that has answered waits for the one that declared the stall."""
-_LAST_SECONDS = 60.0
+_ANSWER_SECONDS, _VERDICT_SECONDS = 5.0, 40.0
+"""How long the rank that declares a stall waits for stacks, and how long the others wait for it."""
+LAST_SECONDS = 60.0
 """The process ends after this time even if the diagnosis hangs."""
-_FLUSH_SECONDS, _GONE_SECONDS = 1.0, 3.0
+_GONE_SECONDS = 3.0
 _BLOCK_BYTES, _WHERE_BYTES = 512, 128
 _TRIES = 20
+
+# Only the text distinguishes gloo's failures from bugs: they are plain RuntimeError (torch 2.13), and the messages of
+# its transport begin with the source file. RCCL/NCCL and the store raise types of their own.
+_GLOO = re.compile(r"gloo/transport/|connection (closed|reset) by peer|timed out waiting \d+ms", re.IGNORECASE)
+_NCCL = re.compile(r"remote process exited|ncclRemoteError|ncclSystemError|communicator was aborted|timeout", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +62,13 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A stall: its cause, for people; seconds without progress and the phase of the rank that reports it; and the full
-    report as JSON values."""
+    """A stall: its cause, for people; seconds without progress and the phase of the rank that reports it; the stacks
+    and states of all ranks as text."""
 
     cause: str
     silent_s: float
     where: str
-    report: dict[str, Any]
+    page: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +80,13 @@ class Standing:
     pid: int
     born: int
     tick: int
-    where: str
     silent_s: float
     overdue: bool
+    where: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
 
     @property
     def alive(self) -> bool:
@@ -89,24 +96,14 @@ class Standing:
     @property
     def can_answer(self) -> bool:
         """Not if it is stopped or held by a debugger; if the main thread hangs in a driver (D), the watchdog can."""
-        state = process_state(self.pid)
-        return self.alive and state is not None and state.state not in "Tt"
+        return self.alive and state_of(self.pid) not in "Tt"
 
 
 class Board:
     """One rank's access to the directory through which the watchdogs of one machine communicate, until `leave`.
 
-    Every rank rewrites its file in place, so that a full disk does not matter, and reads those of the others. A rank
-    that declares a stall creates a file; the others then write their statements. The last rank to leave deletes the
-    directory, with the files of killed ranks.
-
-    Args:
-        directory: shared by all ranks of one job on one machine, and used by no other job.
-        rank: of this process.
-
-    Raises:
-        UsageError: the directory belongs to another user, or others can access it.
-        OSError: it cannot be created.
+    Every rank rewrites its file in place, so that a full disk does not matter, and reads those of the others. The last
+    rank to leave deletes the directory, with the files of killed ranks.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -119,8 +116,8 @@ class Board:
     def _open(self) -> int:
         for attempt in range(_TRIES):
             try:
-                make_place(self._directory)
-                return os.open(self._of(self.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                make_private(self._directory)
+                return os.open(self._directory / f"rank-{self.rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:  # the last rank to leave has just deleted the directory
                 if attempt == _TRIES - 1:
                     raise
@@ -138,55 +135,39 @@ class Board:
 
     def others(self) -> list[Standing]:
         """The other ranks that have joined and not left, alive or not."""
-        try:
-            names = os.listdir(self._directory)
-        except FileNotFoundError:  # the last rank to leave has deleted it
-            names = []
-        found = [_read_standing(self._directory / name) for name in names if name.startswith("rank-")]
+        found = [_read_standing(file) for file in self._directory.glob("rank-*")]
         return sorted((each for each in found if each and each.rank != self.rank), key=lambda each: each.rank)
 
     def declare(self) -> bool:
         """Declare a stall; False if another rank was first."""
-        return self._first("declared")
-
-    def succeed(self) -> bool:
-        """Report in the place of a rank that declared a stall and ended; False if another rank was first."""
-        return self._first("succeeded")
-
-    def _first(self, name: str) -> bool:
         try:
-            descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.close(os.open(self._directory / "declared", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(str(self.rank))
+        self.write("declared", str(self.rank))
         return True
 
-    def is_declared(self) -> bool:
-        """Whether a rank has declared a stall."""
-        return (self._directory / "declared").exists()
+    def declared_by(self) -> int | None:
+        """The rank that declared a stall; None without one, -1 if it is not known (yet)."""
+        found = self.read("declared")
+        return None if found is None else int(found) if found.isdecimal() else -1
 
-    def declared_by(self) -> Standing | None:
-        """The rank that declared it; None if that is not known (yet, or any more)."""
-        with contextlib.suppress(OSError, ValueError):
-            return _read_standing(self._of(int((self._directory / "declared").read_text(encoding="utf-8"))))
-        return None
+    def write(self, name: str, text: str) -> None:
+        """Write a file for the other ranks; on a full disk they do not get it."""
+        with contextlib.suppress(OSError):
+            (self._directory / f".{name}-{self.rank}").write_text(text, encoding="utf-8")
+            (self._directory / f".{name}-{self.rank}").replace(self._directory / name)
 
-    def state(self, statement: Mapping[str, Any]) -> None:
-        """Write this rank's statement, replacing an earlier one."""
-        write_note(self._directory / f"statement-{self.rank}", statement)
-
-    def statement(self, rank: int) -> dict[str, Any] | None:
-        """The statement of a rank; None without one."""
-        return read_note(self._directory / f"statement-{rank}")
-
-    def finish(self) -> None:
-        """Let the ranks that have answered end."""
-        (self._directory / "finished").touch(mode=0o600)
+    def read(self, name: str) -> str | None:
+        """A file of `write`; None without one."""
+        try:
+            return (self._directory / name).read_text(encoding="utf-8")
+        except OSError:
+            return None
 
     def is_finished(self) -> bool:
-        """Whether ranks that have answered may end."""
-        return (self._directory / "finished").exists() or not self._directory.exists()
+        """Whether ranks that have written their stacks may end."""
+        return not self._directory.exists() or (self._directory / "finished").exists()
 
     def leave(self) -> None:
         """Remove this rank; if no other living rank is left, delete the directory."""
@@ -194,18 +175,11 @@ class Board:
         os.close(self._file)
 
     def withdraw(self, *, without: Collection[int] = ()) -> None:
-        """`leave` while the main thread may still mark its phase.
-
-        Args:
-            without: processes that are about to be killed, and do not count as living.
-        """
-        with contextlib.suppress(FileNotFoundError):
-            self._of(self.rank).unlink()
+        """`leave` while the main thread may still mark its phase; ``without``: processes that are about to be killed,
+        and do not count as living."""
+        (self._directory / f"rank-{self.rank}").unlink(missing_ok=True)
         if not any(each.alive for each in self.others() if each.pid not in without):
             shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _of(self, rank: int) -> Path:
-        return self._directory / f"rank-{rank}"
 
 
 class Watchdog:
@@ -218,7 +192,6 @@ class Watchdog:
         board: shared by the ranks of this machine; None for a single process.
         elsewhere: number of ranks on other machines.
         tick_s: seconds between two checks.
-        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -230,11 +203,9 @@ class Watchdog:
         board: Board | None,
         elsewhere: int = 0,
         tick_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._look, self._on_suspicion, self._on_stall = look, on_suspicion, on_stall
-        self._board, self._elsewhere = board, elsewhere
-        self._tick_s, self._clock = tick_s, clock
+        self._board, self._elsewhere, self._tick_s = board, elsewhere, tick_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall watchdog", daemon=True)
         self._silence = _Silence()
@@ -250,20 +221,20 @@ class Watchdog:
         self._thread.join()  # if it has declared a stall, it ends the process
 
     def _watch(self) -> None:
-        before, tick = self._clock(), 0
+        before, tick = time.monotonic(), 0
         while not self._stopped.wait(self._tick_s):
-            now = self._clock()
+            now = time.monotonic()
             # Time beyond two ticks is time in which this process was suspended.
             passed, before, tick = min(now - before, 2 * self._tick_s), now, tick + 1
             look = self._look()
             self._silence.see(look.beats, passed)
             overdue = look.limit_s is not None and self._silence.seconds > look.limit_s
-            others = self._others()
+            others = self._board.others() if self._board is not None else []
             for each in others:
                 self._seen.setdefault(each.rank, _Silence()).see(each.tick, passed)
             if self._board is not None:
                 self._board.show(tick=tick, silent_s=self._silence.seconds, overdue=overdue)
-                if self._board.is_declared():
+                if self._board.declared_by() is not None:
                     self._answer(look)
             if overdue and not any(self._may_progress(each) for each in others):
                 if self._board is not None and not self._board.declare():
@@ -275,93 +246,81 @@ class Watchdog:
         ticks = self._seen[other.rank].seconds < max(_TICK_SECONDS, 4 * self._tick_s)
         return ticks and not other.overdue and other.can_answer
 
-    def _others(self) -> list[Standing]:
-        return self._board.others() if self._board is not None else []
-
     def _answer(self, look: Look) -> NoReturn:
-        """After another rank has declared a stall: write a statement, and end when that rank has reported."""
-        _end_in_any_case()
+        """After another rank has declared a stall: write this rank's stacks, and end when that rank has reported."""
+        end_in_any_case(LAST_SECONDS)
         assert self._board is not None
-        self._statement(look)
-        deadline = self._clock() + _VERDICT_SECONDS
+        self._board.write(f"stacks-{self._board.rank}", stacks())
+        deadline = time.monotonic() + _VERDICT_SECONDS
         while not self._board.is_finished():
-            declarer = self._board.declared_by()
-            gone = declarer is not None and not declarer.alive
-            late = self._clock() > deadline
-            # One that has reported ends too, perhaps since the loop's condition was tested.
-            if (gone or late) and not self._board.is_finished() and (self._board.succeed() or late):
+            by = self._board.declared_by()
+            gone = (
+                by is not None and by >= 0 and not any(each.rank == by and each.alive for each in self._board.others())
+            )
+            if (gone or time.monotonic() > deadline) and not self._board.is_finished():
                 self._conclude(look)
             time.sleep(0.05)
         self._end([])
 
     def _conclude(self, look: Look) -> NoReturn:
-        """Collect the statements, find the cause, report, and end the job."""
-        _end_in_any_case()
-        mute: list[Rank] = []
+        """Collect the stacks, name the cause, and end the job."""
+        end_in_any_case(LAST_SECONDS)
+        mute: list[Standing] = []
         try:
             self._on_suspicion()
-            ranks = self._collect(look)
-            mute = [rank for rank in ranks if rank.statement is None or not rank.statement["complete"]]
-            cause = stall_report.explain(ranks, elsewhere=self._elsewhere)
+            others = self._board.others() if self._board is not None else []
+            found = self._collect(others)
+            mute = [each for each in others if found[each.rank] is None]
+            mine = Standing(
+                rank=self._board.rank if self._board is not None else 0,
+                pid=os.getpid(),
+                born=0,
+                tick=0,
+                where=look.where,
+                silent_s=self._silence.seconds,
+                overdue=True,
+            )
+            found[mine.rank] = stacks()
+            ranks = sorted([mine, *others], key=lambda each: each.rank)
+            cause = explain(ranks, found, elsewhere=self._elsewhere)
             silent_s = round(self._silence.seconds, 1)
-            report = {
-                "cause": cause,
-                "where": look.where,
-                "silent_seconds": silent_s,
-                "told_by_rank": self._board.rank if self._board else ranks[0].rank,
-                "ranks_on_other_machines": self._elsewhere,
-                "ranks": [asdict(rank) for rank in ranks],
-            }
-            self._on_stall(Stall(cause=cause, silent_s=silent_s, where=look.where, report=report))
+            pages = [f"no progress for {silent_s:.0f} s {look.where}\n{cause}\n"]
+            pages += [f"==== {each.name}, {each.where}: {_what(each, found[each.rank])}\n{found[each.rank] or ''}"
+                      for each in ranks]  # fmt: skip
+            self._on_stall(Stall(cause=cause, silent_s=silent_s, where=look.where, page="\n".join(pages)))
         except Exception:
             traceback.print_exc()  # a bug of ours must not keep the job running
         finally:
             self._end(mute)
 
-    def _collect(self, look: Look) -> list[Rank]:
-        """The ranks of this machine, by their own statements or the kernel's."""
-        statement = self._statement(look)
-        others = self._others()
-        deadline = self._clock() + _ANSWER_SECONDS
-        while self._clock() < deadline:
-            said = [self._said(each) for each in others if each.can_answer]
-            if all(each is not None and each["complete"] for each in said):
-                break
+    def _collect(self, others: Sequence[Standing]) -> dict[int, str | None]:
+        """The stacks of the other ranks; None for those that do not answer."""
+        assert self._board is not None or not others
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while True:
+            found = {each.rank: self._board.read(f"stacks-{each.rank}") for each in others if self._board}
+            late = time.monotonic() > deadline
+            if late or all(found[each.rank] is not None for each in others if each.can_answer):
+                return found
             time.sleep(0.05)
-        mine = self._board.rank if self._board is not None else 0
-        found = [_rank(mine, os.getpid(), look.where, self._silence.seconds, statement, alive=True)]
-        for each in others:
-            found.append(_rank(each.rank, each.pid, each.where, each.silent_s, self._said(each), alive=each.alive))
-        return sorted(found, key=lambda rank: rank.rank)
 
-    def _said(self, standing: Standing) -> dict[str, Any] | None:
-        return self._board.statement(standing.rank) if self._board is not None else None
-
-    def _statement(self, look: Look) -> dict[str, Any]:
-        """Write the stacks first: reading the flight recorders may hang if the device does."""
-        mine: dict[str, Any] = {"where": look.where, "stacks": stall_report.stacks(), "complete": False}
-        if self._board is not None:
-            self._board.state(mine)
-        briefly(lambda: mine.update(collectives=stall_report.collectives()), _ANSWER_SECONDS)
-        mine["complete"] = True
-        if self._board is not None:
-            self._board.state(mine)
-        return mine
-
-    def _end(self, mute: list[Rank]) -> NoReturn:
+    def _end(self, mute: Sequence[Standing]) -> NoReturn:
         """End this process, its children, and the ranks that cannot end themselves."""
-        briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()), _FLUSH_SECONDS)
-        alive = {each.pid: each.born for each in self._others() if each.alive}
-        ended = [rank.pid for rank in mute if rank.pid in alive]
-        below = [child for pid in [*ended, os.getpid()] for child in descendants(pid)]
-        stuck = [pid for pid in [*ended, *below] if (state := process_state(pid)) is not None and state.state == "D"]
-        processes = [(pid, alive.get(pid) or start_ticks(pid)) for pid in stuck]
+        briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()), 1.0)
+        ended = [each.pid for each in mute if each.alive]
+        doomed = [*ended, *(child for pid in [*ended, os.getpid()] for child in descendants(pid))]
+        stuck = {pid: start_ticks(pid) for pid in doomed if state_of(pid) == "D"}
         if self._board is not None:
-            self._board.finish()
+            self._board.write("finished", "")
             self._board.withdraw(without=ended)
-        _kill([*ended, *below])
+        for pid in doomed:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         # From here on the main thread may see a broken connection; the process ends before it can report that.
-        if processes and (left := _wait_until_gone(processes, _GONE_SECONDS)):
+        deadline = time.monotonic() + _GONE_SECONDS
+        while (left := [pid for pid in stuck if state_of(pid) == "D"]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if left:
             text = f"hf-rocm-tune: processes {left} do not end even by SIGKILL: they hang in a driver and hold the GPU"
             os.write(2, f"{text}; restart the machine\n".encode())
         os._exit(StallError.exit_code)
@@ -388,17 +347,51 @@ def briefly(work: Callable[[], object], seconds: float) -> bool:
     return not thread.is_alive()
 
 
+def end_in_any_case(seconds: float) -> None:
+    """End this process with code 4 after that time, without the interpreter's lock, which a hanging call may hold.
+
+    The kernel's timer sends this thread signal 4, whose handler is the C function ``_exit``: it gets the number of the
+    signal as its argument, and that becomes the exit code.
+    """
+
+    class Event(ctypes.Structure):  # ``struct sigevent``, 64 bytes
+        _fields_ = (
+            ("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("notify", ctypes.c_int), ("thread", ctypes.c_int),
+            ("padding", ctypes.c_char * 44),
+        )  # fmt: skip
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(StallError.exit_code, ctypes.cast(libc._exit, ctypes.c_void_p))
+    event = Event(signo=StallError.exit_code, notify=4, thread=threading.get_native_id())  # SIGEV_THREAD_ID
+    timer = ctypes.c_void_p()
+    whole, rest = divmod(seconds, 1)
+    once = (ctypes.c_long * 4)(0, 0, int(whole), int(rest * 1e9))  # ``struct itimerspec``: interval, first
+    libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer))  # CLOCK_MONOTONIC
+    libc.timer_settime(timer, 0, once, None)
+
+
+def state_of(pid: int) -> str:
+    """The state of a process's main thread: R runs, S sleeps, D hangs in a driver, T stopped, t held by a debugger, Z
+    ended; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2][1:2]
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int, born: int) -> bool:
+    """Whether the process that started at ``born``, see `start_ticks`, is still running (a zombie is not)."""
+    return state_of(pid) not in ("", "Z", "X") and start_ticks(pid) == born
+
+
 def descendants(pid: int) -> list[int]:
-    """The pids of a process's descendants, except those in a session of their own (such as a logging service that is to
-    outlive its parent) and their descendants."""
-    found, todo = list[int](), [pid]
-    while todo:
-        with contextlib.suppress(psutil.Error, OSError):
-            parent = todo.pop(0)
-            own = [child.pid for child in psutil.Process(parent).children() if _session(child.pid) == _session(pid)]
-            found += own
-            todo += own
-    return found
+    """The pids of a process's descendants in its own session: a logging service leaves it to outlive its parent."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return [
+            each.pid for each in psutil.Process(pid).children(recursive=True) if _session(each.pid) == _session(pid)
+        ]
+    return []
 
 
 def _session(pid: int) -> int:
@@ -408,20 +401,16 @@ def _session(pid: int) -> int:
         return 0
 
 
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _wait_until_gone(processes: list[tuple[int, int]], seconds: float) -> list[int]:
-    """Wait for processes to end. Returns those that have not ended in time."""
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid, since in processes if is_alive(pid, since)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    return left
+def make_private(directory: Path) -> None:
+    """Create a directory, or check that an existing one is private to this user."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UsageError(
+            f"{directory}, which the ranks of this job share, is not a directory that only you can access: remove it, "
+            "or set TMPDIR to a directory of your own"
+        )
 
 
 def _read_standing(file: Path) -> Standing | None:
@@ -434,20 +423,143 @@ def _read_standing(file: Path) -> Standing | None:
         return None
 
 
-def _rank(number: int, pid: int, where: str, silent_s: float, statement: dict[str, Any] | None, *, alive: bool) -> Rank:
-    children = [state for child in descendants(pid) if (state := process_state(child)) is not None] if alive else []
-    return Rank(
-        rank=number,
-        pid=pid,
-        where=where,
-        silent_s=round(silent_s, 1),
-        statement=statement,
-        process=process_state(pid) if alive else None,
-        children=children,
+# ---- the cause ----------------------------------------------------------------------------------------------
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (\S+)$', re.MULTILINE)
+_OURS = "/hf_rocm_tune/"
+
+
+def stacks() -> str:
+    """The Python stacks of all other threads as Python prints them, the main thread first."""
+    main, names = threading.main_thread().ident, {each.ident: each.name for each in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    return "\n".join(
+        f"{names.get(number, number)} (most recent call last):\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in frames
+        if number != threading.get_ident()
     )
 
 
-def _end_in_any_case() -> None:
-    """Start a timer in C: it does not need the interpreter's lock, which a hanging call may hold."""
-    nowhere = open(os.devnull, "w")  # noqa: SIM115 - it must stay open
-    faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)
+def explain(ranks: Sequence[Standing], found: dict[int, str | None], *, elsewhere: int) -> str:
+    """The cause of a stall, in one line: the ranks that do not wait for others, and those that do.
+
+    Args:
+        ranks: those of this machine.
+        found: their stacks; None for those that did not answer.
+        elsewhere: number of ranks on other machines, whose state is unknown.
+    """
+    if len(ranks) == 1 and not elsewhere:
+        return f"the process (pid {ranks[0].pid}) {_what(ranks[0], found[ranks[0].rank])}"
+    waits = {each.rank: _waits_in(found[each.rank]) if state_of(each.pid) not in "DTt" else None for each in ranks}
+    causes = [each for each in ranks if waits[each.rank] is None]
+    if not causes and not elsewhere:  # a backward pass may compute, or wait for gradients of the others
+        causes = [each for each in ranks if waits[each.rank] == _BACKWARD and len(set(waits.values())) > 1]
+    at = {each.rank: "" if len({one.where for one in ranks}) == 1 else f", {each.where}," for each in ranks}
+    causes.sort(key=lambda each: found[each.rank] is not None)  # those that cannot answer first
+    parts = [f"{each.name}{at[each.rank]} {_what(each, found[each.rank])}" for each in causes]
+    what = "waits" if not causes else "waits for it" if len(causes) == 1 else "waits for them"
+    parts += [f"{each.name}{at[each.rank]} {what} in {waits[each.rank]}" for each in ranks if each not in causes]
+    if elsewhere:
+        parts.append(f"the state of {elsewhere} ranks on other machines is unknown here: see their own messages")
+    elif not causes and len(set(waits.values())) > 1:
+        parts.append("these are different collectives, so each waits for ever")
+    elif not causes:
+        parts.append("it is the same collective, so the connection between them does not deliver")
+    return "; ".join(parts)
+
+
+_BACKWARD = "the backward pass"
+
+
+def _main_frames(text: str) -> list[tuple[str, str, str]]:
+    """File, line and function of the main thread, outermost first."""
+    return _FRAME.findall(text.partition("\n\n")[0])
+
+
+def _waits_in(text: str | None) -> str | None:
+    """The collective in which a rank waits, for people; None if it does not wait in one, or that is unknown."""
+    frames = _main_frames(text or "")
+    if not frames:
+        return None
+    if frames[-1][2] == "_engine_run_backward":
+        return _BACKWARD
+    if "torch/distributed/" in frames[-1][0]:
+        return f"{next(each[2] for each in reversed(frames) if each[2] != 'wrapper')}{_called_from(frames)}"
+    return None
+
+
+def _what(rank: Standing, text: str | None) -> str:
+    """The state of a rank that does not wait in a collective."""
+    state = state_of(rank.pid)
+    if state in ("", "Z", "X"):
+        return "has ended: it was killed, or it crashed"
+    frames = _main_frames(text or "")
+    inside = f" in {_place(frames[-1])}{_called_from(frames)}" if frames else ""
+    if state in "Tt":
+        return "is stopped (state T)" if state == "T" else "is held by a debugger (state t)"
+    if state == "D":
+        return f"hangs in the kernel (state D){inside}"
+    if text is None:
+        return f"is in a call that does not let Python answer (state {state})"
+    stuck = [f"; its child process {pid} is in state {state_of(pid)}" for pid in _stuck(descendants(rank.pid))]
+    return f"is{inside or ' at an unknown place'}{''.join(stuck)}"
+
+
+def _stuck(pids: Iterable[int]) -> list[int]:
+    return [pid for pid in pids if state_of(pid) in ("D", "T", "t")]
+
+
+def _place(frame: tuple[str, str, str]) -> str:
+    file, line, function = frame
+    file = re.sub(r".*/(?:site|dist)-packages/", "", file)
+    file = file[file.rfind(_OURS) + 1 :] if _OURS in file else file
+    return f"{function}() in {file}:{line}"
+
+
+def _called_from(frames: Sequence[tuple[str, str, str]]) -> str:
+    """The innermost frame of our own code, if that is not the innermost of all."""
+    ours = next((each for each in reversed(frames) if _OURS in each[0]), None)
+    return f" (called by {_place(ours)})" if ours and ours is not frames[-1] else ""
+
+
+# ---- broken connections -------------------------------------------------------------------------------------
+
+
+class PeerLostError(StallError):
+    """The connection to another rank, which ended for another reason, broke.
+
+    Attributes:
+        follows: this error is reported only if that reason is unknown.
+    """
+
+    follows = True
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error is a broken connection to another rank, or a collective that did not return in time."""
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistBackendError):
+        return _NCCL.search(str(error)) is not None
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
+
+
+def lost_peer(error: BaseException, ranks: Sequence[Standing], *, elsewhere: int, where: str) -> PeerLostError:
+    """The error for a broken connection; ``ranks``: the others of this machine, alive until now."""
+    deadline = time.monotonic() + 1.0  # a connection breaks before its process has ended
+    while ranks and all(each.alive for each in ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    gone = [each.name for each in ranks if not each.alive]
+    if gone:
+        cause = f"{', '.join(gone)} ended without a message: killed (see `dmesg` for lack of memory), or crashed"
+    elif re.search(r"timed? ?out", str(error), re.IGNORECASE):
+        cause = "another rank did not join a collective within --ddp_timeout"
+    else:
+        which = "a rank on another machine" if elsewhere else "another rank"
+        cause = f"{which} has ended or cannot be reached; see its own message"
+    return PeerLostError(
+        f"the connection to another rank broke {where}: {cause}. The checkpoints already written are intact: start "
+        "the same command again to continue from the newest one"
+    )

@@ -1,68 +1,73 @@
 """All checks, their selection, and running them: a failing check does not stop others, and skipped ones have a reason.
 
-A check that measures is a table ``[checks.NAME]`` in ``knowledge/`` and the function that it names, which is called in
-a child process with a deadline; this process never imports torch. ``request["device"]`` is ``cuda:0`` ... or ``cpu``;
-``request["fault"]``, if given, is ``{"kind": ..., "where": ...}``, one of the check's own ``faults``; those of the
-process itself (hang, kill, garbage ...) are injected by ``machine.child``. The function calls ``child.step("copying 64
-MiB")`` before each part, so that a hang is named. A check of two cards is called in this process with
-``request["devices"]``, because its trials start their own children; any other has one child for each card.
-
-To try one by hand: ``echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose NAME``.
+A check that measures is a function ``(request) -> list[Finding]``, called in a child process with a deadline, one for
+each card; this process never imports torch. ``request["device"]`` is ``cuda:0`` ... or ``cpu``. The function calls
+``child.step("copying 64 MiB")`` before each part, so that a hang is named. A check of two cards is called in this
+process with ``request["devices"]``, because its trials start their own children. ``request["fault"]`` (``{"kind": ...,
+"where": ...}``) injects a fault, see each file, or an ending of the process (``machine.child.ENDINGS``): for tests, and
+by hand: ``echo '{"device": "cpu", "fault": {"kind": "zeros"}}' | python -m hf_rocm_tune.doctor.diagnose round_trip``.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from hf_rocm_tune.doctor import links, software, system
-from hf_rocm_tune.doctor.findings import (
-    GROUPS,
-    KNOWLEDGE,
-    Again,
-    Check,
-    Evidence,
-    Finding,
-    all_rows,
-    failure,
-    from_row,
-    knowledge_data,
-    skipped,
-    with_evidence,
-)
+from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, failure, skipped, warn, with_line
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.child import ENDINGS, answer, run
+from hf_rocm_tune.machine.child import answer, run
 from hf_rocm_tune.machine.software import TorchDevice
-from hf_rocm_tune.machine.variables import evaluate, read_fault
+from hf_rocm_tune.machine.variables import ALLOCATOR
 
-VARIABLE = "HF_ROCM_TUNE_DOCTOR_FAULT"
 MODULE = "hf_rocm_tune.doctor.diagnose"
 NOTHING_THERE = "not applicable on this machine"
 _HUNG = ("measurement_hung", "pair_hung")
 _ENOUGH_HANGS = 2
+_MIB = 1 << 20
 
-MEASURED: Mapping[str, Check] = {
-    name: Check(name=name, measured=True, **{**entry, "faults": tuple(entry["faults"])})
-    for file in sorted(KNOWLEDGE.glob("measured_*.toml"))
-    for name, entry in knowledge_data(file.name)["checks"].items()
-}
+MEASURED = (
+    Check("round_trip", "transfers", "copies to the card and back, by size, dtype and kind, cold and warm",
+          measure="transfers.round_trip", seconds=8, deadline_s=300, options={"largest": 64 * _MIB, "repeats": 20},
+          full={"largest": 256 * _MIB, "repeats": 100}, again={"HSA_ENABLE_SDMA": "0"}),
+    Check("mmap_heap", "transfers", "a copy from a mapped file, compared with one from the heap",
+          measure="transfers.mmap_heap", seconds=5, deadline_s=240),
+    Check("casts", "transfers", "casts on the card, and during copies, compared with the CPU",
+          measure="transfers.casts", seconds=6),
+    Check("bandwidth", "transfers", "speed of page-locked copies, compared with the rate of the link",
+          measure="transfers.bandwidth", seconds=4, options={"mib": 256}),
+    # 144: the cycle in which the RX 7900 XT of ROCm/ROCm#6603 failed
+    Check("canaries", "memory", "memory while other memory is allocated and freed",
+          measure="transfers.canaries", seconds=8, deadline_s=1800, options={"cycles": 40, "seconds": 4},
+          full={"cycles": 400, "seconds": 1e9}, again=dict.fromkeys(ALLOCATOR)),
+    Check("pairs", "pairs", "copies between every ordered pair of cards, cold and warm",
+          measure="pairs.pairs", seconds=12, deadline_s=45, needs_cards=2,
+          options={"largest": 64 * _MIB, "repeats": 10}, full={"largest": 1024 * _MIB, "repeats": 100}),
+    Check("all_reduce", "pairs", "sums over all cards by RCCL, and alternatives if it fails",
+          measure="pairs.all_reduce", seconds=8, deadline_s=45, needs_cards=2,
+          options={"largest": 64 * _MIB, "repeats": 5}),
+    Check("grad_sync", "pairs", "how a run on all cards would average gradients, by its preflight",
+          measure="pairs.grad_sync", seconds=15, deadline_s=30, needs_cards=2),
+    Check("gemm", "compute", "a matrix product repeated under load, bit for bit, and its speed",
+          measure="arithmetic.gemm", seconds=8, deadline_s=900, options={"seconds": 0.4}, full={"seconds": 30}),
+    Check("model", "compute", "a small model forward and backward, plain, padded and packed, compared with float64",
+          measure="arithmetic.model", seconds=6),
+    Check("attention", "compute", "attention forward and backward at the longest planned length, and its backend",
+          measure="arithmetic.attention", seconds=10, options={"length": 28_672}),
+    Check("nf4", "compute", "4-bit weights of bitsandbytes, compared with their definition",
+          measure="arithmetic.nf4", seconds=6),
+)  # fmt: skip
+"""In the order in which they run within their groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All findings, in order of groups and checks.
-
-    Attributes:
-        findings: of all checks, including unknown and skipped ones.
-        seconds: of each check that ran, by name.
-    """
+    """All findings, in order of groups and checks, and the seconds of each check that ran, by name."""
 
     findings: tuple[Finding, ...]
     seconds: dict[str, float]
@@ -78,11 +83,8 @@ class Diagnosis:
 
 def all_checks() -> list[Check]:
     """Every check, in the order in which they run."""
-    return in_order([*system.CHECKS, *software.CHECKS, *links.CHECKS, *MEASURED.values()])
-
-
-def in_order(checks: Iterable[Check]) -> list[Check]:
     places = list(GROUPS)
+    checks = [*system.CHECKS, *software.CHECKS, *links.CHECKS, *MEASURED, links.AFTER]
     return sorted(checks, key=lambda check: places.index(check.group))
 
 
@@ -113,8 +115,7 @@ def listing(checks: Sequence[Check]) -> str:
     for group, title in GROUPS.items():
         lines = []
         for check in (one for one in checks if one.group == group):
-            notes = ["with --full only"] if check.full else []
-            notes += ["on an accelerator"] if check.measured else []
+            notes = ["on an accelerator"] if check.measure else []
             notes += [f"with {check.needs_cards} cards"] if check.needs_cards > 1 else []
             lines.append(f"  {check.name:<{width}}  {check.about}" + (f" ({', '.join(notes)})" if notes else ""))
         blocks += ["\n".join([f"{group}: {title}", *lines])] if lines else []
@@ -126,176 +127,128 @@ def diagnose(
     checks: Sequence[Check],
     *,
     full: bool = False,
+    only: Iterable[str] = (),
     on_check: Callable[[Check], None] = lambda check: None,
 ) -> Diagnosis:
-    """Run the checks that can run here, long ones with `full`; `on_check` is called before each that runs."""
+    """Run the checks that can run here.
+
+    Args:
+        full: with the options of ``--full``.
+        only: names of checks or groups; see `UsageError`.
+        on_check: is called before each that runs.
+
+    Raises:
+        UsageError: nothing of a name in ``only`` can run here.
+    """
+    for name in only:
+        named = [check for check in checks if name in (check.name, check.group)]
+        reasons = [_why_not(check, evidence, ()) for check in named]
+        if named and all(reasons):
+            raise UsageError(f"--only {name}: nothing was checked, because {reasons[0]}")
     findings: list[Finding] = []
     seconds: dict[str, float] = {}
-    for check in in_order(checks):
-        if evidence.card_count < check.needs_cards:
+    for check in checks:
+        if check is links.AFTER and not any(one.name in seconds for one in MEASURED) and check.name not in only:
             continue
-        if why_not := _why_not(check, evidence, findings, full=full):
-            findings.append(skipped(why_not, check=check.name))
+        if why_not := _why_not(check, evidence, findings):
+            if evidence.card_count >= check.needs_cards:
+                findings.append(replace(skipped(why_not), check=check.name))
             continue
         on_check(check)
         began = time.monotonic()
-        made = [finding for finding in _run(check, evidence) if finding.needs_cards <= evidence.card_count]
+        made = _run(check, evidence, full=full)
         seconds[check.name] = round(time.monotonic() - began, 3)
-        findings += made or [skipped(NOTHING_THERE, check=check.name)]
-    findings += _variables_for(evidence, findings)
+        findings += made or [replace(skipped(NOTHING_THERE), check=check.name)]
     return Diagnosis(findings=tuple(findings), seconds=seconds)
 
 
-def _run(check: Check, evidence: Evidence) -> list[Finding]:
+def _run(check: Check, evidence: Evidence, *, full: bool) -> list[Finding]:
     found: list[Finding] = []
     try:
-        for finding in check.run(evidence) if check.run else _measure(check, evidence):
+        for finding in check.run(evidence) if check.run else _measure(check, evidence, full=full):
             found.append(replace(finding, check=check.name))
     except Exception as error:  # a bug of ours in one check must not hide other findings
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        found.append(from_row("check_crashed", check=check.name, name=check.name, error=what))
+        found.append(crashed(check.name, error))
     return found
 
 
-def _why_not(check: Check, evidence: Evidence, findings: Iterable[Finding], *, full: bool) -> str:
+def crashed(name: str, error: Exception) -> Finding:
+    """The finding that a check, or reading the machine, ended with an error of ours."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    text = f"the check {name} ended with {what}: a bug of this project, not a finding about your machine"
+    fix, source = "please report it with the output of `hf-rocm-tune doctor --json`", f"this project: {MODULE}"
+    return replace(warn("check_crashed", "A check failed with an error", text, fix, source), check=name)
+
+
+def _why_not(check: Check, evidence: Evidence, findings: Iterable[Finding]) -> str:
     """Why a check is not run; empty if it runs."""
-    if not check.measured:
-        return ""
-    if evidence.recorded:
-        return "nothing can be measured in a recording"
-    if not evidence.devices:
-        known = evidence.software
-        why = "the software is unknown" if known is None else known.devices.reason
-        return f"torch sees no accelerator: {why or f'torch {known and known.torch_version.value} lists no device'}"
-    if check.needs_cards > len(evidence.seen_cards):
-        return f"torch sees {len(evidence.seen_cards)} of {evidence.card_count} cards"
-    if check.full and not full:
-        seconds = check.seconds
-        takes = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-        return f"takes about {takes}; --full runs it"
+    seen = evidence.seen_cards
+    if check.measure and not evidence.devices:
+        software = evidence.software
+        return (
+            "torch sees no accelerator: "
+            f"{software.problems.get('devices', f'torch {software.torch_version} lists no device')}"
+        )
+    if check.needs_cards > (len(seen) if check.measure else evidence.card_count):
+        return f"it needs {check.needs_cards} cards, and torch sees {len(seen)} of {evidence.card_count}"
     # Every hang takes minutes, and a driver that hung in two checks will hang again.
     hung = dict.fromkeys(finding.check for finding in findings if finding.row in _HUNG)
-    if check.group == "after" or len(hung) < _ENOUGH_HANGS:
+    if not check.measure or len(hung) < _ENOUGH_HANGS:
         return ""
     return f"{' and '.join(hung)} did not return; --only {check.name} measures it anyway"
 
 
-def _variables_for(evidence: Evidence, findings: Iterable[Finding]) -> list[Finding]:
-    """Decisions of the policy of variables that depend on the findings: for example that RCCL should not use peers."""
-    rows = all_rows()
-    names = {name for finding in findings if finding.row in rows for name in rows[finding.row].environ}
-    if not names:
-        return []
-    before = evaluate(evidence.variables, evidence.facts())
-    found = evaluate(evidence.variables, evidence.facts(frozenset(names)))
-    return [system.of_decision(one, found=True) for one in found if one not in before]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorFault:
-    """An injected fault, which shows that a check detects it.
-
-    ``HF_ROCM_TUNE_DOCTOR_FAULT="check=round_trip,kind=zeros,where=page-locked"``
-
-    Attributes:
-        check: a key of ``MEASURED``.
-        kind: one of that check's faults, or an ending of its process (``machine.child.ENDINGS``).
-        where: only in steps whose description contains this text.
-    """
-
-    check: str
-    kind: str
-    where: str = ""
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> DoctorFault | None:
-        """The fault in the variable; None if it is unset or empty.
-
-        Raises:
-            UsageError: an unknown, missing, repeated or invalid key or value; names the valid ones.
-        """
-        kinds = {name: (*check.faults, *ENDINGS) for name, check in MEASURED.items()}
-        return read_fault(cls, VARIABLE, environ, by="check", kinds=kinds, example="check=round_trip,kind=zeros")
-
-
-def _measure(check: Check, evidence: Evidence) -> list[Finding]:
-    """A measured check on this machine's devices, with the fault of the environment."""
-    fault = DoctorFault.from_environment(os.environ)
-    common = {"hip": evidence.build == "rocm"}
+def _measure(check: Check, evidence: Evidence, *, full: bool) -> list[Finding]:
+    """A measured check on this machine's devices."""
+    options = {**check.options, **(check.full if full else {}), "hip": evidence.software.build == "rocm"}
     if check.needs_cards:
-        requests = [{**common, "devices": list(map(_device, evidence.seen_cards))}]
-    else:
-        requests = [{**common, **_device(device)} for device in evidence.devices]
-    return run_measured(check, requests, fault=fault if fault and fault.check == check.name else None)
+        return run_measured(check, {**options, "devices": list(map(_device, evidence.seen_cards))})
+    return [finding for device in evidence.devices for finding in run_measured(check, {**options, **_device(device)})]
 
 
 def _device(device: TorchDevice) -> dict[str, Any]:
     return {**asdict(device), "device": f"cuda:{device.index}", "address": device.pci_address}
 
 
-def run_measured(
-    check: Check, requests: Iterable[Mapping[str, Any]], *, fault: DoctorFault | None = None
-) -> list[Finding]:
-    """Run a measured check, once for each request. With an injected fault every finding says so, and an extra one."""
-    findings: list[Finding] = []
-    for asked in requests:
-        request: dict[str, Any] = {**check.options, **asked}
-        if fault is not None:
-            request["fault"] = {"kind": fault.kind, "where": fault.where}
-        if check.needs_cards:
-            made = _call(check, {**request, "deadline_s": check.deadline_s, "about": check.about})
-            assert not isinstance(made, Again)
-        else:
-            made = _in_child(check, request)
-        # A card is named with its address, which does not depend on filters of visible devices.
-        device, address = request.get("device"), request.get("address")
-        for finding in made:
-            subject = f"{device} at {address}" if address and finding.subject == device else finding.subject
-            findings.append(replace(finding, check=check.name, subject=subject))
-    if fault is None:
+def run_measured(check: Check, request: Mapping[str, Any]) -> list[Finding]:
+    """Run a measured check for one request, which has its options."""
+    if check.needs_cards:
+        return _call(check, {**request, "deadline_s": check.deadline_s, "about": check.about})
+    # A card is named with its address, which does not depend on filters of visible devices.
+    device, address = request["device"], request.get("address")
+    subject = f"{device} at {address}" if address else str(device)
+    findings = [replace(one, subject=subject) if one.subject == device else one for one in _in_child(check, request)]
+    if not (check.again and request.get("hip") and any(one.status == "fail" for one in findings)):
         return findings
-    note = f"an injected fault: {VARIABLE}=check={fault.check},kind={fault.kind}"
-    note += f",where={fault.where}" if fault.where else ""
-    marked = [replace(finding, evidence=(note, *finding.evidence)) for finding in findings]
-    return [from_row("fault_on_purpose", check=fault.check, kind=fault.kind, name=fault.check), *marked]
+    # A process reads these variables once: another one tells whether they are the cause.
+    second = _in_child(check, request, environ=check.again)
+    without = all(value is None for value in check.again.values())
+    settings = "without allocator settings" if without else " ".join(f"{k}={v}" for k, v in check.again.items())
+    same = any(one.status == "fail" for one in second)
+    return with_line(findings, f"{settings}: {'the same' if same else 'right, so that is involved'}")
 
 
-def _in_child(check: Check, request: Mapping[str, Any]) -> list[Finding]:
-    ask = partial(run, MODULE, check.name, deadline_s=check.deadline_s)
-    outcome = ask(request=request)
+def _in_child(
+    check: Check, request: Mapping[str, Any], environ: Mapping[str, str | None] | None = None
+) -> list[Finding]:
+    outcome = run(MODULE, check.name, request=request, deadline_s=check.deadline_s, environ=environ)
     if outcome.result is None:
         return [failure(check.about, outcome, subject=str(request["device"]))]
-    findings, again = outcome.result["findings"], outcome.result["again"]
-    if again is not None:
-        second = ask(request={**request, **again["request"], "first": findings}, environ=again["environ"])
-        if second.result is None:
-            line = f"{again['words']}: the measuring process {second.how}"
-            return with_evidence(map(Finding.from_dict, findings), line)
-        findings = second.result["findings"]
-    return [Finding.from_dict(values) for values in findings]
+    return [Finding.from_dict(values) for values in outcome.result["findings"]]
 
 
-def _call(check: Check, request: dict[str, Any]) -> list[Finding] | Again:
-    module, _, function = check.function.partition(".")
-    made: list[Finding] | Again = getattr(importlib.import_module(f"{__package__}.{module}"), function)(request)
+def _call(check: Check, request: dict[str, Any]) -> list[Finding]:
+    module, _, function = check.measure.partition(".")
+    made: list[Finding] = getattr(importlib.import_module(f"{__package__}.{module}"), function)(request)
     return made
 
 
-def measure_here(check: Check, request: Mapping[str, Any]) -> dict[str, Any]:
-    """In the child: ``findings``, and ``again`` if a second child is needed; JSON values."""
-    first = list(map(Finding.from_dict, request.get("first", ())))
-    made = _call(check, {**check.options, **request, "first": first})
-    if isinstance(made, Again):
-        again = {"environ": dict(made.environ), "words": made.words, "request": dict(made.request)}
-        return {"findings": [one.to_dict() for one in made.findings], "again": again}
-    return {"findings": [one.to_dict() for one in made], "again": None}
-
-
 def _measure_what_is_named(request: dict[str, Any]) -> dict[str, Any]:
-    names = [name for name, one in MEASURED.items() if not one.needs_cards]
-    if len(sys.argv) != 2 or sys.argv[1] not in names:
-        raise UsageError(f"got {' '.join(sys.argv[1:]) or 'nothing'} to measure: give one of {' '.join(names)}")
-    return measure_here(MEASURED[sys.argv[1]], request)
+    known = {check.name: check for check in MEASURED if not check.needs_cards}
+    if len(sys.argv) != 2 or sys.argv[1] not in known:
+        raise UsageError(f"got {' '.join(sys.argv[1:]) or 'nothing'} to measure: give one of {' '.join(known)}")
+    check = known[sys.argv[1]]
+    return {"findings": [finding.to_dict() for finding in _call(check, {**check.options, **request})]}
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.doctor.diagnose import all_checks, diagnose
-from hf_rocm_tune.doctor.findings import Evidence, Finding, from_row, own_environ, unknown
+from hf_rocm_tune.doctor.diagnose import all_checks, crashed, diagnose
+from hf_rocm_tune.doctor.findings import Evidence, Finding, own_environ, unknown
 from hf_rocm_tune.doctor.system import of_decision
 from hf_rocm_tune.errors import TuneError, UsageError
 from hf_rocm_tune.machine import variables
@@ -66,7 +66,7 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in device else ""
     micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     ranks = training.world_size
-    shares = 1 if arguments.ranks.tensor_parallel else ranks  # all ranks get the same rows
+    shares = 1 if arguments.way().shares_rows else ranks  # all ranks get the same rows
     lines = [
         f"data {data}",
         f"device {device['type']} ({device['name']}{memory}), {ranks} process{'es' if ranks > 1 else ''}, "
@@ -155,7 +155,7 @@ def check_machine(
     if doctor:
         software = read_software(in_process=True)
         found = _within(deadline_s, software, own_environ(os.environ))
-        known = () if software.devices.value else _ON_THE_PROCESSOR
+        known = () if software.devices else _ON_THE_PROCESSOR
         grave = [finding for finding in found if finding.status in ("warn", "fail") and finding.row not in known]
         for finding in grave:
             if finding.check != _VARIABLES:
@@ -173,25 +173,24 @@ def _within(deadline_s: float, software: Software, variables: Mapping[str, str])
     def read() -> None:
         try:
             evidence = Evidence(machine=survey(), software=software, environ=variables)
-            done = diagnose(evidence, [check for check in all_checks() if not check.measured])
+            done = diagnose(evidence, [check for check in all_checks() if check.run and check.group != "after"])
             found.extend(finding for finding in done.findings if finding.status != "skipped")
         except Exception as error:  # our bug: reported as a finding, the run continues
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            found.append(from_row("check_crashed", check="machine", name="machine", error=what))
+            found.append(crashed("machine", error))
 
     reader = threading.Thread(target=read, name="doctor", daemon=True)
     reader.start()
     reader.join(deadline_s)
     if reader.is_alive():
         reason = f"reading the kernel's files took more than {deadline_s:g} seconds; try `hf-rocm-tune doctor`"
-        return [unknown(reason, check="machine")]
+        return [replace(unknown(reason), check="machine")]
     return found
 
 
 def _line(finding: Finding) -> str:
     label = "warning" if finding.status == "warn" else "failure"
-    cure = f"; {finding.cure}" if finding.cure else ""
-    return " ".join(f"{label}: {finding.title}: {finding.text}{cure} ({'; '.join(finding.sources)})".split())
+    fix = f"; {finding.fix}" if finding.fix else ""
+    return " ".join(f"{label}: {finding.title}: {finding.text}{fix} ({finding.source})".split())
 
 
 # ---- on disk ---------------------------------------------------------------------------------------------------------

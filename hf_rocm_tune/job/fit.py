@@ -8,7 +8,6 @@ rank with the least free memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,8 @@ import torch
 from transformers import AutoConfig
 
 from hf_rocm_tune.cards.agree import highest, on_main_process
+from hf_rocm_tune.cards.pipeline import IN_FLIGHT
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
-from hf_rocm_tune.job.refusals import is_sharded, refuse
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.split import FLAG, Split, SplitMover, counts_for, parse, stack_of
 from hf_rocm_tune.plan import (
@@ -36,7 +35,6 @@ from hf_rocm_tune.plan import (
 )
 from hf_rocm_tune.plan.estimate import cpu_rates
 from hf_rocm_tune.plan.fit import even_counts, memory_lines
-from hf_rocm_tune.plan.ways import IN_FLIGHT
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
@@ -166,10 +164,6 @@ def before_loading(
             )
         say(f"auto-fit: {', '.join(TRAINERS)} can be planned, not {arguments.method}: nothing is chosen")
         return None
-    if is_sharded(os.environ) or training.fsdp or training.deepspeed:
-        raise UsageError("--auto_fit plans for cards that each hold the whole model, not for FSDP or DeepSpeed")
-    if training.auto_find_batch_size:
-        raise UsageError("--auto_fit and --auto_find_batch_size both choose the micro-batch; keep one")
     wanted = demand(
         ranks=training.world_size,
         effective_batch=tune.effective_batch,
@@ -302,21 +296,13 @@ def _gib(nbytes: float) -> str:
 
 
 def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
-    """Refuses ``--recompute_layers`` together with what it excludes, and for more layers than the model has.
+    """Refuses ``--recompute_layers`` for more layers than the model has.
 
     Raises:
         UsageError: with the reason.
     """
-    training, counts = arguments.training, arguments.tune.recompute
-    if counts is None:
+    if (counts := arguments.tune.recompute) is None:
         return
-    settings = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    reasons = {
-        "--activation_checkpointing false, which recomputes nothing": not training.activation_checkpointing,
-        f"--{settings[0]}, which applies to all layers": bool(arguments.given.intersection(settings)),
-        "--torch_compile": training.torch_compile,
-    }
-    refuse(recompute.FLAG, reasons)
     recompute.check(counts, getattr(_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
 
 
@@ -339,7 +325,6 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
     if text is None:
         return Mover(training.device, settings=settings, faults=faults)
     given = parse(text)
-    _refuse_split(arguments)
     config = _config(source)
     stack, layers = stack_of(config, trust_remote_code=source.trust_remote_code)
     wanted = counts_for(given, layers) if given else None
@@ -347,24 +332,6 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
     training._n_gpu = 1  # with several cards visible transformers would count a batch for each of them
     counts = _planned_counts(arguments, config, devices, wanted, layers, say)
     return SplitMover(Split(stack, counts), devices, settings=settings, faults=faults)
-
-
-def _refuse_split(arguments: Arguments) -> None:
-    training, tune = arguments.training, arguments.tune
-    reasons = {
-        "several processes: a split runs in one process, start it without --num_processes": training.world_size > 1,
-        "--fp16, whose gradient scaler copies between cards: use --bf16": training.fp16,
-        "--auto_fit, which plans for one card: choose the batch with `hf-rocm-tune plan --split`": tune.auto_fit
-        != "off",
-        "--activation_offloading, which serves one card": training.activation_offloading,
-        "--torch_compile": training.torch_compile,
-        "--fsdp and --deepspeed": bool(training.fsdp or training.deepspeed),
-        f"--init_lora_weights {tune.init_lora_weights}": tune.rewrites_base,
-        "--adapter_name_or_path": tune.adapter_name_or_path is not None,
-        "--attn_implementation flex_attention, whose masks are not tensors": arguments.model.attn_implementation
-        == "flex_attention",
-    }
-    refuse(FLAG, reasons)
 
 
 def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch.device]:

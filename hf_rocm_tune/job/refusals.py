@@ -12,33 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import str_to_bool
 
 from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
+from hf_rocm_tune.settings.compatibility import launched_with, refuse
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.adapter import Adapter
-
-_SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-
-
-def is_sharded(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher asks for FSDP or DeepSpeed."""
-    return any(str_to_bool(environ.get(name) or "no") for name in _SHARDED)
-
-
-def refuse(what: str, reasons: Mapping[str, bool]) -> None:
-    """Refuse `what` together with settings that it excludes: the description of each, and whether it applies.
-
-    Raises:
-        UsageError: all that apply, in one line.
-    """
-    if found := [reason for reason, applies in reasons.items() if applies]:
-        raise UsageError(f"{what} does not work with {'; nor with '.join(found)}")
-
 
 _NEVER_TRIED = ("galore", "apollo", "lomo", "adalomo")
 _OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
@@ -52,11 +34,7 @@ _OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
 
 
 def check_optimizer(name: str) -> None:
-    """Refuses an optimizer that was never tried here, or whose package is missing.
-
-    Raises:
-        UsageError: names alternatives.
-    """
+    """Refuses an optimizer that was never tried here, or whose package is missing."""
     instead = "choose adamw_torch_fused, adamw_8bit, paged_adamw_8bit or another of --help_all"
     if name.startswith(_NEVER_TRIED):
         raise UsageError(
@@ -68,48 +46,23 @@ def check_optimizer(name: str) -> None:
         raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
 
 
-def check_method(arguments: Arguments, environ: Mapping[str, str]) -> None:
-    """Refuses settings that were never tried with this method, or that bypass the verification.
-
-    Raises:
-        UsageError: all of it in one line.
-    """
-    method, training, model = arguments.method, arguments.training, arguments.model
-    if method == "sft":
-        wrapped = training.packing and training.packing_strategy == "wrapped"
-        refuse(
-            "--mask_thinking",
-            {"--packing_strategy wrapped, which cuts examples": arguments.tune.mask_thinking and wrapped},
-        )
-        compiled = bool(arguments.tune.one_pass_loss and training.torch_compile)
-        refuse("--one_pass_loss", {"--torch_compile": compiled})
+def check_grpo(arguments: Arguments) -> None:
+    """Refuses what GRPO would do wrong, or without verification."""
+    training, model = arguments.training, arguments.model
+    if arguments.method != "grpo":
         return
-    reasons = {
-        "FSDP and DeepSpeed": bool(training.fsdp or training.deepspeed or is_sharded(environ)),
-        "--mask_thinking, which is for supervised fine-tuning": arguments.tune.mask_thinking,
-        "--one_pass_loss, which is for supervised fine-tuning": bool(arguments.tune.one_pass_loss),
-        "--split_layers": arguments.ranks.split_layers is not None,
-        "--tensor_parallel": arguments.ranks.tensor_parallel,
-        "--precompute_ref_log_probs, whose batches are moved unverified": getattr(
-            training, "precompute_ref_log_probs", False
-        ),
-        "--use_vllm, whose weights and answers are not verified": getattr(training, "use_vllm", False),
-        "--use_transformers_continuous_batching, which casts the model in place": getattr(
-            training, "use_transformers_continuous_batching", False
-        ),
-        "--sync_ref_model, whose moved reference model no checkpoint has": getattr(training, "sync_ref_model", False),
-        f"--init_lora_weights {arguments.tune.init_lora_weights}, whose saved adapter would lack the reward head": (
-            method == "reward" and arguments.tune.rewrites_base
-        ),
-        "a checkpoint between two generations, whose answers it would lack: --save_steps times "
-        "--gradient_accumulation_steps must be a multiple of --steps_per_generation times --num_iterations": (
-            method == "grpo" and _saves_between_generations(training)
-        ),
-        "--use_peft false with --beta and --model_revision: TRL loads the reference model without the revision": (
-            method == "grpo" and training.beta != 0.0 and not model.use_peft and model.model_revision != "main"
-        ),
-    }
-    refuse(method, reasons)
+    refuse(
+        "grpo",
+        {
+            "a checkpoint between two generations, whose answers it would lack: --save_steps times "
+            "--gradient_accumulation_steps must be a multiple of --steps_per_generation times --num_iterations": (
+                _saves_between_generations(training)
+            ),
+            "--use_peft false with --beta and --model_revision: TRL loads the reference model without the revision": (
+                training.beta != 0.0 and not model.use_peft and model.model_revision != "main"
+            ),
+        },
+    )
 
 
 def _saves_between_generations(training: Any) -> bool:
@@ -119,11 +72,7 @@ def _saves_between_generations(training: Any) -> bool:
 
 
 def check_adapter(method: str, adapter: Adapter | None) -> None:
-    """Refuses to train a reward model on with an adapter that has no reward head: a new one would not be saved.
-
-    Raises:
-        UsageError: says how the adapter was trained.
-    """
+    """Refuses to train a reward model on with an adapter that has no reward head: a new one would not be saved."""
     if adapter is not None and method == "reward" and (kind := adapter.config.task_type) != "SEQ_CLS":
         raise UsageError(
             f"--adapter_name_or_path {adapter.name} is no adapter of a reward model (its task_type is {kind}, not "
@@ -136,9 +85,6 @@ def reward_functions(script: Any) -> list[Any]:
 
     ``--reward_funcs`` takes TRL's names and dotted paths of installed modules. A path that begins with ``./`` is read
     from the working directory: ``./rewards.length`` is `length` of ``rewards.py`` there.
-
-    Raises:
-        UsageError: none is given, or one cannot be imported.
     """
     from trl import rewards
 
@@ -162,11 +108,7 @@ _OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_ext
 
 
 def check_rewards(rewards: Iterable[Any], columns: Iterable[str] | None) -> None:
-    """Refuses a reward function that TRL cannot call with these columns; None: they are not known.
-
-    Raises:
-        UsageError: names the function and the argument.
-    """
+    """Refuses a reward function that TRL cannot call with these columns; None: they are not known."""
     if columns is None:
         return
     given = dict.fromkeys((*_OF_TRL, *(set(columns) - {"prompt", "completion", "completion_ids"})))
@@ -217,20 +159,8 @@ def decide(
 ) -> preflight.Preflight | None:
     """Run the preflight if there are several ranks and it is enabled. Every rank calls it.
 
-    Args:
-        ranks: ``--preflight`` and ``--grad_sync``.
-        accelerator: whether this rank trains on one.
-        accumulation: ``--gradient_accumulation_steps``, for the command that trains on one card.
-        environ: of this rank; ``NCCL_P2P_DISABLE`` is set if RCCL works only without peer copies.
-        place: see `preflight.run`.
-        say: takes the lines for the user.
-
     Returns:
         The decision; None if the preflight did not run.
-
-    Raises:
-        UsageError: an unknown fault was requested.
-        StallError: a rank is missing, no way of averaging works, or not the one that the user set.
     """
     world = int(environ.get("WORLD_SIZE", "1"))
     if world < 2 or place is None or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):
@@ -244,7 +174,7 @@ def decide(
         "your other flags (the same effective batch)"
     )
     preflight.insist(done, one_card=one_card)
-    if done.choice.way == "host" and is_sharded(environ):
+    if done.choice.way == "host" and (launched_with("FSDP") or launched_with("DEEPSPEED")):
         raise StallError(
             f"gradients can only be averaged through host memory here ({done.choice.reason}), which FSDP and DeepSpeed "
             f"do not support: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"

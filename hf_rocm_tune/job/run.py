@@ -31,7 +31,7 @@ from hf_rocm_tune.job import announce, preview
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover
 from hf_rocm_tune.job.refusals import (
     check_adapter,
-    check_method,
+    check_grpo,
     check_optimizer,
     check_rewards,
     decide,
@@ -53,14 +53,13 @@ from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adap
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings import arguments as command_line
-from hf_rocm_tune.settings import names
+from hf_rocm_tune.settings import compatibility, names
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.survive.heartbeat import tell_begun
 from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
 from hf_rocm_tune.train import report, stall, telemetry
 from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
-from hf_rocm_tune.train.ranks import check_fsdp, check_tensor_parallel, is_wanted
 from hf_rocm_tune.train.refusals import (
     as_usage_errors,
     check_compiled,
@@ -305,7 +304,8 @@ def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, car
     if trainer.is_world_process_zero():
         report.write(content, Path(training.output_dir))
     trainer.seal_output(also=[report.FILE_NAME, *cards.finish(content)])
-    announce.say(f"adapter and report are in {training.output_dir}", report.closing_line(content))
+    what = "adapter" if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config") else "model"
+    announce.say(f"{what} and report are in {training.output_dir}", report.closing_line(content))
     if training.push_to_hub:
         trainer.beat("publish")  # everything is on disk and verified before the push
     trainer.end()
@@ -342,8 +342,9 @@ def _prepare(
     """Everything that can be checked without loading the model."""
     training, tune = arguments.training, arguments.tune
     source, config = _source(arguments)
+    compatibility.check(arguments)
     check_recomputation(arguments, source)
-    check_method(arguments, os.environ)
+    check_grpo(arguments)
     adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
     check_adapter(arguments.method, adapter)
     check_optimizer(training.optim.value)
@@ -352,9 +353,6 @@ def _prepare(
     check_loggers(training.report_to)
     check_offloads(training)
     check_compiled(training)
-    check_fsdp(training, arguments.model, os.environ, others=_not_for_shards(arguments))
-    if arguments.ranks.tensor_parallel:
-        check_tensor_parallel(training, arguments.model, os.environ, others=_not_for_shards(arguments))
     if crashes := Crashes().text:
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
@@ -422,20 +420,6 @@ def _warm_up(mover: Mover, source: ModelSource) -> int:
     return taken
 
 
-def _not_for_shards(arguments: Arguments) -> dict[str, bool]:
-    """Flags that FSDP2 excludes, and whether they are in use."""
-    ranks, tune = arguments.ranks, arguments.tune
-    return {
-        "--auto_fit": tune.auto_fit != "off",
-        "--grad_sync host": ranks.grad_sync == "host",
-        "--grad_compression": ranks.grad_compression != "none",
-        "--recompute_layers": tune.recompute_layers is not None,
-        "--split_layers": ranks.split_layers is not None,
-        "--init_lora_weights": tune.rewrites_base,
-        "--adapter_name_or_path": tune.adapter_name_or_path is not None,
-    }
-
-
 class _EarlyStopping(EarlyStoppingCallback):
     """Upstream's, whose count of evaluations without progress is continued from a checkpoint."""
 
@@ -456,7 +440,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     training, tune = job.arguments.training, job.arguments.tune
     set_seed(training.seed)  # as TRL does before loading
     # a model to be sharded stays on the host: each card gets its part when the trainer is built
-    on_host = (is_wanted(os.environ) or job.arguments.ranks.tensor_parallel) and job.source.quantization is None
+    way = job.arguments.way()
+    on_host = way.on_host and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host)
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
@@ -490,12 +475,9 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             consent_unverified=tune.consent_unverified,
             recompute_layers=job.fit.recompute if job.fit else tune.recompute,
             one_pass_loss=job.arguments.one_pass_loss,
-            pipeline=job.arguments.ranks.pipeline == "auto",
             on_oom=tune.on_oom,
             max_skipped_steps=tune.max_skipped_steps,
-            grad_sync=job.arguments.grad_sync.way,
-            grad_compression=job.arguments.grad_sync.compression,
-            tensor_parallel=job.arguments.ranks.tensor_parallel,
+            way=way,
             run_id=job.plan.run_id,
             skip_steps=job.plan.record.skipped_steps,
             publisher=job.publisher,

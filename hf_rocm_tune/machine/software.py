@@ -1,15 +1,8 @@
-"""The installed software: torch and its devices, related packages, and ROCm's user space.
+"""The installed software: torch and its devices, related packages, ROCm's user space, and what Triton compiles with.
 
-Torch is queried in a child process, because it may crash or hang; by hand::
-
-    echo '{}' | python -m hf_rocm_tune.machine.software
-
-A ROCm build of torch brings its own user space (inside the wheel, or as the ``rocm-sdk-*`` wheels of TheRock), so the
-system's one may have another version, or be missing, without harm; only builds and loads from ``/opt/rocm`` use it.
-
-Sources: rocm-core writes ``/opt/rocm/.info/version`` (``7.2.4``, or ``6.4.0-47`` with a build number); the packages of
-the TheRock stream ``/opt/rocm/core/.info/version`` (reported by owners of 7.14 and 10.0). Wheels: TheRock,
-docs/packaging/python_packaging.md. ``hipconfig --version`` is not used: it is HIP's version.
+Torch is queried in a child process, because it may crash or hang; by hand: ``echo '{}' | python -m
+hf_rocm_tune.machine.software``. A ROCm build of torch brings its own user space (inside the wheel, or as the
+``rocm-sdk-*`` wheels of TheRock), so the system's one may have another version, or be missing, without harm.
 
 Not covered: whether a kernel runs. A multi-architecture wheel without the kernels of this card lists its devices and
 fails at the first kernel; only a measured check shows that.
@@ -17,17 +10,19 @@ fails at the first kernel; only a measured check shows that.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.machine.child import answer, pci_address, run, step
-from hf_rocm_tune.machine.sysfs import LiveTree, Reading, read_text, unknown, unpack
+from hf_rocm_tune.machine.sysfs import Files
+from hf_rocm_tune.machine.toolchain import missing_for_triton
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -40,8 +35,8 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 """Import name, and the distributions that may provide it (ROCm wheels provide triton under another name)."""
 DEADLINE_S = 60.0
 """A cold start of a ROCm build reads gigabytes of libraries."""
-VERSION_FILES = ("opt/rocm/.info/version", "opt/rocm/core/.info/version")
-
+# rocm-core, and the packages of the TheRock stream.
+_VERSION_FILES = ("opt/rocm/.info/version", "opt/rocm/core/.info/version")
 _ASKING_DEVICES = "asking torch for its devices"
 
 
@@ -52,7 +47,7 @@ class TorchDevice:
     Attributes:
         index: of ``cuda:index``, after all filters.
         arch: ``gfx1100`` (``gcnArchName`` without features, after any override variable), or ``sm_90``.
-        pci_address: ``domain:bus:device.function`` in lower case, as the kernel writes it; None where torch is too old.
+        pci_address: ``domain:bus:device.function`` as the kernel writes it; None where torch is too old.
     """
 
     index: int
@@ -64,69 +59,44 @@ class TorchDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """The installed software. An unknown item is a ``Reading`` without a value and with the reason.
+    """The installed software. None: unknown or not there, with the reason in ``problems`` by the field's name.
 
     Attributes:
         torch_version: with its local part (``2.13.0+rocm7.2``).
-        hip_version: ``torch.version.hip``; None where torch is no ROCm build or its version could not be read. This,
-            not ROCm's version, is what bitsandbytes chooses its library by (its cextension.py); from ROCm 10 on it is
-            another number: ROCm 10.1 comes with HIP 7.16 (pytorch#194256), 10.0 with 7.15 (reported).
-        torch_rocm_version: ``torch.version.rocm``, which builds before it was added do not have; None like the above.
-        cuda_version: ``torch.version.cuda``; None like the above.
+        hip_version: ``torch.version.hip``, by which bitsandbytes chooses its library; None where torch is no ROCm
+            build. From ROCm 10 on it is another number than ROCm's: 10.1 comes with HIP 7.16 (pytorch#194256).
+        torch_rocm_version: ``torch.version.rocm``, which older builds do not have.
         arch_list: architectures of torch's kernels; empty for a CPU build.
         devices: in torch's order.
         allocator_settings: the string in force for the caching allocator; "" if none is set.
         packages: version of every name of ``PACKAGES``; None where it is not installed.
-        package_problems: package to the reason why its version could not be read.
         bitsandbytes_libraries: names of its native library files.
         rocm_version: of the system's ROCm.
         rocm_wheels: distributions that carry ROCm itself, with their versions.
+        missing_for_triton: what its driver cannot be compiled without, on ROCm, and the package that has it; or empty.
     """
 
-    python: str
-    torch_version: Reading[str]
-    hip_version: str | None
-    torch_rocm_version: str | None
-    cuda_version: str | None
-    arch_list: Reading[tuple[str, ...]]
-    devices: Reading[tuple[TorchDevice, ...]]
-    allocator_settings: Reading[str]
-    packages: Mapping[str, str | None]
-    package_problems: Mapping[str, str]
-    bitsandbytes_libraries: Reading[tuple[str, ...]]
-    rocm_version: Reading[str]
-    rocm_wheels: Mapping[str, str]
+    python: str = ""
+    torch_version: str | None = None
+    hip_version: str | None = None
+    torch_rocm_version: str | None = None
+    cuda_version: str | None = None
+    arch_list: tuple[str, ...] | None = None
+    devices: tuple[TorchDevice, ...] | None = None
+    allocator_settings: str | None = None
+    packages: Mapping[str, str | None] = field(default_factory=dict)
+    bitsandbytes_libraries: tuple[str, ...] | None = None
+    rocm_version: str | None = None
+    rocm_wheels: Mapping[str, str] = field(default_factory=dict)
+    missing_for_triton: str = ""
+    problems: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def build(self) -> str | None:
         """torch's build: ``rocm``, ``cuda`` or ``cpu``; None if its version could not be read."""
-        if self.torch_version.value is None:
+        if self.torch_version is None:
             return None
         return "rocm" if self.hip_version else "cuda" if self.cuda_version else "cpu"
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values; a reading is ``{"value": ...}`` or ``{"reason": ...}``."""
-        return {field.name: _pack(getattr(self, field.name)) for field in fields(self)}
-
-    @classmethod
-    def from_dict(cls, packed: Mapping[str, Any]) -> Software:
-        """The record that ``to_dict`` gave.
-
-        Raises:
-            ValueError: it has another form; names the entry and the error.
-        """
-        found: Software = unpack(cls, packed, "software", extra=False)
-        return found
-
-
-def _pack(value: Any) -> Any:
-    if isinstance(value, Reading):
-        return {"reason": value.reason} if value.value is None else {"value": _pack(value.value)}
-    if isinstance(value, tuple):
-        return [_pack(entry) for entry in value]
-    if isinstance(value, TorchDevice):
-        return asdict(value)
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
@@ -139,26 +109,37 @@ def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_
     """
     packages, problems = _read_packages()
     said, reason = (_probe({}), "") if in_process else _ask_torch(deadline_s)
-    versions = _part(said, reason, "versions", Mapping[str, str | None])
-    stated = read_torch_file()  # the only source for a torch that cannot be imported
-    if versions.value is None and stated.value is not None:
-        versions = Reading(value={"torch": stated.value["__version__"], **stated.value})
-    found = versions.value or {}
-    torch = found.get("torch")
+    versions = said.get("versions")
+    if versions is None:
+        stated, _ = read_torch_file()  # the only source for a torch that cannot be imported
+        versions = {"torch": stated.get("__version__"), **stated}
+    for name in ("arch_list", "devices", "allocator_settings"):
+        if said.get(name) is None:
+            problems[name] = _one_line(said.get("problems", {}).get(name) or reason or f"torch did not tell its {name}")
+    if versions["torch"] is None:
+        problems["torch_version"] = reason or "torch states no version"
+    files = Files(root)
+    directory = package_directory("bitsandbytes")
+    libraries = None
+    if directory is not None:
+        libraries = tuple(name for name in sorted(os.listdir(directory)) if name.startswith("libbitsandbytes"))
     return Software(
         python=platform.python_version(),
-        torch_version=Reading(value=torch) if torch is not None else unknown(versions.reason or "not stated"),
-        hip_version=found.get("hip"),
-        torch_rocm_version=found.get("rocm"),
-        cuda_version=found.get("cuda"),
-        arch_list=_part(said, reason, "archs", tuple[str, ...]),
-        devices=_part(said, reason, "devices", tuple[TorchDevice, ...]),
-        allocator_settings=_part(said, reason, "allocator", str),
+        torch_version=versions["torch"],
+        hip_version=versions.get("hip"),
+        torch_rocm_version=versions.get("rocm"),
+        cuda_version=versions.get("cuda"),
+        arch_list=None if said.get("arch_list") is None else tuple(said["arch_list"]),
+        devices=None if said.get("devices") is None else tuple(TorchDevice(**one) for one in said["devices"]),
+        allocator_settings=said.get("allocator_settings"),
         packages=packages,
-        package_problems=problems,
-        bitsandbytes_libraries=_read_bitsandbytes(),
-        rocm_version=read_rocm_version(root),
+        bitsandbytes_libraries=libraries,
+        rocm_version=next(
+            (found for path in _VERSION_FILES if (found := files.parsed(path, _version, "no version"))), None
+        ),
         rocm_wheels=_read_wheels(),
+        missing_for_triton=missing_for_triton() if versions.get("hip") else "",
+        problems=problems,
     )
 
 
@@ -177,20 +158,14 @@ def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
     return run(__name__, request={"devices": False}, deadline_s=deadline_s).result or {}, reason
 
 
-def _part(said: Mapping[str, Any], reason: str, name: str, form: Any) -> Reading[Any]:
-    if name not in said:
-        return unknown(reason or f"torch was not queried for its {name}")
-    part = said[name]
-    if isinstance(part, dict) and part.keys() == {"problem"}:
-        return unknown(_one_line(f"torch: {part['problem']}"))
-    try:
-        return Reading(value=unpack(form, part, name))
-    except ValueError as error:
-        return unknown(_one_line(f"torch's answer has an unknown form: {error}"))
-
-
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def _version(text: str) -> str | None:
+    """``7.2.4`` of ``7.2.4-47``."""
+    plain = re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6}){1,3}([-.+~]?[0-9A-Za-z.+~-]{0,60})?", text)
+    return text.partition("-")[0] if plain else None
 
 
 def _read_packages() -> tuple[dict[str, str | None], dict[str, str]]:
@@ -212,36 +187,11 @@ def _read_packages() -> tuple[dict[str, str | None], dict[str, str]]:
     return versions, {package: reason for package, reason in problems.items() if versions[package] is None}
 
 
-def _read_bitsandbytes() -> Reading[tuple[str, ...]]:
-    directory = package_directory("bitsandbytes")
-    if directory is None:
-        return unknown("bitsandbytes is not installed")
-    try:
-        names = sorted(entry.name for entry in directory.iterdir())
-    except OSError as error:
-        return unknown(f"bitsandbytes: {error.strerror}")
-    return Reading(value=tuple(name for name in names if name.startswith("libbitsandbytes")))
-
-
-def read_rocm_version(root: Path = Path("/")) -> Reading[str]:
-    """Version of ROCm below `root`, without a build number: ``7.2.4``."""
-    reasons = []
-    for path in VERSION_FILES:
-        text = read_text(LiveTree(root), path)
-        if text.value is None:
-            reasons.append(text.reason)
-        elif re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6}){1,3}([-.+~]?[0-9A-Za-z.+~-]{0,60})?", text.value):
-            return Reading(value=text.value.partition("-")[0])
-        else:
-            reasons.append(f"/{path}: not a version: {text.value[:40]!r}")
-    return unknown("; ".join(reasons))
-
-
 def _read_wheels() -> dict[str, str]:
     """Installed distributions that carry ROCm itself or kernels for one architecture, with their versions.
 
-    ``rocm-sdk-device-gfx1100`` and ``amd-torch-device-gfx1100`` are required by a multi-architecture torch wheel. A
-    distribution whose metadata cannot be read is left out.
+    ``rocm-sdk-device-gfx1100`` and ``amd-torch-device-gfx1100`` are required by a multi-architecture torch wheel
+    (TheRock, docs/packaging/python_packaging.md). A distribution whose metadata cannot be read is left out.
     """
     found = {}
     for distribution in metadata.distributions():
@@ -257,35 +207,29 @@ def _read_wheels() -> dict[str, str]:
 
 
 def _probe(request: dict[str, Any]) -> dict[str, Any]:
-    """Query torch in this process: ``versions``, ``archs``, ``allocator`` and ``devices``.
-
-    A failed item is ``{"problem": reason}``. ``{"devices": false}`` in the request leaves out the devices, which start
-    the driver's runtime.
-    """
+    """Query torch in this process; ``{"devices": false}`` leaves out the devices, which start the driver's runtime."""
     step("importing torch")
     import torch
 
     step("asking torch for its build")
+    build = torch.version
+    versions = {"torch": str(torch.__version__), "hip": build.hip, "rocm": getattr(build, "rocm", None)}
     found: dict[str, Any] = {
-        "versions": {
-            "torch": str(torch.__version__),
-            "hip": torch.version.hip,
-            "rocm": getattr(torch.version, "rocm", None),
-            "cuda": torch.version.cuda,
-        },
-        "archs": torch.cuda.get_arch_list(),
+        "versions": versions | {"cuda": build.cuda},
+        "arch_list": torch.cuda.get_arch_list(),
+        "problems": {},
     }
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     try:
-        found["allocator"] = read() if read else {"problem": "this torch does not report its allocator's settings"}
+        found["allocator_settings"] = read() if read else None
     except Exception as error:  # torch parses the user's variable only now and raises various types
-        found["allocator"] = {"problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        found["problems"]["allocator_settings"] = f"torch: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if request.get("devices", True):
         step(_ASKING_DEVICES)
         try:
             found["devices"] = _ask_devices()
         except Exception as error:  # a runtime that does not start is a result, too
-            found["devices"] = {"problem": f"{type(error).__name__}: {error}"}
+            found["problems"]["devices"] = f"torch: {type(error).__name__}: {error}"
     return found
 
 
@@ -299,9 +243,8 @@ def _ask_devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         given = torch.cuda.get_device_properties(index)
         # "gfx90a:sramecc+:xnack-": what stands behind the colon are features, not the architecture.
-        arch = (
-            given.gcnArchName.partition(":")[0] if torch.version.hip is not None else f"sm_{given.major}{given.minor}"
-        )
+        hip = torch.version.hip is not None
+        arch = given.gcnArchName.partition(":")[0] if hip else f"sm_{given.major}{given.minor}"
         own = {"name": given.name, "arch": arch, "total_bytes": given.total_memory, "pci_address": pci_address(index)}
         found.append({"index": index, **own})
     return found

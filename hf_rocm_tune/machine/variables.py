@@ -1,9 +1,8 @@
 """Environment variables: set, keep or warn, each with its reason and source, before torch is imported.
 
-``variables.toml`` holds the rows of the policy. A row applies when all its conditions hold. A condition on an
-unknown fact (torch's version, the architectures of the GPUs) makes the row *cautious*: it names the unknown fact, an
-error becomes a warning, and nothing is set. A row that only says that a variable exists yields to more specific rows.
-The user's values are never overridden. Nothing here imports torch.
+``RULES`` is the policy. A healthy gfx1100 with a matching wheel needs no variable: the rules that set one have a
+condition, and none overrides the user's value. Where a condition depends on something unknown (torch's version, the
+GPUs' architectures), an error becomes a warning that says so, and nothing is set. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import re
 import shlex
 import sys
-import tomllib
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +22,7 @@ from typing import Any, Literal, TextIO, TypeVar, cast, get_args, get_type_hints
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.process import FILTERS
-from hf_rocm_tune.machine.sysfs import Reading, table_rows
+from hf_rocm_tune.machine.sources import links_of
 
 Spec = TypeVar("Spec")
 Action = Literal["set", "keep", "info", "warn", "error"]
@@ -32,168 +30,29 @@ Action = Literal["set", "keep", "info", "warn", "error"]
 MARK_SET = "HF_ROCM_TUNE_SET"
 """Variable that child processes inherit: which variables are ours and not the user's."""
 _MARK_TOLD = "HF_ROCM_TUNE_TOLD"
-_SEVERITY: Mapping[Action, int] = {"error": 3, "warn": 2, "info": 1, "keep": 0, "set": 0}
 _ORDER: Sequence[Action] = ("error", "warn", "set", "info", "keep")
 _LABEL: Mapping[Action, str] = {"error": "error", "warn": "warning", "info": "note"}
-_OTHER_FORM = "torch/version.py has another form than expected"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""In the order in which torch 2.13 reads them: the first that is set wins (CUDAAllocatorConfig.h)."""
 
 
-def _options(value: str) -> dict[str, str]:
-    """``expandable_segments:True,max_split_size_mb:512`` as lower-case names and values."""
-    pairs = (part.partition(":") for part in value.lower().split(","))
-    return {name.strip(): setting.strip() for name, _, setting in pairs if name.strip()}
-
-
-def _is_one(value: str) -> bool:
-    return value.strip().lower() in ("1", "true", "on", "yes")
-
-
-def _is_zero(value: str) -> bool:
-    return value.strip().lower() in ("0", "false", "off", "no")
-
-
-def _expandable(value: str) -> bool:
-    return _options(value).get("expandable_segments") == "true"
-
-
-def _refuses(name: str, setting: str) -> bool:
-    """Whether torch 2.13 rejects one setting of the allocator (tried)."""
-    whole = int(setting) if re.fullmatch("[0-9]{1,18}", setting) else None
-    if name == "expandable_segments":
-        return setting not in ("True", "False")
-    if name == "max_split_size_mb":
-        return not setting[:1].isdigit() if whole is None else whole < 20
-    if name == "garbage_collection_threshold":
-        return not _is_number(setting) or not 0 < float(setting) < 1
-    return name == "roundup_power2_divisions" and whole is not None and whole.bit_count() != 1
-
-
-def _is_number(setting: str) -> bool:
-    return bool(setting and re.fullmatch(r"[0-9]{0,9}(\.[0-9]{1,18})?", setting))
-
-
-def _refused(value: str) -> bool:
-    pairs = (part.partition(":") for part in value.split(","))
-    return any(_refuses(name.strip(), setting.strip()) for name, colon, setting in pairs if colon)
-
-
-def _high_threshold(value: str) -> bool:
-    setting = _options(value).get("garbage_collection_threshold", "")
-    return not _refused(value) and _is_number(setting) and float(setting) > 0.9
-
-
-_TESTS: Mapping[str, Callable[[str], bool]] = {
-    "present": lambda value: True,
-    "one": _is_one,
-    "zero": _is_zero,
-    "non_zero": lambda value: bool(value.strip()) and not _is_zero(value),
-    "is_11_0_0": lambda value: value.strip() == "11.0.0",
-    "is_11_5_1": lambda value: value.strip() == "11.5.1",
-    "another_override": lambda value: value.strip() not in ("", "11.0.0", "11.5.1"),
-    "under_tmp": lambda value: f"{value.strip()}/".startswith("/tmp/"),
-    "expandable": _expandable,
-    "expandable_with_split": lambda value: _expandable(value) and "max_split_size_mb" in _options(value),
-    "expandable_alone": lambda value: _expandable(value) and "max_split_size_mb" not in _options(value),
-    "async_backend": lambda value: _options(value).get("backend") in ("cudamallocasync", "hipmallocasync"),
-    "refused": _refused,
-    "high_threshold": _high_threshold,
-}
-_TOGETHER: Mapping[str, Callable[[Mapping[str, str]], bool]] = {
-    "values_differ": lambda present: len({value.strip() for value in present.values()}) > 1,
-    "nested": lambda present: len(present) > 1 and "ROCR_VISIBLE_DEVICES" in present,
-    "twice": lambda present: len(present) > 1 and "ROCR_VISIBLE_DEVICES" not in present,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class VariableRule:
-    """One row of the policy.
-
-    Attributes:
-        variables: names; a ``*`` stands for any rest of a name that is not empty.
-        action: ``set`` unless the user has; ``keep`` without a message; or report as ``info``, ``warn``, ``error``.
-        reason, cure: one line each: the fact, what to do; ``{instead}`` is replaced by `instead`. Rows that set or keep
-            have no cure.
-        source: issue, document or source file, several with semicolons.
-        topic: rows of one topic exclude each other for one variable; empty for a topic of its own.
-        value: what to set, for action ``set``.
-        test: which values the row is about (rows that do not set), by a name of ``_TESTS``.
-        together: the row concerns a combination of its variables, by a name of ``_TOGETHER``.
-        torch, rocm, flash_attn: versions from (inclusive) and to (exclusive); empty means no limit.
-        torch_releases: or single torch releases.
-        has_arch: an architecture that must be among the visible ones.
-        only_arch, not_only_arch: an architecture that must, or must not, be the only visible one.
-        finding: of a check on this machine, for example ``peer_copy_failed``.
-        any_build: also if torch is not a ROCm build.
-        instead: the name that is really read; ``*`` is the part after the first ``_`` of the variable's name.
-    """
-
-    variables: tuple[str, ...]
-    action: Action
-    reason: str
-    source: str
-    cure: str = ""
-    topic: str = ""
-    value: str | None = None
-    test: str = "present"
-    together: str = ""
-    torch: tuple[str, ...] = ()
-    rocm: tuple[str, ...] = ()
-    flash_attn: tuple[str, ...] = ()
-    torch_releases: tuple[str, ...] = ()
-    has_arch: str = ""
-    only_arch: str = ""
-    not_only_arch: str = ""
-    finding: str = ""
-    any_build: bool = False
-    instead: str = ""
-
-    def __post_init__(self) -> None:
-        assert (self.action == "set") == (self.value is not None), "exactly the rows that set have a value"
-        assert (self.action in ("set", "keep")) == (not self.cure), "exactly the rows that find fault have a cure"
-        assert self.test in _TESTS and self.together in ("", *_TOGETHER), "a test that is there"
-
-    def names(self, variable: str) -> bool:
-        return any(fnmatchcase(variable, pattern.replace("*", "?*")) for pattern in self.variables)
-
-
-POLICY = tuple(VariableRule(**row) for row in table_rows(Path(__file__).with_suffix(".toml"), "row"))
-
-
-_ADDRESSES = tomllib.loads(Path(__file__).with_name("addresses.toml").read_text(encoding="utf-8"))
-
-
-def link_of(source: str) -> str:
-    """The address of an issue such as ``rccl#1129``, or of a document; empty if unknown."""
-    repository, _, number = source.partition("#")
-    if number.isdecimal() and repository in _ADDRESSES["repositories"]:
-        # GitHub redirects an issue's address to a pull request of that number.
-        return f"https://github.com/{_ADDRESSES['repositories'][repository]}/issues/{number}"
-    found: str = _ADDRESSES["pages"].get(source, "")
-    return found
-
-
-def links_of(source: str) -> tuple[str, ...]:
-    """The known addresses of several sources, separated by semicolons."""
-    return tuple(dict.fromkeys(filter(None, (link_of(name.strip()) for name in source.split(";")))))
+# ---- what the rules depend on ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Facts that rows may depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name.
+    """Facts that rules may depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name.
 
     Attributes:
         hip_version: of torch's build, for example ``7.2.26015``; None without a reason means: not a ROCm build.
         archs: visible GPUs' architectures in order, one entry a GPU.
-        flash_attn_version: None without a reason means: not installed.
-        findings: of checks on this machine, for example ``peer_copy_failed``.
+        flash_attn_version: None means: not installed.
     """
 
     torch_version: str | None
     hip_version: str | None
     archs: tuple[str, ...] | None
     flash_attn_version: str | None = None
-    findings: frozenset[str] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -202,6 +61,20 @@ class MachineFacts:
         if self.hip_version is not None:
             return True
         return None if "hip_version" in self.reasons else False
+
+    def torch(self, low: str, high: str = "") -> bool | None:
+        return None if self.torch_version is None else within(self.torch_version, low, high)
+
+    def rocm(self, low: str, high: str = "") -> bool | None:
+        return None if self.hip_version is None else within(self.hip_version, low, high)
+
+    def has(self, arch: str) -> bool | None:
+        return None if self.archs is None else arch in self.archs
+
+
+def every(*conditions: bool | None) -> bool | None:
+    """Whether all hold; None where that depends on an unknown one."""
+    return False if False in conditions else None if None in conditions else True
 
 
 def package_directory(package: str) -> Path | None:
@@ -213,33 +86,33 @@ def package_directory(package: str) -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
-def read_torch_file() -> Reading[dict[str, str | None]]:
+def read_torch_file() -> tuple[dict[str, str | None], str]:
     """The assignments of ``torch/version.py`` to ``__version__``, ``hip``, ``rocm`` and ``cuda``, without importing
-    torch; None for a value that is not a text."""
+    torch (None for a value that is not a text); empty with the reason where they cannot be read."""
     directory = package_directory("torch")
     if directory is None:
-        return Reading(value=None, reason="torch is not installed")
+        return {}, "torch is not installed"
     try:
         text = (directory / "version.py").read_text("utf-8", errors="replace")
     except OSError as error:
-        return Reading(value=None, reason=f"torch/version.py: {error.strerror}")
+        return {}, f"torch/version.py: {error.strerror}"
     found: dict[str, str | None] = {}
     for name in ("__version__", "hip", "rocm", "cuda"):
         if re.search(rf"^{name}\b", text, re.MULTILINE):
             quoted = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
             found[name] = quoted[1] if quoted else None
-    return Reading(value=found) if found.get("__version__") else Reading(value=None, reason=_OTHER_FORM)
+    return (found, "") if found.get("__version__") else ({}, "torch/version.py has another form than expected")
 
 
 def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
     """Read the versions of torch and flash-attn without importing them; `archs`: of the visible GPUs, or None."""
     reasons: dict[str, str] = {} if archs is not None else {"archs": "the visible GPUs were not read"}
-    torch, flash_attn = read_torch_file(), None
-    stated = torch.value or {}
-    if torch.value is None:
-        reasons["torch_version"] = torch.reason
+    stated, reason = read_torch_file()
+    if not stated:
+        reasons["torch_version"] = reason
     if "hip" not in stated:
-        reasons["hip_version"] = torch.reason or _OTHER_FORM
+        reasons["hip_version"] = reason or "torch/version.py does not tell the build"
+    flash_attn = None
     if package_directory("flash_attn") is not None:
         from importlib import metadata  # takes a moment that every start of the package would pay
 
@@ -256,6 +129,207 @@ def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
     )
 
 
+def version_numbers(version: str) -> tuple[int, ...] | None:
+    """``2.13.0+rocm7.2`` as (2, 13, 0, 0), padded so that equal versions compare equal; None where it is no version."""
+    match = re.match(r"\s*([0-9]+(?:\.[0-9]+)*)", version)
+    return None if match is None else tuple([*map(int, match[1].split(".")[:4]), 0, 0, 0][:4])
+
+
+def within(version: str, low: str | None, high: str | None) -> bool:
+    """Whether ``low <= version < high``; an open end is None or empty, and what is no version is in no range."""
+    value, first, end = (version_numbers(one) if one else None for one in (version, low, high))
+    return value is not None and (first is None or value >= first) and (end is None or value < end)
+
+
+# ---- the policy ---------------------------------------------------------------------------------------------------
+
+
+def _options(value: str) -> dict[str, str]:
+    """``expandable_segments:True,max_split_size_mb:512`` as lower-case names and values."""
+    pairs = (part.partition(":") for part in value.lower().split(","))
+    return {name.strip(): setting.strip() for name, _, setting in pairs if name.strip()}
+
+
+def _on(value: str) -> bool:
+    return value.strip().lower() not in ("", "0", "false", "off", "no")
+
+
+def _off(value: str) -> bool:
+    return value.strip().lower() in ("0", "false", "off", "no")
+
+
+def _expandable(value: str, facts: MachineFacts, *, effective: bool) -> bool | None:
+    """Whether it is set, and torch heeds it (``effective``) or ignores it."""
+    if _options(value).get("expandable_segments") != "true":
+        return False
+    heeded = every(facts.torch("2.12"), facts.rocm("7"))
+    return heeded if effective else None if heeded is None else not heeded
+
+
+def _own_arch(value: str, facts: MachineFacts) -> bool | None:
+    """Whether an override names the architecture that all visible GPUs have: 11.0.0 is gfx1100."""
+    numbers = value.strip().split(".")
+    if len(numbers) != 3 or not all(part.isdecimal() and part.isascii() for part in numbers):
+        return False
+    major, minor, stepping = map(int, numbers)
+    return None if facts.archs is None else set(facts.archs) == {f"gfx{major}{minor:x}{stepping:x}"}
+
+
+Condition = Callable[[str, MachineFacts], bool | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: the first of a variable that applies decides.
+
+    Attributes:
+        names: variables, separated by spaces; a ``*`` stands for any rest of a name that is not empty.
+        action: ``info``, ``warn`` or ``error``; ``set`` unless the user has a value.
+        reason, fix, source: one line each; the rules that set have no fix.
+        when: whether it applies to a value (of a variable to set: ""), None: unknown.
+        value: what to set.
+        rocm: only if torch is a ROCm build.
+    """
+
+    names: str
+    action: Action
+    reason: str
+    fix: str
+    source: str
+    when: Condition = lambda value, facts: True
+    value: str = ""
+    rocm: bool = True
+
+    def covers(self, variable: str) -> bool:
+        return any(fnmatchcase(variable, pattern.replace("*", "?*")) for pattern in self.names.split())
+
+    def applies(self, value: str, facts: MachineFacts) -> bool | None:
+        return every(facts.is_rocm if self.rocm else True, self.when(value, facts))
+
+
+_ALLOCATOR, _AOTRITON = " ".join(ALLOCATOR), "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+
+RULES = (
+    Rule(
+        _AOTRITON, "set",
+        "this torch release has gfx1100 on AOTriton's experimental list: without it SDPA falls back to the O(N^2) math "
+        "path",
+        "", "aotriton util.cc; pytorch#134498; unsloth#8821",
+        lambda value, facts: every(facts.torch("2.5", "2.7"), facts.has("gfx1100")), value="1",
+    ),
+    Rule(
+        _AOTRITON, "warn",
+        "attention by AOTriton 0.11b, which torch 2.9 brings, gives NaN on gfx1100",
+        "unset it (attention then takes the slow math path), or use torch 2.10 or newer",
+        "aotriton#123; pytorch#166397",
+        lambda value, facts: every(_on(value), facts.torch("2.9", "2.10"), facts.has("gfx1100")),
+    ),
+    Rule(
+        "FLASH_ATTENTION_TRITON_AMD_ENABLE", "set",
+        "this flash-attn release has only its Triton backend on gfx1100, and reads the variable when it is built, too",
+        "", "flash-attention README",
+        lambda value, facts: every(
+            facts.flash_attn_version is not None and within(facts.flash_attn_version, "", "2.9"), facts.has("gfx1100")
+        ),
+        value="TRUE",
+    ),
+    Rule(
+        _ALLOCATOR, "error",
+        "expandable_segments:True with max_split_size_mb: with this pair, live tensors read back as zeros on an RX "
+        "7900 "
+        "XT, and from torch 2.12 on reserved memory grew until the card was full (gfx1201); both were reported",
+        "unset both", "ROCm/ROCm#6603; pytorch#193400",
+        lambda value, facts: every("max_split_size_mb" in _options(value), _expandable(value, facts, effective=True)),
+    ),
+    Rule(
+        _ALLOCATOR, "error",
+        "the asynchronous allocator backend gave zeroed buffers (gfx1030) and crashes (gfx1100) on ROCm",
+        "remove backend: the native allocator is the default", "ROCm/ROCm#6178; rocm-systems#10943",
+        lambda value, facts: _options(value).get("backend") in ("cudamallocasync", "hipmallocasync"),
+    ),
+    Rule(
+        _ALLOCATOR, "error",
+        "expandable_segments:True alone: on gfx1201, bf16 training of models with a depthwise conv1d gave NaN although "
+        "every call reported success",
+        "unset it: the same runs stayed finite with the default allocator", "pytorch#195202",
+        lambda value, facts: every(facts.archs is not None and "gfx1201" in facts.archs,
+                                   _expandable(value, facts, effective=True)),
+    ),
+    Rule(
+        _ALLOCATOR, "info",
+        "expandable_segments:True is ignored on ROCm by torch below 2.12 and below ROCm 7",
+        "unset it: newer releases read it", "pytorch#177974",
+        lambda value, facts: _expandable(value, facts, effective=False) or False,
+    ),
+    Rule(
+        _ALLOCATOR, "warn",
+        "expandable_segments:True uses HIP virtual memory, with which zeroed tensors, NaN in training, hangs and "
+        "crashes were reported; whether it is safe by itself on gfx1100 is unknown",
+        "unset it", "ROCm/ROCm#6603; pytorch#192259; pytorch#187343; pytorch#195202; rocm-systems#11693",
+        lambda value, facts: _expandable(value, facts, effective=True),
+    ),
+    Rule(
+        "PYTORCH_NO_HIP_MEMORY_CACHING PYTORCH_NO_CUDA_MEMORY_CACHING", "warn",
+        "disables the caching allocator: very slow, and *_ALLOC_CONF has no effect",
+        "unset it: it is for debugging only", "pytorch hip.rst", rocm=False,
+    ),
+    Rule(
+        "HSA_OVERRIDE_GFX_VERSION HSA_OVERRIDE_GFX_VERSION_*", "info",
+        "the visible GPUs have this version already: no effect here, but any other GPU would be reported as one of "
+        "them",
+        "unset it", "libhsakmt topology.c; unsloth install.sh", lambda value, facts: _own_arch(value, facts) or False,
+    ),
+    Rule(
+        "HSA_OVERRIDE_GFX_VERSION HSA_OVERRIDE_GFX_VERSION_*", "error",
+        "GPUs are reported with another architecture than they have: code for the wrong one runs, with crashes or "
+        "wrong "
+        "results",
+        "unset it", "libhsakmt topology.c; TheRock#5543",
+        lambda value, facts: every(bool(value.strip()), None if (own := _own_arch(value, facts)) is None else not own),
+    ),
+    Rule(
+        "AMD_SERIALIZE_KERNEL AMD_SERIALIZE_COPY HIP_LAUNCH_BLOCKING", "warn",
+        "serialises kernels or copies for debugging: slow, and may hide a race condition",
+        "unset it for training", "clr flags.hpp", lambda value, facts: _on(value),
+    ),
+    Rule(
+        "HSA_ENABLE_SDMA HSA_ENABLE_PEER_SDMA", "info",
+        "copies run as kernels instead of on the copy engines, at the cost of bandwidth and overlap: a diagnostic, not "
+        "a fix",
+        "unset it, except to compare the two", "rocr flag.h; rocm-systems#10943", lambda value, facts: _off(value),
+    ),
+    Rule(
+        "HIP_FORCE_DEV_KERNARG", "info",
+        "not a memory setting: on gfx1100, kernel arguments are written through the BAR",
+        "unset it while searching for a cause of corruption", "clr rocsettings.cpp", lambda value, facts: _on(value),
+    ),
+    Rule(
+        "HSA_ENABLE_IPC_MODE_LEGACY", "warn",
+        "hipIpcGetMemHandle was reported to fail with it; some container images set it",
+        "unset it, or set it to 0", "rocm-systems#2209", lambda value, facts: _on(value),
+    ),
+    Rule(
+        "BNB_ROCM_VERSION", "info",
+        "bitsandbytes loads its library for that ROCm version, whatever version is installed; not tested by this "
+        "project",
+        "unset it if bitsandbytes has a library for your ROCm version", "bitsandbytes cextension.py",
+    ),
+    # Names that nothing reads, in guides of earlier years. RCCL's source reads NCCL_* (rccl param.h).
+    Rule(
+        "RCCL_ALGO RCCL_BUFFSIZE RCCL_DEBUG RCCL_DEBUG_* RCCL_IB_* RCCL_NCHANNELS RCCL_*_NCHANNELS RCCL_NET_GDR_LEVEL "
+        "RCCL_NTHREADS RCCL_P2P_DISABLE RCCL_P2P_LEVEL RCCL_PROTO RCCL_SHM_DISABLE RCCL_SOCKET_* RCCL_TOPO_FILE HCCL_* "
+        "*_TREE_THRESHOLD *_RING_THRESHOLD",
+        "info", "unknown to RCCL, ignored: it reads NCCL_* names (NCCL_DEBUG, NCCL_MAX_NCHANNELS, NCCL_ALGO)",
+        "set the NCCL_* name if you want it", "rccl param.h; RCCL environment variables page",
+    ),
+    Rule(
+        "HIP_DISABLE_IPC PYTORCH_ROCM_DEVICE HSA_UNALIGNED_ACCESS_MODE", "info",
+        "unknown to HIP, ROCR and torch, ignored", "unset it (HIP_VISIBLE_DEVICES chooses cards)",
+        "rocr flag.h; clr flags.hpp",
+    ),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """The decision on one variable.
@@ -265,7 +339,7 @@ class Decision:
         action: all but ``set`` keep the user's value.
         value: the current value; None if unset.
         source: issues and documents, separated by semicolons.
-        cure: what to do, one line, or empty.
+        fix: what to do, one line, or empty.
     """
 
     variable: str
@@ -273,7 +347,7 @@ class Decision:
     value: str | None
     reason: str
     source: str
-    cure: str = ""
+    fix: str = ""
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -288,123 +362,57 @@ _FACTS: dict[tuple[str | None, ...], MachineFacts] = {}
 
 
 def covers(name: str) -> bool:
-    return any(row.names(name) for row in POLICY)
-
-
-def version_numbers(version: str) -> tuple[int, ...] | None:
-    """``2.13.0+rocm7.2`` as (2, 13, 0, 0), padded so that equal versions compare equal; None where it is no version."""
-    match = re.match(r"\s*([0-9]+(?:\.[0-9]+)*)", version)
-    return None if match is None else tuple([*map(int, match[1].split(".")[:4]), 0, 0, 0][:4])
-
-
-def within(version: str, low: str | None, high: str | None) -> bool:
-    """Whether ``low <= version < high``; an open end is None or empty, and what is no version is in no range."""
-    value, first, end = (version_numbers(one) if one else None for one in (version, low, high))
-    return value is not None and (first is None or value >= first) and (end is None or value < end)
-
-
-def _conditions(row: VariableRule, facts: MachineFacts) -> Iterator[tuple[bool | None, str]]:
-    """Each condition of a row: whether it holds (None: not known), and the field of the facts that it depends on."""
-    if not row.any_build:
-        yield facts.is_rocm, "hip_version"
-    stated = {"torch_version": row.torch, "hip_version": row.rocm, "flash_attn_version": row.flash_attn}
-    for name, wanted in stated.items():
-        version: str | None = getattr(facts, name)
-        if wanted and (version is None or version_numbers(version) is None):
-            # A missing package is in no range; one of unknown version may be in any.
-            yield None if version or name == "torch_version" or name in facts.reasons else False, name
-        elif wanted:
-            yield within(version or "", *wanted), name
-    if row.torch_releases:
-        release = version_numbers(facts.torch_version or "")
-        yield None if release is None else "{}.{}".format(*release) in row.torch_releases, "torch_version"
-    archs = facts.archs
-    if row.has_arch:
-        yield None if archs is None else row.has_arch in archs, "archs"
-    if row.only_arch:
-        yield None if archs is None else set(archs) == {row.only_arch}, "archs"
-    if row.not_only_arch:
-        yield None if archs is None else set(archs) != {row.not_only_arch}, "archs"
-    if row.finding:
-        yield row.finding in facts.findings, "findings"
-
-
-def _verdict(row: VariableRule, facts: MachineFacts) -> tuple[bool | None, str]:
-    """Whether all conditions hold; None with the reason where that depends on something unknown."""
-    results = list(_conditions(row, facts))
-    if any(holds is False for holds, _ in results):
-        return False, ""
-    unknown = {name: facts.reasons.get(name, f"{name} could not be read") for holds, name in results if holds is None}
-    return (None, "; ".join(dict.fromkeys(unknown.values()))) if unknown else (True, "")
-
-
-def _matches(row: VariableRule, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Variables and values in ``environ`` that a row concerns."""
-    if row.together:
-        present = {name: environ[name] for name in row.variables if name in environ}
-        if _TOGETHER[row.together](present):
-            yield ", ".join(present), " | ".join(present.values())
-    else:
-        yield from (pair for pair in environ.items() if row.names(pair[0]) and _TESTS[row.test](pair[1]))
-
-
-def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
-    """Decisions of the rows that set nothing: for each variable and topic the most severe, certain ones first."""
-    found: dict[tuple[str, str], list[tuple[bool, Decision]]] = {}
-    for number, row in enumerate(POLICY):
-        if row.action == "set":
-            continue
-        holds, unknown = _verdict(row, facts)
-        foreign = facts.is_rocm is False and not row.any_build
-        if holds is False and not foreign:
-            continue
-        for name, value in _matches(row, environ):
-            instead = row.instead.replace("*", name.partition("_")[2])
-            action, reason, cure = row.action, row.reason.format(instead=instead), row.cure.format(instead=instead)
-            if foreign:
-                action, cure = "keep", ""
-                reason = f"without effect here, this torch is not a ROCm build; on ROCm: {reason}"
-            elif holds is None:
-                action = "warn" if action == "error" else action
-                reason += f" [uncertain here: {unknown}]"
-            decision = Decision(variable=name, action=action, value=value, reason=reason, source=row.source, cure=cure)
-            found.setdefault((row.topic or str(number), name), []).append((holds is True, decision))
-    for rivals in found.values():
-        yield max(rivals, key=lambda rival: (rival[0], _SEVERITY[rival[1].action]))[1]
-
-
-def _to_set(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
-    ours = environ.get(MARK_SET, "").split(",")
-    for row in POLICY:
-        if row.value is None:
-            continue
-        value = row.value
-        holds, unknown = _verdict(row, facts)
-        for name in row.variables if holds is not False else ():
-            there = environ.get(name)
-            if there is not None and not (name in ours and there == value):
-                reason = f"the user's value is kept; {value} would be set, because {row.reason}"
-                yield Decision(variable=name, action="keep", value=there, reason=reason, source=row.source)
-            elif holds:
-                yield Decision(variable=name, action="set", value=value, reason=row.reason, source=row.source)
-            elif facts.is_rocm:
-                reason = f"not set, because it is uncertain whether it is needed ({unknown})"
-                cure = f"set {value} if this applies: {row.reason}"
-                yield Decision(variable=name, action="info", value=None, reason=reason, source=row.source, cure=cure)
+    return name in FILTERS or any(rule.covers(name) for rule in RULES)
 
 
 def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
     """The decisions of the policy on ``environ``. Changes nothing."""
-    made = list(_to_set(environ, facts))
-    found = list(_found(environ, facts))
-    reported = {decision.variable for decision in made}
-    reported |= {name for one in found if one.action != "keep" for name in one.variable.split(", ")}
-    for decision in found:
-        # "keep" is omitted if another row reports the variable.
-        if decision.action != "keep" or decision.variable not in reported:
-            reported.add(decision.variable)
-            made.append(decision)
-    return made
+    return [*_to_set(environ, facts), *_combined(environ), *_found(environ, facts)]
+
+
+def _to_set(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
+    ours = environ.get(MARK_SET, "").split(",")
+    for rule in RULES:
+        if rule.action != "set" or not (applies := rule.applies("", facts)):
+            continue  # nothing is set on a guess
+        there = environ.get(rule.names)
+        if there is not None and not (rule.names in ours and there == rule.value):
+            reason = f"the user's value is kept; {rule.value} would be set, because {rule.reason}"
+            yield Decision(variable=rule.names, action="keep", value=there, reason=reason, source=rule.source)
+        elif applies:
+            yield Decision(variable=rule.names, action="set", value=rule.value, reason=rule.reason, source=rule.source)
+
+
+def _combined(environ: Mapping[str, str]) -> Iterator[Decision]:
+    """Variables that contradict each other."""
+
+    def decision(found: Mapping[str, str], reason: str, source: str) -> Decision:
+        names, values, fix = ", ".join(found), " | ".join(found.values()), "set one of them"
+        return Decision(variable=names, action="warn", value=values, reason=reason, source=source, fix=fix)
+
+    settings = {name: environ[name] for name in ALLOCATOR if name in environ}
+    if len({value.strip() for value in settings.values()}) > 1:
+        order = "different values: torch 2.13 reads only the first that is set, in the order CUDA, HIP, ALLOC_CONF"
+        yield decision(settings, order, "torch CUDAAllocatorConfig.h; pytorch#167659")
+    filters = {name: environ[name] for name in FILTERS if name in environ}
+    if len(filters) > 1:
+        nested = "these filters are nested: the others count from 0 among the GPUs that ROCR_VISIBLE_DEVICES leaves"
+        twice = "both filters have the same effect in HIP, which applies only one of them"
+        reason = nested if "ROCR_VISIBLE_DEVICES" in filters else twice
+        yield decision(filters, reason, "HIP environment variables page; clr flags.hpp")
+
+
+def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
+    for name, value in environ.items():
+        for rule in RULES:
+            if rule.action == "set" or not rule.covers(name) or (applies := rule.applies(value, facts)) is False:
+                continue
+            action, reason = rule.action, rule.reason
+            if applies is None:
+                action = "warn" if action == "error" else action
+                reason += f" [uncertain here: {'; '.join(dict.fromkeys(facts.reasons.values()))}]"
+            yield Decision(variable=name, action=action, value=value, reason=reason, source=rule.source, fix=rule.fix)
+            break
 
 
 def known_facts() -> MachineFacts | None:
@@ -415,8 +423,8 @@ def known_facts() -> MachineFacts | None:
 def too_late(decision: Decision) -> Decision:
     """The decision if torch has been imported already: nothing is set."""
     reason = f"too late to set {decision.value}: torch was imported before hf_rocm_tune ({decision.reason})"
-    cure = "import hf_rocm_tune first, or set it in the shell"
-    return replace(decision, action="warn", value=None, reason=reason, cure=cure)
+    fix = "import hf_rocm_tune first, or set it in the shell"
+    return replace(decision, action="warn", value=None, reason=reason, fix=fix)
 
 
 def remember(decisions: Iterable[Decision]) -> None:
@@ -460,6 +468,9 @@ def apply(
     return made
 
 
+# ---- what is printed ----------------------------------------------------------------------------------------------
+
+
 def _assignment(decision: Decision) -> str:
     # Any value must be shown as one line of printable text.
     text = "" if decision.value is None else "=" + decision.value
@@ -485,8 +496,8 @@ def announce(
     for decision in decisions:
         if decision.action not in _LABEL or (quiet and decision.action == "info"):
             continue
-        cure = f"; {decision.cure}" if decision.cure else ""
-        line = f"{_LABEL[decision.action]}: {_assignment(decision)}: {decision.reason}{cure} ({decision.source})"
+        fix = f"; {decision.fix}" if decision.fix else ""
+        line = f"{_LABEL[decision.action]}: {_assignment(decision)}: {decision.reason}{fix} ({decision.source})"
         mark = f"{zlib.crc32(line.encode('utf-8', 'surrogateescape')):08x}"
         if mark not in told:
             told.append(mark)
@@ -515,7 +526,7 @@ def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) ->
         torch = f"torch {facts.torch_version or 'unknown'}, {build[facts.is_rocm]}"
         lines = [f"{torch}; visible AMD GPUs: {seen}\n{why if unknown else ''}"]
     for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
-        fix = [f"fix: {one.cure}"] if one.cure else []
+        fix = [f"fix: {one.fix}"] if one.fix else []
         entry = [f"{one.action:<6}{_assignment(one)}", one.reason, *fix, f"source: {one.source}", *one.links]
         lines.append("\n      ".join(entry))
     return "\n".join(lines if decisions else [*lines, "No variable was set, and no existing one needs a change."])

@@ -80,13 +80,7 @@ def as_shard(part: Tensor, like: DTensor) -> DTensor:
 
 
 def placer(model: nn.Module, place: Callable[..., Tensor], parameters: Sequence[Tensor] = ()) -> Callable[..., Tensor]:
-    """A ``place`` that moves only this rank's part of a host tensor to the device and returns a sharded tensor.
-
-    Args:
-        model: sharded.
-        place: moves one host tensor to the device, verified.
-        parameters: the optimizer's, in its order, for names such as ``optimizer.state.3.exp_avg``.
-    """
+    """A ``place`` that moves only this rank's part of a host tensor to the device and returns a sharded tensor."""
     adapters = "|".join(map(re.escape, getattr(model, "peft_config", {})))
     likes = {re.sub(rf"\.({adapters})(?=\.|$)", "", name): each for name, each in model.named_parameters()}
 

@@ -45,12 +45,7 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Split:
-    """Which layer is on which card.
-
-    Args:
-        stack: name of the list of layers in the model, as ``model.layers``.
-        counts: layers on each card, in the order in which a batch passes them.
-    """
+    """Which layer is on which card."""
 
     stack: str
     counts: tuple[int, ...]
@@ -77,11 +72,7 @@ class Split:
 
 
 def parse(text: str) -> tuple[int, ...] | None:
-    """Read ``auto`` or ``N[,N...]``: None, or the number of layers on each card, the last of which may be left out.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Read ``auto`` or ``N[,N...]``: None, or the number of layers on each card, the last of which may be left out."""
     words = [word.strip() for word in text.split(",")]
     if words == [AUTO]:
         return None
@@ -91,11 +82,7 @@ def parse(text: str) -> tuple[int, ...] | None:
 
 
 def counts_for(given: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Layers on each card, when the last card's may have been left out.
-
-    Raises:
-        UsageError: they do not fit the model, or leave nothing to a second card.
-    """
+    """Layers on each card, when the last card's may have been left out."""
     rest = layers - sum(given)
     if rest < 0 or (rest == 0 and len(given) < 2):
         wanted = ",".join(map(str, given))
@@ -104,11 +91,7 @@ def counts_for(given: Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 def layer_stack(model: nn.Module, config: PreTrainedConfig) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers and its name: the heaviest list of as many modules as the configuration has layers.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The list of decoder layers and its name: the heaviest list of as many modules as the configuration has layers."""
     count = getattr(config.get_text_config(), "num_hidden_layers", 0)
     stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = [(name, module) for name, module in stacks if len(module) == count > 0]
@@ -120,11 +103,7 @@ def layer_stack(model: nn.Module, config: PreTrainedConfig) -> tuple[str, nn.Mod
 
 
 def stack_of(config: Any, *, trust_remote_code: bool) -> tuple[str, int]:
-    """Name of the list of layers and their number, from the configuration alone.
-
-    Raises:
-        UsageError: see `layer_stack`.
-    """
+    """Name of the list of layers and their number, from the configuration alone."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -177,11 +156,6 @@ def _by_knower(name: str) -> Callable[..., Any]:
 
 class SplitMover(Mover):
     """Has the methods of a mover, and hands each call to the mover of the card that it concerns.
-
-    Args:
-        split: which layer is on which card.
-        devices: one for each card; all ``cpu`` for logical cards.
-        settings, faults: as for `Mover`, the same for each card. Faults are counted on each card by itself.
 
     Attributes:
         cards: the movers of the cards, in order.
@@ -291,9 +265,6 @@ def without_dispatch() -> Iterator[None]:
 
     With a device map of several devices Accelerate would put hooks on it that move activations by plain ``.to``: `Hops`
     carries what has to cross.
-
-    Raises:
-        SeamError: transformers has moved the place.
     """
     with upstream.replaced("dispatch", lambda stock: lambda *arguments, **keywords: None):
         yield
@@ -309,7 +280,7 @@ def tell_of_devices(model: PreTrainedModel, mover: Mover) -> None:
 
 
 class Flight(Protocol):
-    """A micro-batch that crosses while others compute, see `training.pipeline`: it is told of each crossing."""
+    """A micro-batch that crosses while others compute, see `cards.pipeline`: it is told of each crossing."""
 
     def cross(self, place: int) -> AbstractContextManager[Callable[[int], tuple[Fetcher, Any]]]:
         """Around all that crosses at one place, places counted from 1 on in the order in which a pass comes by them.
@@ -363,10 +334,6 @@ class Hops:
     def install(self, backbone: nn.Module, layers: nn.ModuleList) -> list[RemovableHandle]:
         """Puts the hooks on a model whose layers are placed.
 
-        Args:
-            backbone: the module that calls the layers.
-            layers: all of them, in order.
-
         Returns:
             The hooks, for whoever wants to take them off.
         """
@@ -418,14 +385,7 @@ class Hops:
         return next((card for card, mover in enumerate(self._mover.cards) if mover.serves(tensor.device)), None)
 
     def _all_to(self, card: int, tree: Any, named: Sequence[tuple[str, Any]], place: int) -> Any:
-        """The same structure with every tensor on that card.
-
-        Args:
-            card: its number.
-            tree: a nested structure.
-            named: its parts, with what the names of their tensors begin with.
-            place: see `Flight.cross`.
-        """
+        """The same structure with every tensor on that card."""
         names = {id(tensor): path for name, part in named for path, tensor in named_tensors(part, name)}
         flight = self._pass.flight
         found: dict[int, Tensor] = {}  # by identity: the tensors that have to be carried
@@ -457,14 +417,7 @@ class Hops:
 
 
 class Crossing:
-    """From one card to another, and back for gradients.
-
-    Args:
-        mover: of the cards.
-        source, target: numbers of the cards.
-        name: what is carried, for incidents and the patterns of faults: ``forward.layers.3.0.from0`` and ``...to1`` are
-            the two legs of the first argument of layer 3, ``backward.layers.3.0.from1`` those of its gradient.
-    """
+    """From one card to another, and back for gradients."""
 
     def __init__(self, mover: SplitMover, *, source: int, target: int, name: str) -> None:
         self._mover, self.source, self.target, self._name = mover, source, target, name

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.survey import CARDS, Card, Gpu, Machine, survey
+from hf_rocm_tune.machine.cards import CARDS, Card
+from hf_rocm_tune.machine.survey import Gpu, Machine, survey
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, RATES_OF, CardMemory, Rates, optimizer
 
@@ -215,14 +216,14 @@ def card_memory(
         raise UsageError(f"--desktop_gib must be from 0 to 1024 GiB, got {desktop_gib:g}")
     # the card with most memory
     gpus = (survey() if machine is None else machine).gpus
-    described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes.value and not gpu.integrated]
-    here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes.value or 0, default=None)
+    described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
+    here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes or 0, default=None)
     known = _named(name) if name else here.identity.card if here and vram_gib is None else None
     if known is None and vram_gib is None:
         known = _named("rx7900xt")
     size: float | None = vram_gib if vram_gib is not None else known.vram_gib if known else None
     if size is None and name is None and here is not None:  # a card whose memory the table does not have
-        size = (here.sensors.vram_total_bytes.value or 0) / GIB
+        size = (here.sensors.vram_total_bytes or 0) / GIB
     if size is None:
         assert known is not None
         raise UsageError(f"the memory of {known.name} is not in the card table; give --vram in GiB")
@@ -261,7 +262,7 @@ def _desktop(given: float | None, here: Gpu | None, size: float) -> tuple[int, s
     if given is not None:
         return int(given * GIB), "given"
     if here is not None:
-        used, total = here.sensors.vram_used_bytes.value, here.sensors.vram_total_bytes.value
+        used, total = here.sensors.vram_used_bytes, here.sensors.vram_total_bytes
         if used is not None and total and abs(total / GIB - size) < 1:
             return used, f"read from the card at {here.address}"
     return DESKTOP_BYTES, "assumed"

@@ -27,8 +27,6 @@ from hf_rocm_tune.plan.request import PlanRequest
 LINK = 13e9
 #: Assumed: the same through host memory, with digests, and with gloo for averages.
 THROUGH_HOST = 3e9
-#: Micro-batches in flight for each card of a pipeline, if a step has as many; see `training.pipeline`.
-IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +194,7 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
 def _layered(plan: Plan) -> list[CardsWay]:
     """A split whose cards compute one after the other, and a pipeline.
 
-    The cards of a pipeline idle for (p - 1) / (m + p - 1) of a step. For each micro-batch that `training.pipeline` has
+    The cards of a pipeline idle for (p - 1) / (m + p - 1) of a step. For each micro-batch that `cards.pipeline` has
     in flight, all activations kept for backward are counted, an upper bound.
     """
     cards = plan.request.cards
@@ -228,6 +226,8 @@ def _layered(plan: Plan) -> list[CardsWay]:
             crossing=crossing,
             flags=flags,
         )
+
+    from hf_rocm_tune.cards.pipeline import IN_FLIGHT  # imports torch
 
     split = way("split", found.option, flights=1, turns=True, flags="--split_layers auto")
     piped = [

@@ -203,7 +203,7 @@ def _spilled(directory: Path) -> Iterator[None]:
                 with tempfile.NamedTemporaryFile(dir=directory, prefix="_merge-") as file:
                     os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a full disk must not end in a SIGBUS
                     mapped = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype)
-                value.data = mapped.view(value.shape).copy_(value.data)
+                value.data = mapped.view(value.shape).copy_(value.data)  # device: both are on the host
 
         return set_weight
 
@@ -247,7 +247,7 @@ def _merge_layer(name: str, layer: BaseTunerLayer, dtype: torch.dtype | None) ->
         parameter = getattr(owner, each)
         new = parameter.data
         if dtype in (None, old.dtype) and old.shape == new.shape:
-            parameter.data = old.copy_(new)
+            parameter.data = old.copy_(new)  # device: both are on the host
         _cast(f"{name}.{each}", parameter, dtype or old.dtype)
 
 

@@ -208,15 +208,15 @@ def _findings(report: Mapping[str, Any], link_of: Callable[[str], str]) -> list[
         if not isinstance(row, dict):
             continue
         status, subject = text(row, "status"), text(row, "subject")
-        sources = [(source, link_of(source)) for source in map(plain, items(row, "sources"))]
+        sources = [(source, link_of(source)) for source in filter(None, text(row, "source").split("; "))]
         found.append(
             {
                 "status": status,
                 "mark": _MARKS.get(status, "unknown"),
                 "about": " ".join(filter(None, (text(row, "title"), f"({subject})" if subject else ""))),
                 "text": text(row, "text"),
-                "cure": text(row, "cure"),
-                "evidence": [plain(line) for line in items(row, "evidence")],
+                "fix": text(row, "fix"),
+                "read": [plain(line) for line in items(row, "read")],
                 # Only addresses of the web become links.
                 "sources": [(name, link if link.startswith(("https://", "http://")) else "") for name, link in sources],
             }

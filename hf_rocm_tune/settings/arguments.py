@@ -29,7 +29,10 @@ from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 from trl.scripts.utils import DatasetConfig
 
 from hf_rocm_tune.cards.averaging import SyncSettings
+from hf_rocm_tune.cards.fsdp import is_wanted
 from hf_rocm_tune.cards.preflight import Preflight
+from hf_rocm_tune.cards.way import CardSettings, Way
+from hf_rocm_tune.cards.ways import choose
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
@@ -296,6 +299,19 @@ class Arguments:
     def grad_sync(self) -> SyncSettings:
         """How gradients are averaged: as the user set it, else by the preflight."""
         return self.ranks.sync(self.preflight.choice.way if self.preflight else None)
+
+    def way(self) -> Way:
+        """A new object for the way of training over cards."""
+        return choose(
+            CardSettings(
+                world_size=self.training.world_size,
+                sync=self.grad_sync,
+                fsdp=is_wanted(os.environ) or bool(self.training.fsdp),
+                tensor_parallel=self.ranks.tensor_parallel,
+                split=self.ranks.split_layers is not None,
+                pipeline=self.ranks.pipeline == "auto",
+            )
+        )
 
     @property
     def one_pass_loss(self) -> bool:

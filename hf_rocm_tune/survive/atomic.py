@@ -36,11 +36,7 @@ _counter = itertools.count()
 
 @contextlib.contextmanager
 def staged_directory(final: Path) -> Iterator[Path]:
-    """An empty directory to write into that becomes ``final`` when the block ends without an exception.
-
-    Raises:
-        OSError: as the operating system gave it (a full disk, a missing permission). ``final`` is as it was before.
-    """
+    """An empty directory to write into that becomes ``final`` when the block ends without an exception."""
     staging = create_staging(final)
     try:
         yield staging
@@ -98,11 +94,7 @@ def delete_directory(path: Path) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write ``text`` (UTF-8) to ``path``: a reader sees the old content or the new, never a part of it.
-
-    Raises:
-        OSError: as the operating system gave it; or ``path`` is a link or no plain file, which is not replaced.
-    """
+    """Write ``text`` (UTF-8) to ``path``: a reader sees the old content or the new, never a part of it."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise _not_plain(path)
     staging = _private_name(_BEING_WRITTEN, path)
@@ -119,12 +111,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """Open or create a file of a run that is written in place; it is not truncated.
-
-    Raises:
-        OSError: as the operating system gave it; or ``path`` is a link, has another name by a hard link, or is no plain
-            file: what is written would then be in a file that is not the run's.
-    """
+    """Open or create a file of a run that is written in place; it is not truncated."""
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -143,11 +130,7 @@ def _not_plain(path: Path) -> OSError:
 
 
 def read_plain(path: Path) -> bytes:
-    """The content of a plain file, or of one that a link names; never waits, as reading a pipe would.
-
-    Raises:
-        OSError: as the operating system gave it, or it is no plain file.
-    """
+    """The content of a plain file, or of one that a link names; never waits, as reading a pipe would."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

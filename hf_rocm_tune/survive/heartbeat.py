@@ -127,7 +127,7 @@ class PulseListener(Protocol):
 class Heartbeat:
     """Writes the pulse file on the first local rank of a supervised job.
 
-    ``listener`` receives each heartbeat, in every process: see `training.stall`, whose watchdog is in the process.
+    ``listener`` receives each heartbeat, in every process: see `train.stall`, whose watchdog is in the process.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, listener: PulseListener | None = None) -> None:

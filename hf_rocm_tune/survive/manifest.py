@@ -89,16 +89,7 @@ def write(
     extra: Mapping[str, Any] | None = None,
     created: str | None = None,
 ) -> Manifest:
-    """Digest the files of ``directory`` as they lie on disk and write its ``integrity.json``, last and atomically.
-
-    Args:
-        files: names relative to ``directory``; without them, every regular file below it.
-        entries: of those among them that were read already; they are not read again.
-        created: of a copy, the time of the original; now unless given.
-
-    Raises:
-        OSError: a file cannot be read, or the manifest cannot be written. An older manifest is still there.
-    """
+    """Digest the files of ``directory`` as they lie on disk and write its ``integrity.json``, last and atomically."""
     names = sorted(set(files)) if files is not None else list_files(directory)
     known = entries or {}
     manifest = Manifest(
@@ -205,17 +196,7 @@ def read_once(path: Path) -> Iterator[tuple[Path, FileEntry]]:
 
 
 class PrivateCopy:
-    """The files of a directory as they were read once; `directory` shows the copies, and nobody can write to them.
-
-    Args:
-        directory: where they are.
-        names: of the files; those that are not there are left out.
-        entries: what they must be; the others are not compared.
-
-    Raises:
-        FileNotFoundError: a file of `entries` is not there.
-        ValueError: a file differs from its entry; the message names it.
-    """
+    """The files of a directory as they were read once; `directory` shows the copies, and nobody can write to them."""
 
     def __init__(self, directory: Path, names: Iterable[str], entries: Mapping[str, FileEntry] | None = None) -> None:
         self._open, self.entries = ExitStack(), dict[str, FileEntry]()

@@ -45,9 +45,7 @@ from hf_rocm_tune.survive.atomic import (
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-# transformers' uploads ignore "_*": the evidence holds training data.
 LOCK_FILE = "_run.lock"
-EVIDENCE_DIRECTORY = "_out_of_memory"
 SCHEMA = 1
 CHECKPOINT_NAME = re.compile(r"^checkpoint-(\d+)$")
 
@@ -67,7 +65,7 @@ IGNORED_PREFIXES = ("logging_", "log_", "hub_", "trackio_", "verify", "transfer_
 
 _OWN = frozenset([
     "run.json", "integrity.json", "transfer_report.json", "training_log.json", "loss.png", "survival.jsonl",
-    "stall_report.txt", "stall_report.json", "_crashes.json", "_step_down.json",
+    "stall_report.txt", "_crashes.json", "_step_down.json",
 ])  # fmt: skip
 """Files that any run may write at the top of its directory, beside its result."""
 _UPSTREAM = frozenset([
@@ -82,8 +80,9 @@ _WEIGHTS = re.compile(
     r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|pytorch_model(-\d+-of-\d+)?\.bin|pytorch_model\.bin\.index\.json)$"
 )
+_MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|_(probe|staging|replaced|deleted).*")
+"""Names in a directory without a run that count as none: hidden ones, those of a volume, and ours before a run."""
 _LISTED_DIRECTORY = re.compile(r"^(damaged-|kept-)?checkpoint-\d+(\.\d+)?$")
-_EVIDENCE_FILE = re.compile(r"^step-\d+-rank-\d+-\d+\.(pt|pickle)$")
 _LOCK_HOLDER = re.compile(rb"process \d+ on [^\n]*")
 
 
@@ -120,11 +119,7 @@ def write_record(directory: Path, record: RunRecord) -> None:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """The record in ``directory``; None without one.
-
-    Raises:
-        UsageError: it exists but cannot be read.
-    """
+    """The record in ``directory``; None without one."""
     path = directory / RUN_FILE
     try:
         body = json.loads(read_plain(path))
@@ -146,11 +141,7 @@ def read_record(directory: Path) -> RunRecord | None:
 
 
 def skip_step(directory: Path, step: int) -> None:
-    """Leave an optimizer step (from 1) out of this run, at this and every later start.
-
-    Raises:
-        UsageError: the directory holds no run, or its record cannot be read.
-    """
+    """Leave an optimizer step (from 1) out of this run, at this and every later start."""
     record = read_record(directory)
     if record is None:
         raise UsageError(f"{directory} holds no {RUN_FILE}, so no step of its run can be left out")
@@ -205,12 +196,7 @@ class RunLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock.
-
-        Raises:
-            UsageError: another process holds it.
-            OSError: the lock file cannot be opened, or was not written by this class.
-        """
+        """Take the lock."""
         self.supported = True
         self._path = directory / LOCK_FILE
         self._descriptor: int | None = None
@@ -274,35 +260,22 @@ class RunLock:
 # ---- which files belong to the run --------------------------------------------------------------------------
 
 
-def foreign_files(directory: Path, owned: Collection[str] | None) -> list[str]:
-    """Names in ``directory`` that a run would replace although no run has written them, sorted.
+def foreign_files(directory: Path, owned: Collection[str]) -> list[str]:
+    """Names in ``directory`` that a run would replace although it has not written them, sorted.
 
-    ``owned``: names that the run there has written at the top; None if there is no run. Checkpoints of the run are
-    told from others by their manifests, not here.
+    ``owned``: names that the run there has written at the top. Checkpoints of the run are told from others by their
+    manifests, not here.
     """
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return []
     found = set()
-    for name in names:
+    for name in os.listdir(directory):
         # On a case-insensitive disk another spelling is the same file.
-        spelled = name if _may_be_written(name) else name.lower()
-        if not _may_be_written(spelled) or not os.path.lexists(directory / spelled):
-            continue
-        if owned is None:
-            found.add(name)
-        elif spelled in _OWN or spelled == EVIDENCE_DIRECTORY:
+        spelled = name.lower() if os.path.lexists(directory / name.lower()) else name
+        if spelled in _OWN:
             # Written by every run, but a link of that name leads out of the directory.
             found |= {name} if os.path.islink(directory / name) else set()
-        elif spelled not in owned and not CHECKPOINT_NAME.match(spelled):
+        elif (spelled in _UPSTREAM or _WEIGHTS.match(spelled)) and spelled not in owned:
             found.add(name)
     return sorted(found)
-
-
-def _may_be_written(name: str) -> bool:
-    fixed = name in _OWN or name in _UPSTREAM or name == EVIDENCE_DIRECTORY
-    return fixed or bool(_WEIGHTS.match(name) or CHECKPOINT_NAME.match(name))
 
 
 def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]:
@@ -317,9 +290,7 @@ def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]
     for path in sorted(directory.iterdir()):
         if path.is_symlink() or not path.is_dir():
             continue
-        if path.name == EVIDENCE_DIRECTORY:
-            found += [each for each in sorted(path.iterdir()) if _EVIDENCE_FILE.match(each.name)]
-        elif _LISTED_DIRECTORY.match(path.name) and (inside := listed_by(path, run_id)) is not None:
+        if _LISTED_DIRECTORY.match(path.name) and (inside := listed_by(path, run_id)) is not None:
             found += [path / name for name in (manifest.MANIFEST_NAME, *inside)]
     return [path for path in found if _is_plain(path)]
 
@@ -377,10 +348,6 @@ def claim(staging: Path, directory: Path) -> None:
     """Record in ``run.json`` the files that are about to be moved from ``staging`` to ``directory``, if it holds a run.
 
     A file that is already there with the same bytes (a card edited by the user) is kept and removed from ``staging``.
-
-    Raises:
-        UsageError: a file that the run has not written would be replaced.
-        OSError: ``run.json`` cannot be written.
     """
     record = read_record(directory)
     if record is None:
@@ -488,11 +455,7 @@ class StartPlan:
         return self.record.run_id
 
     def commit(self) -> None:
-        """Carry out the plan, just before training, on rank 0; does nothing for a finished run.
-
-        Raises:
-            UsageError: the directory cannot be changed.
-        """
+        """Carry out the plan, just before training, on rank 0; does nothing for a finished run."""
         if self.action == "finished":
             return
         try:
@@ -595,15 +558,15 @@ class _Start:
         return self._resume(self._named, record or new_record(self._settings))
 
     def refuse_foreign(self, record: RunRecord | None) -> None:
-        """Raise if the run would replace files that no run has written.
-
-        Naming a checkpoint in the directory adopts the checkpoints that another tool left there, and nothing else.
-        """
-        found = foreign_files(self.directory, None if record is None else self._owned(record))
-        if self._named is not None and self._named.resolve().parent == self.directory.resolve():
-            found = [name for name in found if not (CHECKPOINT_NAME.match(name) and (self.directory / name).is_dir())]
-        if found:
-            raise UsageError(_would_replace(self.directory, found))
+        """Raise if the directory has files and no run, or files that the run would replace and has not written."""
+        if record is not None:
+            if found := foreign_files(self.directory, self._owned(record)):
+                raise UsageError(_would_replace(self.directory, found))
+        elif names := sorted(each for each in os.listdir(self.directory) if not _MAY_BE_THERE.match(each)):
+            raise UsageError(
+                f"{self.directory} is not empty, and no run of hf-rocm-tune has written what is in it "
+                f"({listed(names, 6)}): choose another --output_dir, or move that elsewhere"
+            )
 
     def _owned(self, record: RunRecord) -> tuple[str, ...]:
         """Names at the top that the run there has written, besides those that every run writes."""

@@ -35,7 +35,7 @@ from transformers.trainer_pt_utils import safe_globals
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.survive.manifest import FileEntry, read_once
-from hf_rocm_tune.transfer.digest import digest
+from hf_rocm_tune.transfer import digest, host_copy
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 ADAPTER_FILE = "adapter_model.safetensors"
 RNG_OF_CARDS = "rng_state_cards.pth"
 """Random states of all cards of a split model; upstream saves the current card's only."""
-_READS = 3
 # bitsandbytes 0.50.2, ``Optimizer8bit.get_state_buffer``: the state that it pages, and the fewest elements.
 _PAGED = frozenset({"state1", "state2"})
 _PAGED_FROM = 100_000
@@ -77,12 +76,6 @@ def compare_model(
     plain: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Readback]:
     """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model.
-
-    Args:
-        directory: holds the files.
-        model: the live model.
-        trained: full trained weights by name, for a sharded PEFT model; None: the model's own.
-        plain: tensors that an adapter's file must hold if not the live ones; see `models.adapter.plain_lora`.
 
     Returns:
         One `Readback` per file, by its name relative to ``directory``.
@@ -149,16 +142,7 @@ def _live_adapter(
 
 
 def adapter_on_host(model: nn.Module, mover: Mover, trained: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Host copies of a model's only adapter by the names of its file, fetched and verified by ``mover``.
-
-    Args:
-        model: a PEFT model.
-        mover: of its device.
-        trained: of a sharded model, the trained weights by name, whole and on the host.
-
-    Raises:
-        CorruptionError: a tensor could not be fetched right.
-    """
+    """Host copies of a model's only adapter by the names of its file, fetched and verified by ``mover``."""
     from peft import get_peft_model_state_dict
 
     found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
@@ -178,11 +162,7 @@ class HostCopy:
         self._digests = {name: digest(tensor) for name, tensor in tensors.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors.
-
-        Raises:
-            MemoryFaultError: one has changed.
-        """
+        """The tensors."""
         for name, tensor in self._tensors.items():
             if digest(tensor) != self._digests[name]:
                 raise MemoryFaultError(
@@ -298,16 +278,6 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 # ---- on the host --------------------------------------------------------------------------------------------
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host and compare its digest with the device's; a wrong copy is repeated up to twice."""
-    right = digest(tensor.detach())
-    for _ in range(_READS):
-        host = tensor.detach().cpu()
-        if digest(host) == right:
-            break
-    return host.contiguous()  # one that stays wrong is found when the file written from it is compared
-
-
 def model_on_host(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a model with its saved tensors on the host (PEFT: the trained ones). Tied weights stay tied."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -324,11 +294,7 @@ def model_on_host(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_complete(directory: Path) -> None:
-    """Refuse a checkpoint that upstream would load only in part, or fail on.
-
-    Raises:
-        UsageError: it does not exist, is incomplete or cannot be read.
-    """
+    """Refuse a checkpoint that upstream would load only in part, or fail on."""
     if not directory.is_dir():
         raise UsageError(f"Can't find a valid checkpoint at {directory}: choose another one or start a new run")
     try:

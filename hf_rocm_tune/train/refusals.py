@@ -6,8 +6,10 @@ compared afterwards; the rest is listed in the coverage, and ``--verify full`` t
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sized
@@ -22,12 +24,15 @@ from transformers import TrainerCallback, get_scheduler
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
-from hf_rocm_tune.transfer import digest, triton_refusal
+from hf_rocm_tune.train.metrics import is_tried
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest, triton_refusal
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.models.placement import Coverage
+
+logger = logging.getLogger(__name__)
 
 _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 
@@ -35,9 +40,6 @@ _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 @contextmanager
 def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]:
     """Within the block a ``ValueError`` or ``ImportError`` that upstream raises itself becomes a ``UsageError``.
-
-    Args:
-        packages: only what these raise; the others keep their tracebacks.
 
     Upstream checks combinations of settings that no parser sees (an ``eos_token`` outside the vocabulary, an adapter on
     ``lm_head``, ``padding_free`` with ``max_length``). An error raised elsewhere is a bug and keeps its traceback. A
@@ -89,11 +91,7 @@ _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flyte
 
 
 def check_loggers(names: str | Iterable[str] | None) -> None:
-    """Check that transformers can report to each of these services (``report_to``).
-
-    Raises:
-        UsageError: one is unknown or not installed.
-    """
+    """Check that transformers can report to each of these services (``report_to``)."""
     from transformers.integrations.integration_utils import (
         INTEGRATION_TO_CALLBACK,
         get_available_reporting_integrations,
@@ -119,11 +117,7 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
 
 
 def check_scheduler(args: TrainingArguments) -> None:
-    """Build the learning rate scheduler once, for an optimizer of nothing.
-
-    Raises:
-        UsageError: it does not take its ``--lr_scheduler_kwargs``.
-    """
+    """Build the learning rate scheduler once, for an optimizer of nothing."""
     optimizer = torch.optim.SGD([torch.zeros(1)])
     try:
         get_scheduler(args.lr_scheduler_type, optimizer, 0, 1000, args.lr_scheduler_kwargs)
@@ -135,11 +129,7 @@ def check_scheduler(args: TrainingArguments) -> None:
 
 
 def check_rows(trainer: Trainer) -> None:
-    """Check that the trainer has left rows to use, and a whole batch of them if only whole ones are used.
-
-    Raises:
-        UsageError: says how many rows there are.
-    """
+    """Check that the trainer has left rows to use, and a whole batch of them if only whole ones are used."""
     args: Any = trainer.args
     for split, rows in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
         if isinstance(rows, Sized) and not len(rows):
@@ -157,11 +147,7 @@ def check_rows(trainer: Trainer) -> None:
 
 
 def check_offloads(args: TrainingArguments) -> None:
-    """Refuse what cannot work on this device: optimizers of bitsandbytes, and TRL's offload of activations on a CPU.
-
-    Raises:
-        UsageError: names the flag.
-    """
+    """Refuse what cannot work on this device: optimizers of bitsandbytes, and TRL's offload of activations on a CPU."""
     if (args.activation_checkpointing_kwargs or {}).get("offload"):
         raise UsageError("--activation_checkpointing_kwargs: `offload` is not listed as unverified; leave it out")
     if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
@@ -171,11 +157,7 @@ def check_offloads(args: TrainingArguments) -> None:
 
 
 def check_compiled(args: TrainingArguments) -> None:
-    """Refuse kernels that cannot be compiled here: Liger's, and those of torch.compile.
-
-    Raises:
-        UsageError: names what is missing.
-    """
+    """Refuse kernels that cannot be compiled here: Liger's, and those of torch.compile."""
     card = args.device.type != "cpu"
     if args.use_liger_kernel:
         if importlib.util.find_spec("liger_kernel") is None:
@@ -218,9 +200,6 @@ class OptimizerTablesCallback(TrainerCallback):
     """Compares the code tables that an 8-bit optimizer has created with tables computed on the host.
 
     bitsandbytes copies them to the device itself at the first step. On resume they go through the mover.
-
-    Raises:
-        CorruptionError: a table on the device is wrong, so the optimizer's 8-bit state is unusable.
     """
 
     def __init__(self) -> None:
@@ -238,7 +217,7 @@ class OptimizerTablesCallback(TrainerCallback):
                 raise CorruptionError(
                     f"the {name} code table of the 8-bit optimizer arrived wrong on the device, so its state decodes "
                     "to wrong values. Nothing was saved since: start the same command again; if it happens again, run "
-                    "`hf-rocm-tune drill`"
+                    "`hf-rocm-tune doctor --drill`"
                 )
 
 
@@ -251,3 +230,29 @@ def _of_bitsandbytes(args: TrainingArguments) -> bool:
     """By the names in transformers 5.23, ``trainer_optimizer.py``; torchao's and GaLore's 8-bit ones do not count."""
     name = optimizer_name(args)
     return name.startswith(("paged_", "ademamix", "lion", "rmsprop_bnb")) or name in ("adamw_bnb_8bit", "adamw_8bit")
+
+
+def new_mover(args: Any, settings: TransferSettings | None) -> Mover:
+    """A mover for the device of these arguments."""
+    if args is None:
+        from accelerate import PartialState
+
+        device = PartialState().device
+    else:
+        device = args.device
+    return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
+
+
+def own_arguments(args: Any) -> Any:
+    """A copy of the arguments without what the mixin does in its own way."""
+    if args is None:
+        return None
+    args = copy.copy(args)
+    if args.logging_nan_inf_filter and is_tried("transformers"):  # see `DeferredMetrics.loss_to_log`
+        args.logging_nan_inf_filter, args.filters_losses = False, True  # the latter for a trainer made with this copy
+    args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
+    if args.enable_jit_checkpoint:
+        # Upstream's own writes in place and lets the run look finished.
+        logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
+        args.enable_jit_checkpoint = False
+    return args

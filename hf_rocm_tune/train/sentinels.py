@@ -3,8 +3,7 @@
 `FrozenSentinel` checks what training must not change, in slices, so that no step pays for the whole model, and in full
 before a save. `TrainedSentinel` checks trained weights and optimizer state between two updates. Digests are queued on
 the device behind the computation and compared when the training loop has waited for the device anyway.
-`compare_replicas` compares digests of all ranks over gloo, not over the suspect path between cards. `SentinelCallback`
-runs all of them during training.
+`agree.compare_replicas` compares digests of all ranks over gloo. `SentinelCallback` runs all of them during training.
 
 Not covered: bits that were wrong between two checks and are right again.
 """
@@ -14,23 +13,21 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from hf_rocm_tune.cards.agree import compare_replicas
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, listed
 from hf_rocm_tune.models.placement import RECOMPUTED, TRAINED, findable_tensors_of, is_recomputed, tensors_of
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.shards import cut_of, is_sharded, local, reshard
 from hf_rocm_tune.transfer import Digest, QueuedDigests, TensorGroup, digest, named_tensors, tree_tensors
 from hf_rocm_tune.transfer.digest import GROUP_BYTES
-from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
@@ -80,14 +77,6 @@ class _Watched:
 @dataclass(kw_only=True)
 class FrozenSentinel:
     """Checks the frozen tensors of a model, each by the bytes of its whole storage.
-
-    Args:
-        list_tensors: yields all tensors to check, as they are now.
-        period: number of calls of :meth:`check_slice` in which every tensor is checked once.
-        arrived_with: the digest that a tensor had when it was loaded or derived, used as its baseline; None if unknown:
-            then the current content is the baseline.
-        explain: the reason why a tensor may differ from its baseline, given its name, the tensor, and whether it has
-            the baseline's bytes in another storage; None for no reason. A tensor with a reason gets a new baseline.
 
     Attributes:
         changed_at_start: tensors that differed from their baseline at construction.
@@ -192,13 +181,6 @@ class TrainedSentinel:
 
     Small tensors of one kind are digested together. If there is more than 1 GiB, that much is checked between two
     updates, in turn. Pages (bitsandbytes' paged optimizers) are not checked.
-
-    Args:
-        optimizer: with ``param_groups`` and ``state`` as torch's.
-        local: returns this rank's part of a sharded tensor.
-        arrived_with: as for `FrozenSentinel`.
-        excuse_writes: do not compare tensors that torch operations have written or replaced in the meantime: for a
-            trainer with user code, which may do so. A memory fault does not change torch's version counter.
 
     Attributes:
         checks: completed comparisons.
@@ -394,38 +376,6 @@ def _even_slices(watched: list[_Watched], period: int) -> Iterator[list[_Watched
     yield from groups
 
 
-# ---- replicas -----------------------------------------------------------------------------------------------
-
-
-def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
-    """Compare the digests of tensors, which have the same names on every rank, over all ranks. Collective.
-
-    Returns:
-        The number of tensors compared; 0 with a single rank.
-
-    Raises:
-        CorruptionError: on every rank, naming the tensors and the ranks whose bits differ from rank 0's.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return 0
-    rows = list(tensors)
-    digests = QueuedDigests([tensor.detach() for _, tensor in rows]).result()
-    mine = {name: found.hex() for (name, _), found in zip(rows, digests, strict=True)}
-    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=host_group())
-    first = everyone[0] or {}
-    differing: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(everyone):
-        theirs = theirs or {}
-        for name in sorted(first.keys() | theirs.keys()):
-            if first.get(name) != theirs.get(name):
-                differing.setdefault(name, []).append(rank)
-    if differing:
-        named = listed([f"{name} (ranks {ranks})" for name, ranks in differing.items()], 5)
-        raise CorruptionError(f"{when}: ranks differ from rank 0 in {named}: training stops")
-    return len(mine)
-
-
 # ---- in a run -----------------------------------------------------------------------------------------------
 
 _UPSTREAM = frozenset({"hf_rocm_tune", "transformers", "trl", "peft", "accelerate", "torch", "typing", "builtins"})
@@ -464,17 +414,6 @@ class SentinelCallback(TrainerCallback):
     With several ranks, the trainable weights of all ranks are compared every ``every`` steps: their optimizers have
     used the same averaged gradients, so they must be bit-identical. A sharded model has no replicas: each rank checks
     its own part.
-
-    Args:
-        model: its tensors are checked.
-        mover: knows the digest with which each tensor arrived or was derived; its report counts passes and mismatches.
-        every: steps in which each frozen tensor is checked once; 0: memory is not checked. Before a save, frozen
-            tensors that were replaced are then still found.
-        excuse_writes: see `TrainedSentinel`.
-        references: models that are only evaluated: all their tensors are checked as frozen.
-
-    Raises:
-        MemoryFaultError: at the start of training, from `settle`, or at a save: a tensor has changed.
     """
 
     def __init__(
@@ -497,7 +436,7 @@ class SentinelCallback(TrainerCallback):
         self._batches: BatchSentinel | None = None
         self._scheduler: Any = None
         self._rates: Any = None
-        self._replaces = False  # whether the model's forward replaces trained weights, as PEFT's CPT does
+        self._was_replaced = False
         self._explained: set[tuple[str, str]] = set()
 
     # ---- events ---------------------------------------------------------------------------------------------
@@ -521,6 +460,7 @@ class SentinelCallback(TrainerCallback):
                 excuse_writes=self._excuse_writes or is_sharded(self._model),
             )
             changes = [*changes, *self._trained.begin()]
+            self._follow_prompts()
         for each in self._trained_parameters():
             if self._mover.was_verified(local(each)):
                 self._mover.mark_trained(local(each), TRAINED)
@@ -550,19 +490,22 @@ class SentinelCallback(TrainerCallback):
         if self._trained is not None:
             self._trained.take()
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward pass; trained weights that it replaces are right from then on."""
+    def _follow_prompts(self) -> None:
+        """PEFT's CPT replaces its trained prompt in each forward, wherever that is called: right from then on."""
+        encoders: Any = getattr(getattr(self._model, "prompt_encoder", None), "values", list)()
+        for encoder in encoders:
+            encoder.register_forward_pre_hook(lambda *_: self._prompts(adopt=False))
+            encoder.register_forward_hook(lambda *_: self._prompts(adopt=True))
+
+    def _prompts(self, *, adopt: bool) -> None:
         trained = self._trained
         if trained is None:
-            yield
             return
-        if self._replaces:
-            trained.look()
-        replaced_before = trained.is_replaced()
-        yield
-        if trained.is_replaced() and not replaced_before:
-            self._replaces = True
+        if not adopt:
+            self._was_replaced = trained.is_replaced()
+            if not self._was_replaced:
+                trained.look()  # what is projected now must be what the last update wrote
+        elif trained.is_replaced() and not self._was_replaced:
             trained.adopt()
             for each in map(local, self._trained_parameters()):
                 if self._mover.provenance(each) is None:
@@ -589,11 +532,7 @@ class SentinelCallback(TrainerCallback):
             self._trained.look()
 
     def settle(self, step: int) -> None:
-        """Wait for the results of all checks so far; ``step`` is the number of the current step.
-
-        Raises:
-            MemoryFaultError: a tensor has changed.
-        """
+        """Wait for the results of all checks so far; ``step`` is the number of the current step."""
         if self._sentinel is None:
             return
         changes = self._sentinel.collect(wait=True)
@@ -601,7 +540,7 @@ class SentinelCallback(TrainerCallback):
             changes += self._trained.collect()
         if self._batches is not None:
             changes += self._batches.collect()
-        if self._rates != self._read_rates():
+        if not self._excuse_writes and self._rates != self._read_rates():
             changes.append(Change("trained", "learning rates", "changed in memory"))
         self._judge(changes, f"before the update of step {step}", step)
 

@@ -7,7 +7,6 @@ an evaluation, a save) get a longer one.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -21,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_rocm_tune.cards.stall_report import is_lost_peer, lost_peer, render
-from hf_rocm_tune.cards.watchdog import Board, Look, Stall, Watchdog, briefly
+from hf_rocm_tune.cards.watchdog import Board, Look, Stall, Watchdog, briefly, is_lost_peer, lost_peer
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.heartbeat import Patience, Phase, patience, touch_pulse
@@ -32,8 +30,7 @@ from hf_rocm_tune.train.telemetry import clear_live_line
 if TYPE_CHECKING:
     from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
-REPORT_FILES = ("stall_report.txt", "stall_report.json")
-"""For people, and for programs."""
+REPORT_FILE = "stall_report.txt"
 
 _FLOOR_SECONDS, _FACTOR = 300.0, 10.0
 _PATIENT, _START = 4.0, 24.0
@@ -56,16 +53,7 @@ class Limits:
 
     @classmethod
     def of(cls, setting: str, supervisor: Patience | None, *, collective_s: float | None = None) -> Limits | None:
-        """The limits for a value of ``--stall_timeout``; None for no limits.
-
-        Args:
-            setting: ``auto``, or the seconds that a training step may take, 0 for no limit.
-            supervisor: the supervisor's own limits; None without one.
-            collective_s: the timeout of a collective, in seconds; None with a single process.
-
-        Raises:
-            UsageError: the setting is not valid.
-        """
+        """The limits for a value of ``--stall_timeout``; None for no limits."""
         seconds = parse(setting)
         if seconds == 0:
             return None
@@ -82,11 +70,7 @@ class Limits:
 
 
 def parse(setting: str) -> float | None:
-    """A value of ``--stall_timeout`` in seconds; None for ``auto``.
-
-    Raises:
-        UsageError: it is neither ``auto`` nor a number of at least 0.
-    """
+    """A value of ``--stall_timeout`` in seconds; None for ``auto``."""
     if setting == "auto":
         return None
     try:
@@ -151,13 +135,7 @@ class Progress:
 
 
 class StallGuard:
-    """The watchdog of one job and the evidence that it writes.
-
-    Args:
-        limits: None: no watchdog.
-        board: shared by the ranks of this machine; None for a single process.
-        tell: prints an error and records it as the end of this process.
-    """
+    """The watchdog of one job and the evidence that it writes."""
 
     def __init__(
         self, limits: Limits | None, board: Board | None, tell: Callable[[TuneError], None], environ: Mapping[str, str]
@@ -207,9 +185,8 @@ class StallGuard:
     def _leave_evidence(self, stall: Stall) -> None:
         # Nothing is written to the output directory before the run owns it.
         directory = self._directory or Path(tempfile.mkdtemp(prefix="hf-rocm-tune-stall-"))
-        text, data = (directory / name for name in REPORT_FILES)
-        content = {text: render(stall.report), data: json.dumps(stall.report, indent=1) + "\n"}
-        written = briefly(lambda: _write(content), _REPORT_SECONDS) and text.exists()
+        text = directory / REPORT_FILE
+        written = briefly(lambda: _write(text, stall.page), _REPORT_SECONDS) and text.exists()
         kept = f"stacks and states of all ranks are in {text}" if written else f"{text} could not be written"
         error = StallError(
             f"no progress for {stall.silent_s:.0f} s {stall.where}: {stall.cause}; {kept}. The checkpoints already "
@@ -249,17 +226,7 @@ def watched(
     collective_s: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[StallGuard]:
-    """Run the watchdog within the block, and report a lost connection to another rank in one line.
-
-    Args:
-        setting, collective_s: see `Limits.of`.
-        place: a directory shared by the ranks of this job on this machine; None for a single process.
-        tell: see `StallGuard`.
-
-    Raises:
-        PeerLostError: another rank has ended.
-        UsageError: the setting is not valid, or the place belongs to another user.
-    """
+    """Run the watchdog within the block, and report a lost connection to another rank in one line."""
     limits = Limits.of(setting, patience(environ), collective_s=collective_s)
     board = Board(place, rank=int(environ.get("RANK", "0"))) if place is not None else None
     guard = StallGuard(limits, board, tell, environ)
@@ -285,12 +252,11 @@ def _lost_peer_in(error: BaseException) -> BaseException | None:
     return during if during is not None and is_lost_peer(during) else None
 
 
-def _write(content: Mapping[Path, str]) -> None:
-    for file, text in content.items():
-        try:
-            write_text_atomic(file, text)
-        except OSError:
-            file.unlink(missing_ok=True)  # the file of an earlier stall would be mistaken for this one's
+def _write(file: Path, text: str) -> None:
+    try:
+        write_text_atomic(file, text)
+    except OSError:
+        file.unlink(missing_ok=True)  # the file of an earlier stall would be mistaken for this one's
 
 
 def _elsewhere(environ: Mapping[str, str]) -> int:

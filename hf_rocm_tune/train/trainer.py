@@ -13,10 +13,8 @@ files (listed in the coverage).
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +31,8 @@ from typing_extensions import override
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone
-from hf_rocm_tune.cards.averaging import Compression, SyncSettings, Way
+from hf_rocm_tune.cards.way import Gatherable, Way
+from hf_rocm_tune.cards.ways import way_of
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError, listed
@@ -48,7 +47,6 @@ from hf_rocm_tune.models.placement import (
     mark_computed,
     mark_rewritten,
     place,
-    tensors_of,
 )
 from hf_rocm_tune.models.quantised import (
     follow_bias_casts,
@@ -56,29 +54,27 @@ from hf_rocm_tune.models.quantised import (
     running_statistics,
 )
 from hf_rocm_tune.models.recompute import recompute
-from hf_rocm_tune.models.shards import is_sharded, local
-from hf_rocm_tune.models.split import SplitMover
+from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.survive.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, PulseListener
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
-from hf_rocm_tune.train import ranks
-from hf_rocm_tune.train.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.train.device_memory import FragmentationCallback, read
 from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
-from hf_rocm_tune.train.metrics import DeferredMetrics, is_tried
+from hf_rocm_tune.train.metrics import DeferredMetrics
 from hf_rocm_tune.train.oom import OutOfMemoryRecovery, evaluated, parts_of, recovery_for
-from hf_rocm_tune.train.pipeline import Pipeline, can_pipeline
 from hf_rocm_tune.train.refusals import (
     OptimizerTablesCallback,
     as_usage_errors,
     metric_as_usage_error,
+    new_mover,
+    own_arguments,
     with_offloads,
 )
 from hf_rocm_tune.train.sentinels import SentinelCallback, is_foreign
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry
 from hf_rocm_tune.transfer import (
-    FaultSpec,
     Mover,
     TransferReport,
     TransferSettings,
@@ -92,7 +88,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from hf_rocm_tune.train.owner import Owner as _Base
-    from hf_rocm_tune.train.ranks import FullState, ShardedModel
     from hf_rocm_tune.transfer import Digest
 else:
     _Base = object
@@ -118,16 +113,11 @@ class VerifiedTransferMixin(_Base):
             many after them except matrix products and attention; None: all fully. See `models.recompute`.
         one_pass_loss: compute the gradient of TRL's fused head in forward where the head is not trained, see
             `models.loss`; only for losses without a gradient of the entropy, as `SFTTrainer`'s.
-        pipeline: run several micro-batches of a split model concurrently where possible; only for losses that run the
-            model once, through all of its layers. See :mod:`~hf_rocm_tune.train.pipeline`.
         on_oom: ``step_down``: a step that runs out of memory is repeated with smaller micro-batches, see
             :mod:`~hf_rocm_tune.train.oom`; ``stop``: it ends the run.
         max_skipped_steps: how many of the last 100 steps may be skipped because they are not finite.
-        grad_sync: how several ranks average gradients: ``ddp``: over the process group; ``host``: through host memory
-            over a gloo group, whatever the process group is.
-        grad_compression: what is sent between ranks: ``none``, ``fp16``, ``bf16``, or ``powersgd`` (with ``ddp``).
-        tensor_parallel: the ranks compute each layer together, see `ranks.tensor_parallel`; ``grad_sync`` selects how
-            partial sums are sent.
+        way: of training over several ranks or cards, for this trainer alone; None: what the launcher's variables and
+            the mover ask for. See `cards.way.Way`.
         run_id: written into every manifest.
         skip_steps: optimizer steps (from 1) to leave out, the same on all ranks: they are counted and consume their
             batches, but nothing is computed.
@@ -141,9 +131,8 @@ class VerifiedTransferMixin(_Base):
         rates: learning rates of parameters that differ from the optimizer's; see `LearningRates`.
 
     Attributes:
-        mover, recompute_layers, run_id, skip_steps: see above.
+        mover, recompute_layers, run_id, skip_steps, way: see above.
         transfer_report: counters and incidents.
-        grad_sync: averages gradients.
         stop_requests: the signals that end training early; its ``installed`` may be entered around more than `train`.
 
     Raises:
@@ -166,12 +155,9 @@ class VerifiedTransferMixin(_Base):
         consent_unverified: bool = False,
         recompute_layers: tuple[int, int] | None = None,
         one_pass_loss: bool = False,
-        pipeline: bool = False,
         on_oom: Literal["step_down", "stop"] = "step_down",
         max_skipped_steps: int = 5,
-        grad_sync: Way = "ddp",
-        grad_compression: Compression = "none",
-        tensor_parallel: bool = False,
+        way: Way | None = None,
         run_id: str = "",
         skip_steps: Collection[int] = (),
         publisher: Uploader | None = None,
@@ -186,11 +172,11 @@ class VerifiedTransferMixin(_Base):
         upstream.check_overrides(type(self))
         step_faults = StepFaultSpec.from_environment()
         args = keywords.get("args", next((each for each in arguments if isinstance(each, TrainingArguments)), None))
-        self.mover = mover or _new_mover(args, transfer_settings)
+        self.mover = mover or new_mover(args, transfer_settings)
         self.transfer_report: TransferReport = self.mover.report
         self.run_id, self.skip_steps = run_id, frozenset(skip_steps)
         self.stop_requests = StopRequests()
-        self.grad_sync = ranks.GradientSync(SyncSettings(way=grad_sync, compression=grad_compression))
+        self.way = way or way_of(args, self.mover)
         self.recompute_layers = recompute_layers
         self._loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
         loss.fit_to(self.mover.device, compiled=bool(args is not None and args.torch_compile))
@@ -205,12 +191,10 @@ class VerifiedTransferMixin(_Base):
         self._prefetch_batches = prefetch_batches
         self._training_prefetch = Prefetch(self.mover, prefetch_batches)
         self._rates = rates or LearningRates()
-        self._tensor_parallel = tensor_parallel
-        self._shards: ShardedModel | None = None
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._recovery: OutOfMemoryRecovery | None = None
         self._operations: int | None = None  # floating point operations a token
-        own = _own_arguments(args)
+        own = own_arguments(args)
         if "args" in keywords:
             keywords["args"] = own
         arguments = tuple(own if each is args else each for each in arguments)
@@ -218,7 +202,7 @@ class VerifiedTransferMixin(_Base):
         # `redirected`: PEFT moves new adapters to the device itself.
         with verified_loading(self.mover), redirected(self.mover, stage="adapter"):
             super().__init__(*arguments, **keywords)
-        self._pipeline = self._connect_cards(pipeline)
+        self.way.connect(self, one_by_one=step_faults is not None)
         self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
@@ -245,12 +229,6 @@ class VerifiedTransferMixin(_Base):
         attest(model, self.mover)
         return digests_before(model, self.mover) if rewrites_base(peft_config) else {}
 
-    def _connect_cards(self, pipeline: bool) -> Pipeline | None:
-        if not isinstance(self.mover, SplitMover):
-            return None
-        hops = ranks.install_hops(self.model, self.mover)
-        return Pipeline(hops, self.mover) if pipeline and can_pipeline(self) else None
-
     def _add_callbacks(self, telemetry: Telemetry | None) -> None:
         for callback in (
             MovementCallback(self.model, self._guard.report),
@@ -268,18 +246,11 @@ class VerifiedTransferMixin(_Base):
     @override
     def create_accelerator_and_postprocess(self) -> None:
         """As upstream; the accelerator then leaves models where the mover put them and clips over all cards."""
-        with ranks.before_accelerator(self.args, tensor_parallel=self._tensor_parallel):
+        with self.way.configured(self.args):
             super().create_accelerator_and_postprocess()
         # Even with the device right, `model.to("cpu:0")` copies every weight that is on "cpu".
         self.accelerator.prepare_model = partial(self._prepare_in_place, self.accelerator.prepare_model)
-        if isinstance(self.mover, SplitMover):
-            self.accelerator.clip_grad_norm_ = partial(self._clip_over_cards, self.mover)
-        if self._tensor_parallel:
-            self._shards = ranks.TensorParallelModel(
-                self.accelerator, self.mover, self.args.world_size, through_host=self.grad_sync.way == "host"
-            )
-        elif self.is_fsdp_enabled or ranks.is_wanted(os.environ):
-            self._shards = ranks.ShardedModel(self.accelerator, self.mover, self.args.world_size)
+        self.way.attach(self.accelerator, self.mover)
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -306,14 +277,12 @@ class VerifiedTransferMixin(_Base):
             attest(model, self.mover)
             place(model, self.mover)
             follow_bias_casts(model, self.mover)
+            model.requires_grad_(False)  # or the sentinel would take its weights for trained ones
             self._references.append(model)
         return stock(model, device_placement=bool(device_placement), evaluation_mode=evaluation_mode)
 
     def _place(self, model: nn.Module) -> None:
-        if self._shards is not None:
-            self._shards.shard(model)
-        else:
-            place(model, self.mover)
+        self.way.place(model)
         keep_trainable_on_cpu(model)
         follow_bias_casts(model, self.mover)
 
@@ -344,17 +313,9 @@ class VerifiedTransferMixin(_Base):
     @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._choose_recomputed()
-        replicated = self.args.world_size > 1 and not is_sharded(self.model)
-        if replicated:
-            self.grad_sync.before_wrapping(self.model, self._sentinel)
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if replicated:
-            self._sentinel.check_replicas(tensors_of(self.model), "after DistributedDataParallel")
-        if self.args.world_size > 1:
-            traffic = self._shards.traffic if self._shards is not None else None
-            self.grad_sync.start(self.model_wrapped, self.mover, traffic, max_steps=max_steps)
-        if self.full_state is not None:
-            self.full_state.optimizer = self.optimizer
+        with self.way.wrapping(self.model, self._sentinel.check_replicas):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self.way.start(self.model_wrapped, self.optimizer, max_steps=max_steps)
         self._recovery = recovery_for(self, on_oom=self._on_oom, resumed=bool(resume_from_checkpoint))
         return prepared
 
@@ -393,8 +354,7 @@ class VerifiedTransferMixin(_Base):
             self._recovery.begin_step()
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         window = self._training_prefetch.window(batches)
-        if self._pipeline is not None:
-            self._pipeline.begin_step(window)
+        self.way.begin_step(window)
         return window, count
 
     @override
@@ -433,8 +393,8 @@ class VerifiedTransferMixin(_Base):
             return torch.zeros((), device=self.args.device)
         self._crash_if_asked("step", self.state.global_step + 1)
         stock = super().training_step
-        if self._pipeline is not None and (self._recovery is None or self._recovery.divisor == 1):
-            stock = partial(self._pipeline.step, stock)
+        if self._recovery is None or self._recovery.divisor == 1:
+            stock = self.way.stepping(stock)
         if not isinstance(inputs, Mapping):  # prompts from which the trainer generates its batch: cannot be split
             loss: Tensor = stock(model, inputs, num_items_in_batch)
         elif self._recovery is not None:
@@ -444,7 +404,7 @@ class VerifiedTransferMixin(_Base):
             with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
                 loss = stock(model, inputs, num_items_in_batch)
         self._sentinel.look_at_batches()
-        self.grad_sync.settle(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
+        self.way.check(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
         self._guard.add_loss(loss)
         return self._metrics_queue.loss_to_log(loss)
 
@@ -475,7 +435,6 @@ class VerifiedTransferMixin(_Base):
         with (
             self._metrics_queue.deferring(),
             self._keep_checkpointing_choice(),
-            self._sentinel.forward(),
             self._loss_way(),
             as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
@@ -515,7 +474,7 @@ class VerifiedTransferMixin(_Base):
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; the heartbeat allows more time for the first batch."""
         self.beat("evaluate")
-        if self._tensor_parallel:
+        if self.way.shares_rows:
             # Each rank has all rows: gathered, they are duplicates, and upstream miscounts those of a short last batch.
             self.gather_function = self._own_rows
         result = super().evaluation_loop(*arguments, **keywords)
@@ -529,8 +488,7 @@ class VerifiedTransferMixin(_Base):
             inputs = self._prepare_inputs(inputs)
         result = super().prediction_step(model, inputs, *arguments, **keywords)
         self._sentinel.look_at_batches()
-        if self._shards is not None and self._shards.traffic is not None:
-            self._shards.traffic.settle(step=self.state.global_step)
+        self.way.check_evaluation(step=self.state.global_step)
         return result
 
     @override
@@ -640,17 +598,14 @@ class VerifiedTransferMixin(_Base):
     def describe(self) -> dict[str, Any]:
         """What the report says of this training in addition to the counters, as seen by this rank."""
         return {
-            "grad_sync": self.grad_sync.describe(self.model, self.args.world_size),
-            "split": ranks.describe_split(self.mover, self.model, self._pipeline.in_flight if self._pipeline else 1)
-            if isinstance(self.mover, SplitMover)
-            else None,
+            **self.way.describe(self.model),
             "memory": {
                 "steps_down": self._recovery is not None,
                 "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
                 "recompute_layers": self.recompute_layers,
             },
             "crash_injection": self._crashes.text,
-            "shard_seconds": 0.0 if self._shards is None else self._shards.seconds,
+            "shard_seconds": self.way.seconds,
         }
 
     # ---- for the objects that the trainer owns --------------------------------------------------------------
@@ -658,23 +613,18 @@ class VerifiedTransferMixin(_Base):
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices of the model: the trainer's, or those of all cards of a split."""
-        cards = self.mover if isinstance(self.mover, SplitMover) and not self.mover.logical else None
-        return tuple(card.device for card in cards.cards) if cards else (self.args.device,)
-
-    def fewer_in_flight(self) -> bool:
-        """Run fewer micro-batches concurrently from now on; False if they already run one by one."""
-        return self._pipeline is not None and self._pipeline.halve()
+        return self.way.devices(self.args.device)
 
     @property
     def is_sharded(self) -> bool:
         """Whether each rank holds only a part of the model."""
-        elsewhere = self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
-        return bool(elsewhere or self._tensor_parallel)
+        elsewhere = self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
+        return bool(elsewhere or self.way.state)
 
     @property
-    def full_state(self) -> FullState | None:
+    def full_state(self) -> Gatherable | None:
         """Gathers what is saved of a sharded model; None for a model that is not sharded."""
-        return None if self._shards is None else self._shards.full_state
+        return self.way.state
 
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A batch with each device tensor replaced by the host tensor it was copied from, where that is known."""
@@ -714,8 +664,8 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.check_trained(f"while saving at step {self.state.global_step}", self.state.global_step)
 
     def write_model(self, directory: str) -> None:
-        if self._tensor_parallel and self.full_state is not None:  # upstream would save each rank's parts
-            state = self.full_state.model()
+        if self.way.state is not None:  # upstream would save each rank's parts
+            state = self.way.state.model()
             if self.args.should_save:
                 self._save(directory, state_dict=state)
             return
@@ -768,9 +718,6 @@ class VerifiedTransferMixin(_Base):
                 f"batch tensors {', '.join(unverified)} were put on the device by something other than the mover, so "
                 "their bytes cannot be verified: return host tensors from the data collator, or choose --verify sample"
             )
-
-    def _clip_over_cards(self, mover: SplitMover, *given: Any, **more: Any) -> Tensor:
-        return ranks.clip_over_cards(mover, ranks.cards_of_parameters(self.model, mover), *given, **more)
 
     def _own_rows(self, data: Any) -> Any:
         """As ``Accelerator.gather_for_metrics`` with a single process: padding rows of the last batch are dropped."""
@@ -832,32 +779,8 @@ class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
     """Supervised fine-tuning in which every weight and batch is verified on its way to the device."""
 
 
-def _new_mover(args: Any, settings: TransferSettings | None) -> Mover:
-    if args is None:
-        from accelerate import PartialState
-
-        device = PartialState().device
-    else:
-        device = args.device
-    return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
-
-
-def _with_own_labels(batch: Batch) -> Batch:
-    copies = {
-        name: value.clone() for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)
-    }
-    return {**batch, **copies}
-
-
-def _own_arguments(args: Any) -> Any:
-    if args is None:
-        return None
-    args = copy.copy(args)
-    if args.logging_nan_inf_filter and is_tried("transformers"):  # see `DeferredMetrics.loss_to_log`
-        args.logging_nan_inf_filter, args.filters_losses = False, True  # the latter for a trainer made with this copy
-    args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
-    if args.enable_jit_checkpoint:
-        # Upstream's own writes in place and lets the run look finished.
-        logger.warning("enable_jit_checkpoint is set to False: SIGTERM writes a verified checkpoint without it")
-        args.enable_jit_checkpoint = False
-    return args
+def _with_own_labels(batch: Any) -> Any:
+    if not isinstance(batch, Mapping):  # prompts
+        return batch
+    mine = [name for name, value in batch.items() if name.endswith("labels") and torch.is_tensor(value)]
+    return {**batch, **{name: batch[name].clone() for name in mine}}

@@ -7,7 +7,7 @@ Reading order: `mover` (the only way to the device), `copies` (staging memory, p
 from __future__ import annotations
 
 from hf_rocm_tune.transfer.backend import AcceleratorBackend, Backend, HostBackend
-from hf_rocm_tune.transfer.copies import Ring, TransferSettings
+from hf_rocm_tune.transfer.copies import Ring, TransferSettings, host_copy
 from hf_rocm_tune.transfer.digest import (
     Digest,
     QueuedDigests,
@@ -41,6 +41,7 @@ __all__ = [
     "digest",
     "digest_on_device",
     "gb_per_s",
+    "host_copy",
     "map_tensors",
     "named_tensors",
     "redirected",

@@ -24,7 +24,7 @@ from hf_rocm_tune.transfer.digest import Digest
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, STAGES
 
 VARIABLE = "HF_ROCM_TUNE_FAULT"
-KINDS = ("zero", "zero_range", "flip", "stale", "swap", "drop", "late", "after")
+KINDS = ("zero", "zero_range", "flip", "bits", "stride", "stale", "swap", "drop", "late", "after")
 FAULT_STAGES = (*STAGES, BETWEEN_CARDS, "gradients", "gathered")
 """Where faults can be injected: all transfers, and gradient averages and gathered weights of other libraries."""
 
@@ -34,14 +34,16 @@ class FaultSpec:
     """Which transfers get a fault, and which fault.
 
     Attributes:
-        kind: ``zero`` the tensor, ``zero_range`` a part of it, ``flip`` one bit, ``stale`` bytes of an earlier
-            transfer, ``swap`` two words, ``drop`` the copy, ``late``: the copy arrives only after the digest was taken,
-            ``after``: one bit is flipped just after the tensor was verified.
+        kind: ``zero`` the tensor, ``zero_range`` a part of it, ``flip`` one bit, ``bits`` 2 to 6 bits of two
+            neighbouring words, ``stride`` one bit every 64, 256 or 4,096 bytes, ``stale`` bytes of an earlier transfer,
+            ``swap`` two words, ``drop`` the copy, ``late``: it arrives only after the digest was taken, ``after``:
+            one bit is flipped just after the tensor was verified.
         rate: share of matching tensors that get the fault, 0 to 1.
         seed: the same seed selects the same transfers, whatever the order of the threads.
         persist: whether each retry of a transfer gets the fault as well.
         stage: only this stage. In ``gradients`` (averages of buckets), ``buckets`` (copies to the host) and
-            ``gathered`` (weights gathered by FSDP2) only ``zero zero_range flip stale swap`` have an effect.
+            ``gathered`` (weights gathered by FSDP2) only ``zero zero_range flip bits stride stale swap`` have an
+            effect.
         tensor: only names that match this pattern (``fnmatch``).
         first: the first matching transfer (from 1) that may get a fault.
         count: stop after this many injections.
@@ -77,6 +79,7 @@ class FaultSpec:
         return cls.parse(text) if text else None
 
 
+_STRIDES = (64, 256, 4096)
 _REMEMBERED_BYTES = 4 << 20
 _REMEMBERED_PLANS = 4096
 
@@ -239,8 +242,12 @@ class FaultyBackend:
             if kind == "late" and not torch.equal(wrong, right):
                 self._late.append(_Later(target, right.clone(), label, plan))
             return wrong
+        if kind == "stride":
+            return _with_bits_at_a_stride(right, anchor, _STRIDES[plan.anchor % 3], 1 << plan.length % 8)
         if not 0 <= anchor < right.numel():
             return None
+        if kind == "bits":
+            return _with_several_bits(right, anchor // 4 * 4, plan.rng)
         if kind == "swap":
             return _with_two_words_swapped(right, anchor)
         wrong = right.clone()
@@ -281,6 +288,21 @@ class _CorruptedAfterDigest:
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _with_several_bits(right: Tensor, word: int, rng: random.Random) -> Tensor:
+    wrong = right.clone()
+    room = min(8, right.numel() - word)
+    for bit in rng.sample(range(8 * room), rng.randint(2, 6)):
+        wrong[word + bit // 8] ^= 1 << bit % 8
+    return wrong
+
+
+def _with_bits_at_a_stride(right: Tensor, anchor: int, stride: int, bit: int) -> Tensor:
+    """One bit of each ``stride``-th byte from the anchor on, which may lie before these bytes."""
+    wrong = right.clone()
+    wrong[anchor if anchor >= 0 else anchor % stride :: stride] ^= bit
+    return wrong
 
 
 def _with_two_words_swapped(right: Tensor, anchor: int) -> Tensor | None:

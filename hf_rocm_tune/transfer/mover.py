@@ -467,8 +467,7 @@ class Mover:
     def digest_of(self, tensor: Tensor) -> Digest | None:
         """The digest with which a weight arrived or was derived; None for batches, views and unverified tensors."""
         entry = self._registry.get(tensor)
-        whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-        return entry.known_digest() if entry is not None and whole else None
+        return entry.known_digest() if entry is not None and _is_whole(tensor) else None
 
     def mark_derived(self, tensor: Tensor, reason: str, *, digest: Digest | None = None) -> None:
         """Declare that `tensor` was computed on the device from verified tensors (cast, quantised, initialised).
@@ -476,10 +475,11 @@ class Mover:
         Args:
             tensor: on the device.
             reason: how it was computed.
-            digest: of the right bytes, if known. Otherwise the tensor is digested now, without a wait: call this as
-                soon as it is computed, and again when it is rewritten.
+            digest: of the right bytes, if known. Otherwise, and for a part of a storage, the storage is digested now,
+                without a wait: call this as soon as it is computed, and again when it is rewritten.
         """
-        self._registry.put(tensor, Entry("derived", reason, digest=digest or QueuedDigests([storage_bytes(tensor)])))
+        known = digest if _is_whole(tensor) else None
+        self._registry.put(tensor, Entry("derived", reason, digest=known or QueuedDigests([storage_bytes(tensor)])))
 
     def mark_trained(self, tensor: Tensor, reason: str) -> None:
         """Declare that `tensor`, verified until now, will be changed by training: its digest is no longer known."""
@@ -523,6 +523,10 @@ class Mover:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def was_verified(tensor: Tensor) -> bool:

@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hf_rocm_tune.cards.fsdp import Traffic
+from hf_rocm_tune.cards.fsdp_traffic import Traffic
+from hf_rocm_tune.cards.sharded import FullState
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.placement import findable_tensors_of, tensors_of
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, local, own_part
-from hf_rocm_tune.train.ranks import FullState
 from hf_rocm_tune.train.sentinels import FrozenSentinel
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, combine, digest
 

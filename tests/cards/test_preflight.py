@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.cards import preflight, stall_report
+from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.cards.preflight import (
     IMPORTING,
     VARIABLE,
@@ -332,8 +332,9 @@ def test_a_rank_that_is_gone_or_stands_still_is_named_by_the_other(
 
 
 def test_what_is_left_of_another_job_does_not_count(tmp_path: Path) -> None:
-    stall_report.make_place(tmp_path / "place")
-    stall_report.write_note(tmp_path / "place" / "rank-1", {"rank": 1, "pid": os.getpid(), "born": 1.0, "device": {}})
+    (tmp_path / "place").mkdir(mode=0o700)
+    note = {"rank": 1, "pid": os.getpid(), "born": 1.0, "device": {}}
+    (tmp_path / "place" / "rank-1").write_text(json.dumps(note))
     (tmp_path / "place" / "left-0").touch()
     environ = {"WORLD_SIZE": "2", "RANK": "0"}
     with pytest.raises(StallError, match="rank 1 of 2 did not join"):

@@ -1,12 +1,13 @@
 """One process under the stall watchdog, without torch: ``python -m tests.cards.watched_rank JSON``.
 
 Keys of the JSON: ``rank``, ``place`` (null: alone), ``report`` (the file for a stall's report), ``limits`` (seconds by
-phase), ``script`` (a list of steps, see `_STEPS`), ``on_stall`` ("write", "raise", "the first dies"). Ranks with a
-place begin once ``all-joined`` stands beside the report: a busy machine starts them seconds apart.
+phase), ``script`` (a list of steps, see `_STEPS`), ``on_stall`` ("write", "raise", "the first dies", "hold"). Ranks
+with a place begin once ``all-joined`` stands beside the report: a busy machine starts them seconds apart.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_rocm_tune.cards import watchdog as watchdogs
 from hf_rocm_tune.cards.watchdog import Board, Look, Stall, Watchdog
 
 
@@ -74,11 +76,14 @@ def main() -> None:
     def on_stall(stall: Stall) -> None:
         if given.get("on_stall") == "raise":
             raise ValueError("a bug in what tells of a stall")
+        if given.get("on_stall") == "hold":
+            ctypes.PyDLL(None).sleep(600)  # it keeps the interpreter's lock
         if given.get("on_stall") == "the first dies" and not report.with_name("dead").exists():
             report.with_name("dead").touch()
             os._exit(7)
-        report.write_text(json.dumps({"cause": stall.cause, **stall.report}))
+        report.write_text(json.dumps({"cause": stall.cause, "page": stall.page}))
 
+    watchdogs.LAST_SECONDS = given.get("last_s", watchdogs.LAST_SECONDS)
     board = Board(Path(given["place"]), given["rank"]) if given["place"] else None
     progress = Progress(given["limits"], board)
     watchdog = Watchdog(look=progress.look, on_suspicion=lambda: None, on_stall=on_stall, board=board, tick_s=0.05)

@@ -7,75 +7,57 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.doctor.diagnose import VARIABLE, all_checks
-from hf_rocm_tune.doctor.findings import GROUPS
-from tests.machines.replay import MACHINES
-
-ESCAPE = "\x1b["
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    try:
-        code = cli.main(["doctor", *argv])
-    except SystemExit as caught:  # argparse's --help
-        code = int(caught.code or 0)
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+from hf_rocm_tune.doctor import diagnose as diagnosing
+from hf_rocm_tune.doctor.diagnose import MEASURED, all_checks, diagnose
+from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, fail
+from hf_rocm_tune.doctor.software import TESTED
+from hf_rocm_tune.doctor.system import RING_MIB
+from hf_rocm_tune.transfer import AcceleratorBackend, TransferSettings
+from tests.machine.trees import Built, Slot
+from tests.machines.case import case, cpu_stack, cuda_stack, device, pair, stack
+from tests.machines.replay import MACHINES, command
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Path:
-    """A captured machine with a failure, warnings and notes."""
-    file = tmp_path / "machine.json"
-    file.write_text(json.dumps(MACHINES["override_with_an_igpu"].recording), encoding="utf-8")
-    return file
+def evidence(root: Path, cards: int = 1, *, torch_sees: int | None = None) -> Evidence:
+    built = Built("a machine")
+    for _ in range(cards):
+        built.card(slot=Slot(width=8))
+    seen = cards if torch_sees is None else torch_sees
+    return case(built, software=stack(devices=pair()[:seen]) if seen else cpu_stack()).evidence(root)
 
 
-def test_the_table_says_everything_about_a_failure(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "--from", str(machine))
-    blocks = re.split(r"\n(?=\S)", out)
-    block = next(block for block in blocks if block.startswith("FAIL"))
-    assert block.splitlines()[0] == "FAIL  HSA_OVERRIDE_GFX_VERSION=11.0.0"
-    labels = [line.split()[0] for line in block.splitlines()[1:]]
-    assert {"fix", "source"} <= set(labels)
+def found(out: str) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = json.loads(out)["findings"]
+    return rows
+
+
+def test_the_table_says_everything_about_a_failure(tmp_path: Path) -> None:
+    code, out, _ = command(evidence=MACHINES["override_with_an_igpu"].evidence(tmp_path))
+    block = next(block for block in re.split(r"\n\n", out) if block.startswith("FAIL"))
+    assert code == 2 and block.splitlines()[0] == "FAIL  HSA_OVERRIDE_GFX_VERSION=11.0.0"
+    assert {"fix", "source"} <= {line.split()[0] for line in block.splitlines()[1:]}
     assert "https://github.com/ROCm/TheRock/issues/5543" in block
-    assert out.index(GROUPS["access"]) < out.index(GROUPS["variables"]) < out.index(GROUPS["links"])
     assert "1 failure, 1 note" in " ".join(out.split("\n\n")[-1].split())
-    assert all(len(line) <= 100 or "https://" in line for line in out.splitlines())
 
 
-def test_json_holds_every_finding_with_its_group_and_links(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "--from", str(machine), "--json")
-    told = json.loads(out)
-    assert told["recorded"]
-    (one,) = (one for one in told["findings"] if one["subject"] == "HSA_OVERRIDE_GFX_VERSION")
-    assert (one["status"], one["group"], one["row"]) == ("fail", "variables", "environ:HSA_OVERRIDE_GFX_VERSION")
-    assert one["links"]
-    assert all(one["sources"] or one["status"] in ("unknown", "skipped") for one in told["findings"])
+def test_only_and_skip_take_checks_and_groups(tmp_path: Path) -> None:
+    known = evidence(tmp_path)
 
-
-def test_markdown_can_be_pasted(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "--from", str(machine), "--markdown")
-    assert out.startswith("## hf-rocm-tune doctor")
-    assert "[TheRock\\#5543](https://github.com/ROCm/TheRock/issues/5543)" in out
-    assert not re.search(r"(?<!\\)[<@|]", re.sub(r"`[^`]*`|\]\([^)]*\)", "", out))
-
-
-def test_only_and_skip_take_checks_and_groups(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def checks(*argv: str) -> set[str]:
-        _, out, _ = run(capsys, "--from", str(machine), "--json", *argv)
-        return {one["check"] for one in json.loads(out)["findings"]}
+    def checks(*argv: str) -> set[object]:
+        return {one["check"] for one in found(command("--json", *argv, evidence=known)[1])}
 
     names = {group: {check.name for check in all_checks() if check.group == group} for group in GROUPS}
     assert checks("--only", "variables") == {"variables"}
     assert checks("--only", "links,bar", "host") <= names["links"] | names["host"]
     assert checks("--only", "access", "--skip", "cards") == names["access"] - {"cards"}
-    assert checks("--only", "link_width") == {"link_width"}
     assert not checks("--skip", "variables", "access") & (names["variables"] | names["access"])
 
 
@@ -84,51 +66,54 @@ def test_only_and_skip_take_checks_and_groups(machine: Path, capsys: pytest.Capt
     [
         (["--only", "variabels"], ["'variabels'", "did you mean variables?"]),
         (["--skip", "bandwith"], ["'bandwith'", "did you mean bandwidth?"]),
-        (["--only", "zzzzz"], ["'zzzzz'", "--list"]),
         (["--only", "bar", "--skip", "links"], ["leave no check"]),
-        (["--json", "--markdown"], ["--json", "--markdown"]),
         (["--form", "x"], ["--form"]),
-        (["--from", "/nowhere/at/all.json"], ["/nowhere/at/all.json", "No such file"]),
-        (["--from", "/dev/null"], ["/dev/null"]),
-        (["--capture", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
-        (["--capture", "/tmp"], ["/tmp"]),
-        (["--capture", "x", "--from", "y"], ["--capture", "--from"]),
+        (["--faults", "3"], ["--faults", "--drill"]),
+        (["--drill", "--only", "bar"], ["--drill", "--only"]),
+        (["--drill", "--json", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
         (["--only"], ["--only"]),
         (["links"], ["links"]),
     ],
 )
-def test_wrong_usage_is_one_line_and_code_2(
-    argv: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
+def test_wrong_usage_is_one_line_and_code_2(argv: list[str], named: list[str]) -> None:
+    code, out, err = command(*argv)
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert all(name in err for name in named), err
 
 
-def test_an_unknown_fault_is_wrong_usage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "check=no_such_check,kind=wrong")
-    code, out, err = run(capsys)
+@pytest.mark.parametrize(
+    ("cards", "torch_sees", "only", "why"),
+    [
+        (1, 0, ["gemm"], "torch sees no accelerator"),
+        (1, 0, ["driver", "gemm"], "torch sees no accelerator"),
+        (1, 1, ["pairs"], "needs 2 cards"),
+        (1, 1, ["all_reduce"], "needs 2 cards"),
+        (1, 1, ["iommu"], "needs 2 cards"),
+        (2, 1, ["pairs"], "torch sees 1 of 2"),
+    ],
+)
+def test_a_check_that_cannot_run_is_not_called_sound(
+    cards: int, torch_sees: int, only: list[str], why: str, tmp_path: Path
+) -> None:
+    code, out, err = command("--only", *only, evidence=evidence(tmp_path, cards, torch_sees=torch_sees))
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert VARIABLE in err
+    assert f"--only {only[-1]}: nothing was checked" in err and why in err
 
 
 @pytest.mark.usefixtures("asked_before")
-def test_a_fault_that_is_asked_for_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "check=round_trip,kind=hang")
-    _, out, _ = run(capsys, "--only", "shared_memory")
-    assert "A FAULT IS INJECTED ON REQUEST" in out
-    assert "check=round_trip,kind=hang" in out
-    assert json.loads(run(capsys, "--only", "shared_memory", "--json")[1])["fault_injection"]
+def test_on_this_machine_json_goes_to_a_file_or_the_output(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    codes = {command("--only", "host", *form)[0] for form in ((), ("--json",), ("--json", str(file)))}
+    assert len(codes) == 1 and found(file.read_text())
+    code, out, err = command("--only", "host", "--json", str(tmp_path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
-def test_the_list_names_every_check_once(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--list")
-    assert code == 0
+def test_the_list_names_every_check_once() -> None:
+    code, out, _ = command("--list")
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert listed == [check.name for check in all_checks()]
+    assert code == 0 and listed == [check.name for check in all_checks()]
     assert len(listed) == len(set(listed)) > 25
-    assert "(with --full only" in out
 
 
 def test_without_a_gpu_the_whole_doctor_says_what_it_could_not_check(tmp_path: Path) -> None:
@@ -144,54 +129,118 @@ def test_without_a_gpu_the_whole_doctor_says_what_it_could_not_check(tmp_path: P
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    skipped = {one["check"]: one["text"] for one in told["findings"] if one["status"] == "skipped"}
-    measured = {check.name for check in all_checks() if check.measured and check.needs_cards < 2}
-    assert measured <= skipped.keys()
-    assert all("torch sees no accelerator" in skipped[name] for name in measured)
-    assert not [one for one in told["findings"] if one["row"] == "check_crashed"]
+    rows = found(done.stdout)
+    skipped = {one["check"]: one["text"] for one in rows if one["status"] == "skipped"}
+    for check in MEASURED:
+        assert check.needs_cards or "torch sees no accelerator" in str(skipped[check.name])
+    assert not [one for one in rows if one["row"] == "check_crashed"]
 
 
-def test_colours_are_for_terminals_only_and_change_no_word(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, plain, _ = run(capsys, "--from", str(machine))
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    _, coloured, _ = run(capsys, "--from", str(machine))
-    assert ESCAPE in coloured and ESCAPE not in plain
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured).splitlines()[:-1] == plain.splitlines()[:-1]
+def test_a_terminal_without_the_letters_of_a_name_and_a_reader_that_goes_away(tmp_path: Path) -> None:
+    built = Built("invented").card()
+    built.files["proc/cpuinfo"] = "model name\t: Proc\u00e9sseur \u7b97\n"
+    built.process["release"] = None
+    built.write(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from unittest import mock\n"
+        "from hf_rocm_tune import cli\nfrom hf_rocm_tune.doctor import command\n"
+        "from tests.machines.case import stack\nfrom hf_rocm_tune.doctor.findings import Evidence\n"
+        "from hf_rocm_tune.machine.survey import survey\n"
+        f"known = Evidence(machine=survey(Path({str(tmp_path)!r})), software=stack(), environ={{}})\n"
+        "with mock.patch.object(command, 'read_here', return_value=known):\n"
+        "    sys.exit(cli.main(['doctor', '-v', '--only', 'access', 'kernel']))\n"
+    )
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert "Proc\\xe9sseur \\u7b97" in done.stdout and done.stderr == ""
+    line = f"'{sys.executable}' -c \"{code}\" | head -n 1"
+    gone = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, env=environ)
+    assert gone.stdout.startswith("hf-rocm-tune doctor") and gone.stderr == ""
 
 
-@pytest.mark.parametrize("width", [1, 40, 500])
-def test_any_width_is_readable(
-    width: int, machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    code, out, _ = run(capsys, "--from", str(machine))
-    assert code == 2 and "FAIL" in out
-    lines = [line for line in out.splitlines() if "http" not in line and "/" not in line]
-    assert 50 < max(map(len, lines)) <= 120
+def test_the_tested_versions_and_the_ring_are_the_package_s(checkout: Path) -> None:
+    project = tomllib.loads((checkout / "pyproject.toml").read_text("utf-8"))["project"]
+    stated = {}
+    for line in project["dependencies"]:
+        name, _, bound = line.partition(">=")
+        stated[name] = bound.partition(",")[0]
+    assert {name: stated.get(name) for name in TESTED} == TESTED
+    assert TransferSettings().slots * AcceleratorBackend.default_slot_bytes >> 20 == RING_MIB
 
 
-def test_a_terminal_without_the_letters_of_a_name_shows_them_escaped(machine: Path) -> None:
-    packed = json.loads(machine.read_text())
-    packed["process"]["cpu"] = "Procésseur \u7b97"
-    packed["files"]["proc/cpuinfo"] = "model name\t: Proc\u00e9sseur \u7b97\n"
-    machine.write_text(json.dumps(packed), encoding="utf-8")
-    environ = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_ROCM_TUNE_QUIET": "1"}
-    line = [sys.executable, "-m", "hf_rocm_tune", "doctor", "--from", str(machine)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environ, check=False)
-    assert (done.returncode, done.stderr) == (2, "")
-    assert "Proc\\xe9sseur \\u7b97" in done.stdout
+# ---- running the checks ----------------------------------------------------------------------------------------------
+
+
+def finding(row: str) -> Finding:
+    return fail(row, "title", "text", "fix", "source")
+
+
+def check(name: str, *finds: Finding, group: str = "links", **more: object) -> Check:
+    return Check(name=name, group=group, about=name, run=lambda evidence: finds, **more)  # type: ignore[arg-type]
+
+
+def crashing(error: BaseException) -> Check:
+    def run(evidence: Evidence) -> Iterator[Finding]:
+        yield finding("kept")
+        raise error
+
+    return Check(name="crashing", group="links", about="crashes", run=run)
+
+
+@pytest.mark.parametrize("error", [ValueError("odd\nthing"), KeyError("x"), AssertionError(), OSError(5, "I/O")])
+def test_a_check_that_crashes_is_reported_and_stops_nothing(error: BaseException, tmp_path: Path) -> None:
+    checks = [check("before", finding("a")), crashing(error), check("after", finding("b"))]
+    done = diagnose(evidence(tmp_path), checks)
+    assert [one.check for one in done.findings] == ["before", "crashing", "crashing", "after"]
+    crashed = done.findings[2]
+    assert (crashed.row, crashed.status) == ("check_crashed", "warn")
+    assert type(error).__name__ in crashed.text and "\n" not in crashed.text
+    with pytest.raises(KeyboardInterrupt):
+        diagnose(evidence(tmp_path), [crashing(KeyboardInterrupt())])
+
+
+def test_the_order_is_that_of_the_groups() -> None:
+    places = list(GROUPS)
+    order = [places.index(one.group) for one in all_checks()]
+    assert order == sorted(order) and all_checks()[-1].name == "link_errors_after"
+
+
+def test_after_two_hangs_nothing_more_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"a": "measurement_hung", "b": "pair_hung", "fine": "fine"}
+    monkeypatch.setattr(diagnosing, "run_measured", lambda check, _: [finding(rows[check.name])])
+    measured = {name: replace(check(name), run=None, measure="x.y") for name in rows}
+    read = check("read", finding("read"))
+    known = evidence(tmp_path)
+    done = diagnose(known, [measured["a"], measured["b"], measured["fine"], read])
+    assert [one.status for one in done.findings] == ["fail", "fail", "skipped", "fail"]
+    assert done.findings[2].text == "a and b did not return; --only fine measures it anyway"
+    assert [one.status for one in diagnose(known, [measured["a"], measured["fine"]]).findings] == ["fail", "fail"]
+
+
+def test_full_measures_longer_and_each_card_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(diagnosing, "run_measured", lambda check, request: asked.append((check.name, request)) or [])
+    known = evidence(tmp_path, 2)
+    diagnose(known, MEASURED)
+    assert [name for name, _ in asked].count("gemm") == 2 and [name for name, _ in asked].count("pairs") == 1
+    short = dict(asked)
+    asked.clear()
+    diagnose(known, MEASURED, full=True)
+    for name in ("round_trip", "canaries", "pairs", "gemm"):
+        assert dict(asked)[name] != short[name]
+    assert short["gemm"]["address"] == "0000:06:00.0" and short["gemm"]["hip"] is True
+
+
+def test_an_integrated_gpu_is_no_second_card(tmp_path: Path) -> None:
+    devices = [device(), device("0000:04:00.0", index=1, arch="gfx1036", gib=0.5)]
+    known = case(Built("beside").card().igpu(), software=stack(devices=devices)).evidence(tmp_path / "one")
+    assert known.card_count == 1
+    cuda = cuda_stack(device("0000:01:00.0"), device("0000:02:00.0", index=1))
+    assert case(Built("cuda").nvidia().nvidia(), software=cuda).evidence(tmp_path / "two").card_count == 2
 
 
 @pytest.mark.gpu
 def test_with_a_gpu_every_short_check_gives_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "--json")
-    told = json.loads(out)
-    assert not [one for one in told["findings"] if one["row"] == "check_crashed"]
-    skipped = {one["check"]: one["text"] for one in told["findings"] if one["status"] == "skipped"}
-    assert not [name for name, reason in skipped.items() if "sees no accelerator" in reason]
-    long = {check.name for check in all_checks() if check.full and check.needs_cards < 2}
-    assert all("--full" in skipped[name] for name in long)
+    cli.main(["doctor", "--json"])
+    rows = found(capsys.readouterr().out)
+    assert not [one for one in rows if one["row"] == "check_crashed" or "accelerator" in str(one["text"])]

@@ -156,7 +156,7 @@ def test_the_command_shows_a_table_and_writes_only_what_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    few = ["drill", "--device", "cpu", "--faults", "60", "--clean", "20"]
+    few = ["doctor", "--drill", "--device", "cpu", "--faults", "60", "--clean", "20"]
     assert cli.main(few) == 0
     printed = capsys.readouterr()
     assert list(tmp_path.iterdir()) == []
@@ -174,7 +174,7 @@ def test_a_failed_drill_says_so_in_one_line_and_ends_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Transfer, "matches", lambda self, found: True)
-    assert cli.main(["drill", "--device", "cpu", "--faults", "60", "--clean", "20"]) == 3
+    assert cli.main(["doctor", "--drill", "--device", "cpu", "--faults", "60", "--clean", "20"]) == 3
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1
     assert "faults missed" in printed.err
@@ -196,7 +196,7 @@ def test_a_failed_drill_says_so_in_one_line_and_ends_with_3(
 def test_wrong_input_is_one_line_and_nothing_is_drilled(
     argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["drill", *argv]) == 2
+    assert cli.main(["doctor", "--drill", *argv]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1 and named in printed.err
@@ -204,7 +204,7 @@ def test_wrong_input_is_one_line_and_nothing_is_drilled(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator here")
 def test_an_accelerator_that_is_not_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["drill", "--device", "cuda"]) == 2
+    assert cli.main(["doctor", "--drill", "--device", "cuda"]) == 2
     assert "torch sees no accelerator" in capsys.readouterr().err
 
 
@@ -217,7 +217,18 @@ def test_the_drill_passes_on_the_device() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_ten_thousand_faults_and_a_million_clean_transfers(device: str, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "hf_rocm_tune", "drill", "--full", "--device", device, "--json", "found.json"]
+    argv = [
+        sys.executable,
+        "-m",
+        "hf_rocm_tune",
+        "doctor",
+        "--drill",
+        "--full",
+        "--device",
+        device,
+        "--json",
+        "found.json",
+    ]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())

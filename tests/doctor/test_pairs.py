@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.cards.preflight import GradSyncChoice, PairTrial, PreflightFault, ReduceTrial, SyncWay, Way
-from hf_rocm_tune.doctor import links
-from hf_rocm_tune.doctor.diagnose import MEASURED, DoctorFault, run_measured
-from hf_rocm_tune.doctor.findings import Finding
+from hf_rocm_tune.cards.preflight import GradSyncChoice, PairTrial, ReduceTrial, SyncWay, Way
+from hf_rocm_tune.doctor import pairs
+from hf_rocm_tune.doctor.diagnose import MEASURED, run_measured
+from hf_rocm_tune.doctor.findings import Check, Finding
 from hf_rocm_tune.machine.child import Outcome
+
+
+def by_name(name: str) -> Check:
+    return next(check for check in MEASURED if check.name == name)
+
 
 CARDS = {"devices": [{"device": "cuda:0"}, {"device": "cuda:1"}]}
 WRONG = {"cases": 9, "wrong": 2, "problems": [{"case": "cold"}], "staged_wrong": 0, "peer_access": True}
@@ -20,7 +25,7 @@ WRONG = {"cases": 9, "wrong": 2, "problems": [{"case": "cold"}], "staged_wrong":
 def judged(result: dict[str, Any] | None, **outcome: Any) -> Finding:
     status = outcome.pop("status", "done")
     trial = PairTrial(source="cuda:0", destination="cuda:1", outcome=Outcome(status=status, result=result, **outcome))
-    return links.judge_pair(trial, "1 right", "copies")
+    return pairs.judge_pair(trial, "1 right", "copies")
 
 
 @pytest.mark.parametrize(
@@ -36,13 +41,13 @@ def judged(result: dict[str, Any] | None, **outcome: Any) -> Finding:
 )
 def test_a_pair_is_told_for_what_it_is(result: dict[str, Any] | None, outcome: dict[str, Any], row: str) -> None:
     finding = judged(result, **outcome)
-    assert (finding.row, finding.subject, finding.needs_cards) == (row, "cuda:0->cuda:1", 2)
-    assert finding.evidence[-1] == "with HSA_ENABLE_PEER_SDMA=0: 1 right"
+    assert (finding.row, finding.subject) == (row, "cuda:0->cuda:1")
+    assert finding.read[-1] == "with HSA_ENABLE_PEER_SDMA=0: 1 right"
     if row == "pair_wrong":
-        assert "correct when read back" in finding.evidence[0], "bytes that came late"
-        assert "AMD documents two contradictory settings" in finding.cure and "must" not in finding.cure
+        assert "correct when read back" in finding.read[0], "bytes that came late"
+        assert "AMD documents two contradictory settings" in finding.fix and "must" not in finding.fix
     if row == "pair_wrong_through_host":
-        assert "IOMMU" not in finding.cure, "it is not blamed on the pair"
+        assert "IOMMU" not in finding.fix, "it is not blamed on the pair"
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Sequence[str]) -> list[Way]:
@@ -57,7 +62,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Sequence[str]) -> list[W
         outcome = Outcome(status=statuses.get(verdict, "done"), result=None if verdict in statuses else good)  # type: ignore[arg-type]
         return ReduceTrial(way=way, outcomes=(outcome, outcome))
 
-    monkeypatch.setattr(links, "try_all_reduce", trial)
+    monkeypatch.setattr(pairs, "try_all_reduce", trial)
     return tried
 
 
@@ -75,9 +80,9 @@ def test_where_rccl_fails_it_is_said_what_works(
     verdicts: list[str], row: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = scripted(monkeypatch, verdicts)
-    (finding,) = run_measured(MEASURED["all_reduce"], [CARDS])
+    (finding,) = run_measured(by_name("all_reduce"), CARDS)
     assert tried == ["rccl", "rccl_without_p2p", "gloo"][: len(verdicts)]
-    assert finding.row == row and how in finding.title and finding.needs_cards == 2
+    assert finding.row == row and how in finding.title
 
 
 @pytest.mark.parametrize(
@@ -93,15 +98,8 @@ def test_where_rccl_fails_it_is_said_what_works(
 def test_the_decision_that_training_would_take_is_named(
     way: SyncWay, shown: bool, row: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
-
-    def chosen(devices: Any, *, fault: Any, **_: Any) -> GradSyncChoice:
-        asked.append((devices, fault))
-        return GradSyncChoice(way=way, reason="the reason", evidence=("a trial",), shown=shown)
-
-    monkeypatch.setattr(links, "try_machine", chosen)
-    fault = DoctorFault(check="grad_sync", kind="hang", where="cold")
-    marked, finding = run_measured(MEASURED["grad_sync"], [CARDS], fault=fault)
-    assert (marked.row, finding.row, finding.status) == ("fault_on_purpose", row, status)
-    assert "the reason" in finding.text and "a trial" in finding.evidence
-    assert asked == [(CARDS["devices"], PreflightFault(trial="ddp", kind="hang", where="cold"))], "as training does"
+    chosen = GradSyncChoice(way=way, reason="the reason", evidence=("a trial",), shown=shown)
+    monkeypatch.setattr(pairs, "try_machine", lambda *_, **__: chosen)
+    (finding,) = run_measured(by_name("grad_sync"), CARDS)
+    assert (finding.row, finding.status) == (row, status)
+    assert "the reason" in finding.text and "a trial" in finding.read

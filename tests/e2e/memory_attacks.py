@@ -419,7 +419,8 @@ def _used_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -> N
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 tensor = _tensors_of(inputs, rng)
-                flip(tensor, rng)
+                at = rng.randrange(tensor.numel()) * tensor.element_size()  # the low byte: a token that exists
+                ctypes.c_ubyte.from_address(tensor.data_ptr() + at).value ^= 1 << rng.randrange(7)
                 tell(f"{list(tensor.shape)}")
             return stock(self, model, inputs, *arguments, **keywords)
 

@@ -1,8 +1,9 @@
-"""Makes a command run on a machine that was built as a recording: only what reads the machine is replaced.
+"""Makes a command run on a machine that was written below a directory: only what reads the machine is replaced.
 
 ``PRETENDED_MACHINE`` names a JSON file::
 
-    {"recording": {...}, "software": {"hip": "7.2.26015", "torch": "...", "archs": [...]} or null,
+    {"root": the directory, "process": fields of ``survey.Process``,
+     "software": {"hip": "7.2.26015", "torch": "...", "archs": [...]} or null,
      "address": PCI address of the card that the process is to take its device for, or null,
      "hangs": whether each read of the machine lasts for ever, "deadline_s": seconds or null}
 """
@@ -16,15 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.machine.software import Software, TorchDevice
-from hf_rocm_tune.machine.sysfs import Reading, RecordedTree, Tree
-
-
-class _Hanging(RecordedTree):
-    """A driver that does not answer."""
-
-    def read(self, path: str, limit: int) -> bytes:
-        time.sleep(3600)
-        return super().read(path, limit)
+from hf_rocm_tune.machine.survey import Process, survey
+from hf_rocm_tune.machine.sysfs import Files
 
 
 def pretend(file: str) -> None:
@@ -33,20 +27,19 @@ def pretend(file: str) -> None:
     from hf_rocm_tune.train import telemetry
 
     wanted: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
-    tree: Tree = (_Hanging if wanted["hangs"] else RecordedTree)(wanted["recording"])
-    survey, read_software, check_machine = (
-        machine_findings.survey,
-        machine_findings.read_software,
-        machine_findings.check_machine,
-    )
-    machine_findings.survey = lambda: survey(tree)
+    root, process = Path(wanted["root"]), Process(**{**wanted["process"], "groups": tuple(wanted["process"]["groups"])})
+    read_software, check_machine = machine_findings.read_software, machine_findings.check_machine
+    if wanted["hangs"]:  # a driver that does not answer
+        machine_findings.survey = lambda: time.sleep(3600)
+    else:
+        machine_findings.survey = lambda: survey(root, process)
     if wanted["software"]:
         machine_findings.read_software = lambda **options: _as_on(wanted["software"], read_software(**options))
     if wanted["deadline_s"]:
         machine_findings.check_machine = lambda **options: check_machine(**options, deadline_s=wanted["deadline_s"])
     if wanted["address"]:
         telemetry.card_of = lambda device: (wanted["address"], "")
-        telemetry.LiveTree = lambda: tree
+        telemetry.Files = lambda: Files(root)
 
 
 def _as_on(machine: dict[str, Any], here: Software) -> Software:
@@ -54,8 +47,10 @@ def _as_on(machine: dict[str, Any], here: Software) -> Software:
     devices = tuple(TorchDevice(index=number, **device) for number, device in enumerate(machine["devices"]))
     return replace(
         here,
-        torch_version=Reading(value=machine["torch"]),
+        torch_version=machine["torch"],
         hip_version=machine["hip"],
-        arch_list=Reading(value=tuple(machine["archs"])),
-        devices=Reading(value=devices),
+        arch_list=tuple(machine["archs"]),
+        devices=devices,
+        missing_for_triton="",
+        problems={},
     )

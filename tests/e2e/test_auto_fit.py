@@ -209,6 +209,7 @@ def test_a_step_down_goes_on_with_the_same_mix(job: Job, tmp_path: Path) -> None
         ({"recompute_layers": "1,7"}, "--recompute_layers 1,7 needs 8 layers, and this model can recompute 2"),
         ({"recompute_layers": "1", "activation_checkpointing": False}, "does not work with"),
         ({"one_pass_loss": True, "torch_compile": True}, "--one_pass_loss does not work with --torch_compile"),
+        ({"auto_fit": "plan", "auto_find_batch_size": True}, "both choose the micro-batch"),
     ],
 )
 def test_what_cannot_be_recomputed_or_compiled_is_refused(
@@ -302,7 +303,6 @@ def test_a_head_that_is_not_known_falls_back_to_the_loss_of_trl(
         ({"auto_fit_gib": 8}, UsageError, "--auto_fit_gib works only with --auto_fit"),
         ({"auto_fit": "plan", "effective_batch": 0}, UsageError, "--effective_batch must be 1 or more"),
         ({"auto_fit": "plan", "auto_fit_gib": "nan"}, UsageError, "--auto_fit_gib must be more than 0"),
-        ({"auto_fit": "plan", "auto_find_batch_size": True}, UsageError, "both choose the micro-batch"),
         (
             {"auto_fit": "plan", "effective_batch": 8, "per_device_train_batch_size": 3},
             UsageError,

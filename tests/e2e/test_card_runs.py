@@ -232,7 +232,7 @@ def test_a_method_trains_as_on_the_cpu_and_goes_on_after_a_kill(
     assert_census(Log(log), report_of(again))
 
 
-FAULTS = ("zero", "zero_range", "flip", "stale", "swap", "drop", "late", "after")
+FAULTS = ("zero", "zero_range", "flip", "bits", "stride", "stale", "swap", "drop", "late", "after")
 HARMS = ("flip", "zero", "drop", "stale")
 
 

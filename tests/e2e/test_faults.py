@@ -22,7 +22,7 @@ from tests.e2e.command import CommandServer, Result, log_rows
 from tests.e2e.conftest import flags, losses_of, report_of, sampled
 
 ADAPTER = "adapter_model.safetensors"
-TRANSIENT = ("zero", "zero_range", "flip", "stale", "swap", "drop", "late")
+TRANSIENT = ("zero", "zero_range", "flip", "bits", "stride", "stale", "swap", "drop", "late")
 NAMES = {"zero": {"zeros"}, "zero_range": {"zeros"}, "flip": {"bit_flip", "zeros"}}
 
 

@@ -17,7 +17,7 @@ from tests.e2e.conftest import flags, report_of
 pytestmark = pytest.mark.long
 
 FAULTS_A_KIND = 1450  # seven kinds: more than 10,000 in all
-KINDS = ("zero", "zero_range", "flip", "stale", "swap", "drop", "late")
+KINDS = ("zero", "zero_range", "flip", "bits", "stride", "stale", "swap", "drop", "late")
 ADAPTER = "adapter_model.safetensors"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def run(server: CommandServer, model_of: Callable[[str], Path], base_flags: list
     """Runs one command on a pretended machine; its result and report."""
 
     def command(
-        machine: dict[str, Any] | None = None,
+        machine: Built | None = None,
         *more: str,
         env: dict[str, str] | None = None,
         software: dict[str, Any] | None = None,
@@ -46,7 +47,8 @@ def run(server: CommandServer, model_of: Callable[[str], Path], base_flags: list
     ) -> tuple[Result, dict[str, Any]]:
         environment = dict(env or {})
         if machine is not None:
-            wanted = {"recording": machine, "software": software, "address": None, "hangs": False, "deadline_s": None}
+            wanted: dict[str, Any] = {"software": software, "address": None, "hangs": False, "deadline_s": None}
+            wanted |= {"root": str(tmp_path / "root"), "process": asdict(machine.write(tmp_path / "root"))}
             file = tmp_path / "machine.json"
             file.write_text(json.dumps(wanted | pretended))
             environment["PRETENDED_MACHINE"] = str(file)
@@ -72,7 +74,7 @@ def spoken(result: Result) -> list[str]:
 
 def test_a_prepared_environment_is_in_the_report_once_with_cure_and_source(run: Run) -> None:
     bad = {"HSA_OVERRIDE_GFX_VERSION": "10.3.0", "PYTORCH_NO_HIP_MEMORY_CACHING": "1", "RCCL_DEBUG": "INFO"}
-    _, report = run(Built("one card").card().recording(), env=bad, software=ROCM)
+    _, report = run(Built("one card").card(), env=bad, software=ROCM)
     about = [found for found in report["findings"] if found["check"] == "variables"]
     assert {found["subject"]: found["status"] for found in about} == {
         "HSA_OVERRIDE_GFX_VERSION": "fail",
@@ -80,11 +82,11 @@ def test_a_prepared_environment_is_in_the_report_once_with_cure_and_source(run: 
         "RCCL_DEBUG": "info",
     }
     assert len(about) == 3
-    assert all(found["cure"] and found["sources"] and found["text"] for found in about)
+    assert all(found["fix"] and found["source"] and found["text"] for found in about)
 
 
 def test_a_warning_is_one_line_and_does_not_stop_the_run(run: Run) -> None:
-    machine = Built("a card behind a bad contact").card(aer={"correctable": 77, "nonfatal": 3}).recording()
+    machine = Built("a card behind a bad contact").card(aer={"correctable": 77, "nonfatal": 3})
     result, report = run(machine, software=ROCM)
     lines = [line for line in spoken(result) if "3 nonfatal" in line]
     assert len(lines) == 1
@@ -94,7 +96,7 @@ def test_a_warning_is_one_line_and_does_not_stop_the_run(run: Run) -> None:
 
 
 def test_the_card_s_figures_are_in_the_report_and_beside_the_loss(run: Run, tmp_path: Path) -> None:
-    machine = Built("one card").card().recording()
+    machine = Built("one card").card()
     more = flags(save_strategy="steps", save_steps=4, telemetry_every=0.001)
     _, report = run(machine, *more, software=ROCM, address=ADDRESS)
     (seen,) = report["telemetry"]
@@ -105,7 +107,7 @@ def test_the_card_s_figures_are_in_the_report_and_beside_the_loss(run: Run, tmp_
 
 
 def test_the_doctor_and_the_telemetry_can_be_switched_off(run: Run) -> None:
-    machine = Built("a card behind a bad contact").card(aer={"correctable": 77}).recording()
+    machine = Built("a card behind a bad contact").card(aer={"correctable": 77})
     more = flags(doctor="off", telemetry_every=0)
     result, report = run(machine, *more, software=ROCM, address=ADDRESS)
     assert (report["findings"], report["telemetry"], spoken(result)) == ([], [], [])
@@ -121,20 +123,19 @@ def test_without_a_card_the_report_says_what_is_not_known(run: Run) -> None:
     assert not [line for line in spoken(result) if "Traceback" in line]
 
 
-NONSENSE = ("", "\x00\x01\x02", "nan", "-1", "9" * 400, "x y z\n" * 50, "\udcff")
+NONSENSE = ("", "\x00\x01\x02", "nan", "-1", "9" * 400, "x y z\n" * 50)
 
 
 @pytest.mark.parametrize("offset", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_nonsense_in_every_file_of_the_machine_breaks_no_run(run: Run, offset: int) -> None:
-    machine = Built("nonsense").card().card().igpu().recording()
-    for number, path in enumerate(sorted(machine["files"])):
+    machine = Built("nonsense").card().card().igpu()
+    for number, path in enumerate(sorted(machine.files)):
         if number % 4 == offset:
-            machine["errors"][path] = "EACCES"
-            del machine["files"][path]
+            del machine.files[path]
+            machine.names[path] = []  # a directory in its place
         else:
-            machine["files"][path] = NONSENSE[(number + offset) % 6]
-    machine["binary"] = dict.fromkeys(machine["binary"], "AAECAwQF")
-    machine["links"] = dict.fromkeys(machine["links"], "../" * 40 + "nowhere")
+            machine.files[path] = NONSENSE[(number + offset) % 6]
+    machine.binary = dict.fromkeys(machine.binary, b"\x00\x01\x02\x03\x04\x05")
     _, report = run(machine, software=ROCM, address=ADDRESS)
     assert report["findings"]
     assert "hotspot_c" not in report["telemetry"][0]
@@ -142,7 +143,7 @@ def test_nonsense_in_every_file_of_the_machine_breaks_no_run(run: Run, offset: i
 
 
 def test_a_driver_that_does_not_answer_holds_no_run_up(run: Run) -> None:
-    machine = Built("one card").card().recording()
+    machine = Built("one card").card()
     _, report = run(machine, hangs=True, deadline_s=0.5, software=ROCM)
     (found,) = [found for found in report["findings"] if found["check"] == "machine"]
     assert (found["status"], "0.5 seconds" in found["text"]) == ("unknown", True)

@@ -1,5 +1,5 @@
-"""A QLoRA training through the real command line, with the kernels of a gfx1100: bitsandbytes' own ROCm library, Triton's
-own launcher, their machine code executed instruction by instruction."""
+"""A QLoRA training through the real command line, its kernels executed as the machine code of a gfx1100: those of
+bitsandbytes' own ROCm library, and Triton's through its own launcher."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Bench:
         made: dict[str, Any] = {"dataset_name": data.parent, "use_peft": False, "eval_strategy": None}
         made |= {"eval_steps": None, "lora_dropout": None, "learning_rate": 1e-4}
         if verb == "grpo":
-            made |= {"reward_funcs": self.reward_model(), "num_generations": 2, "max_completion_length": 6}
+            made |= {"reward_model_name_or_path": self.reward_model(), "num_generations": 2, "max_completion_length": 6}
             made |= {"max_length": None}
         return made
 

@@ -217,7 +217,7 @@ REFUSED = [
     ({"split_layers": "auto", "torch_compile": True}, "does not work with --torch_compile"),
     (
         {"split_layers": "auto", "auto_fit": "plan", "auto_fit_gib": 8},
-        "does not work with --auto_fit, which plans for one card",
+        "does not work with --auto_fit: it plans for one card",
     ),
 ]
 

@@ -67,11 +67,6 @@ def run_ranks(job: Job, output: Path, tmp_path: Path, crash: str, **settings: An
     return [each.wait() for each in running]
 
 
-def stall_report(output: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((output / "stall_report.json").read_text())
-    return content
-
-
 def nothing_is_left(output: Path, tmp_path: Path) -> bool:
     """No process of this run, and no file where its ranks met."""
     if list((tmp_path / "tmp").glob("hf-rocm-tune*")):
@@ -87,7 +82,7 @@ def nothing_is_left(output: Path, tmp_path: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("way", "waits"),
-    [({}, "all_reduce of gradients"), (TOGETHER, "all_gather (called by _exchanged() in ")],
+    [({}, "the backward pass"), (TOGETHER, "all_gather")],
     ids=["ddp", "tensor-parallel"],
 )
 def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(
@@ -102,15 +97,13 @@ def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(
     assert f"waits for it in {waits}" in line
     assert "Traceback" not in result.stderr
     assert nothing_is_left(output, tmp_path)
-    told = stall_report(output)
-    assert told["cause"] in line and str(output / "stall_report.txt") in line
+    assert str(output / "stall_report.txt") in line
     page = (output / "stall_report.txt").read_text()
-    assert f"in {waits}" in page and "main thread: state T" in page and "it did not answer" in page
-    first, second = told["ranks"]
-    assert first["statement"]["stacks"][0]["frames"] and first["statement"]["collectives"]["pending"]
-    assert second["process"]["state"] == "T" and not psutil.pid_exists(second["pid"])
+    assert page.count("MainThread (most recent call last):") == 1, "a stopped process cannot answer"
+    (cause,) = {text for text in page.splitlines() if text.startswith("rank 1 (pid ")}
+    assert cause in line
     (incident,) = report_of(output)["incidents"]
-    assert (incident["kind"], incident["step"], incident["cause"]) == ("stall", 4, told["cause"])
+    assert (incident["kind"], incident["step"], incident["cause"]) == ("stall", 4, cause)
     assert manifest.verify(output / "checkpoint-2") == []
     results = run_ranks(job, output, tmp_path, crash, **settings)  # it has struck
     assert [result.code for result in results] == [0, 0], [result.stderr[-2000:] for result in results]
@@ -125,10 +118,9 @@ def test_an_endless_loop_is_named_with_its_line(job: Job, tmp_path: Path, way: d
     results = run_ranks(job, output, tmp_path, "kind=spin,step=5,rank=1", stall_timeout=2, **way)
     assert [result.code for result in results] == [4, 4], [result.stderr[-2000:] for result in results]
     assert "Traceback" not in results[0].stderr + results[1].stderr
-    told = stall_report(output)
-    assert "is in _spin() in hf_rocm_tune/train/faults.py:" in told["cause"]
-    assert "waits for it in all_" in told["cause"]
-    assert all(rank["statement"]["complete"] for rank in told["ranks"])
+    page = (output / "stall_report.txt").read_text()
+    assert "is in _spin() in hf_rocm_tune/train/faults.py:" in page
+    assert "waits for it in " in page and page.count("MainThread (most recent call last):") == 2
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 4
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith("-ranks")) == []
 
@@ -160,7 +152,7 @@ def test_the_death_of_a_rank_is_one_line_of_the_other(job: Job, tmp_path: Path, 
     told = json.loads((tmp_path / "exit.json").read_text())
     assert told["code"] == 4 and told["follows"], "a launcher that knows of the signal says that instead"
     assert "rank 1 (pid " in told["message"] and "ended without a message" in told["message"]
-    assert not (output / "stall_report.json").exists()
+    assert not (output / "stall_report.txt").exists()
 
 
 @pytest.mark.long

@@ -110,10 +110,10 @@ def test_a_run_that_is_killed_continues_to_the_same_adapter(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"load_in_4bit": True}, "4-bit and 8-bit weights are packed and cannot be cut"),
+        ({"load_in_4bit": True}, "--load_in_4bit: packed weights cannot be cut"),
         ({"use_peft": False}, "it is for adapters"),
         ({"use_dora": True}, "DoRA computes with whole weights"),
-        ({"split_layers": "auto"}, "it does not go with --split_layers"),
+        ({"split_layers": "auto"}, "it does not work with --split_layers"),
         ({"lora_modules_to_save": "lm_head"}, "lm_head.modules_to_save.default.weight is trained but is not a LoRA"),
     ],
 )

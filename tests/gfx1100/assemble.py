@@ -53,22 +53,50 @@ def vopc(op: int, a: int, b: int) -> list[int]:
     return [0x7C000000 | op << 17 | (b & 255) << 9 | a]
 
 
-def vop3(op: int, dst: int, a: int, b: int = 0, c: int = 0, *, neg: int = 0, abs: int = 0, opsel: int = 0, clamp: int = 0, omod: int = 0) -> list[int]:
-    return [0xD4000000 | op << 16 | clamp << 15 | opsel << 11 | abs << 8 | dst, a | b << 9 | c << 18 | omod << 27 | neg << 29]
+def vop3(
+    op: int,
+    dst: int,
+    a: int,
+    b: int = 0,
+    c: int = 0,
+    *,
+    neg: int = 0,
+    abs: int = 0,
+    opsel: int = 0,
+    clamp: int = 0,
+    omod: int = 0,
+) -> list[int]:
+    return [
+        0xD4000000 | op << 16 | clamp << 15 | opsel << 11 | abs << 8 | dst,
+        a | b << 9 | c << 18 | omod << 27 | neg << 29,
+    ]
 
 
 def vop3sd(op: int, dst: int, sdst: int, a: int, b: int = 0, c: int = 0) -> list[int]:
     return [0xD4000000 | op << 16 | sdst << 8 | dst, a | b << 9 | c << 18]
 
 
-def vop3p(op: int, dst: int, a: int, b: int = 0, c: int = 0, *, opsel: int = 0, opsel_hi: int = 7, neg: int = 0, neg_hi: int = 0) -> list[int]:
+def vop3p(
+    op: int,
+    dst: int,
+    a: int,
+    b: int = 0,
+    c: int = 0,
+    *,
+    opsel: int = 0,
+    opsel_hi: int = 7,
+    neg: int = 0,
+    neg_hi: int = 0,
+) -> list[int]:
     return [
         0xCC000000 | op << 16 | (opsel_hi >> 2) << 14 | opsel << 11 | neg_hi << 8 | dst,
         a | b << 9 | c << 18 | (opsel_hi & 3) << 27 | neg << 29,
     ]
 
 
-def dpp16(words: list[int], src: int, control: int, *, row_mask: int = 15, bank_mask: int = 15, bound: int = 0, fetch: int = 0) -> list[int]:
+def dpp16(
+    words: list[int], src: int, control: int, *, row_mask: int = 15, bank_mask: int = 15, bound: int = 0, fetch: int = 0
+) -> list[int]:
     """The instruction, assembled with 250 for its first source, and its DPP word."""
     return [*words, (src & 255) | control << 8 | fetch << 18 | bound << 19 | bank_mask << 24 | row_mask << 28]
 
@@ -77,11 +105,27 @@ def ds(op: int, *, addr: int = 0, data0: int = 0, data1: int = 0, dst: int = 0, 
     return [0xD8000000 | op << 18 | offset, addr | data0 << 8 | data1 << 16 | dst << 24]
 
 
-def flat(op: int, *, addr: int = 0, data: int = 0, dst: int = 0, saddr: int = NULL, offset: int = 0, segment: int = 2, glc: int = 0, sve: int = 0) -> list[int]:
-    return [0xDC000000 | op << 18 | segment << 16 | glc << 14 | (offset & 0x1FFF), addr | data << 8 | saddr << 16 | sve << 23 | dst << 24]
+def flat(
+    op: int,
+    *,
+    addr: int = 0,
+    data: int = 0,
+    dst: int = 0,
+    saddr: int = NULL,
+    offset: int = 0,
+    segment: int = 2,
+    glc: int = 0,
+    sve: int = 0,
+) -> list[int]:
+    return [
+        0xDC000000 | op << 18 | segment << 16 | glc << 14 | (offset & 0x1FFF),
+        addr | data << 8 | saddr << 16 | sve << 23 | dst << 24,
+    ]
 
 
-def mubuf(op: int, *, data: int, addr: int = 0, srsrc: int, soffset: int = NULL, offset: int = 0, offen: int = 1) -> list[int]:
+def mubuf(
+    op: int, *, data: int, addr: int = 0, srsrc: int, soffset: int = NULL, offset: int = 0, offen: int = 1
+) -> list[int]:
     return [0xE0000000 | op << 18 | offset, addr | data << 8 | (srsrc // 4) << 16 | offen << 22 | soffset << 24]
 
 

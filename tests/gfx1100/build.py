@@ -1,4 +1,4 @@
-"""Builds the interpreter of gfx1100 machine code on first use; kept until its sources, the compiler or the processor change."""
+"""Builds the interpreter of gfx1100 machine code on first use; kept until sources, compiler or processor change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,22 @@ HERE = Path(__file__).resolve().parent
 # Without -ffp-contract=off a product and a sum would be fused where the card rounds twice.
 FLAGS = ["-std=c++20", "-O3", "-g0", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC"]
 # What others add to the interpreter (the HIP runtime's stand-in) is built apart from it.
-SOURCES = sorted(HERE / f"{name}.cpp" for name in (
-    "conversion_ops", "decode", "float_ops", "integer_ops", "lds", "memory", "packed_ops", "scalar", "text", "vector", "wave",
-))  # fmt: skip
+SOURCES = sorted(
+    HERE / f"{name}.cpp"
+    for name in (
+        "conversion_ops",
+        "decode",
+        "float_ops",
+        "integer_ops",
+        "lds",
+        "memory",
+        "packed_ops",
+        "scalar",
+        "text",
+        "vector",
+        "wave",
+    )
+)
 
 
 class NoCompiler(Exception):

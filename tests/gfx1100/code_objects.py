@@ -23,6 +23,7 @@ class Kernel:
         metadata: what the compiler noted: ``.args``, ``.vgpr_count``, ``.kernarg_segment_size`` and so on.
         code, code_bytes: address of the code object's image in memory and its size.
         entry, descriptor: addresses.
+        lines: "offset_in_hex file:line" of instructions, by offset, where the compiler has told.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Kernel:
     code_bytes: int
     entry: int
     descriptor: int
+    lines: str
 
 
 def elf_files(bundle: bytes) -> list[bytes]:
@@ -79,10 +81,15 @@ def load(elf: bytes) -> list[Kernel]:
     base = ctypes.addressof(ctypes.c_char.from_buffer(image))  # keeps the memory mapped
     _kept.append(image)
     descriptors: dict[str, int] = {}
+    lines = ""
+    (names_at,) = struct.unpack_from("<H", elf, 62)
+    titles = struct.unpack_from("<IIQQQQIIQQ", elf, sections + names_at * section_size)[4]
     for index in range(section_count):
-        _, kind, _, _, offset, length, link, _, _, _ = struct.unpack_from(
+        title, kind, _, _, offset, length, link, _, _, _ = struct.unpack_from(
             "<IIQQQQIIQQ", elf, sections + index * section_size
         )
+        if elf[titles + title :].startswith(b".debug_line\0"):
+            lines = "".join(f"{at:x} {place}\n" for at, place in sorted(_Lines(elf[offset : offset + length]).rows()))
         if kind == 4 and length:
             raise ValueError("the code object has relocations")
         if kind == 11:  # dynamic symbols
@@ -98,6 +105,7 @@ def load(elf: bytes) -> list[Kernel]:
             code_bytes=len(image),
             entry=base + descriptors[noted[".symbol"]] + _entry(image, descriptors[noted[".symbol"]]),
             descriptor=base + descriptors[noted[".symbol"]],
+            lines=lines,
         )
         for segment in segments
         if segment[0] == 4
@@ -163,3 +171,69 @@ class _Packed:
             0xDC: ("H", self.array), 0xDD: ("I", self.array), 0xDE: ("H", self.table), 0xDF: ("I", self.table),
         }[tag]  # fmt: skip
         return read(self.number(form))
+
+
+class _Lines:
+    """A reader of DWARF's line table in version 4, one compilation unit, as Triton's compiler writes it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def leb(self, *, signed: bool = False) -> int:
+        value = shift = 0
+        while True:
+            byte = self.data[self.at]
+            self.at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value - (1 << shift) if signed and byte & 64 else value
+
+    def text(self) -> str:
+        end = self.data.index(0, self.at)
+        begin, self.at = self.at, end + 1
+        return self.data[begin:end].decode()
+
+    def rows(self) -> Iterator[tuple[int, str]]:
+        """Address and "file:line"."""
+        length, version, header, least, _, _, base, span, first = struct.unpack_from("<IHIBBBbBB", self.data)
+        if version != 4:
+            return
+        begin, self.at = 10 + header, 18 + first - 1
+        while self.text():  # directories
+            pass
+        files = [""]
+        while name := self.text():
+            files.append(name)
+            for _ in range(3):
+                self.leb()
+        self.at, address, file, line = begin, 0, 1, 1
+        while self.at < 4 + length:
+            code = self.data[self.at]
+            self.at += 1
+            if code >= first:
+                address += (code - first) // span * least
+                line += base + (code - first) % span
+                yield address, f"{files[file]}:{line}"
+            elif code == 0:
+                size = self.leb()
+                if self.data[self.at] == 2:
+                    (address,) = struct.unpack_from("<Q", self.data, self.at + 1)
+                elif self.data[self.at] == 1:
+                    file = line = 1
+                self.at += size
+            elif code == 1:
+                yield address, f"{files[file]}:{line}"
+            elif code == 2:
+                address += self.leb() * least
+            elif code == 3:
+                line += self.leb(signed=True)
+            elif code == 4:
+                file = self.leb()
+            elif code == 8:
+                address += (255 - first) // span * least
+            elif code == 9:
+                (more,) = struct.unpack_from("<H", self.data, self.at)
+                address, self.at = address + more, self.at + 2
+            elif code in (5, 12):
+                self.leb()

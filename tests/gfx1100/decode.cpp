@@ -71,6 +71,9 @@ struct Decoder {
     void first_source() {
         if (i.src[0] == 250) {
             i.dpp = 1, i.control = word(i.words++), i.src[0] = uint16_t(VGPR + (i.control & 255));
+            unsigned control = i.control >> 8 & 0x1ff, kind = control >> 4;
+            bool shifts = kind >= 0x10 && kind <= 0x12 && control & 15;
+            if (control >= 0x100 && !shifts && control != 0x140 && control != 0x141 && kind != 0x15 && kind != 0x16) fault("unknown instruction: dpp_ctrl 0x%x", control);
             if (!i.e64) i.neg = uint8_t((i.control >> 20 & 1) | (i.control >> 22 & 1) << 1), i.abs = uint8_t((i.control >> 21 & 1) | (i.control >> 23 & 1) << 1);
         } else if (i.src[0] == 233 || i.src[0] == 234) {
             i.dpp = i.src[0] == 233 ? 2 : 3, i.control = word(i.words++), i.src[0] = uint16_t(VGPR + (i.control & 255)), i.control >>= 8;
@@ -189,7 +192,7 @@ struct Decoder {
         const MemoryOp *op = memory_op(i.op);
         if (!op || i.segment == 3 || (op->flags & ADDTID && i.segment != 2) || (op->flags & ATOMIC && i.segment == 1)) unknown("FLAT", i.op);
         classify(*op);
-        i.offset = int32_t(bits(12, 0) << 19) >> 19;
+        i.offset = i.segment ? int32_t(bits(12, 0) << 19) >> 19 : int32_t(bits(12, 0)); // signed but for flat
         i.address = uint16_t(bits(39, 32)), i.data = uint16_t(bits(47, 40)), i.saddr = uint16_t(bits(54, 48)), i.idxen = bits(55, 55);
         i.dst = uint16_t(bits(63, 56));
     }
@@ -204,6 +207,16 @@ struct Decoder {
         classify(*op);
         i.offset = int32_t(bits(11, 0)), i.address = uint16_t(bits(39, 32)), i.data = i.dst = uint16_t(bits(47, 40));
         i.saddr = uint16_t(bits(52, 48) * 4), i.offen = bits(54, 54), i.idxen = bits(55, 55), i.src[0] = uint16_t(bits(63, 56));
+    }
+
+    // Codes that mean nothing as a source.
+    void check_sources() const {
+        for (const uint16_t *codes : {i.src, i.src2})
+            for (int k = 0; k < 3; k++) {
+                uint16_t c = codes[k];
+                bool known = c < 209 || (c >= SHARED_BASE && c <= PRIVATE_LIMIT) || (c >= HALF && c <= HALF + 8) || c == EXECZ || c == SCC || c == LITERAL;
+                if (!known && (c < VGPR || c >= VGPR + 256) && c != ABSENT) fault("unknown instruction: operand code %u (words 0x%08x)", c, code[0]);
+            }
     }
 
     void decode() {
@@ -235,10 +248,23 @@ struct Decoder {
 
 } // namespace
 
+// Cycles for which a vector instruction occupies its unit, as Mesa's compiler for these cards estimates them: products of 32
+// bits have a quarter of the rate, operations on 64 bits a half, and those of double precision a sixteenth.
+uint8_t cycles(const Instruction &i) {
+    if (i.kind == Class::TRANS) return 4;
+    if (i.kind == Class::WMMA) return 32;
+    if (i.kind != Class::VALU || !i.v) return 1;
+    if ((i.v->op >= 0x32c && i.v->op <= 0x32e) || i.v->op == 0x2fe || i.v->op == 0x2ff) return 4; // v_mul_lo, v_mul_hi, v_mad of 64 bits
+    bool doubles = i.v->d == Kind::F64 || i.v->s[0] == Kind::F64, wide = bits_of(i.v->d) == 64 || (i.v->s[1] != Kind::NONE && bits_of(i.v->s[1]) == 64);
+    return doubles ? 16 : wide ? 2 : 1;
+}
+
 Instruction decode(const uint32_t *code, size_t available, uint64_t pc) {
     Decoder d{code, available, {}};
     d.i.pc = pc;
     d.decode();
+    d.check_sources();
+    d.i.cycles = cycles(d.i);
     return d.i;
 }
 

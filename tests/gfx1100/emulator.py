@@ -13,23 +13,49 @@ import numpy as np
 from tests.gfx1100.build import library
 
 COUNTS = (
-    "instructions", "salu", "valu", "vmem_load", "vmem_store", "atomics", "lds", "smem", "wmma", "trans", "branches", "waves",
-    "bytes_loaded", "bytes_stored", "lds_conflict_cycles", "lane_operations", "valu_cycles",
-)  # fmt: skip
+    "instructions",
+    "salu",
+    "valu",
+    "vmem_load",
+    "vmem_store",
+    "atomics",
+    "lds",
+    "smem",
+    "wmma",
+    "trans",
+    "branches",
+    "waves",
+    "bytes_loaded",
+    "bytes_stored",
+    "lds_conflict_cycles",
+    "lane_operations",
+    "valu_cycles",
+)
 
 
 class Kernel(ctypes.Structure):
     _fields_ = (
-        ("name", ctypes.c_char_p), ("code", ctypes.c_void_p), ("code_bytes", ctypes.c_uint64), ("code_address", ctypes.c_uint64),
-        ("entry", ctypes.c_uint64), ("descriptor", ctypes.c_void_p), ("kernarg_bytes", ctypes.c_uint32), ("lines", ctypes.c_char_p),
-    )  # fmt: skip
+        ("name", ctypes.c_char_p),
+        ("code", ctypes.c_void_p),
+        ("code_bytes", ctypes.c_uint64),
+        ("code_address", ctypes.c_uint64),
+        ("entry", ctypes.c_uint64),
+        ("descriptor", ctypes.c_void_p),
+        ("kernarg_bytes", ctypes.c_uint32),
+        ("lines", ctypes.c_char_p),
+    )
 
 
 class LaunchArguments(ctypes.Structure):
     _fields_ = (
-        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("kernarg", ctypes.c_void_p), ("kernarg_bytes", ctypes.c_uint64),
-        ("dynamic_lds", ctypes.c_uint32), ("seed", ctypes.c_uint32), ("checks", ctypes.c_uint32),
-    )  # fmt: skip
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("kernarg", ctypes.c_void_p),
+        ("kernarg_bytes", ctypes.c_uint64),
+        ("dynamic_lds", ctypes.c_uint32),
+        ("seed", ctypes.c_uint32),
+        ("checks", ctypes.c_uint32),
+    )
 
 
 class Stats(ctypes.Structure):
@@ -56,8 +82,13 @@ class GpuFault(Exception):
 def lib() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library()))
     loaded.gfx_run.argtypes = [
-        ctypes.POINTER(Kernel), ctypes.POINTER(LaunchArguments), ctypes.c_void_p, ctypes.POINTER(Stats), ctypes.c_char_p, ctypes.c_size_t,
-    ]  # fmt: skip
+        ctypes.POINTER(Kernel),
+        ctypes.POINTER(LaunchArguments),
+        ctypes.c_void_p,
+        ctypes.POINTER(Stats),
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+    ]
     loaded.gfx_text.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
     return loaded
 
@@ -69,8 +100,17 @@ def text(words: Sequence[int]) -> str | None:
     return out.value.decode() if length == len(code) else None
 
 
-def descriptor(*, lds: int = 0, scratch: int = 0, vgprs: int = 256, flush_f32: bool = False, flush_f16: bool = False, ieee: bool = True,
-               user_sgprs: int = 0, kernarg_pointer: bool = False) -> bytes:  # fmt: skip
+def descriptor(
+    *,
+    lds: int = 0,
+    scratch: int = 0,
+    vgprs: int = 256,
+    flush_f32: bool = False,
+    flush_f16: bool = False,
+    ieee: bool = True,
+    user_sgprs: int = 0,
+    kernarg_pointer: bool = False,
+) -> bytes:
     """A kernel descriptor for hand-written code: workgroup ids in x, y and z follow the user SGPRs."""
     rsrc1 = (vgprs // 8 - 1) | (0 if flush_f32 else 3 << 16) | (0 if flush_f16 else 3 << 18) | 1 << 21 | ieee << 23
     rsrc2 = user_sgprs << 1 | 7 << 7 | 2 << 11
@@ -119,9 +159,15 @@ def run(
     description = ctypes.create_string_buffer(kernel.descriptor, 64)
     at = ctypes.addressof(code)
     launched = Kernel(
-        kernel.name.encode(), at, len(kernel.code), at, at + kernel.entry, ctypes.addressof(description), len(kernarg),
+        kernel.name.encode(),
+        at,
+        len(kernel.code),
+        at,
+        at + kernel.entry,
+        ctypes.addressof(description),
+        len(kernarg),
         kernel.lines.encode() if kernel.lines is not None else None,
-    )  # fmt: skip
+    )
     launch = LaunchArguments(
         (ctypes.c_uint32 * 3)(*grid),
         (ctypes.c_uint32 * 3)(*block),

@@ -36,7 +36,7 @@ typedef struct {
     uint64_t bytes_loaded, bytes_stored; // by active lanes, from and to global memory
     uint64_t lds_conflict_cycles;        // cycles that LDS accesses took beyond the first
     uint64_t lane_operations;            // active lanes, summed over vector instructions
-    uint64_t valu_cycles;                // issue cycles of one SIMD, see cycles() in stats.cpp
+    uint64_t valu_cycles;                // issue cycles of one SIMD, see cycles() in decode.cpp
     uint32_t sgprs, vgprs, lds_bytes;    // of one wave, one wave and one workgroup
 } gfx_stats;
 

@@ -1,4 +1,4 @@
-"""Puts the HIP runtime's stand-in below torch: libraries by the names that ROCm's have, and the loader of their kernels.
+"""Puts the HIP runtime's stand-in below torch: libraries by the names of ROCm's, and the loader of their kernels.
 
 Variables, read by `configure`:
 
@@ -120,12 +120,13 @@ def configure() -> None:
 
 def _function(kernel: code_objects.Kernel) -> _Function:
     noted = kernel.metadata
+    size = noted[".kernarg_segment_size"]
     arguments = (_Argument * len(noted[".args"]))(*(_argument(each) for each in noted[".args"]))
-    name = kernel.name.encode()
+    name, lines = kernel.name.encode(), kernel.lines.encode() or None
     return _Function(
-        _Kernel(name, kernel.code, kernel.code_bytes, kernel.code, kernel.entry, kernel.descriptor, noted[".kernarg_segment_size"], None),
-        arguments, len(arguments), noted[".max_flat_workgroup_size"], noted[".group_segment_fixed_size"], noted[".vgpr_count"],
-        noted[".private_segment_fixed_size"],
+        _Kernel(name, kernel.code, kernel.code_bytes, kernel.code, kernel.entry, kernel.descriptor, size, lines),
+        arguments, len(arguments), noted[".max_flat_workgroup_size"], noted[".group_segment_fixed_size"],
+        noted[".vgpr_count"], noted[".private_segment_fixed_size"],
     )  # fmt: skip
 
 

@@ -69,8 +69,9 @@ void crossbar(Wave &w, const Instruction &i) {
         out[to] = in[from];
         undefined = (undefined & ~(1u << to)) | (from_undefined >> from & 1) << to;
     }
-    blend(w.row(i.dst), out, exec);
+    blend(w.target(i.dst), out, exec);
     w.define(i.dst, exec, undefined);
+    w.issued(i.dst, 1, false, true);
 }
 
 // 32 banks of 4 bytes, each serving one word a cycle to any number of lanes: cycles beyond those that the words need.
@@ -103,7 +104,8 @@ const MemoryOp *lds_op(unsigned op) {
 void run_lds(Wave &w, const Instruction &i) {
     const MemoryOp &op = *lds_op(i.op);
     uint32_t exec = w.exec();
-    if (i.op == 0x14 || !exec) return;
+    if (i.op == 0x14) return;
+    if (!exec) return w.issued(i.dst, 0, false, true);
     if (op.bytes == 0) return crossbar(w, i);
     bool load = op.flags & LOAD, atomic = op.flags & ATOMIC;
     unsigned step = op.bytes * (op.flags & STRIDE64 ? 64 : 1), parts = op.flags & TWO ? 2 : 1;
@@ -119,11 +121,18 @@ void run_lds(Wave &w, const Instruction &i) {
         for (int l = 0; l < LANES; l++) {
             if (!(exec >> l & 1)) continue;
             uint64_t at = uint64_t(base[l]) + offset;
-            Target t = lds_target(w, at, op.bytes, !load, atomic, l);
+            bool stores = !load && !atomic;
+            Target t = lds_target(w, at, op.bytes, !load, atomic, l, !stores);
             banks.add(at, op.bytes);
             if (load) load_lane(w, dst, op, t, l);
-            else if (!atomic) store_lane(w, data, op, t, l);
-            else {
+            else if (stores) {
+                std::array<uint8_t, 16> before, unknown;
+                std::memcpy(before.data(), t.data, op.bytes), std::memcpy(unknown.data(), t.undefined, op.bytes);
+                store_lane(w, data, op, t, l);
+                // Waves that write what is there already do not race: bitsandbytes' each fill the same table.
+                bool known = std::all_of(unknown.begin(), unknown.begin() + op.bytes, [](uint8_t u) { return !u; });
+                if (!known || std::memcmp(before.data(), t.data, op.bytes)) lds_touch(w, unsigned(at), op.bytes, true, false, l);
+            } else {
                 Instruction part_of = i;
                 part_of.dst = dst;
                 bool compares = op.atomic == Atomic::CMPSWAP || op.atomic == Atomic::CMPSWAP_F || op.atomic == Atomic::MASKED_OR || op.atomic == Atomic::WRAP;
@@ -132,6 +141,7 @@ void run_lds(Wave &w, const Instruction &i) {
             }
         }
     }
+    w.issued(i.dst, load || op.flags & RETURNS ? parts * ((op.bytes + 3) / 4) : 0, false, true);
     w.launch->stats.lds_conflict_cycles += banks.conflicts();
 }
 

@@ -23,7 +23,8 @@ const MemoryOp *lds_op(unsigned op);
 struct Target {
     uint8_t *data, *undefined;
 };
-Target lds_target(Wave &, uint64_t at, unsigned bytes, bool write, bool atomic, int lane);
+Target lds_target(Wave &, uint64_t at, unsigned bytes, bool write, bool atomic, int lane, bool touches = true);
+void lds_touch(Wave &, unsigned at, unsigned bytes, bool write, bool atomic, int lane); // finds races
 void load_lane(Wave &, uint16_t dst, const MemoryOp &, Target, int lane);
 void store_lane(Wave &, uint16_t data, const MemoryOp &, Target, int lane);
 void atomic_lane(Wave &, const Instruction &, Atomic, unsigned bytes, Target, bool returns, uint64_t data, uint64_t data2, int lane);

@@ -100,6 +100,17 @@ def zero(number: Any) -> bool:
     return not isinstance(number, bool) and number == 0
 
 
+class Memory(dict):
+    """Bytes by address, read as raw bits and written by type."""
+
+    def __getitem__(self, address: int) -> Value:
+        return Value("b", 128, sum(self.get(address + n, 0) << 8 * n for n in range(16)))
+
+    def write(self, address: int, value: Value) -> None:
+        for n in range(value.width // 8):
+            self.__setitem__(address + n, value.bits >> 8 * n & 255)
+
+
 class Returned(Exception):
     """A lambda's result."""
 
@@ -111,12 +122,14 @@ class Break(Exception):
 class Machine:
     """State and evaluation of one instruction for one lane."""
 
-    def __init__(self, code: Callable[[str], str], state: dict[str, Any], *, ieee: bool = True, toward_zero: bool = False):
+    def __init__(
+        self, code: Callable[[str], str], state: dict[str, Any], *, ieee: bool = True, toward_zero: bool = False
+    ):
         self.code, self.names, self.ieee, self.toward_zero = code, state, ieee, toward_zero
         self.tokens: list[tuple[str, str]] = []
         self.at = 0
 
-    # --- tokens ---------------------------------------------------------------------------------------------------------
+    # --- tokens
     def run(self, text: str) -> None:
         saved = self.tokens, self.at
         self.tokens, self.at, position = [], 0, 0
@@ -127,7 +140,9 @@ class Machine:
             position = found.end()
             for kind in ("cast", "sized", "number", "name", "sign"):
                 if found.group(kind) is not None:
-                    self.tokens.append((kind, found.group(kind) + (found.group("suffix") or "" if kind == "number" else "")))
+                    self.tokens.append(
+                        (kind, found.group(kind) + (found.group("suffix") or "" if kind == "number" else ""))
+                    )
         self.tokens.append(("end", ""))
         self.block(())
         self.tokens, self.at = saved
@@ -142,7 +157,7 @@ class Machine:
         self.at += 1
         return text
 
-    # --- statements -----------------------------------------------------------------------------------------------------
+    # --- statements
     def block(self, ends: tuple[str, ...], *, live: bool = True) -> str:
         while True:
             while self.peek() == ";":
@@ -253,7 +268,7 @@ class Machine:
             self.tokens, self.at = saved[0], saved[1]
             self.names.update(saved[2])
 
-    # --- places that can be assigned ------------------------------------------------------------------------------------
+    # --- places that can be assigned
     def assignment(self, live: bool) -> None:
         if self.peek() == "{":
             self.take()
@@ -326,6 +341,9 @@ class Machine:
 
     def store(self, place: tuple[str, str | None, int | None, int, Any], value: Value) -> None:
         name, kind, low, width, element = place
+        if isinstance(self.names.get(name), Memory):
+            self.names[name].write(element, convert(value, str(kind)))
+            return
         if element is not None:
             self.names[name][element] = convert(value, kind) if kind else value
             return
@@ -340,8 +358,20 @@ class Machine:
         bits = (old.bits & ~mask) | (value.bits & ((1 << width) - 1)) << low
         self.names[name] = Value(old.kind, max(old.width, width + low), bits)
 
-    # --- expressions ----------------------------------------------------------------------------------------------------
-    LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!=", "<>"), ("<", ">", "<=", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%"), ("**",))
+    # --- expressions
+    LEVELS = (
+        ("||",),
+        ("&&",),
+        ("|",),
+        ("^",),
+        ("&",),
+        ("==", "!=", "<>"),
+        ("<", ">", "<=", ">="),
+        ("<<", ">>"),
+        ("+", "-"),
+        ("*", "/", "%"),
+        ("**",),
+    )
 
     def expression(self, live: bool) -> Value:
         condition = self.binary(0, live)
@@ -401,7 +431,7 @@ class Machine:
         return of(kind, width, table[operator])
 
     def denormal(self, operator: str, a: Value, b: Value) -> bool | None:
-        """``x == DENORM.f32``: is it one? Of quotients that pseudo-code for f32 takes in f64, the one of f32 is meant."""
+        """``x == DENORM.f32``: is it one? For f32 the pseudo-code divides in f64 and means the quotient in f32."""
         if b.kind == "f" and b.bits == -1:
             number = a.number
             limit = Fraction(2) ** (-126 if self.names["single"] else -1022)
@@ -438,7 +468,9 @@ class Machine:
                 second = self.expression(live)
                 if live:
                     low, width = (
-                        (second.number, first.number - second.number + 1) if operator == ":" else (first.number, second.number)
+                        (second.number, first.number - second.number + 1)
+                        if operator == ":"
+                        else (first.number, second.number)
                     )
                     if width < 1:  # [0 : 31]: the bits reversed
                         low, width = first.number, second.number - first.number + 1
@@ -447,7 +479,11 @@ class Machine:
                     else:
                         value = Value("u", width, value.bits >> low & ((1 << width) - 1))
             elif live:
-                value = value[first.number] if isinstance(value, list | dict) else Value("u", 1, value.bits >> first.number & 1)
+                value = (
+                    value[first.number]
+                    if isinstance(value, list | dict)
+                    else Value("u", 1, value.bits >> first.number & 1)
+                )
             self.take("]")
         return value
 
@@ -478,7 +514,11 @@ class Machine:
             width_text, literal = text.split("'")
             if "." in literal:
                 return of("f", int(width_text), Fraction(literal))
-            return of("u" if literal.endswith("U") else "i" if width_text != "1" else "u", int(width_text), int(literal.rstrip("U"), 0))
+            return of(
+                "u" if literal.endswith("U") else "i" if width_text != "1" else "u",
+                int(width_text),
+                int(literal.rstrip("U"), 0),
+            )
         if kind == "number":
             return number_literal(text)
         if self.peek() == "(" and text not in ("if",):
@@ -520,7 +560,7 @@ class Machine:
             return Value("b", 64, 0)
         raise KeyError(text)
 
-    # --- functions ------------------------------------------------------------------------------------------------------
+    # --- functions
     def function(self, name: str, arguments: list[Value]) -> Value:
         held = self.names.get(name)
         if isinstance(held, tuple):
@@ -535,7 +575,11 @@ class Machine:
             return saturated(kind, width, source.number)
         if match := re.fullmatch(r"f(\d+)_to_([su])norm", name):
             number = real(typed(arguments[0], f"f{match.group(1)}"))
-            number = 0 if isinstance(number, float) and math.isnan(number) else min(max(number, -1 if match.group(2) == "s" else 0), 1)
+            number = (
+                0
+                if isinstance(number, float) and math.isnan(number)
+                else min(max(number, -1 if match.group(2) == "s" else 0), 1)
+            )
             return of("i", 16, round(Fraction(number) * (32767 if match.group(2) == "s" else 65535)))
         if name.startswith("v_"):
             return self.instruction(name, arguments)
@@ -557,21 +601,25 @@ class Machine:
         product = float_operation("*", a.number, b.number)
         return of(a.kind, a.width, float_operation("+", product, c.number))
 
-    def do_isNAN(self, a: Value) -> Value:  # noqa: N802
+    def do_isNAN(self, a: Value) -> Value:
         return of("u", 1, isinstance(a.number, float) and math.isnan(a.number))
 
-    def do_isSignalNAN(self, a: Value) -> Value:  # noqa: N802
+    def do_isSignalNAN(self, a: Value) -> Value:
         quiet = a.bits >> (FORMATS[f"f{a.width}"][0] - 2) & 1
         return of("u", 1, bool(self.do_isNAN(a).bits) and not quiet)
 
-    def do_isQuietNAN(self, a: Value) -> Value:  # noqa: N802
+    def do_isQuietNAN(self, a: Value) -> Value:
         return of("u", 1, bool(self.do_isNAN(a).bits) and not self.do_isSignalNAN(a).bits)
 
-    def do_cvtToQuietNAN(self, a: Value) -> Value:  # noqa: N802
+    def do_cvtToQuietNAN(self, a: Value) -> Value:
         return Value(a.kind, a.width, a.bits | 1 << (FORMATS[f"f{a.width}"][0] - 2))
 
     def do_abs(self, a: Value) -> Value:
-        return Value(a.kind, a.width, a.bits & ~(1 << (a.width - 1))) if a.kind == "f" else of(a.kind, a.width, abs(a.number))
+        return (
+            Value(a.kind, a.width, a.bits & ~(1 << (a.width - 1)))
+            if a.kind == "f"
+            else of(a.kind, a.width, abs(a.number))
+        )
 
     def do_sign(self, a: Value) -> Value:
         return of("u", 1, a.bits >> (a.width - 1))
@@ -581,15 +629,25 @@ class Machine:
         return of("i", 32, a.bits >> (precision - 1) & ((1 << bits) - 1))
 
     def do_floor(self, a: Value) -> Value:
-        return of(a.kind, a.width, a.number if isinstance(a.number, float) else math.floor(a.number) or (-0.0 if a.bits >> (a.width - 1) else 0))
+        return of(
+            a.kind,
+            a.width,
+            a.number
+            if isinstance(a.number, float)
+            else math.floor(a.number) or (-0.0 if a.bits >> (a.width - 1) else 0),
+        )
 
     def do_trunc(self, a: Value) -> Value:
-        return of(a.kind, a.width, a.number if isinstance(a.number, float) else math.trunc(a.number) or (-0.0 if a.number < 0 else 0))
+        return of(
+            a.kind,
+            a.width,
+            a.number if isinstance(a.number, float) else math.trunc(a.number) or (-0.0 if a.number < 0 else 0),
+        )
 
     def do_fract(self, a: Value) -> Value:
         return of(a.kind, a.width, a.number - math.floor(a.number))
 
-    def do_isEven(self, a: Value) -> Value:  # noqa: N802
+    def do_isEven(self, a: Value) -> Value:
         return of("u", 1, not (isinstance(a.number, float) and not math.isfinite(a.number)) and a.number % 2 == 0)
 
     def do_ldexp(self, a: Value, b: Value) -> Value:
@@ -613,7 +671,17 @@ class Machine:
 
     def do_pow(self, a: Value, b: Value) -> Value:
         exponent = float(b.number)
-        return of(b.kind, b.width, math.nan if math.isnan(exponent) else math.inf if exponent >= 1024 else 0.0 if exponent < -1200 else 2.0**exponent)
+        return of(
+            b.kind,
+            b.width,
+            math.nan
+            if math.isnan(exponent)
+            else math.inf
+            if exponent >= 1024
+            else 0.0
+            if exponent < -1200
+            else 2.0**exponent,
+        )
 
     def do_log2(self, a: Value) -> Value:
         number = float(a.number)
@@ -665,7 +733,9 @@ def float_operation(operator: str, x: Any, y: Any) -> Any:
     if operator in ("+", "-"):
         if operator == "-":
             y = -y if y != 0 else (-0.0 if not isinstance(y, float) or math.copysign(1, y) > 0 else Fraction(0))
-        if isinstance(x, float) and (math.isnan(x) or math.isinf(x)) or isinstance(y, float) and (math.isnan(y) or math.isinf(y)):
+        if (isinstance(x, float) and (math.isnan(x) or math.isinf(x))) or (
+            isinstance(y, float) and (math.isnan(y) or math.isinf(y))
+        ):
             return float_or_infinity(x) + float_or_infinity(y)
         if zero(x) and zero(y):
             both = isinstance(x, float) and isinstance(y, float)
@@ -698,7 +768,11 @@ def convert(value: Value, kind: str) -> Value:
     if value.kind == "power":
         return value
     if name == "b" or value.kind == "b" or (value.kind not in ("f", "bf") and name not in ("f", "bf")):
-        return Value(name, width, value.number & ((1 << width) - 1) if value.kind in ("u", "i") else value.bits & ((1 << width) - 1))
+        return Value(
+            name,
+            width,
+            value.number & ((1 << width) - 1) if value.kind in ("u", "i") else value.bits & ((1 << width) - 1),
+        )
     if name in ("f", "bf"):
         if value.kind in ("f", "bf"):
             if (value.kind, value.width) == (name, width):
@@ -709,7 +783,7 @@ def convert(value: Value, kind: str) -> Value:
                 moved = payload << (want[0] - have[0]) if want[0] >= have[0] else payload >> (have[0] - want[0]) or 1
                 return Value(name, width, encode_float(math.inf, f"{name}{width}") | moved)
             return of(name, width, value.number)
-        if value.kind != "f" and value.width == width and value.bits >> 20 in (0xFFC, 0xFE0) or value.bits == 0xFE00:
+        if (value.kind != "f" and value.width == width and value.bits >> 20 in (0xFFC, 0xFE0)) or value.bits == 0xFE00:
             return Value(name, width, value.bits)  # 32'F(0xffc00000): bits of a NaN
         return of(name, width, value.number)
     return saturated(name, width, value.number)

@@ -22,11 +22,11 @@ std::string operand(const Instruction &i, uint16_t code, int words) {
     if (code >= TTMP && code < NUL)
         return words == 1 ? format("ttmp%lld", code - TTMP) : format("ttmp[%lld:%lld]", code - TTMP, code - TTMP + words - 1);
     switch (code) {
-    case VCC: return words == 2 ? "vcc" : "vcc_lo";
+    case VCC: return words >= 2 ? "vcc" : "vcc_lo";
     case VCC + 1: return "vcc_hi";
     case NUL: return "null";
     case M0: return "m0";
-    case EXEC: return words == 2 ? "exec" : "exec_lo";
+    case EXEC: return words >= 2 ? "exec" : "exec_lo";
     case EXEC + 1: return "exec_hi";
     case SHARED_BASE: return "src_shared_base";
     case SHARED_LIMIT: return "src_shared_limit";
@@ -97,7 +97,7 @@ std::string vector_text(const Instruction &i) {
         sources++;
         std::string s = operand(i, i.src[k], matrix ? matrix_words(i, k) : words_of(v.s[k]));
         if (!i.e64 && bits_of(v.s[k]) == 16 && i.opsel >> k & 1) s += ".h";
-        if (!packed || mix || (i.op == PACKED + 0x13 && false)) {
+        if (mix || (!packed && is_float(v.s[k]))) {
             if (i.abs >> k & 1) s = "|" + s + "|";
             if (i.neg >> k & 1) s = "-" + s;
         }

@@ -18,7 +18,10 @@ uint64_t inline_constant64(unsigned code, Kind kind) {
 }
 
 uint32_t Wave::scalar(unsigned code, const Instruction &i) const {
-    if (code < 128) return code == NUL ? 0 : s[code];
+    if (code < 128) {
+        if (to_scalar[code] > local.come) awaited('s', code);
+        return code == NUL ? 0 : s[code];
+    }
     switch (code) {
     case LITERAL: return i.literal;
     case SCC: return scc;
@@ -30,7 +33,7 @@ uint32_t Wave::scalar(unsigned code, const Instruction &i) const {
 }
 
 uint64_t Wave::scalar64(unsigned code, const Instruction &i, bool sign) const {
-    if (code < 128) return code == NUL ? 0 : uint64_t(s[code + 1]) << 32 | s[code];
+    if (code < 128) return code == NUL ? 0 : uint64_t(scalar(code + 1, i)) << 32 | scalar(code, i);
     if (code == LITERAL) return sign ? uint64_t(int64_t(int32_t(i.literal))) : i.literal;
     if (code == SHARED_BASE || code == SHARED_LIMIT) return uint64_t(SHARED_APERTURE) << 32 | scalar(code, i);
     if (code == PRIVATE_BASE || code == PRIVATE_LIMIT) return uint64_t(PRIVATE_APERTURE) << 32 | scalar(code, i);
@@ -46,11 +49,25 @@ uint32_t Wave::scalar_undefined(unsigned code) const {
 void Wave::set(unsigned code, uint32_t value, uint32_t undefined) {
     if (code == NUL) return;
     if (code >= 128) fault("scalar destination %u does not exist", code);
+    if (to_scalar[code] > local.come) awaited('s', code);
     if (code == EXEC) require(undefined, "the mask of active lanes", "which lanes go on");
     s[code] = value, s_undefined[code] = undefined;
 }
 
-uint32_t *Wave::row(unsigned vgpr) {
+void Wave::awaited(char kind, unsigned number) const {
+    fault("%c%u is used, but the program has not waited for the load into it", kind, number);
+}
+
+void Wave::issued(unsigned vgpr, unsigned words, bool by_memory, bool by_local) {
+    uint32_t number = by_memory ? ++memory.issued : 0, local_number = by_local ? ++local.issued : 0;
+    if (!launch->check_undefined) return memory.wait(0), local.wait(0);
+    for (unsigned r = vgpr; r < vgpr + words; r++) {
+        if (by_memory) from_memory[r] = number;
+        if (by_local) from_local[r] = local_number;
+    }
+}
+
+uint32_t *Wave::target(unsigned vgpr) {
     if (vgpr >= launch->vgprs) fault("v%u is used, but the kernel has %u vector registers", vgpr, launch->vgprs);
     return v[vgpr];
 }
@@ -62,7 +79,7 @@ void Wave::define(unsigned vgpr, uint32_t mask, uint32_t undefined, int half) {
 
 void Wave::require(uint32_t undefined, const char *what, const char *decides) const {
     if (undefined && launch->check_undefined)
-        fault("%s was never written and decides %s (first at bit or lane %d)", what, decides, std::countr_zero(undefined));
+        fault("%s holds what was never written, and decides %s (first at bit or lane %d)", what, decides, std::countr_zero(undefined));
 }
 
 namespace {
@@ -85,19 +102,17 @@ Permutation permutation(const Instruction &i, uint32_t exec) {
     }
     unsigned control = c >> 8 & 0x1ff, n = control & 15;
     bool fetch_inactive = c >> 18 & 1, zero = c >> 19 & 1;
-    constexpr int RESERVED = 1000;
     for (int l = 0; l < LANES; l++) {
         int row = l & 16, at = l & 15, from;
         switch (control >> 4) {
         case 0x10: from = at + int(n); break; // row_shl
         case 0x11: from = at - int(n); break;
         case 0x12: from = (at - int(n)) & 15; break;
-        case 0x14: from = n == 0 ? 15 - at : n == 1 ? at ^ 7 : RESERVED; break;
+        case 0x14: from = n == 0 ? 15 - at : at ^ 7; break;
         case 0x15: from = int(n); break;
         case 0x16: from = at ^ int(n); break;
-        default: from = control < 0x100 ? (at & ~3) | (control >> 2 * (at & 3) & 3) : RESERVED;
+        default: from = (at & ~3) | int(control >> 2 * (at & 3) & 3);
         }
-        if (from == RESERVED) fault("dpp_ctrl 0x%x is reserved", control);
         bool there = from >= 0 && from < 16 && (fetch_inactive || exec >> (row | from) & 1);
         p.from[l] = int8_t(row | (from & 15));
         if (!there) (zero ? p.zeros : p.writes) ^= 1u << l;
@@ -162,7 +177,7 @@ uint32_t undefined_bits(unsigned op, const uint32_t u[3], const uint32_t v[3], c
 }
 
 void write_result(Wave &w, const Instruction &i, const VectorOp &op, unsigned dst, Buffer &out, uint32_t mask, uint32_t low,
-                  uint32_t high) {
+                  uint32_t high, uint32_t top = 0) {
     if (op.d == Kind::F32 && w.flush32) flush(out.lo, out.hi, op.d);
     if ((op.d == Kind::F16 || op.d == Kind::F64) && w.flush16_64) flush(out.lo, out.hi, op.d);
     if (is_float(op.d) && (i.omod || i.clamp)) {
@@ -195,7 +210,7 @@ void write_result(Wave &w, const Instruction &i, const VectorOp &op, unsigned ds
     w.define(dst, mask, high, 1);
     if (bits_of(op.d) == 64) {
         blend(w.row(dst + 1), out.hi, mask);
-        w.define(dst + 1, mask, low | high);
+        w.define(dst + 1, mask, low | high | top);
     }
 }
 
@@ -208,7 +223,7 @@ uint32_t collapse(const uint32_t *flags) {
 struct Result {
     Buffer out;
     Row carry;
-    uint32_t low = 0, high = 0; // undefined lanes of its halves
+    uint32_t low = 0, high = 0, top = 0; // undefined lanes of its halves; and of the upper register alone
 };
 
 // Everything but the writing, which for dual instructions comes after both halves have read.
@@ -229,6 +244,10 @@ void compute(Wave &w, const Instruction &i, const VectorOp &op, const uint16_t *
     op.run(x);
     any &= exec;
     r.low = r.high = any;
+    if (op.op == 0x2fe || op.op == 0x2ff) { // v_mad_[ui]64_*: the lower sum is that of the lower parts
+        uint32_t lower = src[2] >= VGPR ? w.lanes_undefined(src[2] - VGPR) : undefined[2];
+        r.top = any, r.low = r.high = (undefined[0] | undefined[1] | lower) & exec;
+    }
     if (!any || op.d != Kind::B32 || op.run == nullptr) return;
     r.low = r.high = 0;
     for (int l = 0; l < LANES; l++) {
@@ -314,8 +333,8 @@ void run_vector(Wave &w, const Instruction &i) {
         w.set(i.sdst, collapse(r.out.lo) & exec, (r.low | r.high) & exec);
         return;
     }
-    write_result(w, i, op, i.dst, r.out, exec, r.low, r.high);
-    if (op.flags & CARRY) w.set(i.sdst, collapse(r.carry) & exec, (r.low | r.high) & exec);
+    write_result(w, i, op, i.dst, r.out, exec, r.low, r.high, r.top);
+    if (op.flags & CARRY) w.set(i.sdst, collapse(r.carry) & exec, (r.low | r.high | r.top) & exec);
 }
 
 void run_dual(Wave &w, const Instruction &i) {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,15 +15,15 @@ import pytest
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.machine import variables
+from hf_rocm_tune.machine.sources import links_of
 from hf_rocm_tune.machine.variables import (
-    POLICY,
+    RULES,
     Decision,
     MachineFacts,
     announce,
     evaluate,
     explain,
     exports,
-    links_of,
     read_facts,
     to_json,
 )
@@ -41,60 +40,41 @@ NO_TORCH = MachineFacts(
     archs=None,
     reasons={"torch_version": "torch is gone", "hip_version": "torch is gone", "archs": "no kernel files"},
 )
+EARLIER = replace(OLD, torch_version="2.5.1+rocm6.2", hip_version="6.2.1")
 FLASH = replace(XT, flash_attn_version="2.8.3.post1")
 PAIR = "expandable_segments:True,max_split_size_mb:512"
 ALONE = "expandable_segments:True,garbage_collection_threshold:0.8"
 
 
-def found(facts: MachineFacts, *findings: str) -> MachineFacts:
-    return replace(facts, findings=frozenset(findings))
-
-
-# On an RX 7900 XT with the tested torch: what each row of the policy does about a value.
+# On an RX 7900 XT with the tested torch: what each rule of the policy does about a value.
 ON_XT = {
     "error": """
         PYTORCH_HIP_ALLOC_CONF=backend:cudaMallocAsync HSA_OVERRIDE_GFX_VERSION=9.4.2 HSA_OVERRIDE_GFX_VERSION=11.5.1
-        PYTORCH_ALLOC_CONF=backend:cudaMallocAsync PYTORCH_ALLOC_CONF=backend:hipMallocAsync
+        PYTORCH_ALLOC_CONF=backend:hipMallocAsync HSA_OVERRIDE_GFX_VERSION=nonsense
     """,
     "warn": """
         PYTORCH_NO_HIP_MEMORY_CACHING=1 AMD_SERIALIZE_KERNEL=3 AMD_SERIALIZE_COPY=3 HIP_LAUNCH_BLOCKING=1
-        HSA_ENABLE_IPC_MODE_LEGACY=1 MIOPEN_DISABLE_CACHE=1 PYTORCH_ALLOC_CONF=expandable_segments:True
+        HSA_ENABLE_IPC_MODE_LEGACY=1 PYTORCH_ALLOC_CONF=expandable_segments:True
     """,
     "info": """
-        HSA_OVERRIDE_GFX_VERSION=11.0.0 PYTORCH_ALLOC_CONF=garbage_collection_threshold:0.95 HSA_ENABLE_SDMA=0
-        HSA_ENABLE_PEER_SDMA=0 HIP_FORCE_DEV_KERNARG=1 HSA_FORCE_FINE_GRAIN_PCIE=1 HSA_NO_SCRATCH_RECLAIM=1
-        MIOPEN_USER_DB_PATH=/tmp/miopen MIOPEN_CUSTOM_CACHE_DIR=/tmp PYTORCH_TUNABLEOP_ENABLED=1 BNB_ROCM_VERSION=715
-        RCCL_DEBUG=INFO RCCL_P2P_DISABLE=1 RCCL_BUFFSIZE=1 RCCL_SOCKET_IFNAME=eth0 RCCL_IB_DISABLE=1
-        RCCL_NET_GDR_LEVEL=3 RCCL_MAX_NCHANNELS=8 RCCL_NCHANNELS=8 RCCL_TREE_THRESHOLD=0 NCCL_RING_THRESHOLD=0
-        HCCL_DEBUG=INFO HIP_DISABLE_IPC=1 PYTORCH_ROCM_DEVICE=0 HSA_UNALIGNED_ACCESS_MODE=1 RCCL_RING_THRESHOLD=0
-        NCCL_TREE_THRESHOLD=0
-    """,
-    "keep": """
-        PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512 NCCL_P2P_DISABLE=1 NCCL_SOCKET_IFNAME=^lo RCCL_MSCCL_ENABLE=0
-        PAL_HIP_IPC_FLAG=1 TORCH_BLAS_PREFER_HIPBLASLT=1 TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1
-        FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE MIOPEN_USER_DB_PATH=/home/me/miopen MIOPEN_LOG_LEVEL=4
-        KMP_AFFINITY=compact NCCL_DEBUG=INFO MIOPEN_CUSTOM_CACHE_DIR=/var/lib/miopen OMP_NUM_THREADS=8
-        RCCL_P2P_NET_DISABLE=1 RCCL_LL128_FORCE_ENABLE=1 RCCL_LOG_LEVEL=1 NCCL_IB_DISABLE=1 NCCL_BUFFSIZE=1
-        NCCL_MAX_NCHANNELS=8 NCCL_ALGO=Ring PYTORCH_ALLOC_CONF=max_split_size_mb:32
-        PYTORCH_ALLOC_CONF=garbage_collection_threshold:0.8 PYTORCH_ALLOC_CONF=roundup_power2_divisions:32
-        MIOPEN_ENABLE_LOGGING=1
+        HSA_OVERRIDE_GFX_VERSION=11.0.0 HSA_ENABLE_SDMA=0 HSA_ENABLE_PEER_SDMA=0 HIP_FORCE_DEV_KERNARG=1
+        BNB_ROCM_VERSION=715 RCCL_DEBUG=INFO RCCL_P2P_DISABLE=1 RCCL_BUFFSIZE=1 RCCL_SOCKET_IFNAME=eth0
+        RCCL_IB_DISABLE=1 RCCL_NET_GDR_LEVEL=3 RCCL_MAX_NCHANNELS=8 RCCL_NCHANNELS=8 RCCL_TREE_THRESHOLD=0
+        NCCL_RING_THRESHOLD=0 HCCL_DEBUG=INFO HIP_DISABLE_IPC=1 PYTORCH_ROCM_DEVICE=0 HSA_UNALIGNED_ACCESS_MODE=1
     """,
 }
-# Variable(s), value, facts, action: with the above, a line for each row of the policy and each of its conditions.
+FLAG = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+# Variable(s), value, facts, action: with the above, a line for each rule and each of its conditions.
 FIRES = [
     *((*pair.split("=", 1), XT, action) for action, pairs in ON_XT.items() for pair in pairs.split()),
-    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, OLD, "set"),
-    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, replace(OLD, torch_version="2.5.1"), "set"),
-    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "0", OLD, "keep"),
+    (FLAG, None, replace(OLD, torch_version="2.5.1"), "set"),
+    (FLAG, None, replace(OLD, torch_version="2.6.0"), "set"),
+    (FLAG, "0", replace(OLD, torch_version="2.5.1"), "keep"),
+    (FLAG, "1", OLD, "warn"),  # AOTriton 0.11b gives NaN there
     ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, FLASH, "set"),
     ("FLASH_ATTENTION_TRITON_AMD_ENABLE", "FALSE", FLASH, "keep"),
-    ("NCCL_P2P_DISABLE", None, found(XT, "peer_copy_failed"), "set"),
-    ("NCCL_P2P_DISABLE", "0", found(XT, "peer_copy_failed"), "keep"),
-    ("NCCL_DEBUG", None, found(XT, "diagnosis"), "set"),
-    ("OMP_NUM_THREADS", "4", CPU, "keep"),
     ("PYTORCH_CUDA_ALLOC_CONF", PAIR, XT, "error"),
     ("PYTORCH_HIP_ALLOC_CONF", " max_split_size_mb:32 , Expandable_Segments : true ", XT, "error"),
-    ("PYTORCH_ALLOC_CONF", PAIR, XT, "error"),
     ("PYTORCH_ALLOC_CONF", ALONE, XT, "warn"),
     ("PYTORCH_ALLOC_CONF", ALONE, replace(XT, archs=("gfx1201",)), "error"),
     ("PYTORCH_ALLOC_CONF", PAIR, OLD, "info"),
@@ -107,28 +87,25 @@ FIRES = [
     ("HSA_OVERRIDE_GFX_VERSION_1", "11.0.0", MIXED, "error"),
     ("HSA_OVERRIDE_GFX_VERSION", "11.5.1", HALO, "info"),
     ("HSA_OVERRIDE_GFX_VERSION", "11.0.0", HALO, "error"),
-    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:19", CPU, "warn"),
-    ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", OLD, "keep"),
-    ("TORCH_CUDA_SANITIZER", "1", CPU, "info"),
 ]
 
 SILENT_ON_XT = """
-    NCCL_P2P_DISABLE=1 PYTORCH_ALLOC_CONF=max_split_size_mb:512
+    NCCL_P2P_DISABLE=1 PYTORCH_ALLOC_CONF=max_split_size_mb:512 OMP_NUM_THREADS=8 NCCL_SOCKET_IFNAME=^lo
     PYTORCH_ALLOC_CONF=expandable_segments:False,max_split_size_mb:512 PYTORCH_ALLOC_CONF=backend:native
     PYTORCH_ALLOC_CONF=,,::: AMD_SERIALIZE_KERNEL=0 HIP_LAUNCH_BLOCKING= HSA_ENABLE_SDMA=1 HIP_FORCE_DEV_KERNARG=0
-    HSA_ENABLE_IPC_MODE_LEGACY=0 MIOPEN_DISABLE_CACHE=0 MIOPEN_USER_DB_PATH=/home/me/tmp/miopen
-    PYTORCH_TUNABLEOP_ENABLED=0 TORCH_CUDA_SANITIZER=0 RCCL_MSCCL_ENABLE=0 RCCL_SOCKET_=x NCCL_DEBUG=INFO
-    HIP_VISIBLE_DEVICES=0
+    HSA_ENABLE_IPC_MODE_LEGACY=0 RCCL_MSCCL_ENABLE=0 RCCL_SOCKET_=x NCCL_DEBUG=INFO HIP_VISIBLE_DEVICES=0
+    HSA_OVERRIDE_GFX_VERSION= TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1
 """
 QUIET = [
     *((*pair.split("=", 1), XT) for pair in SILENT_ON_XT.split()),
-    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, XT),
-    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, replace(OLD, archs=("gfx1201",))),
-    ("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", None, replace(OLD, hip_version=None)),
+    (FLAG, None, XT),
+    (FLAG, None, OLD),
+    (FLAG, None, replace(OLD, torch_version="2.5.1", archs=("gfx1201",))),
+    (FLAG, None, replace(OLD, torch_version="2.5.1", hip_version=None)),
+    (FLAG, None, replace(OLD, torch_version="2.5.1", archs=None, reasons={"archs": "no kernel files"})),
     ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, XT),
     ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, replace(FLASH, flash_attn_version="2.9.0")),
     ("FLASH_ATTENTION_TRITON_AMD_ENABLE", None, replace(FLASH, archs=("gfx942",))),
-    ("NCCL_P2P_DISABLE", None, XT),
 ]
 
 
@@ -152,18 +129,12 @@ def test_a_row_is_silent_without_its_condition(name: str, value: str | None, fac
     assert [one for one in spoken({} if value is None else {name: value}, facts, name) if one.action != "keep"] == []
 
 
-def test_every_row_of_the_policy_is_fired_by_the_table() -> None:
-    reasons = {row.reason.split("{")[0] for row in POLICY}
-    unfired = set(reasons)
-    cases = [({name: value} if value is not None else {}, facts) for name, value, facts, _ in FIRES]
-    cases += [({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "a:2"}, XT)]
-    cases += [
-        ({"HIP_VISIBLE_DEVICES": "0", other: "0"}, XT) for other in ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    ]
-    for environ, facts in cases:
-        for decision in evaluate(environ, facts):
+def test_every_rule_of_the_policy_is_fired_by_the_table() -> None:
+    unfired = {rule.reason for rule in RULES}
+    for name, value, facts, _ in FIRES:
+        for decision in evaluate({} if value is None else {name: value}, facts):
             unfired -= {reason for reason in unfired if reason in decision.reason}
-    assert unfired == set()
+    assert unfired == set() and len(RULES) < 25
 
 
 def test_a_healthy_machine_needs_nothing_and_hears_nothing() -> None:
@@ -173,7 +144,7 @@ def test_a_healthy_machine_needs_nothing_and_hears_nothing() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, value, _, action in FIRES if action == "error"])
 def test_where_torch_is_not_a_rocm_build_nothing_is_called_harmful(name: str, value: str) -> None:
-    assert {one.action for one in evaluate({name: value}, CPU)} == {"keep"}
+    assert evaluate({name: value}, CPU) == []
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, value, _, action in FIRES if action == "error"])
@@ -186,22 +157,9 @@ def test_what_is_not_known_softens_an_error_and_says_what_is_missing(name: str, 
     assert "no kernel files" in explain([decision], NO_TORCH).splitlines()[1]
 
 
-def test_nothing_is_set_on_a_guess() -> None:
-    unknown = replace(OLD, archs=None, reasons={"archs": "no kernel files"})
-    (decision,) = evaluate({}, unknown)
-    assert (decision.action, decision.value) == ("info", None)
-    assert "no kernel files" in decision.reason
-
-
-def test_a_certain_row_wins_over_an_uncertain_graver_one() -> None:
-    facts = replace(NO_TORCH, hip_version="6.4", reasons={"torch_version": "odd", "archs": "odd"})
-    (decision,) = spoken({"PYTORCH_ALLOC_CONF": PAIR}, facts, "PYTORCH_ALLOC_CONF")
-    assert decision.action == "info"
-
-
 def test_several_allocator_names_are_a_matter_only_where_they_differ() -> None:
     same = {"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:1 "}
-    assert {one.action for one in evaluate(same, XT)} == {"keep"}
+    assert evaluate(same, XT) == []
     (decision,) = evaluate({**same, "PYTORCH_HIP_ALLOC_CONF": "a:2"}, XT)
     assert decision.action == "warn"
     assert decision.variable.split(", ") == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
@@ -213,39 +171,21 @@ def test_several_allocator_names_are_a_matter_only_where_they_differ() -> None:
 def test_filters_nest_only_under_that_of_the_runtime(names: str, nested: bool) -> None:
     present = {f"{name}_VISIBLE_DEVICES": "0" for name in names.split()}
     (decision,) = evaluate(present, XT)
-    assert (decision.action, decision.cure) == ("warn", "set one of them")
-    assert decision.variable.split(", ") == list(present)
+    assert (decision.action, decision.fix) == ("warn", "set one of them")
+    assert set(decision.variable.split(", ")) == set(present)
     assert ("nest" in decision.reason, "ROCR" in decision.reason) == (nested, nested)
 
 
-@pytest.mark.parametrize(
-    ("name", "real"),
-    [
-        ("RCCL_DEBUG", "NCCL_DEBUG"),
-        ("RCCL_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
-        ("RCCL_NCHANNELS", "NCCL_MAX_NCHANNELS"),
-        ("RCCL_ALLREDUCE_TREE_THRESHOLD", "NCCL_ALGO"),
-        ("HCCL_DEBUG", "NCCL_DEBUG"),
-        ("HCCL_BUFFSIZE", "NCCL_BUFFSIZE"),
-        ("PYTORCH_ROCM_DEVICE", "HIP_VISIBLE_DEVICES"),
-    ],
-)
-def test_an_invented_name_is_answered_with_the_real_one(name: str, real: str) -> None:
-    (decision,) = evaluate({name: "1"}, XT)
-    assert real in decision.cure or real in decision.reason
-    assert "ignored" in decision.reason
-
-
 def test_no_row_tells_the_user_what_to_do_about_the_iommu() -> None:
-    assert not [row for row in POLICY if "iommu" in row.reason.lower()]
+    assert not [rule for rule in RULES if "iommu" in f"{rule.reason} {rule.fix}".lower()]
 
 
 def test_apply_sets_once_and_a_child_knows_the_value_as_ours() -> None:
     environ: dict[str, str] = {}
-    first = variables.apply(environ, OLD, torch_loaded=False)
+    first = variables.apply(environ, EARLIER, torch_loaded=False)
     assert environ["TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"] == "1"
     child = dict(environ)
-    assert variables.apply(child, OLD, torch_loaded=False) == first
+    assert variables.apply(child, EARLIER, torch_loaded=False) == first
     assert child == environ
     assert variables.DECISIONS.count(first[0]) == 1
 
@@ -253,7 +193,7 @@ def test_apply_sets_once_and_a_child_knows_the_value_as_ours() -> None:
 def test_apply_keeps_the_user_s_value_and_remembers_why() -> None:
     environ = {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "0", "PYTORCH_ALLOC_CONF": PAIR}
     before = dict(environ)
-    decisions = variables.apply(environ, OLD, torch_loaded=False)
+    decisions = variables.apply(environ, EARLIER, torch_loaded=False)
     assert environ == before
     assert [one.action for one in decisions] == ["keep", "info"]
     assert all(one in variables.DECISIONS for one in decisions)
@@ -261,7 +201,7 @@ def test_apply_keeps_the_user_s_value_and_remembers_why() -> None:
 
 def test_after_torch_nothing_is_set_and_the_variable_is_named() -> None:
     environ: dict[str, str] = {}
-    (decision,) = variables.apply(environ, OLD, torch_loaded=True)
+    (decision,) = variables.apply(environ, EARLIER, torch_loaded=True)
     assert environ == {}
     assert (decision.action, decision.value) == ("warn", None)
     assert decision.variable == "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
@@ -329,29 +269,11 @@ def test_other_commands_are_not_taken_for_the_table() -> None:
 
 
 def test_the_views_of_decisions_agree() -> None:
-    decisions = evaluate({"RCCL_DEBUG": "1"}, found(XT, "diagnosis"))
+    decisions = evaluate({"RCCL_DEBUG": "1"}, FLASH)
     assert [entry["variable"] for entry in json.loads(to_json(decisions))] == [one.variable for one in decisions]
     assert all(one.reason in explain(decisions) and one.source in explain(decisions) for one in decisions)
-    assert exports(decisions) == "export NCCL_DEBUG=WARN\n"
+    assert exports(decisions) == "export FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE\n"
     assert "No variable" in explain([])
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("max_split_size_mb:0", "max_split_size_mb:19", "max_split_size_mb:x", "max_split_size_mb:"),
-        *("garbage_collection_threshold:0", "garbage_collection_threshold:1.0", "garbage_collection_threshold:x"),
-        *("roundup_power2_divisions:3", "roundup_power2_divisions:0", "expandable_segments:true"),
-        "max_split_size_mb:64,expandable_segments:yes",
-    ],
-)
-def test_what_torch_refuses_is_said_before_torch_says_it(value: str) -> None:
-    torch = pytest.importorskip("torch")
-    assert "warn" in {one.action for one in evaluate({"PYTORCH_ALLOC_CONF": value}, XT) if "raises" in one.reason}
-    before = torch._C._accelerator_getAllocatorSettings()
-    with pytest.raises((RuntimeError, ValueError, IndexError)):
-        torch._C._accelerator_setAllocatorSettings(value)
-    torch._C._accelerator_setAllocatorSettings(before)
 
 
 @pytest.mark.parametrize(
@@ -367,14 +289,9 @@ def test_no_value_of_the_allocator_s_breaks_the_policy(value: str) -> None:
             assert explain([decision])
 
 
-def test_every_issue_that_a_row_names_has_an_address() -> None:
-    names = {name.strip() for row in POLICY for name in row.source.split(";")}
-    issues = {name for name in names if "#" in name}
-    assert len(issues) > 10
-    for issue in issues:
-        (link,) = links_of(issue)
-        assert re.fullmatch(rf"https://github\.com/[\w-]+/[\w-]+/issues/{issue.split('#')[1]}", link)
+def test_issues_and_pages_have_addresses() -> None:
     assert links_of("somebody said so; rccl#1129; rccl#1129") == ("https://github.com/ROCm/rccl/issues/1129",)
+    assert links_of("ROCm/ROCm#6603") == ("https://github.com/ROCm/legacy-rocm-build/issues/6603",), "renamed"
     assert links_of("") == links_of("unheard/of#1") == ()
 
 
@@ -400,7 +317,8 @@ def test_a_second_look_knows_what_the_first_has_read(judged_before: None, monkey
     known = variables.known_facts()
     assert known is not None and known.archs == ("gfx1100",)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")  # other GPUs may be visible now
-    assert "uncertain" in said().reason or said().action == "keep"
+    again = variables.apply(os.environ, torch_loaded=True)
+    assert all("uncertain" in one.reason for one in again if one.variable == "HSA_OVERRIDE_GFX_VERSION")
 
 
 def test_the_command_puts_the_gravest_first_with_cure_and_address(
@@ -410,7 +328,7 @@ def test_the_command_puts_the_gravest_first_with_cure_and_address(
     monkeypatch.setattr(variables, "DECISIONS", evaluate(present, XT))
     assert cli.main(["env", "--strict"]) == 1
     shown = capsys.readouterr()
-    order = [shown.out.index(name) for name in ("PYTORCH_ALLOC_CONF", "RCCL_DEBUG", "NCCL_DEBUG=INFO")]
+    order = [shown.out.index(name) for name in ("PYTORCH_ALLOC_CONF", "RCCL_DEBUG")]
     assert order == sorted(order)
     assert "fix: unset both" in shown.out
     assert "https://github.com/ROCm/legacy-rocm-build/issues/6603" in shown.out
@@ -418,7 +336,7 @@ def test_the_command_puts_the_gravest_first_with_cure_and_address(
     assert shown.err.strip().splitlines() == ["hf-rocm-tune env --strict: PYTORCH_ALLOC_CONF: see `hf-rocm-tune env`"]
     assert cli.main(["env", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [one["links"] != [] for one in listed] == [True, True, True]
+    assert [one["links"] != [] for one in listed] == [True, True]
     assert cli.main(["env", "--export", "--strict"]) == 1
     assert capsys.readouterr().out == ""
 
@@ -476,6 +394,7 @@ import {first}
 import hf_rocm_tune, os
 print(os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"))
 from hf_rocm_tune.machine import variables
+from hf_rocm_tune.machine.sources import links_of
 print(*[d.action for d in variables.DECISIONS])
 """
 
@@ -485,7 +404,7 @@ def two_gpus(tmp_path: Path) -> Path:
     """Root of a machine with a gfx1036 before an RX 7900 XT, and a ROCm torch 2.9 that does nothing."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("")
-    (tmp_path / "torch/version.py").write_text("__version__ = '2.9.1+rocm6.4'\nhip: Optional[str] = '6.4.4'\n")
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.5.1+rocm6.2'\nhip: Optional[str] = '6.2.4'\n")
     for node, version, size in ((0, 100306, 1 << 29), (1, 110000, 20 << 30)):
         directory = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
         (directory / "mem_banks/0").mkdir(parents=True)
@@ -501,7 +420,7 @@ def start(root: Path, first: str, extra: dict[str, str] | None = None) -> list[s
         f"package = types.ModuleType('hf_rocm_tune'); package.__path__ = [{str(ROOT / 'hf_rocm_tune')!r}]\n"
         "sys.modules['hf_rocm_tune'] = package\n"
         "from hf_rocm_tune.machine import gpus\n"
-        f"gpus.read_topology.__defaults__ = (gpus.LiveTree(Path({str(root)!r})),)\n"
+        f"gpus.read_topology.__defaults__ = (gpus.Files(Path({str(root)!r})),)\n"
         "del sys.modules['hf_rocm_tune']"
     )
     return run(START.format(fake=str(root), first=first, patch=patch), extra).splitlines()

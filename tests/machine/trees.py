@@ -1,7 +1,7 @@
-"""Faithful machines, built part by part as recordings that ``RecordedTree`` replays.
+"""Faithful machines, built part by part and written as a directory that stands for ``/``.
 
     machine = Built("an AM5 board with one card").card(XT).igpu()
-    survey(machine.tree())
+    machine.survey(tmp_path)
 
 Where the forms come from: the bridges of an AM5 machine with a 7900 XTX, from its full PCI list in
 freebsd/drm-kmod#426; ids from amdgpu.ids and pci.ids; memory sizes of cards from LACT#533 (24560 MiB on a 7900 XTX) and
@@ -12,13 +12,16 @@ counters' short names). No machine is a copy of a real one: figures such as temp
 
 from __future__ import annotations
 
-import base64
+import os
+import posixpath
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from hf_rocm_tune.machine.sysfs import RecordedTree
+from hf_rocm_tune.machine.survey import Machine, Process, survey
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -133,18 +136,15 @@ class Built:
 
     def __init__(self, source: str, *, cpu: str = "AMD Ryzen 7 7800X3D 8-Core Processor") -> None:
         self.files: dict[str, str] = {}
-        self.binary: dict[str, str] = {}
+        self.binary: dict[str, bytes] = {}
         self.links: dict[str, str] = {}
         self.names: dict[str, list[str]] = {"sys/class/drm": []}
-        self.errors: dict[str, str] = {}
-        self.nodes: dict[str, dict[str, Any]] = {}
-        self.process: dict[str, Any] = {"platform": "linux", "groups": ["render", "video"], "shm_bytes": 32 * GIB}
-        self.extra: dict[str, Any] = {}
-        self._source = source
+        self.nodes: dict[str, bool] = {}
+        self.process: dict[str, Any] = {"platform": "linux", "groups": ("render", "video"), "shm_bytes": 32 * GIB}
+        self.source = source
         self._cards = 0
         self._bus = 1
         self._kfd_nodes = 0
-        self._compute: list[tuple[int, bool]] = []
         self._iommu: str | None = None
         self._chipset: str | None = None
         self.files["proc/cpuinfo"] = f"processor\t: 0\nmodel name\t: {cpu}\n"
@@ -198,9 +198,8 @@ class Built:
 
     def user(self, *, groups: tuple[str, ...] = ("render", "video"), usable: bool = True) -> Built:
         """The groups of this process, and whether it may use the device nodes. Call it after cards."""
-        self.process["groups"] = list(groups)
-        for node in self.nodes.values():
-            node["usable"] = usable
+        self.process["groups"] = groups
+        self.nodes = dict.fromkeys(self.nodes, usable)
         return self
 
     def container(self, engine: str = "docker", *, devices: bool = True, shm_bytes: int = 64 * MIB) -> Built:
@@ -218,11 +217,6 @@ class Built:
         """A control group's limit on this process's memory."""
         self.files["proc/self/cgroup"] = "0::/\n"
         self.files["sys/fs/cgroup/memory.max"] = f"{size}\n"
-        return self
-
-    def having(self, **sections: Any) -> Built:
-        """Other sections of the recording: ``software``, ``environ``."""
-        self.extra.update(sections)
         return self
 
     # Devices.
@@ -268,12 +262,6 @@ class Built:
             self.files[f"{DEVICES}/{gpu}/drm/card{first}/card{first}-{connector}/status"] = f"{status}\n"
         return self
 
-    def mes_firmware(self, version: int) -> Built:
-        """The version of the scheduler's firmware on all cards. Call it after cards."""
-        for path in [path for path in self.files if path.endswith("/mes_fw_version")]:
-            self.files[path] = f"0x{version:08x}\n"
-        return self
-
     def igpu(self, chip: Chip = RAPHAEL, *, driver: str | None = "amdgpu", kfd: bool = True) -> Built:
         """The GPU in the processor; it takes the next free bus, so after the cards as on AM5."""
         root, gpu = "0000:00:08.1", f"0000:{self._take_buses(1):02x}:00.0"
@@ -297,16 +285,35 @@ class Built:
 
     # The result.
 
-    def recording(self) -> dict[str, Any]:
-        """What ``RecordedTree`` takes and ``doctor --from`` reads."""
-        sections = ("files", "binary", "links", "names", "errors", "nodes", "process")
-        copied = {name: dict(getattr(self, name)) for name in sections}
-        self._link_peers(copied)
-        return {"schema": 1, "source": self._source, **copied, **self.extra}
+    def write(self, root: Path) -> Process:
+        """The machine's files below a directory; what is not in a file."""
+        for path, target in sorted(self.links.items()):
+            place = root / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if posixpath.dirname(path) == DEVICES and target:  # its files stand where it leads, as in a real sysfs
+                (root / posixpath.normpath(posixpath.join(posixpath.dirname(path), target))).mkdir(
+                    parents=True, exist_ok=True
+                )
+            if not place.is_symlink():
+                place.symlink_to(target or ".")
+        for path, listed in self.names.items():
+            for name in ["", *listed]:
+                (root / path / name).mkdir(parents=True, exist_ok=True)
+        contents = (
+            {path: text.encode() for path, text in self.files.items()} | self.binary | dict.fromkeys(self.nodes, b"")
+        )
+        for path, content in contents.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_bytes(content)
+        return Process(**self.process)
 
-    def tree(self) -> RecordedTree:
-        """The machine, ready to be surveyed."""
-        return RecordedTree(self.recording())
+    def survey(self, root: Path) -> Machine:
+        """The machine, read from a directory in which it is written."""
+        process = self.write(root)
+        refused = {str(root / path) for path, usable in self.nodes.items() if not usable}
+        access = os.access
+        with mock.patch("os.access", lambda path, mode: str(path) not in refused and access(path, mode)):
+            return survey(root, process)
 
     # Parts of devices.
 
@@ -395,12 +402,11 @@ class Built:
             return
         self._module()
         self._sensors(address, chip, readings, metrics)
-        self.files[f"{DEVICES}/{address}/fw_version/mes_fw_version"] = "0x00000080\n"
         number = sum(path.startswith("dev/dri/renderD") for path in self.nodes)
-        self.nodes[f"dev/dri/card{number}"] = {"usable": True, "group": "video"}
-        self.nodes[f"dev/dri/renderD{128 + number}"] = {"usable": True, "group": "render"}
+        self.nodes[f"dev/dri/card{number}"] = True
+        self.nodes[f"dev/dri/renderD{128 + number}"] = True
         if kfd:
-            self._kfd_node(address, chip, reachable=bool(chip.cap_w) and bar_bytes >= chip.vram_bytes)
+            self._kfd_node(address, chip)
 
     def _module(self) -> None:
         for name, value in self._parameters.items():
@@ -426,12 +432,12 @@ class Built:
         self.files[f"{place}/mem_info_vram_total"] = f"{chip.vram_bytes}\n"
         content = metrics if readings.throttle is None else metrics_v1_3(readings.throttle)
         if content is not None:
-            self.binary[f"{place}/gpu_metrics"] = base64.b64encode(content).decode()
+            self.binary[f"{place}/gpu_metrics"] = content
 
-    def _kfd_node(self, address: str, chip: Chip, *, reachable: bool) -> None:
+    def _kfd_node(self, address: str, chip: Chip) -> None:
         if not self._kfd_nodes:
             self._write_node({"cpu_cores_count": 16, "simd_count": 0, "gfx_target_version": 0}, "", (0, 64 * GIB))
-            self.nodes["dev/kfd"] = {"usable": True, "group": "render"}
+            self.nodes["dev/kfd"] = True
         bus, device, function = (int(part, 16) for part in address.replace(".", ":").split(":")[1:])
         properties = {
             "cpu_cores_count": 0,
@@ -443,7 +449,6 @@ class Built:
             "domain": 0,
         }
         place = f"{NODES}/{self._kfd_nodes}"
-        self._compute.append((self._kfd_nodes, reachable))
         self.files[f"{place}/io_links/0/properties"] = f"type 2\nnode_from {self._kfd_nodes}\nnode_to 0\nflags 1\n"
         self._write_node(properties, chip.kfd_name, (1, chip.vram_bytes))
 
@@ -454,15 +459,3 @@ class Built:
         self.files[f"{place}/properties"] = "".join(f"{key} {value}\n" for key, value in properties.items())
         heap, size = bank
         self.files[f"{place}/mem_banks/0/properties"] = f"heap_type {heap}\nsize_in_bytes {size}\nflags 0\n"
-
-    def _link_peers(self, recording: dict[str, Any]) -> None:
-        """The kernel's own condition for links between cards: its options, and all memory in the BAR."""
-        config = next((text for path, text in self.files.items() if path.startswith("boot/config-")), "")
-        able = "CONFIG_HSA_AMD_P2P=y" in config and self._parameters["pcie_p2p"] == "Y"
-        cards = [number for number, reachable in self._compute if able and reachable]
-        for number, _ in self._compute:
-            place = f"{NODES}/{number}/p2p_links"
-            others = [other for other in cards if other != number] if number in cards else []
-            recording["names"][place] = [str(link) for link in range(len(others))]
-            for link, other in enumerate(others):
-                recording["files"][f"{place}/{link}/properties"] = f"type 2\nnode_to {other}\nflags 1\n"

@@ -1,16 +1,19 @@
 """A machine, what is installed on it and set, and what the doctor is to find there.
 
 The expectations are written from the reports and documents that the sources name, not from the doctor's code: where the
-two differ, one of them is wrong. Installations have the form that ``Software.from_dict`` reads; versions, architecture
-lists and names of libraries are those of the wheels that are named with them.
+two differ, one of them is wrong. Versions, architecture lists and names of libraries are those of the wheels that are
+named with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from hf_rocm_tune.doctor.findings import Evidence
+from hf_rocm_tune.machine.software import Software, TorchDevice
 from tests.machine.trees import Built
 
 # The pytorch.org wheel for ROCm 7.2 (uv#18730).
@@ -31,7 +34,6 @@ PACKAGES = {
     "safetensors": "0.8.0",
 }
 BNB_WINDOWS = tuple(name.replace(".so", ".dll") for name in BNB)
-NO_SYSTEM_ROCM = {"rocm_version": {"reason": "/opt/rocm/.info/version: No such file or directory"}}
 
 
 def device(
@@ -41,10 +43,9 @@ def device(
     name: str = "AMD Radeon RX 7900 XT",
     arch: str = "gfx1100",
     gib: float = 19.98,
-) -> dict[str, Any]:
+) -> TorchDevice:
     """A device as torch lists it; the address is that of the first card that ``Built.card`` makes."""
-    total = int(gib * (1 << 30))
-    return {"index": index, "name": name, "arch": arch, "total_bytes": total, "pci_address": address}
+    return TorchDevice(index=index, name=name, arch=arch, total_bytes=int(gib * (1 << 30)), pci_address=address)
 
 
 def stack(
@@ -54,65 +55,66 @@ def stack(
     rocm: str | None = None,
     cuda: str | None = None,
     archs: str = ROCM72,
-    devices: Sequence[Mapping[str, Any]] | str = (device(),),
+    devices: Sequence[TorchDevice] | str = (device(),),
     packages: Mapping[str, str | None] | None = None,
-    libraries: tuple[str, ...] = BNB,
-    system_rocm: str = "7.2.4",
+    libraries: tuple[str, ...] | None = BNB,
+    system_rocm: str | None = "7.2.4",
     wheels: Mapping[str, str] | None = None,
     allocator: str = "",
-) -> dict[str, Any]:
+    **more: Any,
+) -> Software:
     """One installation; by default a good one for one RX 7900 XT. ``devices`` as a text is why there are none."""
-    return {
-        "python": "3.12.3",
-        "torch_version": {"value": torch},
-        "hip_version": hip,
-        "torch_rocm_version": rocm,
-        "cuda_version": cuda,
-        "arch_list": {"value": archs.split()},
-        "devices": {"reason": devices} if isinstance(devices, str) else {"value": [dict(one) for one in devices]},
-        "allocator_settings": {"value": allocator},
-        "packages": {**PACKAGES, "torch": torch, **(packages or {})},
-        "package_problems": {},
-        "bitsandbytes_libraries": {"value": list(libraries)},
-        "rocm_version": {"value": system_rocm},
-        "rocm_wheels": dict(wheels or {}),
-    }
+    return Software(
+        **{
+            "python": "3.12.3",
+            "torch_version": torch,
+            "hip_version": hip,
+            "torch_rocm_version": rocm,
+            "cuda_version": cuda,
+            "arch_list": tuple(archs.split()),
+            "devices": None if isinstance(devices, str) else tuple(devices),
+            "allocator_settings": allocator,
+            "packages": {**PACKAGES, "torch": torch, **(packages or {})},
+            "bitsandbytes_libraries": libraries,
+            "rocm_version": system_rocm,
+            "rocm_wheels": dict(wheels or {}),
+            "problems": {"devices": devices} if isinstance(devices, str) else {},
+            **more,
+        }
+    )
 
 
-def cpu_stack(torch: str = "2.13.0+cpu") -> dict[str, Any]:
+def cpu_stack(torch: str = "2.13.0+cpu") -> Software:
     """A torch that computes on processors only."""
     return stack(torch=torch, hip=None, archs="", devices=())
 
 
-def no_torch() -> dict[str, Any]:
-    """Everything but torch."""
-    reason = {"reason": "torch is not installed"}
-    bare = {"torch_version": reason, "arch_list": reason, "devices": reason, "allocator_settings": reason}
-    return stack(hip=None, packages={"torch": None}) | bare
+def broken(reason: str, **other: Any) -> Software:
+    """A torch that does not tell anything."""
+    asked = ("torch_version", "arch_list", "devices", "allocator_settings")
+    return replace(stack(hip=None, **other), **dict.fromkeys(asked), problems=dict.fromkeys(asked, reason))
 
 
-def pair(second: str = "0000:06:00.0", **of_second: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def pair(second: str = "0000:06:00.0", **of_second: Any) -> tuple[TorchDevice, TorchDevice]:
     """Two devices, as ``Built.card().card()`` places them."""
     return device(), device(second, index=1, **of_second)
 
 
-def rocm_stack(torch: str, hip: str, **other: Any) -> dict[str, Any]:
+def rocm_stack(torch: str, hip: str, **other: Any) -> Software:
     """A ROCm build, with the same ROCm on the system."""
-    version = torch.partition("+rocm")[2]
-    return stack(torch=torch, hip=hip, **{"system_rocm": version, **other})
+    return stack(torch=torch, hip=hip, **{"system_rocm": torch.partition("+rocm")[2], **other})
 
 
-def multi_arch_stack(*wheels: str, **other: Any) -> dict[str, Any]:
+def multi_arch_stack(*wheels: str, **other: Any) -> Software:
     """ROCm 10.0 from AMD's multi-architecture index: kernels come in wheels of their own (TheRock RELEASES.md)."""
     carried = dict.fromkeys(("rocm-sdk-core", "rocm-sdk-libraries", *wheels), "10.0.0")
-    built = rocm_stack("2.13.0+rocm10.0.0", "7.15.26333", wheels=carried, **other)
-    return built | NO_SYSTEM_ROCM
+    return rocm_stack("2.13.0+rocm10.0.0", "7.15.26333", wheels=carried, system_rocm=None, **other)
 
 
-def cuda_stack(*devices: dict[str, Any]) -> dict[str, Any]:
+def cuda_stack(*devices: TorchDevice) -> Software:
     """What plain ``pip install torch`` brings on Linux."""
-    built = stack(torch="2.13.0+cu130", hip=None, cuda="13.0", archs="sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 sm_89")
-    return built | {"devices": {"value": list(devices)}} | NO_SYSTEM_ROCM
+    archs = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 sm_89"
+    return stack(torch="2.13.0+cu130", hip=None, cuda="13.0", archs=archs, devices=devices, system_rocm=None)
 
 
 STATUSES = ("fail", "warn", "info")
@@ -123,16 +125,18 @@ class Case:
     """One machine and its diagnosis.
 
     Attributes:
-        recording: what ``doctor --from`` reads; its ``source`` says what the machine follows.
+        built: whose ``source`` says what the machine follows.
         fail, warn, note: names of rows with that status (``note`` is ``info``), each as often as it is found; as
             ``name subject`` where it matters what it is about. All of them, no more and no fewer.
         fine: some rows of status ``ok`` that must be there.
         unknown: names of the checks that must say that they do not know; all of them.
-        says: texts that must stand in the findings: a cure, a line to paste, a figure.
+        says: texts that must stand in the findings: a fix, a line to paste, a figure.
         never: texts that must stand nowhere in the output.
     """
 
-    recording: dict[str, Any]
+    built: Built
+    software: Software
+    environ: dict[str, str]
     fail: tuple[str, ...] = ()
     warn: tuple[str, ...] = ()
     note: tuple[str, ...] = ()
@@ -153,19 +157,23 @@ class Case:
 
     @property
     def cards(self) -> int:
-        """How many discrete cards the recording was built with, by the addresses of their own switches."""
-        ids = [text for path, text in self.recording.get("files", {}).items() if path.endswith("/device")]
+        """How many discrete cards the machine was built with, by the addresses of their own switches."""
+        ids = [text for path, text in self.built.files.items() if path.endswith("/device")]
         return sum(text.strip() == "0x1479" for text in ids)
+
+    def evidence(self, root: Path) -> Evidence:
+        """The machine as the doctor reads it, written to a directory."""
+        machine = self.built.survey(root)
+        return Evidence(machine=machine, software=self.software, environ=self.environ, root=root)
 
 
 def case(
     built: Built,
     *,
-    software: Mapping[str, Any] | None = None,
+    software: Software | None = None,
     environ: Mapping[str, str] | None = None,
     **expected: Sequence[str],
 ) -> Case:
     """A machine with a good installation for one 7900 XT, unless ``software`` is another."""
-    sections = {"software": dict(stack() if software is None else software), "environ": dict(environ or {})}
-    wanted = {name: tuple(rows) for name, rows in expected.items()}
-    return Case(recording=built.having(**sections).recording(), **wanted)
+    wanted: dict[str, Any] = {name: tuple(rows) for name, rows in expected.items()}
+    return Case(built=built, software=stack() if software is None else software, environ=dict(environ or {}), **wanted)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from tests.machine.trees import RAPHAEL, STRIX_HALO, XT, Built, Slot
-from tests.machines.case import BNB_WINDOWS, NO_SYSTEM_ROCM, ROCM72, Case, case, cpu_stack, cuda_stack, device, stack
+from tests.machines.case import BNB_WINDOWS, ROCM72, Case, broken, case, cpu_stack, cuda_stack, device, stack
 
 NVIDIA = device("0000:01:00.0", name="NVIDIA GeForce RTX 4090", arch="sm_89", gib=23.5)
 STRIX = device("0000:01:00.0", name="AMD Radeon Graphics", arch="gfx1151", gib=96.0)
@@ -26,47 +26,33 @@ def a_device(address: str, ids: tuple[str, str], kind: str) -> dict[str, str]:
 
 def only(built: Built, keep: Callable[[str], bool]) -> Built:
     """The machine with those files only; nothing is said about the others."""
-    for section in (built.files, built.binary, built.links, built.names, built.nodes):
+    sections: list[dict[str, object]] = [built.files, built.binary, built.links, built.names, built.nodes]  # type: ignore[list-item]
+    for section in sections:
         for path in [path for path in section if not keep(path)]:
-            del section[path]  # type: ignore[attr-defined]
+            del section[path]
     return built
 
 
 def windows() -> Case:
     """Nothing of the kernel's is there; torch and the packages are."""
-    software: dict[str, Any] = stack(
+    built = only(
+        Built("bitsandbytes installation page: ROCm on Windows, with wheels of repo.radeon.com"), lambda path: False
+    )
+    built.process = {"platform": "windows", "release": "11"}
+    software = stack(
         torch="2.9.1+rocm7.2.1",
         hip="7.2.53211",
         libraries=BNB_WINDOWS,
-        devices=[device("0000:03:00.0")],
         wheels={"rocm-sdk-core": "7.2.1", "rocm-sdk-libraries-custom": "7.2.1"},
+        system_rocm=None,
     )
-    process = {"platform": "windows", "release": "11", "cpu": "AMD64 Family 25 Model 97 Stepping 2, AuthenticAMD"}
-    return Case(
-        recording={
-            "schema": 1,
-            "source": "bitsandbytes installation page: ROCm on Windows; wheels of torch from repo.radeon.com, 7.2.1",
-            "process": process,
-            "software": software | NO_SYSTEM_ROCM,
-            "environ": {},
-        },
+    return case(
+        built,
+        software=software,
         warn=("version_older torch",),
-        note=("windows",),
         unknown=("driver", "host_memory"),
-        says=("not tested by this project", "`--dataloader_num_workers 0`"),
-        never=("the kernel's own", "/opt/rocm"),
-    )
-
-
-def without_variables(built: Built) -> Case:
-    """What variables do is not known, and neither is which GPUs they leave."""
-    whole = case(built).recording
-    return Case(
-        recording={section: content for section, content in whole.items() if section != "environ"},
-        unknown=("integrated", "variables"),
-        fine=("driver_ok", "torch_rocm"),
-        says=("the recording has no variables",),
-        never=("No variable needs a change", "export HIP_VISIBLE_DEVICES"),
+        says=("not tested by this project",),
+        never=("/opt/rocm",),
     )
 
 
@@ -118,48 +104,41 @@ PLATFORMS: dict[str, Case] = {
     "strix_halo": case(
         Built("TheRock SUPPORTED_GPUS.md: gfx1151 is release-ready", cpu=STRIX_CPU).igpu(STRIX_HALO),
         software=stack(devices=[STRIX]),
-        note=("only_integrated", "strix_halo"),
+        note=("only_integrated",),
         fine=("arch_ok",),
-        says=("gfx1151 needs no HSA_OVERRIDE_GFX_VERSION", "not tested by this project"),
-    ),
-    "strix_halo_with_withdrawn_firmware": case(
-        Built("ROCm/ROCm#5724: MES firmware 0x83", cpu=STRIX_CPU).igpu(STRIX_HALO).mes_firmware(0x83),
-        software=stack(devices=[STRIX]),
-        warn=("mes_firmware_withdrawn 0000:01:00.0",),
-        note=("only_integrated", "strix_halo"),
-        says=("MES firmware 0x83 was withdrawn",),
+        says=("leave HSA_OVERRIDE_GFX_VERSION unset", "not tested by this project"),
     ),
     "strix_halo_with_override": case(
         Built("unsloth install.sh: the spoof that it clears", cpu=STRIX_CPU).igpu(STRIX_HALO),
         environ={"HSA_OVERRIDE_GFX_VERSION": "11.5.1"},
         software=stack(devices=[STRIX]),
-        note=("environ:HSA_OVERRIDE_GFX_VERSION", "only_integrated", "strix_halo"),
+        note=("environ:HSA_OVERRIDE_GFX_VERSION", "only_integrated"),
     ),
     "strix_halo_spoofed": case(
         Built("unsloth install.sh: gfx1151 run as gfx1100", cpu=STRIX_CPU).igpu(STRIX_HALO),
         environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
-        software=stack(devices=[STRIX | {"arch": "gfx1100"}]),
+        software=stack(devices=[replace(STRIX, arch="gfx1100")]),
         fail=("arch_spoofed", "environ:HSA_OVERRIDE_GFX_VERSION"),
-        note=("only_integrated", "strix_halo"),
+        note=("only_integrated",),
     ),
     "strix_halo_old_wheel": case(
         Built("uv#18730: a wheel without gfx1151", cpu=STRIX_CPU).igpu(STRIX_HALO),
         software=stack(devices=[STRIX], archs=ROCM72.replace(" gfx1151", "")),
         fail=("arch_missing",),
-        note=("only_integrated", "strix_halo"),
+        note=("only_integrated",),
     ),
     "strix_halo_without_kfd": case(
         Built("ROCm docs, prerequisites: amdgpu without its compute part", cpu=STRIX_CPU).igpu(STRIX_HALO, kfd=False),
         software=stack(devices="RuntimeError: No HIP GPUs are available"),
         fail=("kfd_missing", "torch_sees_nothing"),
-        note=("only_integrated", "strix_halo"),
+        note=("only_integrated",),
         fine=("arch_ok",),
     ),
     "strix_halo_cpu_torch": case(
         Built("uv#17674: plain `pip install torch`", cpu=STRIX_CPU).igpu(STRIX_HALO),
         software=cpu_stack(),
         fail=("torch_cpu_build",),
-        note=("only_integrated", "strix_halo"),
+        note=("only_integrated",),
     ),
     "windows": windows(),
     "wsl": case(
@@ -174,13 +153,12 @@ PLATFORMS: dict[str, Case] = {
     ),
     "sandbox_without_the_bus": case(
         only(Built("a sandbox that hides /sys/bus/pci").card(), lambda path: not path.startswith("sys/bus/pci")),
-        warn=("pci_unread",),
+        unknown=("driver",),
     ),
     "topology_hidden": case(
         only(Built("a sandbox that shows the nodes' names only").card(), lambda path: "properties" not in path),
-        warn=("topology_unread",),
         fine=("arch_ok",),
-        unknown=("atomics",),
+        unknown=("atomics", "driver"),
     ),
     "no_device_nodes": case(
         only(Built("a chroot without device nodes").card(), lambda path: not path.startswith("dev/")),
@@ -207,12 +185,10 @@ PLATFORMS: dict[str, Case] = {
         fail=("arch_missing",),
         note=("card_unknown",),
     ),
-    "no_variables_recorded": without_variables(
-        Built("a capture of which somebody has cut out his variables").card().igpu(RAPHAEL)
-    ),
-    "nothing_recorded": Case(
-        recording={"schema": 1},
-        unknown=("driver", "host_memory", "shared_memory", "torch", "variables"),
-        never=("ready to train",),
+    "nothing_readable": case(
+        only(Built("a process that may read nothing of the machine"), lambda path: False),
+        software=broken("torch is not installed", packages={"torch": None}),
+        fail=("torch_missing",),
+        unknown=("driver", "host_memory"),
     ),
 }

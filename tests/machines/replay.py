@@ -1,4 +1,4 @@
-"""All machines of this directory, and the real command on a recording."""
+"""All machines of this directory, and the real command on a machine that is written below a directory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hf_rocm_tune.cli import main
+from hf_rocm_tune.doctor import command as doctor_command
+from hf_rocm_tune.doctor import diagnose
+from hf_rocm_tune.doctor.findings import Evidence, skipped
 from tests.machines.cards import CARDS
 from tests.machines.case import Case
 from tests.machines.platforms import PLATFORMS
@@ -20,18 +23,12 @@ from tests.machines.variables import VARIABLES
 MACHINES: dict[str, Case] = {**CARDS, **SOFTWARE, **VARIABLES, **PLATFORMS}
 assert len(MACHINES) == len(CARDS) + len(SOFTWARE) + len(VARIABLES) + len(PLATFORMS), "a name is given twice"
 COLUMNS = 80
-FORMS = {"table": (), "json": ("--json",), "markdown": ("--markdown",)}
+FORMS = {"table": (), "verbose": ("-v",), "json": ("--json",)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What the command said of one recording.
-
-    Attributes:
-        codes: exit code of each form.
-        text: output of each form.
-        stderr: of all three.
-    """
+    """What the command said of one machine: exit code and output of each form, and stderr of all."""
 
     codes: Mapping[str, int]
     text: Mapping[str, str]
@@ -55,28 +52,29 @@ class Replay:
         return "\n".join(
             line
             for one in self.findings
-            for line in (one["title"], one["text"], one["cure"], *one["evidence"], *one["sources"])
+            for line in (one["title"], one["text"], one["fix"], *one["read"], one["source"])
         )
 
 
-def command(*flags: str) -> tuple[int, str, str]:
-    """``hf-rocm-tune doctor FLAGS`` in this process: exit code, standard output and standard error."""
+def command(*flags: str, evidence: Evidence | None = None) -> tuple[int, str, str]:
+    """``hf-rocm-tune doctor FLAGS`` in this process: exit code, standard output and standard error.
+
+    On the machine of the evidence, nothing is measured: its cards are not here.
+    """
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        if evidence is not None:
+            stack.enter_context(mock.patch.object(doctor_command, "read_here", return_value=evidence))
+            stack.enter_context(mock.patch.object(diagnose, "run_measured", return_value=[skipped("not here")]))
         code = main(["doctor", *flags])
     return code, out.getvalue(), err.getvalue()
 
 
-def written(recording: Mapping[str, Any], file: Path) -> Path:
-    """The recording as a file."""
-    file.write_text(json.dumps(recording), encoding="utf-8")
-    return file
-
-
-def replay(recording: Mapping[str, Any], file: Path) -> Replay:
-    """The command on a recording, in all of its forms."""
-    written(recording, file)
-    done = {form: command("--from", str(file), *flags) for form, flags in FORMS.items()}
+def replay(evidence: Evidence) -> Replay:
+    """The command on a machine, in all of its forms."""
+    done = {form: command(*flags, evidence=evidence) for form, flags in FORMS.items()}
     return Replay(
         codes={form: code for form, (code, _, _) in done.items()},
         text={form: out for form, (_, out, _) in done.items()},

@@ -5,23 +5,18 @@ from __future__ import annotations
 from tests.machine.trees import GIB, XT_9070, Built
 from tests.machines.case import (
     BNB,
-    NO_SYSTEM_ROCM,
     ROCM72,
     Case,
+    broken,
     case,
     cpu_stack,
     cuda_stack,
     device,
     multi_arch_stack,
-    no_torch,
     rocm_stack,
     stack,
 )
 
-NOT_IMPORTED = {
-    entry: {"reason": "ImportError: libamdhip64.so.7: cannot open shared object file"}
-    for entry in ("torch_version", "arch_list", "devices", "allocator_settings")
-}
 ROCM_INDEX = "--index-url https://download.pytorch.org/whl/rocm7.2"
 
 
@@ -42,7 +37,12 @@ SOFTWARE: dict[str, Case] = {
         fail=("torch_cuda_build",),
         says=("built for CUDA 13.0", ROCM_INDEX),
     ),
-    "no_torch": case(one("a fresh environment"), software=no_torch(), fail=("torch_missing",), says=(ROCM_INDEX,)),
+    "no_torch": case(
+        one("a fresh environment"),
+        software=broken("torch is not installed", packages={"torch": None}),
+        fail=("torch_missing",),
+        says=(ROCM_INDEX,),
+    ),
     "torch_hangs": case(
         one("ROCm/ROCm#2429: a driver that hangs when it is asked"),
         software=stack(devices="asked for 60 seconds and given up"),
@@ -51,7 +51,7 @@ SOFTWARE: dict[str, Case] = {
     ),
     "torch_does_not_import": case(
         one("a wheel whose libraries do not load"),
-        software=stack() | NOT_IMPORTED | {"hip_version": None},
+        software=broken("ImportError: libamdhip64.so.7: cannot open shared object file"),
         fail=("torch_fails",),
         says=("libamdhip64.so.7",),
     ),
@@ -107,27 +107,34 @@ SOFTWARE: dict[str, Case] = {
     ),
     "bitsandbytes_unreadable": case(
         one("a broken installation"),
-        software=stack() | {"bitsandbytes_libraries": {"reason": "bitsandbytes: Permission denied"}},
-        warn=("bnb_unread",),
+        software=stack(libraries=()),
+        unknown=("bitsandbytes",),
     ),
     "torch_2_9": case(
-        one("aotriton util.cc: gfx1100 is on the experimental list of 0.11b"),
+        one("aotriton#123, pytorch#166397: AOTriton 0.11b gives NaN on gfx1100"),
         software=rocm_stack("2.9.1+rocm6.4", "6.4.43484"),
-        warn=("bnb_rocm64", "version_older torch"),
-        fine=("bnb_library",),
-        note=("environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",),
-        says=(
-            "`export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1`",
-            "O(N^2)",
-            f'`pip install -U "torch>=2.13.0" {ROCM_INDEX}`',
-        ),
+        warn=("aotriton_nan", "bnb_rocm64", "version_older torch"),
+        fine=("variables_ok",),
+        says=("AOTriton 0.11b", "libbitsandbytes_rocm64.so"),
+        never=("export TORCH_ROCM_AOTRITON",),
     ),
     "torch_2_9_with_the_flag": case(
         one("the same, and its owner has set the flag"),
         software=rocm_stack("2.9.1+rocm6.4", "6.4.43484"),
         environ={"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1"},
-        warn=("bnb_rocm64", "version_older torch"),
-        fine=("variables_ok",),
+        warn=("aotriton_nan", "bnb_rocm64", "environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "version_older torch"),
+    ),
+    "no_python_headers": case(
+        one("Debian's python3-venv does not bring Python.h, which Triton's driver includes"),
+        software=stack(missing_for_triton="/usr/include has no Python.h: install python3-dev (python3-devel)"),
+        warn=("triton_cannot_compile",),
+        says=("has no Python.h. Triton compiles", "install python3-dev (python3-devel)"),
+    ),
+    "no_compiler": case(
+        one("an image without a compiler, in which every Triton kernel fails at its first launch"),
+        software=stack(missing_for_triton="there is no C compiler: install gcc"),
+        warn=("triton_cannot_compile",),
+        says=("there is no C compiler", "`sudo apt install gcc"),
     ),
     "torch_2_10": case(
         one("aotriton util.cc: not on the experimental list from 0.11.1b on"),
@@ -135,46 +142,11 @@ SOFTWARE: dict[str, Case] = {
         warn=("version_older torch",),
         fine=("variables_ok", "bnb_library"),
     ),
-    "torch_2_8_on_rocm_6_3": case(
-        one("pytorch#194447: bf16 convolutions and GEMMs crash"),
-        software=rocm_stack("2.8.0+rocm6.3", "6.3.42131"),
-        warn=("bnb_rocm64", "torch28_bf16", "version_older torch"),
-        note=("bnb_nearest",),
-    ),
-    "rocm_6_1": case(
-        one("ROCm/ROCm#3166, ROCm/ROCm#3452: ring timeouts in PyTorch with ROCm 5.7 to 6.1"),
-        software=rocm_stack("2.6.0+rocm6.1", "6.1.40091"),
-        warn=("bnb_rocm64", "rocm_ring_timeouts", "version_older torch"),
-        note=("bnb_nearest", "environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"),
-    ),
-    "torch_2_13_without_a_system_rocm": case(
-        one("pytorch#189194: a system without ROCm of its own"),
-        software=stack() | NO_SYSTEM_ROCM,
-        note=("torch213_cpu_compile",),
-        says=("Can't detect vectorized ISA for CPU",),
-    ),
     "rocm_6_2": case(
         one("pytorch#136347: hipBLASLt has gfx1100 from ROCm 6.3 on"),
         software=rocm_stack("2.5.1+rocm6.2", "6.2.41133"),
         warn=("bnb_rocm64", "version_older torch"),
-        note=("bnb_nearest", "environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"),
-    ),
-    "rocm_7_0": case(
-        one("pytorch#197377: memset in captured graphs"),
-        software=rocm_stack("2.11.0+rocm7.0", "7.0.51831"),
-        warn=("version_older torch",),
-        note=("rocm_graph_memset",),
-    ),
-    "rocm_7_10_preview": case(
-        one("ROCm 7.9.0 release notes: 7.9 to 7.13 were technology previews"),
-        software=rocm_stack("2.13.0+rocm7.10.0", "7.10.27512"),
-        note=("bnb_nearest", "rocm_preview"),
-    ),
-    "system_rocm_of_another_version": case(
-        one("TheRock RELEASES.md: wheels carry their own user space"),
-        software=stack(system_rocm="6.4.1"),
-        note=("rocm_system_differs",),
-        says=("torch is not affected",),
+        note=("environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",),
     ),
     "libraries_of_all_ages": case(
         one("this project's tested versions: one older, one newer by a major version, one missing"),

@@ -19,6 +19,7 @@ from hf_rocm_tune.models import loss, products
 card, stock = torch.device("cuda", 0), head._addmm_fp32
 loss.fit_to(card, compiled=False)
 assert head._addmm_fp32 is stock and not head._use_triton(card), "a card of another maker; Triton does not compile"
+assert head.TOKEN_CHUNK_SIZE == 1024
 torch.version.hip = "7.2.0"
 measured = products.measure(card)
 assert set(measured) >= {"rocBLAS", products.ROUNDED} and all(rate > 0 for rate in measured.values()), measured

@@ -12,7 +12,6 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import Machine, survey
-from hf_rocm_tune.machine.sysfs import LiveTree
 from hf_rocm_tune.plan.command import as_text, command
 from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, Weights, estimate
 from hf_rocm_tune.plan.fit import Plan, Recordings, largest_models, plan_for
@@ -45,7 +44,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def nothing_there(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     """A machine without a card."""
-    return survey(LiveTree(tmp_path_factory.mktemp("root")))
+    return survey(tmp_path_factory.mktemp("root"))
 
 
 def _shape(name: str) -> Any:
@@ -318,11 +317,10 @@ def _machine_with_a_card(
 ) -> Machine:
     from unittest.mock import Mock
 
-    from hf_rocm_tune.machine.gpus import no_sensors
-    from hf_rocm_tune.machine.survey import identify
-    from hf_rocm_tune.machine.sysfs import Reading
+    from hf_rocm_tune.machine.cards import identify
+    from hf_rocm_tune.machine.gpus import Sensors
 
-    sensors = replace(no_sensors("x"), vram_used_bytes=Reading(value=used), vram_total_bytes=Reading(value=total))
+    sensors = Sensors(vram_used_bytes=used, vram_total_bytes=total)
     identity = identify(arch=arch, vram_bytes=total, name=name)
     card = Mock(sensors=sensors, identity=identity, integrated=False, address="0000:03:00.0")
     return replace(machine, gpus=(card,))

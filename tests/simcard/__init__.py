@@ -8,9 +8,10 @@ in every process that has ``SIMCARD=1`` and its directory on PYTHONPATH; there t
 Kept to, because the code under test depends on it: each stream runs in order and later than the call; a kernel waits
 for its own stream and for awaited events only; freed memory goes to the next allocation of the same stream at once; a
 non-blocking copy touches page-locked memory when it runs; host tensors are refused as operands; allocations beyond the
-capacity raise ``torch.OutOfMemoryError``.
+capacity raise ``torch.OutOfMemoryError``; a process that has asked for its cards leaves its forked children without;
+Triton can be imported and its driver does not compile, as without Python's headers, unless ``SIMCARD_GFX1100=1``.
 
-Not simulated: Triton, real DMA, RCCL and peer copies, native 4-bit kernels, the allocator's fragmentation, and speed.
+Not simulated: real DMA, RCCL and peer copies, native 4-bit kernels, the allocator's fragmentation, and speed.
 """
 
 from __future__ import annotations

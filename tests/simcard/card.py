@@ -15,8 +15,8 @@ Variables, read when torch is imported and again by `configure`:
     SIMCARD_REFUSAL=kind     who says that there is no memory: torch (as by default), accelerator, driver, blas,
                              or exit: bitsandbytes, which ends the process
     SIMCARD_LIBRARY=bytes    what the first matrix product of each thread takes outside torch's allocator
-    SIMCARD_GFX1100=1        a ROCm torch and a gfx1100: Triton and bitsandbytes' ROCm library run as machine code, which
-                             `tests.gfx1100` executes; it has further variables
+    SIMCARD_GFX1100=1        a ROCm torch and a gfx1100: kernels of Triton and of bitsandbytes' ROCm library run, as
+                             machine code that `tests.gfx1100` executes; `tests.gfx1100.hip` has more variables
     SIMCARD_TRITON=broken    Triton can be imported, and its driver does not compile, as without Python's headers; or
                              "absent": there is none
     SIMCARD_LOG=file         a line for each copy, wait, harm and first use: process, kind, card, bytes, who called

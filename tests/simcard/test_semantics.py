@@ -82,6 +82,24 @@ first, state = torch.randn(5, device=card), torch.cuda.get_rng_state()
 again = torch.randn(5, device=card)
 torch.cuda.set_rng_state(state)
 assert torch.equal(torch.randn(5, device=card), again) and not torch.equal(first, again)
+
+# torch's rule: who has asked for a card leaves none to forked children, who may seed themselves all the same
+import os
+def in_a_fork(use):
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            use()
+            said = "nothing"
+        except RuntimeError as error:
+            said = str(error)
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return os.read(reader, 1000).decode()
+for use in (lambda: torch.ones(1, device=card), lambda: torch.ones(1).to(card), torch.cuda.current_device):
+    assert in_a_fork(use).startswith("Cannot re-initialize CUDA in forked subprocess"), in_a_fork(use)
+assert in_a_fork(lambda: torch.manual_seed(0)) == "nothing" and in_a_fork(torch.cuda.is_available) == "nothing"
 """
 
 

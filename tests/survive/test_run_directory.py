@@ -150,8 +150,8 @@ def test_what_is_only_shown_or_kept_may_change_and_secrets_are_not_written(tmp_p
     assert fingerprint({"a": 1}) != fingerprint({"a": "1"})
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "model-00001-of-00002.safetensors", "checkpoint-5/x"])
-def test_artefacts_without_a_record_are_another_run(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "notes.txt", "checkpoint-5/x"])
+def test_a_directory_with_files_and_no_record_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("x")
     for overwrite in (False, True):
@@ -259,9 +259,10 @@ def test_a_checkpoint_without_a_manifest_counts_only_when_named(tmp_path: Path) 
     plain = _checkpoint(tmp_path / "trl" / "checkpoint-8", "", 8, attested=False)
     with pytest.raises(UsageError, match=r"no run of hf-rocm-tune has written .*\(checkpoint-8\)"):
         _start(tmp_path / "trl")
-    for out in (tmp_path / "new", tmp_path / "trl"):
-        plan = _start(out, resume=str(plain))
-        assert plan.action == "resume" and "not attested" in plan.notes[0]
+    with pytest.raises(UsageError, match="is not empty"):
+        _start(tmp_path / "trl", resume=str(plain))
+    plan = _start(tmp_path / "new", resume=str(plain))
+    assert plan.action == "resume" and "not attested" in plan.notes[0]
     run = _begin(tmp_path / "out", 5)
     _checkpoint(tmp_path / "out" / "checkpoint-6", run.run_id, 6, attested=False)
     _checkpoint(tmp_path / "out" / "checkpoint-7", "someone-else", 7)
@@ -290,7 +291,7 @@ from hf_rocm_tune.survive.run_directory import prepare_output_dir
 disk = Path({str(tmp_path)!r})
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "small", str(disk)], check=True)
 try:
-    (disk / "ballast").write_bytes(bytes(1 << 20))
+    (disk / ".ballast").write_bytes(bytes(1 << 20))
 except OSError:
     pass
 try:

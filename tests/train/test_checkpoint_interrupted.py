@@ -61,7 +61,7 @@ def test_every_writer_s_way_of_reporting_a_full_disk_is_understood(tmp_path: Pat
 import errno, os, subprocess, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from hf_rocm_tune.train.checkpoint import StagedSave, drop_stage, is_disk_full
+from hf_rocm_tune.survive.checkpoint import StagedSave, drop_stage, is_disk_full
 disk = Path({str(tmp_path)!r})
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "small", str(disk)], check=True)
 big = torch.zeros(2_000_000)

@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
 from hf_rocm_tune import VerifiedSFTTrainer
+from hf_rocm_tune.cards.split import Split as SplitOverCards
+from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.split import Split, SplitMover, tell_of_devices
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
@@ -87,7 +89,7 @@ class Runs:
                 processing_class=AutoTokenizer.from_pretrained(self._path),
                 peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
                 mover=mover,
-                pipeline=pipeline,
+                way=SplitOverCards(CardSettings(split=True, pipeline=pipeline)),
                 one_pass_loss=one_pass_loss,
             )
             self.trainer.train()

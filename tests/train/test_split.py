@@ -15,12 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_rocm_tune import VerifiedTransferMixin, upstream
+from hf_rocm_tune.cards.split import clip_over_cards
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.job.fit import _devices
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.split import Split, SplitMover, device_map, without_dispatch
-from hf_rocm_tune.train.ranks import clip_over_cards
 from hf_rocm_tune.transfer import FaultSpec, Mover
 from tests import tiny
 

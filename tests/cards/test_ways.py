@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hf_rocm_tune.cards.fsdp import Fsdp
+from hf_rocm_tune.cards.way import CardSettings, Way
+from hf_rocm_tune.cards.ways import WAYS
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
-from hf_rocm_tune.train.ranks import check_fsdp
+from hf_rocm_tune.settings import compatibility
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -31,19 +35,18 @@ def model(**changes: Any) -> Any:
     return SimpleNamespace(**(values | changes))
 
 
-def test_nothing_is_refused_where_no_fsdp_is_asked_for() -> None:
-    assert check_fsdp(args(optim="adamw_8bit"), model(load_in_8bit=True), {}, others={"--auto_fit": True}) is False
+def refuse(args: Any, model: Any, environ: dict[str, str], **uses: bool) -> None:
+    Fsdp(CardSettings(world_size=2, fsdp=True)).refuse(args, model, uses, environ)
 
 
 @pytest.mark.parametrize("changes", [{}, {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}])
 def test_lora_and_qlora_go_through(changes: dict[str, Any]) -> None:
-    assert check_fsdp(args(), model(**changes), FSDP2, others={"--auto_fit": False}) is True
+    refuse(args(), model(**changes), FSDP2)
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", "float16", "float32"])
 def test_without_mixed_precision_any_float_may_hold_4_bit_weights(storage: str) -> None:
-    four = model(load_in_4bit=True, bnb_4bit_quant_storage=storage)
-    assert check_fsdp(args(bf16=False), four, FSDP2, others={})
+    refuse(args(bf16=False), model(load_in_4bit=True, bnb_4bit_quant_storage=storage), FSDP2)
 
 
 @pytest.mark.parametrize(
@@ -54,29 +57,24 @@ def test_without_mixed_precision_any_float_may_hold_4_bit_weights(storage: str) 
         ({"env": {"FSDP_OFFLOAD_PARAMS": "true"}}, "fsdp_offload_params"),
         ({"env": {"FSDP_ACTIVATION_CHECKPOINTING": "true"}}, "--activation_checkpointing"),
         ({"args": {"world_size": 1}}, "--num_processes 2"),
-        ({"args": {"fp16": True}}, "--bf16"),
-        ({"args": {"torch_compile": True}}, "--torch_compile"),
         ({"args": {"optim": "paged_adamw_8bit"}}, "adamw_torch_fused"),
         ({"args": {"fsdp": "full_shard"}}, "dual_rx7900xt_fsdp2"),
-        ({"model": {"use_peft": False}}, "LoRA"),
-        ({"model": {"load_in_8bit": True}}, "--load_in_4bit"),
         ({"model": {"load_in_4bit": True}}, "--bnb_4bit_quant_storage bfloat16"),
         ({"model": {"load_in_4bit": True, "bnb_4bit_quant_storage": "float32"}}, "would be destroyed"),
-        ({"others": {"--grad_sync host": True}}, "--grad_sync host"),
-        ({"others": {"--auto_fit": True}}, "--per_device_train_batch_size"),
-        ({"others": {"--init_lora_weights": True}}, "--init_lora_weights works only without it"),
-        ({"others": {"--adapter_name_or_path": True}}, "merge it into the base first"),
     ],
 )
 def test_each_refusal_says_what_to_do(change: dict[str, dict[str, Any]], says: str) -> None:
     with pytest.raises(UsageError, match="FSDP2") as refused:
-        check_fsdp(
-            args(**change.get("args", {})),
-            model(**change.get("model", {})),
-            FSDP2 | change.get("env", {}),
-            others=change.get("others", {}),
-        )
+        refuse(args(**change.get("args", {})), model(**change.get("model", {})), FSDP2 | change.get("env", {}))
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_every_flag_that_a_way_excludes_is_one_of_the_table_and_is_refused(way: type[Way]) -> None:
+    for flag, why in way.excludes.items():
+        assert flag in compatibility.USES
+        with pytest.raises(UsageError, match=re.escape(f"it does not work with {flag}: {why}")):
+            way().refuse(args(), model(), {flag: True}, FSDP2)
 
 
 def test_deepspeed_that_is_not_installed_is_one_line_with_the_better_way(monkeypatch: pytest.MonkeyPatch) -> None:

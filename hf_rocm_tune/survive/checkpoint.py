@@ -20,6 +20,7 @@ import logging
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
+from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
@@ -38,13 +40,13 @@ from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import create_staging, move_files, replace_directory
 from hf_rocm_tune.survive.run_directory import claim, move_aside, rotate
 from hf_rocm_tune.survive.saved_state import Readback
-from hf_rocm_tune.transfer import map_tensors
+from hf_rocm_tune.transfer import host_copy, map_tensors
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
 
-    from hf_rocm_tune.train.owner import Owner
+    from hf_rocm_tune.transfer import Mover, TransferReport
 
 logger = logging.getLogger(__name__)
 
@@ -148,24 +150,39 @@ def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool
     return False
 
 
+class Saving(Trainer, ABC):
+    """A trainer whose checkpoints are saved here: upstream's, with what its mixin adds."""
+
+    mover: Mover
+    transfer_report: TransferReport
+    run_id: str
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[torch.device, ...]: ...
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool: ...
+    @property
+    @abstractmethod
+    def full_state(self) -> Any: ...
+    @abstractmethod
+    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor: ...
+    @abstractmethod
+    def before_save(self) -> None: ...
+    @abstractmethod
+    def before_manifest(self, directory: Path) -> None: ...
+    @abstractmethod
+    def write_model(self, directory: str) -> None: ...
+
+
 # ---- the checkpoints of one trainer -------------------------------------------------------------------------
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints and the result of a trainer; see the module's description.
+    """Saves and loads the checkpoints and the result of a trainer; see the module's description."""
 
-    Args:
-        trainer: its overrides call the methods of this class.
-        publisher: uploads, on the first rank.
-
-    Raises:
-        CorruptionError: a file still differs from the live state after all ways of writing it (earlier files stay), or
-            the state after loading is not what was saved.
-        UsageError: the disk is full at the final save (at a checkpoint there is a warning, and the run continues), or
-            the checkpoint to resume from is damaged, incomplete, or of another model.
-    """
-
-    def __init__(self, trainer: Owner, publisher: Uploader | None) -> None:
+    def __init__(self, trainer: Saving, publisher: Uploader | None) -> None:
         self._trainer, self._publisher = trainer, publisher
         self._stage: StagedSave | None = None
         self._saved: Mapping[str, manifest.FileEntry] = {}
@@ -607,7 +624,7 @@ class Checkpoints:
             if name == TRAINER_STATE_NAME:
                 trainer.state.save_to_json(str(directory / name))
             else:
-                torch.save(map_tensors(state, saved_state.host_copy) if fetched else state, directory / name)
+                torch.save(map_tensors(state, host_copy) if fetched else state, directory / name)
 
     def _compare(
         self, directory: Path, states: Mapping[str, Any], plain: Mapping[str, Tensor] | None

@@ -11,7 +11,7 @@ the output head: same sums, other order) and dropout on logical cards, which sha
 activations of twice as many micro-batches as there are cards.
 
 An error in one micro-batch ends all of them and is raised where that micro-batch is requested. After running out of
-memory (`training.oom`) the step is repeated one by one, and fewer micro-batches run concurrently from then on.
+memory (`train.oom`) the step is repeated one by one, and fewer micro-batches run concurrently from then on.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_rocm_tune.cards.way import Stock
 from hf_rocm_tune.data.loader import AccumulationWindow
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.split import Crossing, Hops, SplitMover
-from hf_rocm_tune.plan.ways import IN_FLIGHT
-from hf_rocm_tune.train.faults import StepFaultSpec
-from hf_rocm_tune.train.oom import Stock
 from hf_rocm_tune.transfer.copies import Fetcher
 from hf_rocm_tune.transfer.redirect import READERS
 
 logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 2
+"""Micro-batches in flight for each card."""
 
 
 class _Cancelled(BaseException):
@@ -58,11 +59,7 @@ class _Scheduler:
         self._failed = False
 
     def enter(self, number: int, stage: int) -> None:
-        """Wait until this micro-batch may run ``stage``. Of several that may run, the one furthest on goes first.
-
-        Raises:
-            _Cancelled: another micro-batch has failed.
-        """
+        """Wait until this micro-batch may run ``stage``. Of several that may run, the one furthest on goes first."""
         with self._changed:
             self._waiting[number] = stage
             self._changed.wait_for(lambda: self._failed or (self._running is None and self._next() == number))
@@ -166,10 +163,6 @@ class _YieldOnRead(TorchFunctionMode):
 class Pipeline:
     """Runs the micro-batches of a trainer whose model is split.
 
-    Args:
-        hops: the crossings of the model.
-        mover: the movers of the cards.
-
     Attributes:
         in_flight: how many micro-batches may run concurrently; fewer after running out of memory.
     """
@@ -190,11 +183,7 @@ class Pipeline:
         self._window, self._asked = window, 0
 
     def step(self, stock: Stock, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
-        """One micro-step, as ``Trainer.training_step``; the first of a window starts all of its micro-batches.
-
-        Raises:
-            BaseException: the error of the first micro-batch that failed.
-        """
+        """One micro-step, as ``Trainer.training_step``; the first of a window starts all of its micro-batches."""
         if self.in_flight == 1 or len(self._window) < 2:
             return stock(model, inputs, num_items)
         if self._asked == 0:
@@ -283,7 +272,7 @@ class Pipeline:
 def can_pipeline(trainer: Any) -> bool:
     """Whether micro-batches of this trainer may run concurrently.
 
-    Not with a single accumulation step, injected step faults, offloaded activations, a router's auxiliary loss, or
+    Not with a single accumulation step, offloaded activations, a router's auxiliary loss, or
     modules that write to their buffers.
     """
     args, config = trainer.args, trainer.model.config
@@ -291,6 +280,5 @@ def can_pipeline(trainer: Any) -> bool:
         args.gradient_accumulation_steps > 1
         and not getattr(args, "activation_offloading", False)
         and not getattr(config.get_text_config(), "output_router_logits", False)
-        and StepFaultSpec.from_environment() is None
         and not any(True for _ in running_statistics(trainer.model))
     )

@@ -1,0 +1,167 @@
+"""A way of training over cards: what the trainer and the job ask of it. `Way` itself is one process with one card.
+
+A new way is one file with a subclass, and one row in `ways.WAYS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm_tune.cards.averaging import SyncSettings
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.placement import place
+from hf_rocm_tune.transfer import Mover
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+    from trl import ModelConfig
+
+Stock = Callable[[nn.Module, Any, Any], Tensor]
+"""Upstream's ``training_step``: model, inputs, number of label tokens; returns the loss."""
+
+
+Compare = Callable[[Iterable[tuple[str, Tensor]], str], None]
+"""Compares named tensors over the ranks; the text says when."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardSettings:
+    """What chooses a way and configures it; the flags are described in `settings.arguments`."""
+
+    world_size: int = 1
+    sync: SyncSettings = field(default_factory=SyncSettings)
+    fsdp: bool = False
+    tensor_parallel: bool = False
+    split: bool = False
+    pipeline: bool = False
+
+
+class Gatherable(Protocol):
+    """The full state of a model of which each rank has a part, gathered for a save."""
+
+    optimizer: Any
+
+    def model(self) -> dict[str, Tensor]:
+        """Full trained weights by name, on rank 0's host; empty on other ranks. Collective the first time."""
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """As `model`, for the optimizer: the ``state_dict`` of a single process."""
+
+    def forget(self) -> None:
+        """Drop what was gathered."""
+
+
+class Way:
+    """One process with one card, and the interface of all ways. A way belongs to one trainer.
+
+    Attributes:
+        name: in reports.
+        flag: how the user asked for it, in messages.
+        excludes: flags that do not work with it (names of `settings.compatibility.USES`), and what to do instead.
+        shares_rows: all ranks compute with the same rows.
+        on_host: the model stays on the host until `place`.
+        state: gathers what is saved; None where each rank has the whole model.
+        seconds: time that `place` took to shard a model, with its verification.
+    """
+
+    name: ClassVar[str] = "one"
+    flag: ClassVar[str] = ""
+    excludes: ClassVar[Mapping[str, str]] = {}
+    shares_rows: ClassVar[bool] = False
+    on_host: ClassVar[bool] = False
+    mover: Mover
+
+    def __init__(self, settings: CardSettings | None = None) -> None:
+        self.settings = settings or CardSettings()
+        self.state: Gatherable | None = None
+        self.seconds = 0.0
+
+    @classmethod
+    def wanted(cls, settings: CardSettings) -> bool:
+        """Whether these settings ask for this way."""
+        return True
+
+    def refuse(
+        self, args: TrainingArguments, model: ModelConfig, uses: Mapping[str, bool], environ: Mapping[str, str]
+    ) -> None:
+        """Refuse, before the model is loaded, what does not work with this way or could not be verified.
+
+        Args:
+            args, model: TRL's settings.
+            uses: the flags of the compatibility table, and whether they are in use.
+            environ: of this process.
+
+        Raises:
+            UsageError: everything that applies, in one line.
+        """
+        wrong = [why for applies, why in self._refusals(args, model, environ) if applies]
+        wrong += [f"it does not work with {flag}: {why}" for flag, why in self.excludes.items() if uses.get(flag)]
+        if wrong:
+            raise UsageError(f"{self.flag}: {'; '.join(wrong)}")
+
+    def _refusals(
+        self, args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str]
+    ) -> list[tuple[bool, str]]:
+        return []
+
+    @contextmanager
+    def configured(self, args: TrainingArguments) -> Iterator[None]:
+        """The block creates the accelerator."""
+        yield
+
+    def attach(self, accelerator: Any, mover: Mover) -> None:
+        """Take the new accelerator: replace its clipping and saving where this way has its own."""
+        self.mover = mover
+
+    def place(self, model: nn.Module) -> None:
+        """Bring a model's weights to the device or devices, verified. Collective."""
+        place(model, self.mover)
+
+    def connect(self, trainer: Any, *, one_by_one: bool) -> None:
+        """The trainer has its model; ``one_by_one``: never compute several micro-batches at once."""
+
+    @contextmanager
+    def wrapping(self, model: nn.Module, compare: Compare) -> Iterator[None]:
+        """Around upstream's preparation of model and optimizer; ``compare`` compares replicas. Collective."""
+        yield
+
+    def start(self, wrapped: nn.Module, optimizer: Any, *, max_steps: int) -> None:
+        """Training begins: check what the ranks exchange from now on. Collective."""
+
+    def begin_step(self, window: list[Any]) -> None:
+        """An optimizer step begins with these micro-batches."""
+
+    def stepping(self, stock: Stock) -> Stock:
+        """What runs a whole micro-batch."""
+        return stock
+
+    def collect(self) -> None:
+        """After the last backward of a step: what can run out of memory before `check`."""
+
+    def check(self, *, step: int, synced: bool) -> None:
+        """Check what the ranks exchanged before gradients are clipped and used. Collective.
+
+        Raises:
+            CorruptionError: on every rank: it arrived wrong and could not be corrected.
+        """
+
+    def check_evaluation(self, *, step: int) -> None:
+        """As `check`, after a batch of an evaluation."""
+
+    def fewer_in_flight(self) -> bool:
+        """Compute fewer micro-batches at once from now on; False if they already run one by one."""
+        return False
+
+    def devices(self, first: torch.device) -> tuple[torch.device, ...]:
+        """The devices of the model; ``first`` is the trainer's."""
+        return (first,)
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """For the report: ``grad_sync`` and ``split``, as seen by this rank; None where they do not apply."""
+        return {"grad_sync": None, "split": None}

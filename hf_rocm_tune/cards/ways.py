@@ -1,0 +1,36 @@
+"""The table of ways; see `way.Way`."""
+
+from __future__ import annotations
+
+import os
+
+from transformers import TrainingArguments
+
+from hf_rocm_tune.cards.ddp import Ddp
+from hf_rocm_tune.cards.fsdp import Fsdp, is_wanted
+from hf_rocm_tune.cards.host import Host
+from hf_rocm_tune.cards.one import One
+from hf_rocm_tune.cards.split import Split
+from hf_rocm_tune.cards.tensor import Tensor
+from hf_rocm_tune.cards.way import CardSettings, Way
+from hf_rocm_tune.models.split import SplitMover
+from hf_rocm_tune.transfer import Mover
+
+WAYS: tuple[type[Way], ...] = (Tensor, Split, Fsdp, Host, Ddp, One)
+"""The first one that the settings ask for is used."""
+
+
+def choose(settings: CardSettings) -> Way:
+    """The way that these settings ask for."""
+    return next(way for way in WAYS if way.wanted(settings))(settings)
+
+
+def way_of(args: TrainingArguments | None, mover: Mover) -> Way:
+    """The way of a trainer that was given none, from its arguments, its mover and the launcher's variables."""
+    return choose(
+        CardSettings(
+            world_size=1 if args is None else args.world_size,
+            fsdp=is_wanted(os.environ) or bool(getattr(args, "fsdp", None)),
+            split=isinstance(mover, SplitMover),
+        )
+    )

@@ -1,0 +1,135 @@
+"""The table of cards, and which of them a device is.
+
+``pci`` is the device, or device and revision, under AMD's vendor id (amdgpu.ids of libdrm, pci.ids). ``vram_gib`` is
+that of one device as the runtime lists it. A figure without a source is left out, never guessed. Sources: ROCm
+documentation, GPU architecture specifications (architecture, memory; MI250X: half of the board), rocWMMA and precision
+support (matrix instructions, FP8), for the rest of a row its own ``source``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+GIB = 1 << 30
+# The driver's reserve differs; cards of one architecture in the table differ by 4 GiB or more.
+_TOLERANCE_GIB = 1.5
+
+
+@dataclass(frozen=True)
+class Card:
+    """One model of card. None means unknown.
+
+    Attributes:
+        name: as it is sold; ``key``: its distinguishing part, in lower case.
+        arch: LLVM's name of the architecture.
+        pci: ``device`` or ``device:revision`` in lower-case hexadecimal digits.
+        bandwidth_gb_s: memory bandwidth in 10^9 bytes a second, by data sheet.
+        power_w: of the board.
+        bf16_tflops: the lowest measured rate of large bf16 products, 10^12 operations a second.
+        fp8: whether the matrix units take it.
+        integrated: shares the CPU's memory.
+    """
+
+    name: str
+    key: str
+    arch: str
+    pci: tuple[str, ...]
+    vram_gib: int | None = None
+    bandwidth_gb_s: int | None = None
+    power_w: int | None = None
+    bf16_tflops: int | None = None
+    fp8: bool = False
+    integrated: bool = False
+    source: str = ""
+
+
+CARDS = (
+    # 77 TFLOPS were measured through ZLUDA, which is not ROCm: a figure for the planner, not a bound of the doctor.
+    Card("Radeon RX 7900 XT", "7900 xt", "gfx1100", ("744c:cc",), 20, 800, 315, 77,
+         source="guru3d; hf.co/hardware/rx-7900-xt; hardwaredb; torch-performance-test-data#58"),
+    Card("Radeon RX 7900 XTX", "7900 xtx", "gfx1100", ("744c:c8",), 24, 960, 355, 88,
+         source="LACT#533; guru3d; hardwaredb; torch-performance-test-data#103; torch-performance-test-data#152"),
+    Card("Radeon RX 7900 GRE", "7900 gre", "gfx1100", ("744c:ce",), 16, 576, 260, source="notebookcheck 739341"),
+    Card("Radeon PRO W7900", "w7900", "gfx1100", ("7448", "744a"), 48, 864, 295, source="itcreations.com"),
+    Card("Radeon PRO W7800", "w7800", "gfx1100", ("745e",), 32),
+    Card("Radeon PRO W7800 48GB", "w7800 48gb", "gfx1100", ("7449",), 48),
+    Card("Radeon RX 7800 XT", "7800 xt", "gfx1101", ("747e:c8",), 16, 624, 263, source="hardwaredb.net"),
+    Card("Radeon RX 9070 XT", "9070 xt", "gfx1201", ("7550:c0",), 16, 640, 304, fp8=True, source="multiplayer.it"),
+    Card("Radeon RX 9070", "9070", "gfx1201", ("7550:c3",), 16, 640, 220, fp8=True, source="multiplayer.it"),
+    Card("Radeon RX 9070 GRE", "9070 gre", "gfx1201", ("7550:c2",), fp8=True),  # sources differ on its memory
+    Card("Radeon AI PRO R9700", "r9700", "gfx1201", ("7551:c0",), 32, None, 300, fp8=True, source="hf.co/hardware"),
+    Card("Strix Halo integrated GPU", "strix halo", "gfx1151", ("1586",), integrated=True),
+    Card("Raphael integrated GPU", "raphael", "gfx1036", ("164e",), integrated=True, source="TheRock#5543"),
+    Card("Instinct MI210", "mi210", "gfx90a", ("740f:02",), 64),
+    Card("Instinct MI250X", "mi250x", "gfx90a", ("7408:00",), 64, 1600, 560, source="ROCm docs mi250.md"),
+    Card("Instinct MI300X", "mi300x", "gfx942", ("74a1:00",), 192, 5300, 750, fp8=True, source="docs.vultr.com"),
+    Card("Instinct MI325X", "mi325x", "gfx942", ("74a5:00",), 256, 6000, fp8=True, source="docs.vultr.com"),
+    Card("Instinct MI355X", "mi355x", "gfx950", ("75a3:00",), 288, 8000, 1400, fp8=True, source="boston-uk-l"),
+)  # fmt: skip
+
+
+class CardIdentity(NamedTuple):
+    """A card, or None, and the reason."""
+
+    card: Card | None
+    reason: str
+
+
+def identify(
+    *,
+    arch: str | None,
+    vram_bytes: int | None,
+    name: str = "",
+    device_id: int | None = None,
+    revision: int | None = None,
+) -> CardIdentity:
+    """The row of the table for a device: by PCI id first, then by name, else by architecture and memory.
+
+    Not by compute units: the runtime reports work-group processors (42 on a 7900 XT) where the data sheet says compute
+    units (84).
+
+    Args:
+        arch: ``gfx1100`` and the like; feature suffixes (``:sramecc+``) are ignored.
+        name: of the kernel or the runtime; may be empty or a code name.
+        device_id, revision: PCI ids under AMD's vendor id (0x1002).
+
+    Returns:
+        A card only if exactly one row fits and nothing contradicts it.
+    """
+    plain, told, why = (arch or "").split(":")[0], None, ""
+    if device_id is not None:
+        ids = {f"{device_id:04x}"} | (set() if revision is None else {f"{device_id:04x}:{revision:02x}"})
+        told = next((card for card in CARDS if ids & set(card.pci)), None)
+        why = f"PCI device 1002:{device_id:04x}" + ("" if revision is None else f" revision {revision:02x}")
+    if told is None:
+        words = " ".join(name.lower().split())
+        # The longest key wins: "7900 xt" is also a part of "7900 xtx".
+        told = max((card for card in CARDS if card.key in words), key=lambda card: len(card.key), default=None)
+        why = f"the name {name!r}"
+    if told is None:
+        return _by_memory(plain, vram_bytes)
+    wrong = ""
+    if plain and plain != told.arch:
+        wrong = f"its architecture is {plain}, not {told.arch}"
+    elif vram_bytes is not None and told.vram_gib is not None and not _same_vram(told.vram_gib, vram_bytes):
+        wrong = f"its memory is {vram_bytes / GIB:.1f} GiB, not {told.vram_gib}"
+    return CardIdentity(None, f"{why} means {told.name}, but {wrong}") if wrong else CardIdentity(told, why)
+
+
+def _by_memory(arch: str, vram_bytes: int | None) -> CardIdentity:
+    own = [card for card in CARDS if card.arch == arch]
+    if not arch:
+        return CardIdentity(None, "the architecture could not be read, and neither PCI id nor name is in the table")
+    if len(own) == 1 and own[0].integrated:  # the memory of an integrated GPU is a BIOS setting
+        return CardIdentity(own[0], f"{arch}, which only this chip has")
+    if vram_bytes is None:
+        return CardIdentity(None, f"{arch}, but the memory could not be read, and no PCI id or name is known")
+    fits = [card for card in own if card.vram_gib is not None and _same_vram(card.vram_gib, vram_bytes)]
+    shown = " or ".join(card.name for card in fits) or "no row of the card table"
+    why = f"{arch} with {vram_bytes / GIB:.1f} GiB"
+    return CardIdentity(fits[0], why) if len(fits) == 1 else CardIdentity(None, f"{why}: {shown}")
+
+
+def _same_vram(vram_gib: int, vram_bytes: int) -> bool:
+    return abs(vram_bytes / GIB - vram_gib) <= _TOLERANCE_GIB

@@ -1,0 +1,70 @@
+"""The addresses of the sources that rules, findings and tables name. A source without a certain address has none."""
+
+from __future__ import annotations
+
+# What stands before the # of an issue, and the repository that it means. GitHub redirects to pull requests.
+_REPOSITORIES = {
+    "ROCm/ROCm": "ROCm/legacy-rocm-build",  # renamed, with the same numbers; the old name is to be reused
+    "pytorch": "pytorch/pytorch",
+    "rccl": "ROCm/rccl",
+    "rocm-systems": "ROCm/rocm-systems",
+    "TheRock": "ROCm/TheRock",
+    "unsloth": "unslothai/unsloth",
+    "aotriton": "ROCm/aotriton",
+    "ROCm/amdgpu": "ROCm/amdgpu",
+    "ROCm/vllm": "ROCm/vllm",
+    "rocm-libraries": "ROCm/rocm-libraries",
+    "ROCm/pytorch": "ROCm/pytorch",
+    "accelerate": "huggingface/accelerate",
+    "bitsandbytes": "bitsandbytes-foundation/bitsandbytes",
+    "exllamav3": "turboderp-org/exllamav3",
+    "llama.cpp": "ggml-org/llama.cpp",
+    "uv": "astral-sh/uv",
+}
+_ROCM_DOCS, _KERNEL_DOCS = "https://rocm.docs.amd.com/", "https://docs.kernel.org/"
+_SYSTEMS = "https://github.com/ROCm/rocm-systems/blob/develop/projects/"
+_PAGES = {
+    "HIP environment variables page": f"{_ROCM_DOCS}projects/HIP/en/latest/reference/env_variables.html",
+    "RCCL environment variables page": f"{_ROCM_DOCS}projects/rccl/en/latest/api-reference/env-variables.html",
+    "ROCm docs: Docker": f"{_ROCM_DOCS}projects/install-on-linux/en/latest/how-to/docker.html",
+    "ROCm docs: prerequisites": f"{_ROCM_DOCS}projects/install-on-linux/en/latest/install/prerequisites.html",
+    "ROCm docs: GPU architecture specifications": f"{_ROCM_DOCS}en/latest/reference/gpu-arch-specs.html",
+    "ROCm docs: IOMMU": f"{_ROCM_DOCS}en/latest/conceptual/iommu.html",
+    "clr flags.hpp": f"{_SYSTEMS}clr/rocclr/utils/flags.hpp",
+    "clr rocsettings.cpp": f"{_SYSTEMS}clr/rocclr/device/rocm/rocsettings.cpp",
+    "libhsakmt topology.c": f"{_SYSTEMS}rocr-runtime/libhsakmt/src/topology.c",
+    "rccl init.cc": f"{_SYSTEMS}rccl/src/init.cc",
+    "rccl param.h": f"{_SYSTEMS}rccl/src/include/param.h",
+    "rocr flag.h": f"{_SYSTEMS}rocr-runtime/runtime/hsa-runtime/core/util/flag.h",
+    "pytorch hip.rst": "https://docs.pytorch.org/docs/stable/notes/hip.html",
+    "torch CUDAAllocatorConfig.h": "https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDAAllocatorConfig.h",
+    "torch Copy.cu": "https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/Copy.cu",
+    "PyTorch: previous versions": "https://pytorch.org/get-started/previous-versions/",
+    "PyTorch README: Docker image": "https://github.com/pytorch/pytorch#docker-image",
+    "unsloth install.sh": "https://github.com/unslothai/unsloth/blob/main/install.sh",
+    "flash-attention README": "https://github.com/Dao-AILab/flash-attention",
+    "TheRock RELEASES.md": "https://github.com/ROCm/TheRock/blob/main/RELEASES.md",
+    "bitsandbytes installation page": "https://huggingface.co/docs/bitsandbytes/main/en/installation",
+    "kernel documentation: VFIO": f"{_KERNEL_DOCS}driver-api/vfio.html",
+    "kernel documentation: amdgpu memory": f"{_KERNEL_DOCS}gpu/amdgpu/driver-misc.html",
+    "kernel documentation: amdgpu module parameters": f"{_KERNEL_DOCS}gpu/amdgpu/module-parameters.html",
+    "kernel documentation: amdgpu thermal controls": f"{_KERNEL_DOCS}gpu/amdgpu/thermal.html",
+    "kernel documentation: cgroup v2": f"{_KERNEL_DOCS}admin-guide/cgroup-v2.html",
+    "kernel documentation: PCI Express AER": f"{_KERNEL_DOCS}PCI/pcieaer-howto.html",
+    "kernel documentation: sysfs-bus-pci": f"{_KERNEL_DOCS}admin-guide/abi-testing.html",
+    "Higham 2002, section 3.1": "https://epubs.siam.org/doi/book/10.1137/1.9780898718027",
+    "QLoRA, appendix E": "https://arxiv.org/abs/2305.14314",
+}
+
+
+def link_of(source: str) -> str:
+    """The address of an issue such as ``rccl#1129``, or of a document; empty if unknown."""
+    repository, _, number = source.partition("#")
+    if number.isdecimal() and repository in _REPOSITORIES:
+        return f"https://github.com/{_REPOSITORIES[repository]}/issues/{number}"
+    return _PAGES.get(source, "")
+
+
+def links_of(source: str) -> tuple[str, ...]:
+    """The known addresses of several sources, separated by semicolons."""
+    return tuple(dict.fromkeys(filter(None, (link_of(name.strip()) for name in source.split(";")))))

@@ -1,0 +1,72 @@
+"""PEFT methods that write to their own tensors in ways that look like faults train to the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import CPTConfig, OFTConfig, PeftConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_rocm_tune import VerifiedTransferMixin
+from hf_rocm_tune.errors import MemoryFaultError
+from tests import tiny
+
+
+class Verified(VerifiedTransferMixin, Trainer):
+    """In front of the plain trainer."""
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+
+
+def collate_typed(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = collate(rows)
+    return {**batch, "input_type_mask": torch.full_like(batch["input_ids"], 4)}
+
+
+def cpt(model: Path) -> PeftConfig:
+    """Its prompt encoder replaces its trained weights in each forward, and PEFT calls it to save."""
+    types = {"cpt_mask": [1] * 8, "cpt_tokens_type_mask": [1, 2, 3, 4] * 2}
+    return CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=list(range(9, 17)), tokenizer_name_or_path=str(model), **types
+    )
+
+
+def oft(model: Path) -> PeftConfig:
+    """Two of its buffers are parts of one storage."""
+    return OFTConfig(task_type="CAUSAL_LM", oft_block_size=8, target_modules=["q_proj", "v_proj"])
+
+
+@pytest.mark.parametrize(
+    ("make", "compiled"), [(cpt, False), (oft, False), pytest.param(oft, True, marks=pytest.mark.long)]
+)
+def test_a_method_that_writes_to_its_own_tensors_trains(make: Any, compiled: bool, tmp_path: Path) -> None:
+    path = tiny.build("llama3", tmp_path / "models")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), make(path))
+    rows = Dataset.from_list([{"input_ids": [5 + n % 40, 6, 7, 8, 9, 10]} for n in range(16)])
+    settings: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "torch_compile": compiled}
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to="none",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        **settings,
+    )
+    data = {"train_dataset": rows, "data_collator": collate_typed if make is cpt else collate}
+    trainer = Verified(model, args, sentinel_every=2, **data)
+    trainer.train()
+    report = trainer.transfer_report.to_dict()
+    assert report["trained"]["mismatches"] == report["frozen"]["mismatches"] == 0 and report["incidents"] == []
+    assert trainer.weight_coverage().complete and report["trained"]["checks"] >= 4
+    trained = next(each for each in trainer.model.parameters() if each.requires_grad)
+    trained.detach().view(-1)[0:1].numpy()[0] += 1  # torch does not hear of it
+    with pytest.raises(MemoryFaultError):
+        trainer._save_checkpoint(trainer.model, trial=None)
