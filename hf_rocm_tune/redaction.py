@@ -166,21 +166,13 @@ _HUB_CACHE = re.compile(r"(?:^|/)(?:models|datasets)--(?P<id>[^/]+)(?:/|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class Private:
-    """Private names of this machine.
+    """Private names of this machine."""
 
-    Attributes:
-        paths: the replacement of each path and of paths below it, the longest path first.
-        users: login names.
-        hosts: names of this machine.
-        secrets: values.
-        roots: directories in ``/`` in which every path is private.
-    """
-
-    paths: Mapping[str, str] = field(default_factory=dict)
-    users: tuple[str, ...] = ()
+    paths: Mapping[str, str] = field(default_factory=dict)  # and what stands for each, the longest path first
+    users: tuple[str, ...] = ()  # login names
     hosts: tuple[str, ...] = ()
-    secrets: tuple[str, ...] = field(default=(), repr=False)
-    roots: frozenset[str] = _USUAL_ROOTS
+    secrets: tuple[str, ...] = field(default=(), repr=False)  # values
+    roots: frozenset[str] = _USUAL_ROOTS  # directories in ``/`` in which every path is private
 
     @classmethod
     def of_this_machine(
@@ -190,12 +182,7 @@ class Private:
         paths: Mapping[str, str] | None = None,
         secrets: Iterable[str | None] = (),
     ) -> Private:
-        """The private names of this machine and its variables.
-
-        Args:
-            paths: private paths of the caller, with their replacement ("" for the last part).
-            secrets: further secrets; None is ignored.
-        """
+        """Those of this machine and its variables; ``paths`` with their replacement ("" for the last part)."""
         homes = {environ.get("HOME", ""), os.path.expanduser("~")} - {"", "/", "~"}
         known = dict.fromkeys(homes, "~")
         for path, instead in (paths or {}).items():
@@ -244,11 +231,7 @@ def hub_id_of(path: str) -> str | None:
 
 
 def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
-    """A text without secrets and local paths.
-
-    Args:
-        names: replace names of users and hosts too, as words.
-    """
+    """A text without secrets and local paths; ``names``: without names of users and hosts, too."""
     text = redact(text, also=private.secrets)
     for path, instead in private.paths.items():
         text = re.sub(rf"(?<![\w/]){re.escape(path)}(?![\w-])", instead.replace("\\", r"\\"), text)

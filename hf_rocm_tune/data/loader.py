@@ -42,17 +42,9 @@ _ACTIVE: ContextVar[Mover | None] = ContextVar("hf_rocm_tune_active_mover", defa
 def verify_loader(loader: DataLoader[Any], prefetch: Prefetch) -> DataLoader[Any]:
     """Makes a prepared loader send its batches through the mover.
 
-    Args:
-        loader: what ``Accelerator.prepare`` returned, or a plain ``DataLoader``.
-        prefetch: the mover, and how many batches it may transfer ahead.
-
     Returns:
         An instance of a subclass of the loader's own class that shares its state. A loader that already is one is
         returned as it is.
-
-    Raises:
-        UsageError: batches that rank 0 reads and broadcasts (``dispatch_batches=true`` with several processes) cannot
-            be verified where they arrive.
     """
     if _PREFETCH in vars(loader):
         return loader
@@ -188,15 +180,7 @@ def _send_to_device(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Prefetch:
-    """Begins the transfers of one loader's batches, at most `batches` beyond the one that is used next or in use.
-
-    Args:
-        mover: of all transfers.
-        batches: how many; 0: each batch is transferred when it is used.
-
-    Raises:
-        UsageError: `batches` is below 0.
-    """
+    """Begins the transfers of one loader's batches, at most `batches` beyond the one that is used next or in use."""
 
     def __init__(self, mover: Mover, batches: int = 1) -> None:
         if batches < 0:

@@ -33,6 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_rocm_tune.doctor.findings import Finding, fail, ok, skipped, unknown, warn
 from hf_rocm_tune.machine.child import device_of, step
+from hf_rocm_tune.models import products
 from hf_rocm_tune.transfer import Mover
 
 FACTOR = 8.0
@@ -60,14 +61,13 @@ def spread(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator,
     return (values * scale).to(dtype)
 
 
-def product(left: Tensor, right: Tensor, dtype: torch.dtype, *, roundings: int = 1) -> tuple[Tensor, Tensor]:
-    """The product of two matrices on the CPU in float64, and its error bound if it is computed with float32 sums and
-    rounded ``roundings`` times to ``dtype``, the result included."""
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The product of two matrices on the CPU in float64, and its bound with float32 sums, rounded to ``dtype``."""
     left, right = left.double(), right.double()
     exact, sizes = left @ right, left.abs() @ right.abs()
     u = 4 * left.shape[-1] * torch.finfo(torch.float32).eps / 2
     info = torch.finfo(dtype)
-    error = (u / (1 - u) + (roundings - 1) * info.eps) * sizes
+    error = u / (1 - u) * sizes
     # Values below the smallest normal number may be flushed to zero.
     return exact, error + info.eps / 2 * (exact.abs() + error) + info.tiny
 
@@ -213,7 +213,6 @@ REPEATED = (torch.float16, torch.int8, torch.bfloat16, torch.float32)
 REPEATED_SHAPES = {"cuda": (512, 4096, 1024), "cpu": (96, 128, 112)}
 FAULTY_REPEAT, _LEAST_REPEATS, _RING = 37, 40, 4
 _BUSY_BYTES = 96 << 20  # more than the Infinity Cache of an RX 7900 XT (80 MB), so that the traffic reaches its memory
-_LIBRARIES = {"cublas": "rocBLAS", "cublaslt": "hipBLASLt"}
 _MUCH_FASTER = 1.5
 
 
@@ -313,72 +312,51 @@ def _load(device: torch.device) -> Callable[[], object]:
 
 
 def _speed(compare: Comparison, size: int | None) -> list[Finding]:
-    """The rate of a large bfloat16 product with a bfloat16 and with a float32 result, by each library of ROCm.
-
-    The latter is a product of the loss's gradient; rocBLAS has no kernels with matrix instructions for it on Navi 31.
-    No verdict on the rate itself: no figure of a 7900 XT under ROCm is public.
-    """
+    """The rate of a large bfloat16 product by each library of ROCm, and of the loss's gradient with float32 sums."""
     if compare.device.type != "cuda":
         return []
-    on_rocm = torch.version.hip is not None
     if size is None:
-        size = 8192 if _seconds(compare, 1024, torch.bfloat16) < 0.01 else 256  # a processor plays the card
+        size = 8192 if _seconds(compare, 1024) < 0.01 else 256  # a processor plays the card
     usual = torch.backends.cuda.preferred_blas_library()
-    rates: dict[tuple[str, str], float] = {}
-    lines = []
-    for library, words in _LIBRARIES.items() if on_rocm else [("default", "the usual library")]:
-        for dtype in (torch.bfloat16, torch.float32):
-            what = f"bfloat16 to {name_of(dtype)}"
-            try:
-                torch.backends.cuda.preferred_blas_library(library)
-                rates[what, words] = 2 * size**3 / _seconds(compare, size, dtype) / 1e12
-                lines.append(f"{what} by {words}: {rates[what, words]:.1f} TFLOPS")
-            except (RuntimeError, NotImplementedError, TypeError) as error:
-                if isinstance(error, torch.AcceleratorError):
-                    raise
-                lines.append(f"{what} by {words}: not there ({one_line(error)[:120]})")
-            finally:
-                torch.backends.cuda.preferred_blas_library(usual)
-    return [
-        judge_speed(compare.name, rates, lines, size, default="hipBLASLt" if "lt" in str(usual).lower() else "rocBLAS")
-    ]
+    rates: dict[str, float] = {}
+    for name, library in products.LIBRARIES.items() if torch.version.hip else [("the usual library", "default")]:
+        try:
+            torch.backends.cuda.preferred_blas_library(library)
+            rates[name] = 2e-12 * size**3 / _seconds(compare, size)
+        finally:
+            torch.backends.cuda.preferred_blas_library(usual)
+    step("timing the products of the loss's gradient")
+    choice = products.choose(compare.device)
+    default = "hipBLASLt" if "lt" in str(usual).lower() else "rocBLAS"
+    return [judge_speed(compare.name, rates, size, default=default, gradient=choice.describe() if choice else "")]
 
 
-def judge_speed(
-    device: str, rates: Mapping[tuple[str, str], float], lines: Sequence[str], size: int, *, default: str
-) -> Finding:
-    """The finding on the rates (10^12 operations a second) by product and library; ``default``: torch's choice."""
-    best = {what: max(rate for (one, _), rate in rates.items() if one == what) for what, _ in rates}
-    usual = {what: rates.get((what, default), best[what]) for what in best}
-    slow = [what for what in best if best[what] > _MUCH_FASTER * usual[what]]
-    title = ", ".join(f"{what} {rate:.1f} TFLOPS" for what, rate in usual.items())
-    text = (
-        f"products of {size} cubed on {device}; a 7900 XTX measured 88 to 101 (ROCm 6.3 to 7.2), no figure of a 7900 "
-        "XT under ROCm is public"
-    )
+def judge_speed(device: str, rates: Mapping[str, float], size: int, *, default: str, gradient: str) -> Finding:
+    """The finding on the rates (10^12 operations a second) by library; ``default``: torch's choice; ``gradient``: what
+    a run uses for the loss's gradient. No verdict on the rate itself: no figure of a 7900 XT under ROCm is public."""
+    usual = rates.get(default, max(rates.values()))
+    best = max(rates, key=rates.__getitem__)
+    read = [*(f"{name}: {rate:.1f} TFLOPS" for name, rate in rates.items()), *([gradient] if gradient else [])]
+    title = f"bf16 {usual:.0f} TFLOPS"
+    text = f"products of {size} cubed on {device}; a 7900 XTX measured 88 to 101; no figure of an XT is public"
     source = "torch-performance-test-data#103; ROCm/pytorch#2088; ROCm/pytorch#2742"
-    if not slow:
-        return ok("gemm_speed", title or "speed not measured", text, source, subject=device, read=lines)
-    other = "hipBLASLt" if default == "rocBLAS" else "rocBLAS"
-    fix = (
-        f"`export TORCH_BLAS_PREFER_HIPBLASLT={int(other == 'hipBLASLt')}`, and compare a run's speed; which library "
-        "is faster has changed between versions of ROCm"
-    )
+    if rates[best] <= _MUCH_FASTER * usual:
+        return ok("gemm_speed", title, text, source, subject=device, read=read)
     return warn(
-        "gemm_slow", f"{other} is much faster than {default} for {' and '.join(slow)}", f"{title}: {text}", fix, source,
-        subject=device, read=lines,
+        "gemm_slow", f"{best} multiplies {rates[best] / usual:.1f} times as fast as {default}", f"{title}: {text}",
+        f"`export TORCH_BLAS_PREFER_HIPBLASLT={int(best == 'hipBLASLt')}`, and compare a run's speed; which library is "
+        "faster has changed between versions of ROCm", source, subject=device, read=read,
     )  # fmt: skip
 
 
-def _seconds(compare: Comparison, size: int, dtype: torch.dtype) -> float:
+def _seconds(compare: Comparison, size: int) -> float:
     left, right = (torch.randn(size, size, device=compare.device, dtype=torch.bfloat16) for _ in range(2))
-    options = {"out_dtype": dtype} if dtype is not torch.bfloat16 else {}
     times = []
     for _ in range(4):
-        step(f"timing {size} cubed to {dtype}")
+        step(f"timing products of {size} cubed")
         torch.cuda.synchronize(compare.device)
         began = time.perf_counter()
-        torch.mm(left, right, **options)  # type: ignore[call-overload]  # torch's annotations lack out_dtype
+        torch.mm(left, right)
         torch.cuda.synchronize(compare.device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])  # the first one loads kernels
@@ -721,12 +699,19 @@ def _nf4(compare: Comparison, library: Any, dtype: torch.dtype) -> None:
     multiply = importlib.import_module("bitsandbytes").matmul_4bit
     for rows in ROWS:
         step(f"computing {label}, product with {rows} rows")
+        case = f"{label}, product with {rows} rows"
         x, upstream = (spread((rows, size), dtype, generator) for size in (_INPUTS, _OUTPUTS))
-        expected, case = product(x, values.t(), dtype, roundings=4), f"{label}, product with {rows} rows"
+        expected, back = (_with_bound(one, weight) for one, weight in ((x, values.t()), (upstream, values)))
         # Transposed, as in the library's own layers.
         compare.close(case, multiply(compare.move(x), packed.t(), quant_state=state), *expected)
         leaf = compare.move(x).requires_grad_()
         output = multiply(leaf, packed.t(), quant_state=state)
         compare.close(f"{case}, in training", output, *expected)
         (gradient,) = torch.autograd.grad(output, leaf, compare.move(upstream))
-        compare.close(f"{case}: gradient", gradient, *product(upstream, values, dtype, roundings=4), gradient=True)
+        compare.close(f"{case}: gradient", gradient, *back, gradient=True)
+
+
+def _with_bound(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """A product with a dequantised weight, and its bound; see the module."""
+    expected = left.double() @ right
+    return expected, formula_bound(expected, left @ right.to(left.dtype))

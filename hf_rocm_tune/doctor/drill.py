@@ -1,5 +1,5 @@
-"""``hf-rocm-tune doctor --drill``: faults of every kind injected into real transfers on the user's device, and
-whether they are detected.
+"""``hf-rocm-tune doctor --drill``: faults of every kind injected into real transfers on the user's device, and whether
+they are detected.
 
 The transfers use the same mover, ring, digests and ladder as a run; faults are injected into copies, at the backend.
 What arrived is compared byte by byte, independently of the digests, in memory that was poisoned before: allocators

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,48 +79,38 @@ class Finding:
         return cls(**{**values, "read": tuple(values["read"])})
 
 
-def _make(
-    status: Status, row: str, title: str, text: str, source: str, fix: str, subject: str, read: Iterable[str]
+def finding(
+    status: Status,
+    row: str,
+    title: str,
+    text: str,
+    fix: str,
+    source: str,
+    *,
+    subject: str = "",
+    read: Iterable[str] = (),
 ) -> Finding:
-    return Finding(
-        row=row, status=status, title=title, text=text, read=tuple(read), fix=fix, source=source, subject=subject
-    )
+    values = {"title": title, "text": text, "fix": fix, "source": source, "subject": subject}
+    return Finding(row=row, status=status, read=tuple(read), **values)
 
 
 def ok(row: str, title: str, text: str, source: str, *, subject: str = "", read: Iterable[str] = ()) -> Finding:
     """In order; ``title`` stands in the line of its group."""
-    return _make("ok", row, title, text, source, "", subject, read)
+    return finding("ok", row, title, text, "", source, subject=subject, read=read)
 
 
-def note(
-    row: str, title: str, text: str, fix: str, source: str, *, subject: str = "", read: Iterable[str] = ()
-) -> Finding:
-    """Worth knowing, with nothing to do for a run."""
-    return _make("info", row, title, text, source, fix, subject, read)
-
-
-def warn(
-    row: str, title: str, text: str, fix: str, source: str, *, subject: str = "", read: Iterable[str] = ()
-) -> Finding:
-    """Training may be slow, or fail later."""
-    return _make("warn", row, title, text, source, fix, subject, read)
-
-
-def fail(
-    row: str, title: str, text: str, fix: str, source: str, *, subject: str = "", read: Iterable[str] = ()
-) -> Finding:
-    """Training cannot start, or its result cannot be trusted."""
-    return _make("fail", row, title, text, source, fix, subject, read)
+note, warn, fail = partial(finding, "info"), partial(finding, "warn"), partial(finding, "fail")
+"""Worth knowing, with nothing to do for a run; training may be slow, or fail later; its result cannot be trusted."""
 
 
 def unknown(reason: str, *, subject: str = "", read: Iterable[str] = ()) -> Finding:
     """Something that could not be determined, and why."""
-    return _make("unknown", "", "unknown", " ".join(reason.split()), "", "", subject, read)
+    return finding("unknown", "", "unknown", " ".join(reason.split()), "", "", subject=subject, read=read)
 
 
 def skipped(reason: str) -> Finding:
     """A check that was not run, and why."""
-    return _make("skipped", "", "not run", " ".join(reason.split()), "", "", "", ())
+    return finding("skipped", "", "not run", " ".join(reason.split()), "", "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -179,16 +179,6 @@ def _rocm(evidence: Evidence) -> Iterator[Finding]:
         f"torch brings ROCm {rocm}; the system's is {system}; the driver is {driver}, kernel "
         f"{kernel.release or 'unknown'}", "pytorch hip.rst",
     )  # fmt: skip
-    if software.rocm_version and minor(software.rocm_version) != minor(rocm):
-        text = (
-            f"torch brings ROCm {rocm}, and the system has {system}: wheels have their own user space, so torch is not "
-            "affected; code that is compiled with or loaded from /opt/rocm is"
-        )
-        yield note(
-            "rocm_system_differs", f"the system's ROCm is {minor(software.rocm_version)}", text,
-            "nothing for training with wheels; build extensions with torch's version",
-            "TheRock RELEASES.md; unsloth install.sh",
-        )  # fmt: skip
     if gfx1100 and within(torch, "2.9", "2.10"):
         yield warn(
             "aotriton_nan", "Attention of torch 2.9 gives NaN on gfx1100",
@@ -202,22 +192,18 @@ def _compiler(evidence: Evidence) -> Iterator[Finding]:
     software = evidence.software
     if software.build != "rocm" or software.packages.get("triton") is None:
         return
-    missing = [
-        name for name, there in (("a C compiler", software.compiler), ("Python.h", software.python_header)) if not there
-    ]
-    source = "triton driver.c: compiled at the first launch"
+    source, missing = "triton driver.c: compiled at the first launch", software.missing_for_triton
     if missing:
-        version = ".".join(software.python.split(".")[:2])
+        what, _, package = missing.rpartition(": install ")
         yield warn(
-            "triton_cannot_compile", f"Triton cannot start: no {' and no '.join(missing)}",
-            "Triton compiles a C file against Python's headers when its first kernel starts on ROCm: without them, "
-            "every Triton kernel fails (digests on the card and TRL's fused loss), and slower ones are used where "
-            "there are any",
-            f"`sudo apt install gcc python{version}-dev` (Fedora: gcc python3-devel); CC names another compiler",
-            source, read=[f"compiler: {software.compiler or 'none'}", f"Python.h: {software.python_header or 'none'}"],
+            "triton_cannot_compile", "Triton cannot start",
+            f"{what or missing}. Triton compiles a C file against Python's headers when its first kernel starts on "
+            "ROCm: without them, every Triton kernel fails (digests on the card and TRL's fused loss), and slower ones "
+            "are used where there are any",
+            f"install {package or 'gcc and python3-dev'}, for example `sudo apt install gcc python3-dev`", source,
         )  # fmt: skip
     else:
-        yield ok("compiler_ok", "C compiler and Python.h", f"{software.compiler}, {software.python_header}", source)
+        yield ok("compiler_ok", "C compiler and Python.h", "Triton's driver can be compiled", source)
 
 
 def _allocator(evidence: Evidence) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import combinations
 
 from hf_rocm_tune.doctor.findings import GIVEN_AWAY, Check, Evidence, Finding, Status, fail, note, ok, unknown, warn
 from hf_rocm_tune.machine.gpus import throttle_causes
@@ -408,8 +407,6 @@ def _peer_support(evidence: Evidence) -> Iterator[Finding]:
                 "peer_config_ok", "peer-to-peer built in", "all options for copies between cards are set",
                 "ROCm docs: IOMMU", read=seen,
             )  # fmt: skip
-    listed = {gpu.address: gpu.peers for gpu in evidence.cards if gpu.peers is not None}
-    apart = [f"{one} and {other}" for one, other in combinations(listed, 2) if other not in listed[one]]
     if kernel.pcie_p2p in ("N", "0"):
         yield note(
             "pcie_p2p_off", "amdgpu.pcie_p2p is off",
@@ -417,15 +414,6 @@ def _peer_support(evidence: Evidence) -> Iterator[Finding]:
             "copies", "keep it if the pair test failed without it; else remove `pcie_p2p=0` and test the pairs again",
             "kernel documentation: amdgpu module parameters; ROCm/ROCm#6342",
             read=[f"amdgpu parameter pcie_p2p: {kernel.pcie_p2p}"],
-        )  # fmt: skip
-    elif apart:
-        yield note(
-            "no_direct_link", "no direct link between the cards",
-            f"the compute driver lists no direct link between {', '.join(apart)}; it needs a kernel built for it, "
-            "amdgpu.pcie_p2p on, all memory in the BAR and bridges that allow it. Copies between the cards go "
-            "through host memory",
-            "nothing while the pair test passes: copies are slower, and the test shows whether they are correct",
-            "kernel documentation: amdgpu module parameters",
         )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """The kernel's files of GPUs: the compute driver's list (KFD), PCI devices and the path to the processor, sensors.
 
-KFD: ``gfx_target_version`` is written by the kernel, so HSA_OVERRIDE_GFX_VERSION does not reach it. ``p2p_links`` are
-direct links over PCI Express, ``io_links`` lead to the processor and over XGMI (kernel ``kfd_topology.c``,
-``kfd_crat.h``, ``hsakmttypes.h``).
+KFD: ``gfx_target_version`` is written by the kernel, so HSA_OVERRIDE_GFX_VERSION does not reach it; ``io_links`` lead
+to the processor (kernel ``kfd_topology.c``, ``kfd_crat.h``, ``hsakmttypes.h``).
 
 PCI: a Radeon card since Vega 20 carries a switch of its own: the GPU hangs from a downstream port (1002:1479) of an
 upstream port (1002:1478) that sits on the card's connector. The GPU's own link is inside the card and always reads as
@@ -32,7 +31,7 @@ DEVICES = "sys/bus/pci/devices"
 AMD = 0x1002
 # Frame buffer that the CPU can map (1) and that it cannot (2): a small BAR splits VRAM so.
 _FRAME_BUFFER_HEAPS = (1, 2)
-_NO_ATOMICS, _NO_PEER_DMA = 1 << 2 | 1 << 3, 1 << 4
+_NO_ATOMICS = 1 << 2 | 1 << 3  # 32-bit and 64-bit
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 # PCI class codes: display controllers of any kind, and processing accelerators (how Instinct cards show themselves).
@@ -146,34 +145,13 @@ def _gpu_node(files: Files, index: int, number: int, properties: Mapping[str, in
     )
 
 
-def read_peers(files: Files, node: GpuNode, topology: Topology) -> tuple[str, ...] | None:
-    """PCI addresses of the GPUs to which the kernel lists a direct link."""
-    links = _links(files, node, ("p2p_links", "io_links"))
-    if links is None:
-        return None
-    numbers = {link.get("node_to") for link in links if not link.get("flags", 0) & _NO_PEER_DMA} - {node.node}
-    found = (other.pci_address for other in topology.nodes if other.node in numbers)
-    return tuple(address for address in found if address is not None)
-
-
 def read_atomics(files: Files, node: GpuNode, topology: Topology) -> bool | None:
     """Whether 32-bit and 64-bit atomics pass between this GPU and the processor."""
+    where = f"{NODES}/{node.node}/io_links"
+    links = [files.properties(f"{where}/{number}/properties") for number in files.numbered(where) or ()]
     gpus = {other.node for other in topology.nodes if not other.has_cpu}
-    links = [link for link in _links(files, node, ("io_links",)) or () if link.get("node_to") not in {None, *gpus}]
-    flags = [link["flags"] for link in links if "flags" in link]
+    flags = [link["flags"] for link in links if link and "flags" in link and link.get("node_to") not in {None, *gpus}]
     return not any(flag & _NO_ATOMICS for flag in flags) if flags else None
-
-
-def _links(files: Files, node: GpuNode, kinds: tuple[str, ...]) -> list[dict[str, int]] | None:
-    found: list[dict[str, int]] = []
-    for kind in kinds:
-        where = f"{NODES}/{node.node}/{kind}"
-        numbers = files.numbered(where)
-        links = [files.properties(f"{where}/{number}/properties") for number in numbers or ()]
-        if numbers is None or None in links:
-            return None
-        found += [link for link in links if link]
-    return found
 
 
 class DisplayDevice(NamedTuple):

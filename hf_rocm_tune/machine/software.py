@@ -13,9 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -24,6 +22,7 @@ from typing import Any
 
 from hf_rocm_tune.machine.child import answer, pci_address, run, step
 from hf_rocm_tune.machine.sysfs import Files
+from hf_rocm_tune.machine.toolchain import missing_for_triton
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -74,8 +73,7 @@ class Software:
         bitsandbytes_libraries: names of its native library files.
         rocm_version: of the system's ROCm.
         rocm_wheels: distributions that carry ROCm itself, with their versions.
-        compiler: path of the C compiler that Triton would call.
-        python_header: path of the ``Python.h`` that Triton's driver includes.
+        missing_for_triton: what its driver cannot be compiled without, on ROCm, and the package that has it; or empty.
     """
 
     python: str = ""
@@ -90,8 +88,7 @@ class Software:
     bitsandbytes_libraries: tuple[str, ...] | None = None
     rocm_version: str | None = None
     rocm_wheels: Mapping[str, str] = field(default_factory=dict)
-    compiler: str | None = None
-    python_header: str | None = None
+    missing_for_triton: str = ""
     problems: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -126,8 +123,6 @@ def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_
     libraries = None
     if directory is not None:
         libraries = tuple(name for name in sorted(os.listdir(directory)) if name.startswith("libbitsandbytes"))
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # triton/runtime/build.py
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return Software(
         python=platform.python_version(),
         torch_version=versions["torch"],
@@ -143,8 +138,7 @@ def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_
             (found for path in _VERSION_FILES if (found := files.parsed(path, _version, "no version"))), None
         ),
         rocm_wheels=_read_wheels(),
-        compiler=shutil.which(compiler) if compiler else None,
-        python_header=str(header) if header.is_file() else None,
+        missing_for_triton=missing_for_triton() if versions.get("hip") else "",
         problems=problems,
     )
 

@@ -112,7 +112,6 @@ class Gpu:
         iommu_type: of its IOMMU group: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
         display: whether a display is connected to it.
         aer: error counters by name (``correctable``, ``nonfatal``, ``fatal``), see `gpus.read_aer`.
-        peers: PCI addresses of the GPUs to which the kernel lists a direct link; not that copies are right.
         atomics: whether PCIe atomics work between it and the processor, from the compute driver.
     """
 
@@ -128,7 +127,6 @@ class Gpu:
     iommu_type: str | None
     display: bool
     aer: Mapping[str, int]
-    peers: tuple[str, ...] | None
     atomics: bool | None
     sensors: Sensors
 
@@ -293,7 +291,6 @@ def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
         iommu_type=gpus.read_iommu_type(files, address),
         display=gpus.read_display(files, address),
         aer=gpus.read_aer(files, upward.chain),
-        peers=gpus.read_peers(files, node, topology) if node else None,
         atomics=gpus.read_atomics(files, node, topology) if node else None,
         sensors=sensors,
     )

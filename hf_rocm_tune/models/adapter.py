@@ -40,17 +40,7 @@ def target_names(targets: str | Iterable[str] | None) -> str | Iterable[str] | N
 
 
 def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, saved: Iterable[str] | None = None) -> None:
-    """Checks that each LoRA target, and each module to train whole, names at least one module of the model.
-
-    Args:
-        model: the base model, not yet wrapped.
-        targets: ``"all-linear"``, a regular expression (one string), or module names, matched as in PEFT: the whole
-            name or its last part.
-        saved: ``modules_to_save``, matched as in PEFT: the end of a name.
-
-    Raises:
-        UsageError: one of them matches nothing; the message lists the model's linear layers.
-    """
+    """Checks that each LoRA target, and each module to train whole, names at least one module of the model."""
     names = [name for name, _ in model.named_modules() if name]
     if absent := [each for each in saved or () if not any(name.endswith(each) for name in names)]:
         kinds = ", ".join(dict.fromkeys(last for name in names if not (last := name.rpartition(".")[2]).isdigit()))
@@ -101,10 +91,6 @@ def trainable_parameters(model: nn.Module) -> tuple[int, int]:
 
 def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The equivalent LoRA on the original weights, of twice the rank: W + BA - B0 A0 = W + [B | -B0] [A ; A0].
-
-    Args:
-        trained, start: the adapter's tensors by their names in its file, now and before the first step: A of shape
-            (rank, in), B of shape (out, rank), all on the host.
 
     Checks what `write_plain_lora` wrote through PEFT's `LoraModel.subtract_mutated_init`, the source of the formula.
     """
@@ -183,11 +169,7 @@ class LearningRates:
     embeddings: float | None = None
 
     def split(self, model: Any, optimizer: Any) -> None:
-        """Moves those parameters into groups of their own, after the others, with the same options.
-
-        Raises:
-            UsageError: the model trains neither embeddings nor output head.
-        """
+        """Moves those parameters into groups of their own, after the others, with the same options."""
         trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         special: dict[int, float] = {}
         if self.embeddings is not None:

@@ -50,11 +50,7 @@ _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE, or give a model
 
 
 def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
-    """Checks files, configuration and bitsandbytes before anything is loaded; returns the configuration.
-
-    Raises:
-        UsageError: what is wrong and what to do.
-    """
+    """Checks files, configuration and bitsandbytes before anything is loaded; returns the configuration."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -81,11 +77,7 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
 
 
 def check_architecture(config: Any, name: str) -> None:
-    """Checks that a configuration names an architecture, of transformers or of the model's own code.
-
-    Raises:
-        UsageError: it names none, or something else of transformers.
-    """
+    """Checks that a configuration names an architecture, of transformers or of the model's own code."""
     import transformers
 
     named = config.architectures
@@ -119,18 +111,8 @@ def _check_generation_config(source: ModelSource) -> None:
 def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> tuple[PreTrainedModel, float]:
     """Loads a model onto the mover's device or cards, every tensor verified.
 
-    Args:
-        source: the model.
-        mover: transfers the weights.
-        on_host: leave the weights on the host as views of the files; the caller moves parts of them.
-
     Returns:
         The model and the loading time in seconds.
-
-    Raises:
-        UsageError: transformers cannot load this model.
-        CorruptionError: a tensor did not arrive intact.
-        SeamError: a patched function of transformers is missing or has other parameters.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
@@ -175,16 +157,7 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
 
 
 def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
-    """Compares weight files with their recorded SHA-256, and the loaded tensors with the files.
-
-    Args:
-        source: the loaded model.
-        mover: transferred its weights, and those of models that are only evaluated.
-
-    Raises:
-        UsageError: a file is damaged on this disk.
-        CorruptionError: a loaded tensor differs from the file.
-    """
+    """Compares weight files with their recorded SHA-256, and the loaded tensors with the files."""
     directory = expand_user(source.name) if source.is_local else hub_snapshot(source.name, source.revision)
     files = set(directory.glob("*.safetensors")) if directory is not None else set()
     seen = {file.resolve() for file in files}
@@ -196,9 +169,6 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Pre
     """Loads a model's tokenizer or processor, with the chat template that ``--chat_template_path`` names.
 
     A model's template there (its name or directory) is left to TRL, which adds its tokens to the model too.
-
-    Raises:
-        UsageError: there is none, or the flag names no chat template.
     """
     from transformers import AutoProcessor
 
@@ -248,9 +218,6 @@ def read_chat_template(path: str, *, trust_remote_code: bool = False) -> str | N
 
     Returns:
         The text; None for a model's template.
-
-    Raises:
-        UsageError: no such file, name or model, or the model has no chat template.
     """
     if path.endswith((".jinja", ".j2")):
         return _read_template(Path(path))

@@ -33,14 +33,8 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 def check_model_directory(directory: Path) -> list[Path]:
     """Checks the weight files of a local model directory.
 
-    Args:
-        directory: holds ``config.json`` and weights.
-
     Returns:
         The model's safetensors files, in order.
-
-    Raises:
-        UsageError: no configuration, no weights, a missing shard, a truncated file or a damaged header.
     """
     if not directory.is_dir():
         raise UsageError(f"model: {directory} is not a directory: give a model directory or a Hub id")
@@ -54,11 +48,7 @@ def check_model_directory(directory: Path) -> list[Path]:
 
 
 def check_safetensors(file: Path) -> None:
-    """Checks the header of one file against its size; reads no tensor data.
-
-    Raises:
-        UsageError: truncated or damaged; the message names the file.
-    """
+    """Checks the header of one file against its size; reads no tensor data."""
     again = "download or copy it again"
     try:
         size = file.stat().st_size
@@ -101,10 +91,6 @@ class MappedFile:
 
     In place of the library's reader, which returns tensors that nothing ties to the file. Each tensor has a storage of
     its own; writing to one does not change the file.
-
-    Raises:
-        SafetensorError: the header is damaged, or names a dtype that is not known here.
-        OSError: the file cannot be read.
     """
 
     def __init__(self, file: Path | str, *_: Any, **__: Any) -> None:
@@ -220,17 +206,7 @@ class FileRecords:
 def check_files(
     files: Sequence[Path], memory: Path, loaded: Mapping[tuple[str, str], Collection[Digest]] | None = None
 ) -> FileRecords:
-    """Compares weight files with their recorded SHA-256, and loaded tensors with the files.
-
-    Args:
-        files: to attest.
-        memory: JSON cache of intact files; created if missing.
-        loaded: digests of the loaded tensors, one for each reading, by the file's path and the tensor's name.
-
-    Raises:
-        UsageError: a file's SHA-256 differs from the recorded one: the file is damaged, not the transfer.
-        CorruptionError: a loaded tensor differs from the file.
-    """
+    """Compares weight files with their recorded SHA-256, and loaded tensors with the files."""
     recorded = {file: recorded_sha256(file) for file in files}
     known = {file: value for file, value in recorded.items() if value is not None}
     seen = _read_memory(memory)

@@ -42,15 +42,7 @@ Names = dict[int, tuple[str, str | None]]
 
 @contextmanager
 def verified_loading(mover: Mover, *, on_host: bool = False) -> Iterator[None]:
-    """Within the block every weight that ``from_pretrained`` loads passes the mover.
-
-    Args:
-        mover: verifies weights that go to its device or cards.
-        on_host: nothing goes there yet: weights stay views of the mapped files.
-
-    Raises:
-        SeamError: a patched function of transformers is missing or has other parameters.
-    """
+    """Within the block every weight that ``from_pretrained`` loads passes the mover."""
     names: Names = {}
     with ExitStack() as stack:
         stack.enter_context(upstream.replaced("open_weights", lambda _: partial(_open, names)))
@@ -85,8 +77,8 @@ def _materialize(stock: Callable[..., Any], mover: Mover, names: Names, *, on_ho
         if on_host or device is None or not mover.serves(torch.device(device)):
             loaded: torch.Tensor = stock(tensor, device, dtype)
             if file is not None and loaded.device.type == "cpu" and mover.settings.verify != "off":
-                mover.read_from(file, name, digest(tensor))
-                remember_read(loaded)
+                mover.read_from(file, name, known := digest(tensor))
+                remember_read(loaded, known if loaded.data_ptr() == tensor.data_ptr() else None)
             return loaded
         source = tensor[...]
         moved = mover.move_to(torch.device(device), source, name=name, source=file)
@@ -154,18 +146,8 @@ SAMPLE_ELEMENTS = 64 << 10
 def cast_verified(moved: Tensor, source: Tensor, dtype: torch.dtype, *, name: str, mover: Mover) -> Tensor:
     """Casts a weight on its device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit.
 
-    Args:
-        moved: the verified weight on the device.
-        source: the same weight on the host.
-        dtype: target dtype.
-        name: for incidents.
-        mover: transferred the weight; its report counts compared casts.
-
     Returns:
         The cast on the device, marked as derived.
-
-    Raises:
-        CorruptionError: the device's cast was wrong twice.
     """
     cast = cast_on_device(moved, dtype)
     if mover.settings.verify == "full":

@@ -48,17 +48,13 @@ IN_PLACE = "digested where it lies: on this device nothing crosses"
 _READ: Registry[Digest] = Registry()  # of host tensors, when they were read from a file
 
 
-def remember_read(tensor: Tensor) -> None:
-    """Takes the digest of a host tensor that was just read from a file, for `require_as_read`."""
-    _READ.put(tensor, digest(storage_bytes(tensor)))
+def remember_read(tensor: Tensor, known: Digest | None) -> None:
+    """Keeps the digest of a host tensor that was just read from a file, for `require_as_read`."""
+    _READ.put(tensor, known or digest(storage_bytes(tensor)))
 
 
 def require_as_read(model: nn.Module) -> None:
-    """Compares host tensors that `remember_read` knows with what was read, once, before they are used or changed.
-
-    Raises:
-        MemoryFaultError: one has changed.
-    """
+    """Compares host tensors that `remember_read` knows with what was read, once, before they are used or changed."""
     for name, tensor in tensors_of(model):
         if tensor.device.type != "cpu" or (known := _READ.get(tensor)) is None:
             continue
@@ -136,15 +132,6 @@ def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
     """Moves every tensor that is still on the host to the mover's device, verified, in place.
 
     Parameters keep their identity, so optimizers and tied weights stay valid; buffers are rebound.
-
-    Args:
-        model: any; a sharded parameter is known to the mover by its shard.
-        mover: transfers the tensors.
-        parameters: False for buffers only.
-
-    Raises:
-        CorruptionError: a tensor did not arrive intact.
-        MemoryFaultError: one has changed since it was read from a file.
     """
     require_as_read(model)
     for module_name, module in model.named_modules():
@@ -166,13 +153,7 @@ def release_memory() -> None:
 
 
 def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
-    """Marks a weight that was computed from verified checkpoint tensors, and its quantisation state, as derived.
-
-    Args:
-        model: the model being loaded; the weight has just been set.
-        name: the weight's state-dict name.
-        mover: transferred the checkpoint's tensors.
-    """
+    """Marks a weight that was computed from verified checkpoint tensors, and its quantisation state, as derived."""
     path, _, key = name.rpartition(".")
     for found, tensor in _named(model.get_submodule(path)):
         if found != key and not found.startswith(f"{key}."):
@@ -190,9 +171,6 @@ def mark_computed(model: nn.Module, mover: Mover) -> None:
     Examples: DoRA's magnitudes, PiSSA's factors, copies for ``modules_to_save``, resized embeddings. Tensors that were
     on the device before need a provenance already (`attest`); if one of them is unverified, so is everything computed.
     On the host backend nothing is marked: new tensors are host memory, which `place` digests.
-
-    Raises:
-        CorruptionError: a copy for ``modules_to_save`` differs from its original.
     """
     if mover.device.type == "cpu":
         return
@@ -226,11 +204,7 @@ def _saved_copies(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def digests_before(model: nn.Module, mover: Mover) -> dict[str, Digest]:
-    """Digests of the weights, by their names in the files, before an adapter is computed from them and changes them.
-
-    Raises:
-        MemoryFaultError: a weight differs from what was loaded.
-    """
+    """Digests of the weights, by their names in the files, before an adapter is computed from them and changes them."""
     found: dict[str, Digest] = {}
     for name, tensor in tensors_of(model):
         data = storage_bytes(tensor)
@@ -248,11 +222,6 @@ def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover)
 
     PiSSA, OLoRA and LoftQ subtract the adapter's product from the base weight, whose arrival digest is then obsolete.
     Only weights that have changed are marked, and the report names them.
-
-    Args:
-        model: with the adapter.
-        before: see :func:`digests_before`.
-        mover: holds the digests.
     """
     reason = "rewritten by the adapter's initialisation"
     for name, tensor in tensors_of(model) if before else ():
@@ -425,14 +394,7 @@ def _recomputed(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_recomputed(model: nn.Module, name: str, tensor: Tensor, mover: Mover) -> bool:
-    """Whether a buffer equals the one recomputed on the host from its configuration, such as a grown rotary table.
-
-    Args:
-        model: contains the buffer.
-        name: the buffer's dotted name.
-        tensor: the buffer's value now.
-        mover: copies it to the host; a device's rounding may differ by 4 units in the last place.
-    """
+    """Whether a buffer equals the one recomputed on the host from its configuration, such as a grown rotary table."""
     path, _, attribute = name.rpartition(".")
     module = dict(model.named_modules()).get(path)
     if module is None:

@@ -23,16 +23,7 @@ _DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
 
 
 def checkpoint_bits(config: Any, name: str, *, on_card: bool) -> int | None:
-    """How a checkpoint's weights are quantised: 4 or 8 bits by bitsandbytes; None: not quantised once loaded.
-
-    Args:
-        config: the model's configuration.
-        name: the model's name, for the message.
-        on_card: trained on a card, for which transformers keeps FP8 and MXFP4. RDNA3 has no FP8 instructions.
-
-    Raises:
-        UsageError: quantised by another library, which is not supported.
-    """
+    """How a checkpoint's weights are quantised: 4 or 8 bits by bitsandbytes; None: not quantised once loaded."""
     given = getattr(config, "quantization_config", None)
     if given is None:
         return None
@@ -53,15 +44,7 @@ BIAS_CAST = "cast by bitsandbytes from a verified tensor"
 
 
 def require_bitsandbytes(device: torch.device, flag: str) -> None:
-    """Checks that bitsandbytes has a native library for this device.
-
-    Args:
-        device: where the model or the optimizer's state is quantised.
-        flag: the flag that needs it, for the message, such as "--load_in_4bit".
-
-    Raises:
-        UsageError: the package or its library for this device is missing.
-    """
+    """Checks that bitsandbytes has a native library for this device."""
     try:
         importlib.import_module("bitsandbytes")
         cextension = importlib.import_module("bitsandbytes.cextension")
@@ -82,9 +65,6 @@ def require_quantised(model: nn.Module, name: str) -> None:
     """Refuses a model whose configuration claims bitsandbytes over plain weights.
 
     Transformers loads such weights unchanged into layers that cannot compute with them.
-
-    Raises:
-        UsageError: the files hold plain weights.
     """
     marks = {"Linear4bit": "quant_state", "Linear8bitLt": "CB"}
     for path, module in model.named_modules():

@@ -33,11 +33,7 @@ _CHEAP = 128
 
 
 def parse(text: str) -> tuple[int, int]:
-    """Reads ``WHOLE`` or ``WHOLE,SELECTIVE``: numbers of layers to recompute whole and selectively.
-
-    Raises:
-        UsageError: the text is neither.
-    """
+    """Reads ``WHOLE`` or ``WHOLE,SELECTIVE``: numbers of layers to recompute whole and selectively."""
     found = re.fullmatch(r"\s*([0-9]{1,5})\s*(?:,\s*([0-9]{1,5})\s*)?", text)
     if found is None:
         raise UsageError(
@@ -55,11 +51,7 @@ def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def recompute(model: nn.Module, counts: tuple[int, int]) -> None:
-    """Sets the first layers of a model with checkpointing on to be recomputed whole, the next ones selectively.
-
-    Raises:
-        UsageError: the model has fewer such layers.
-    """
+    """Sets the first layers of a model with checkpointing on to be recomputed whole, the next ones selectively."""
     layers = layers_of(model)
     check(counts, len(layers))
     for number, layer in enumerate(layers):
@@ -69,11 +61,7 @@ def recompute(model: nn.Module, counts: tuple[int, int]) -> None:
 
 
 def check(counts: tuple[int, int], layers: int) -> None:
-    """Refuses more layers than the model has.
-
-    Raises:
-        UsageError: with the number of layers.
-    """
+    """Refuses more layers than the model has."""
     if sum(counts) > layers:
         raise UsageError(
             f"{FLAG} {counts[0]},{counts[1]} needs {sum(counts)} layers, and this model can recompute {layers}"

@@ -38,31 +38,12 @@ CUT = "cut on the device from a verified tensor"
 
 
 def shard(model: nn.Module, accelerator: Any, mover: Mover) -> None:
-    """Shards a model in place. Collective; it may be called once.
-
-    Args:
-        model: on the host, or, with 4-bit weights, on the device.
-        accelerator: with an FSDP2 plugin.
-        mover: brings the parts to the device, holds the settings, the report and injected faults.
-
-    Raises:
-        CorruptionError: on every rank, when the parts of a tensor do not make the whole and could not be put right.
-    """
+    """Shards a model in place. Collective; it may be called once."""
     _Fsdp2(model, mover, accelerator).run()
 
 
 def cut(model: nn.Module, mesh: DeviceMesh, mover: Mover, dims: Mapping[str, int | None]) -> None:
-    """Cuts weights of a model in place and brings the rest to the device whole. Collective; it may be called once.
-
-    Args:
-        model: on the host.
-        mesh: of the ranks, 1-dimensional.
-        mover: see `shard`.
-        dims: by a parameter's name, the dimension along which it is cut; None: a ``DTensor`` that each rank has whole.
-
-    Raises:
-        CorruptionError: as `shard`.
-    """
+    """Cuts weights of a model in place and brings the rest to the device whole. Collective; it may be called once."""
     _TensorParallel(model, mover, mesh, dims).run()
 
 

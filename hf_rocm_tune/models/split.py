@@ -45,12 +45,7 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Split:
-    """Which layer is on which card.
-
-    Args:
-        stack: name of the list of layers in the model, as ``model.layers``.
-        counts: layers on each card, in the order in which a batch passes them.
-    """
+    """Which layer is on which card."""
 
     stack: str
     counts: tuple[int, ...]
@@ -161,11 +156,6 @@ def _by_knower(name: str) -> Callable[..., Any]:
 
 class SplitMover(Mover):
     """Has the methods of a mover, and hands each call to the mover of the card that it concerns.
-
-    Args:
-        split: which layer is on which card.
-        devices: one for each card; all ``cpu`` for logical cards.
-        settings, faults: as for `Mover`, the same for each card. Faults are counted on each card by itself.
 
     Attributes:
         cards: the movers of the cards, in order.

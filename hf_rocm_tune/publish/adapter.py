@@ -175,11 +175,7 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
 
 
 def open_adapter(name: str, revision: str | None = None) -> Adapter:
-    """Find an adapter, read its files once and check them, before anything is loaded.
-
-    Raises:
-        UsageError: there is none, it is damaged, or of a kind that cannot be attached.
-    """
+    """Find an adapter, read its files once and check them, before anything is loaded."""
     directory = find_adapter(name, revision)
     if directory is None:
         if os.path.isdir(expand_user(name)):
@@ -228,14 +224,11 @@ def _read_files(name: str, directory: Path) -> tuple[manifest.PrivateCopy, manif
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:
-    """Wrap a model with an adapter, active, in evaluation mode. The model may be on the meta device.
+    """Wrap a model with an adapter, active, in evaluation mode; one that does not fit it is a ``UsageError``.
 
     PEFT decides which tensor of the file belongs where. `PeftModel.from_pretrained` is not used, because it reads
     straight onto the device: `place` is called with each tensor of the file (on the host, a view of the mapped file)
     and its name in it, and what it returns is used unchanged.
-
-    Raises:
-        UsageError: the adapter does not belong to this model, or its file cannot be read.
     """
     from peft import PeftModel, PeftModelForCausalLM, set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -281,11 +274,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
 
 
 def attach_for_training(adapter: Adapter, model: PreTrainedModel, mover: Mover) -> PeftModel:
-    """Wrap a model with an adapter whose training continues: in float32 like a new one, except on a quantised base.
-
-    Raises:
-        UsageError: as `attach`.
-    """
+    """Wrap a model with an adapter whose training continues: in float32 like a new one, except on a quantised base."""
     narrow = torch.bfloat16 if getattr(model, "is_quantized", False) else torch.float32
 
     def place(tensor: Tensor, name: str) -> Tensor:

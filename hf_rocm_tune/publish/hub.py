@@ -102,15 +102,7 @@ class Staged:
 
 
 class Repository:
-    """One repository of the Hub.
-
-    Args:
-        repo_id: ``USER/NAME``, or ``NAME`` for one of the token's owner; `open` completes it.
-        private: what must not be in a message.
-        say: takes a line for the user.
-        token: None for HF_TOKEN or the one of `hf auth login`.
-        revision: branch to work on.
-    """
+    """One repository of the Hub, and a branch of it; ``NAME`` alone is one of the token's owner, which `open` adds."""
 
     def __init__(
         self, repo_id: str, private: Private, say: Say, *, token: str | None = None, revision: str = "main"
@@ -126,13 +118,7 @@ class Repository:
         return f"{self._api.endpoint}/{self.repo_id}"
 
     def open(self, *, private: bool | None, attempts: int = _ATTEMPTS) -> None:
-        """Create the repository and its branch where they do not exist.
-
-        Raises:
-            UsageError: the token or the name is wrong, the token may not write there, or the repository is public and
-                ``private`` is set.
-            HubError: the Hub does not answer.
-        """
+        """Create the repository and its branch where they do not exist; a public one where ``private`` is refused."""
 
         def make() -> bool:
             hidden = private is not False
@@ -157,10 +143,7 @@ class Repository:
     def upload(self, staged: Sequence[Staged], *, message: str) -> Pushed:
         """Upload the staged directories, whose folders do not overlap, in one commit, and check it.
 
-        Raises:
-            UsageError: the user can change what is wrong, or a file has changed since it was staged.
-            HubError: the Hub does not accept it.
-            CorruptionError: it accepted it and states another hash.
+        A ``CorruptionError`` is a commit of which the Hub states other hashes.
         """
         pieces = {path: piece for each in staged for path, piece in each.pieces.items()}
         folders = tuple(each.prefix for each in staged if each.prefix)

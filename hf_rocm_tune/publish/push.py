@@ -61,8 +61,6 @@ class PushSettings:
     def __post_init__(self) -> None:
         if self.base_model_id is not None and not is_hub_id(self.base_model_id):
             raise ValueError(f"base_model_id must be an id on the Hub such as ORG/NAME, got {self.base_model_id!r}")
-        if self.checkpoints not in get_args(Checkpoints):
-            raise ValueError(f"checkpoints must be one of {', '.join(get_args(Checkpoints))}, got {self.checkpoints!r}")
         if not self.message.strip() or not self.revision:
             raise ValueError("message and revision must not be empty")
 
@@ -134,8 +132,11 @@ def private_here(
         if isinstance(value, str) and os.path.isabs(value):
             paths.setdefault(value, (base_model_id or "") if key == "model_name_or_path" else "")
     with suppress(OSError, ValueError, AttributeError):
-        config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-        base = config.get("base_model_name_or_path")
+        content = read_plain(directory / "adapter_config.json")
+        written = manifest.read(directory)
+        if isinstance(written, Manifest) and written.files.get("adapter_config.json") != Piece.of(content).entry:
+            raise UsageError(f"{directory}: adapter_config.json is changed: the files are not what was trained")
+        base = json.loads(content).get("base_model_name_or_path")
         if isinstance(base, str) and os.path.isabs(base):
             paths[base] = base_model_id or ""
     paths[str(directory.absolute())] = repo_id
@@ -175,16 +176,8 @@ def _sealed(directory: Path) -> Manifest:
 def stage(directory: Path, *, private: Private, prefix: str = "", base_model_id: str | None = None) -> Staged:
     """Read what is uploaded of a directory; large files are compared with the manifest and read when they are sent.
 
-    Args:
-        directory: a result or a checkpoint.
-        private: what must not be in it.
-        prefix: folder on the Hub, see `Staged`; files that only a resume needs go into a folder only.
-        base_model_id: see `PushSettings`.
-
-    Raises:
-        UsageError: a file cannot be read or differs from the manifest, the card is not valid, or a file that cannot be
-            rewritten contains private names.
-        CorruptionError: the run's report lists corruption that was not recovered.
+    Files that only a resume needs go into a folder (``prefix``) only. Refused: a file that differs from the manifest, a
+    card that is not valid, private names in a file that cannot be rewritten, and a report of unrecovered corruption.
     """
     written = _sealed(directory)
     left_out = {name: why for name, why in _LEFT_OUT.items() if (directory / name).exists()}
@@ -250,8 +243,10 @@ def _public_json(source: Path, piece: Piece, private: Private, base_model_id: st
         content = json.loads(_decoded(source, piece.content or b""))
     except ValueError as error:
         raise UsageError(f"{source} is not JSON: {error}") from error
-    public = dict(content) if isinstance(content, dict) else content
-    for key in _BASE_KEYS if isinstance(content, dict) else ():
+    if not isinstance(content, dict):
+        raise UsageError(f"{source} is not a JSON object")
+    public = dict(content)
+    for key in _BASE_KEYS:
         base = content.get(key)
         if isinstance(base, str) and base and private.is_local(base):
             # Its id, else the last part of its path.
@@ -259,12 +254,9 @@ def _public_json(source: Path, piece: Piece, private: Private, base_model_id: st
     public = scrub_json(public, private, names=source.name == REPORT_NAME)
     if public == content:
         return piece, ""
-    names = [key for key in content if content[key] != public.get(key)] if isinstance(content, dict) else []
-    base = next((f"{key} is {public[key]!r}" for key in _BASE_KEYS if key in names), "")
-    rest = ", ".join(key for key in names if key not in _BASE_KEYS)
-    words = [base, f"local paths and names in {rest} were replaced" if rest else ""]
+    base = next((f"; {key} is {public[key]!r}" for key in _BASE_KEYS if content.get(key) != public.get(key)), "")
     text = json.dumps(public, indent=2, ensure_ascii=False) + "\n"
-    return Piece.of(text.encode()), "; ".join(filter(None, words)) or "local paths were replaced"
+    return Piece.of(text.encode()), f"local paths and names were replaced{base}"
 
 
 def _decoded(source: Path, content: bytes) -> str:
@@ -289,18 +281,8 @@ class Publisher:
     "checkpoint" also all of the newest one, as ``last-checkpoint``; "all_checkpoints" all of each. A checkpoint is
     skipped while another one is uploaded, unless ``hub_always_push`` makes the training wait.
 
-    Args:
-        args: ``TrainingArguments``, of which ``output_dir`` and the ``hub_*`` settings are read.
-        base_model_id: of the result, see `PushSettings`.
-        local: paths that the run was given, each with its public replacement ("" for the last part).
-        token: None for HF_TOKEN or the one of `hf auth login`.
-        say: takes lines for the user, from any thread.
-
-    Attributes:
-        alive: called every few seconds while the training waits for a push.
-
-    Raises:
-        UsageError: a setting is not valid.
+    ``local`` has paths that the run was given, each with its public replacement ("" for the last part); ``say`` is
+    called from any thread, ``alive`` every few seconds while the training waits for a push.
     """
 
     def __init__(
@@ -338,12 +320,7 @@ class Publisher:
         return self._repository.repo_id
 
     def open(self) -> None:
-        """Create the repository, before anything else takes time. A Hub that does not answer is reported and retried
-        later.
-
-        Raises:
-            UsageError: token, name or settings are wrong.
-        """
+        """Create the repository, before anything else takes time. A Hub that does not answer is asked again later."""
         try:
             self._repository.open(private=self._settings.private, attempts=_EARLY_ATTEMPTS)
             self._opened = True
@@ -370,11 +347,7 @@ class Publisher:
             self.wait()
 
     def result(self, directory: Path) -> Pushed:
-        """Push the finished run and the checkpoints of the strategy; returns when everything was checked.
-
-        Raises:
-            TuneError: the push failed; the message says where the result is and how to finish.
-        """
+        """Push the finished run and the checkpoints of the strategy; an error says how to finish."""
         try:
             self.wait()
             settings = self._settings

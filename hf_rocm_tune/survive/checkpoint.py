@@ -180,18 +180,7 @@ class Saving(Trainer, ABC):
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints and the result of a trainer; see the module's description.
-
-    Args:
-        trainer: its overrides call the methods of this class.
-        publisher: uploads, on the first rank.
-
-    Raises:
-        CorruptionError: a file still differs from the live state after all ways of writing it (earlier files stay), or
-            the state after loading is not what was saved.
-        UsageError: the disk is full at the final save (at a checkpoint there is a warning, and the run continues), or
-            the checkpoint to resume from is damaged, incomplete, or of another model.
-    """
+    """Saves and loads the checkpoints and the result of a trainer; see the module's description."""
 
     def __init__(self, trainer: Saving, publisher: Uploader | None) -> None:
         self._trainer, self._publisher = trainer, publisher

@@ -45,9 +45,7 @@ from hf_rocm_tune.survive.atomic import (
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-# transformers' uploads ignore "_*": the evidence holds training data.
 LOCK_FILE = "_run.lock"
-EVIDENCE_DIRECTORY = "_out_of_memory"
 SCHEMA = 1
 CHECKPOINT_NAME = re.compile(r"^checkpoint-(\d+)$")
 
@@ -85,7 +83,6 @@ _WEIGHTS = re.compile(
 _MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|_(probe|staging|replaced|deleted).*")
 """Names in a directory without a run that count as none: hidden ones, those of a volume, and ours before a run."""
 _LISTED_DIRECTORY = re.compile(r"^(damaged-|kept-)?checkpoint-\d+(\.\d+)?$")
-_EVIDENCE_FILE = re.compile(r"^step-\d+-rank-\d+-\d+\.(pt|pickle)$")
 _LOCK_HOLDER = re.compile(rb"process \d+ on [^\n]*")
 
 
@@ -273,7 +270,7 @@ def foreign_files(directory: Path, owned: Collection[str]) -> list[str]:
     for name in os.listdir(directory):
         # On a case-insensitive disk another spelling is the same file.
         spelled = name.lower() if os.path.lexists(directory / name.lower()) else name
-        if spelled in _OWN or spelled == EVIDENCE_DIRECTORY:
+        if spelled in _OWN:
             # Written by every run, but a link of that name leads out of the directory.
             found |= {name} if os.path.islink(directory / name) else set()
         elif (spelled in _UPSTREAM or _WEIGHTS.match(spelled)) and spelled not in owned:
@@ -293,9 +290,7 @@ def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]
     for path in sorted(directory.iterdir()):
         if path.is_symlink() or not path.is_dir():
             continue
-        if path.name == EVIDENCE_DIRECTORY:
-            found += [each for each in sorted(path.iterdir()) if _EVIDENCE_FILE.match(each.name)]
-        elif _LISTED_DIRECTORY.match(path.name) and (inside := listed_by(path, run_id)) is not None:
+        if _LISTED_DIRECTORY.match(path.name) and (inside := listed_by(path, run_id)) is not None:
             found += [path / name for name in (manifest.MANIFEST_NAME, *inside)]
     return [path for path in found if _is_plain(path)]
 

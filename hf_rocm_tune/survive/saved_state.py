@@ -77,12 +77,6 @@ def compare_model(
 ) -> dict[str, Readback]:
     """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model.
 
-    Args:
-        directory: holds the files.
-        model: the live model.
-        trained: full trained weights by name, for a sharded PEFT model; None: the model's own.
-        plain: tensors that an adapter's file must hold if not the live ones; see `models.adapter.plain_lora`.
-
     Returns:
         One `Readback` per file, by its name relative to ``directory``.
     """
@@ -148,16 +142,7 @@ def _live_adapter(
 
 
 def adapter_on_host(model: nn.Module, mover: Mover, trained: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Host copies of a model's only adapter by the names of its file, fetched and verified by ``mover``.
-
-    Args:
-        model: a PEFT model.
-        mover: of its device.
-        trained: of a sharded model, the trained weights by name, whole and on the host.
-
-    Raises:
-        CorruptionError: a tensor could not be fetched right.
-    """
+    """Host copies of a model's only adapter by the names of its file, fetched and verified by ``mover``."""
     from peft import get_peft_model_state_dict
 
     found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
@@ -177,11 +162,7 @@ class HostCopy:
         self._digests = {name: digest(tensor) for name, tensor in tensors.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors.
-
-        Raises:
-            MemoryFaultError: one has changed.
-        """
+        """The tensors."""
         for name, tensor in self._tensors.items():
             if digest(tensor) != self._digests[name]:
                 raise MemoryFaultError(
@@ -313,11 +294,7 @@ def model_on_host(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_complete(directory: Path) -> None:
-    """Refuse a checkpoint that upstream would load only in part, or fail on.
-
-    Raises:
-        UsageError: it does not exist, is incomplete or cannot be read.
-    """
+    """Refuse a checkpoint that upstream would load only in part, or fail on."""
     if not directory.is_dir():
         raise UsageError(f"Can't find a valid checkpoint at {directory}: choose another one or start a new run")
     try:

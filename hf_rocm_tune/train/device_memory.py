@@ -1,4 +1,4 @@
-"""Device memory beside the model: a fragmented cache, memory of libraries, and native libraries that end the process.
+"""Device memory beside the model: a fragmented cache, and memory of libraries.
 
 **Fragmentation.** *Allocated* is what tensors hold; *reserved* is what torch's allocator has taken from the driver;
 *inactive split* is free memory in blocks that are partly in use, so it cannot be returned. In every healthy run much of
@@ -45,7 +45,6 @@ LITTLE_FREE, MUCH_UNUSED = 0.05, 0.10
 """Shares of the device's memory: too little is free, and too much was never in use."""
 _GIB = 2**30
 _SIDE = 64  # of the operands of the libraries' first operations
-_PEEK = ("hipPeekAtLastError", "cudaPeekAtLastError")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,16 +160,8 @@ class FragmentationCallback(TrainerCallback):
 def warm_up(device: torch.device, *, bits: int | None = None) -> int:
     """Run one matrix product, forward and backward, one attention, one digest, and one operation on quantised weights.
 
-    Args:
-        device: nothing is done for the host.
-        bits: of the weights that bitsandbytes will quantise: 4, 8 or None.
-
     Returns:
         Bytes of device memory taken meanwhile outside torch's allocator, by other processes too.
-
-    Raises:
-        OutOfMemoryError: the card has hardly any free memory.
-        StallError: the card cannot compute this; the message has the reason.
     """
     if device.type != "cuda":
         return 0

@@ -57,11 +57,7 @@ class CrashSpec:
 
     @classmethod
     def parse(cls, text: str) -> CrashSpec:
-        """Read ``key=value`` pairs joined by commas.
-
-        Raises:
-            UsageError: names the key that is unknown, given twice, missing or has a wrong value, and what is valid.
-        """
+        """Read ``key=value`` pairs joined by commas."""
         kinds = {"kind": tuple(_CRASHES), "at": ("start", "step", "save")}
         return read_spec(cls, CRASH_VARIABLE, text, allowed=kinds, least={"step": 1, "times": 1, "rank": 0})
 

@@ -95,11 +95,6 @@ class StepGuard:
     def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> StepFinding | None:
         """Judge a step (from 1) whose gradients have not been used yet.
 
-        Args:
-            loss: of the whole effective batch.
-            grad_norm: of all trainable gradients, before clipping.
-            scaled: whether a gradient scaler (fp16) handles gradients that overflow: then only the loss counts.
-
         Returns:
             The problem; None if the step is sound.
         """
@@ -166,16 +161,7 @@ class TrainingGuard:
         self._losses.append(loss)
 
     def judge(self, model: nn.Module, norm: Any, settle: Callable[[int], None]) -> None:
-        """Judge the step before the optimizer uses it; the gradients of a step to be skipped are dropped. Collective.
-
-        Args:
-            model: holds the gradients.
-            norm: of the gradients, a number or a tensor of shape [].
-            settle: called with the number of the step, once the host has waited for the device.
-
-        Raises:
-            DivergedError: the run must end here.
-        """
+        """Judge the step before the optimizer uses it; the gradients of a step to be skipped go. Collective."""
         losses, self._losses = self._losses, []
         if not losses:
             return  # one of ``skip_steps``
@@ -200,11 +186,7 @@ class TrainingGuard:
         self.report(finding)
 
     def require_finite(self, model: nn.Module) -> None:
-        """Refuse to save weights that hold NaN or infinity. Collective.
-
-        Raises:
-            DivergedError: names them.
-        """
+        """Refuse to save weights that hold NaN or infinity. Collective."""
         bad = [name for name, each in _trainable(model) if not each.detach().isfinite().all()]
         if not highest([int(bool(bad))])[0]:
             return

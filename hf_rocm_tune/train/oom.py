@@ -28,7 +28,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,7 +45,6 @@ from hf_rocm_tune.cards.way import Stock
 from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.survive.atomic import write_text_atomic
-from hf_rocm_tune.survive.run_directory import EVIDENCE_DIRECTORY
 from hf_rocm_tune.transfer import map_tensors
 
 if TYPE_CHECKING:
@@ -188,13 +186,6 @@ def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None
 
 def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[BatchPart]:
     """Split a batch of host tensors into at most ``divisor`` parts, which are views of it where possible.
-
-    Args:
-        batch: as made by the data collator; not changed.
-        divisor: 1 or more.
-        labels_shifted: whether the loss compares each token with the label after it (causal language models), so that
-            the first label of a row is ignored.
-        pairs: as in `layout`.
 
     Returns:
         The parts in order; a batch that cannot be split is returned as a single part.
@@ -339,10 +330,6 @@ class _Shortage:
 class OutOfMemoryRecovery:
     """See the module's description.
 
-    Args:
-        trainer: prepared to train, with model, optimizer and accelerator.
-        resumed: whether training resumes from a checkpoint.
-
     Attributes:
         divisor: the most parts into which micro-batches are split; the same on all ranks; never decreases.
         loss_factor: the factor by which the trainer must multiply the loss of the current part.
@@ -352,7 +339,6 @@ class OutOfMemoryRecovery:
         self._trainer = trainer
         self._window: StepWindow | None = None
         self._at: tuple[int, BatchPart] | None = None  # index of the current micro-step in the window, and its part
-        self._shortages = 0
         self._cache_was_returned = False  # in this optimizer step
         self.loss_factor = 1.0
         self.divisor, incident = on_main_process(lambda: read_state(trainer, resumed=resumed))
@@ -364,11 +350,7 @@ class OutOfMemoryRecovery:
         self._cache_was_returned = False
 
     def run(self, stock: Stock, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> Tensor:
-        """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape [].
-
-        Raises:
-            OutOfMemoryError: a micro-batch that cannot be split further does not fit, or there are several ranks.
-        """
+        """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape []."""
         window = self._window = self._window or StepWindow(self._trainer)
         window.batches.append(self._trainer.host_batch(inputs))
         shortages: list[dict[str, Any]] = []
@@ -464,11 +446,8 @@ class OutOfMemoryRecovery:
         wanted = self.divisor if alone and again else next_divisor(found.sizes, self.divisor, part.units)
         if wanted is not None and not alone:
             wanted *= 2  # each further shortage costs a restart
-        self._shortages += 1
-        step, rank, said = trainer.state.global_step + 1, args.process_index, " ".join(str(error).split())
+        step, said = trainer.state.global_step + 1, " ".join(str(error).split())
         units = {"packed": "sequence", "pairs": "pair"}.get(found.kind, "row")
-        kept_in, name = Path(args.output_dir) / EVIDENCE_DIRECTORY, f"step-{step}-rank-{rank}-{self._shortages}"
-        evidence = _keep_evidence(kept_in, name, part, found, args.device, said)
         return _Shortage(
             wanted=wanted,
             what=f"{len(part.units)} {units}{'s' if len(part.units) > 1 else ''} ({part.tokens} tokens)"
@@ -484,7 +463,6 @@ class OutOfMemoryRecovery:
                 "shapes": {name: list(value.shape) for name, value in part.inputs.items() if torch.is_tensor(value)},
                 "divisor": self.divisor,
                 "said": said,
-                "evidence": evidence,
             },
         )
 
@@ -520,11 +498,9 @@ class OutOfMemoryRecovery:
         if not getattr(base, "is_loaded_in_4bit", False) and hasattr(model, "peft_config"):
             advice.append("add --load_in_4bit")
         advice.append("see what fits with `hf-rocm-tune plan`")
-        kept = found.incident["evidence"]
-        seen = f"; the batch and the allocator's state are in {kept}" if kept else ""
         return (
             f"no memory for {found.what} at step {found.incident['step']}, and the micro-batch cannot be made smaller "
-            f"({found.said}): {', or '.join(advice)}{seen}"
+            f"({found.said}): {', or '.join(advice)}"
         )
 
     def _report(self, shortages: Sequence[dict[str, Any]], outcome: str) -> None:
@@ -587,30 +563,6 @@ def local_gathers(accelerator: Any, on: bool = True) -> Iterator[None]:
         yield
     finally:
         del accelerator.gather
-
-
-def _keep_evidence(
-    directory: Path, name: str, part: BatchPart, found: Layout, device: torch.device, said: str
-) -> str | None:
-    """Save the batch and the allocator's snapshot (https://pytorch.org/memory_viz): the directory, None on failure."""
-    accelerator = device.type == "cuda"
-    content = {
-        "said": said,
-        "inputs": map_tensors(part.inputs, torch.clone),  # a view would be saved with the whole batch
-        "layout": found.kind,
-        "lengths": list(found.sizes),
-        "units": [part.units.start, part.units.stop],
-        "memory_stats": dict(torch.cuda.memory_stats(device)) if accelerator else None,
-    }
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        torch.save(content, directory / f"{name}.pt")
-        if accelerator:
-            (directory / f"{name}.pickle").write_bytes(pickle.dumps(torch.cuda.memory._snapshot(device)))
-    except (OSError, RuntimeError) as failure:  # torch.save raises RuntimeError when a disk is full
-        logger.warning("the batch that ran out of memory could not be kept in %s: %s", directory, failure)
-        return None
-    return str(directory)
 
 
 def _takes_a_mean(trainer: Any, num_items: Any) -> bool:

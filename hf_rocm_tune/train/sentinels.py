@@ -78,14 +78,6 @@ class _Watched:
 class FrozenSentinel:
     """Checks the frozen tensors of a model, each by the bytes of its whole storage.
 
-    Args:
-        list_tensors: yields all tensors to check, as they are now.
-        period: number of calls of :meth:`check_slice` in which every tensor is checked once.
-        arrived_with: the digest that a tensor had when it was loaded or derived, used as its baseline; None if unknown:
-            then the current content is the baseline.
-        explain: the reason why a tensor may differ from its baseline, given its name, the tensor, and whether it has
-            the baseline's bytes in another storage; None for no reason. A tensor with a reason gets a new baseline.
-
     Attributes:
         changed_at_start: tensors that differed from their baseline at construction.
         passes: completed passes over all tensors, in slices or in full.
@@ -189,13 +181,6 @@ class TrainedSentinel:
 
     Small tensors of one kind are digested together. If there is more than 1 GiB, that much is checked between two
     updates, in turn. Pages (bitsandbytes' paged optimizers) are not checked.
-
-    Args:
-        optimizer: with ``param_groups`` and ``state`` as torch's.
-        local: returns this rank's part of a sharded tensor.
-        arrived_with: as for `FrozenSentinel`.
-        excuse_writes: do not compare tensors that torch operations have written or replaced in the meantime: for a
-            trainer with user code, which may do so. A memory fault does not change torch's version counter.
 
     Attributes:
         checks: completed comparisons.
@@ -429,17 +414,6 @@ class SentinelCallback(TrainerCallback):
     With several ranks, the trainable weights of all ranks are compared every ``every`` steps: their optimizers have
     used the same averaged gradients, so they must be bit-identical. A sharded model has no replicas: each rank checks
     its own part.
-
-    Args:
-        model: its tensors are checked.
-        mover: knows the digest with which each tensor arrived or was derived; its report counts passes and mismatches.
-        every: steps in which each frozen tensor is checked once; 0: memory is not checked. Before a save, frozen
-            tensors that were replaced are then still found.
-        excuse_writes: see `TrainedSentinel`.
-        references: models that are only evaluated: all their tensors are checked as frozen.
-
-    Raises:
-        MemoryFaultError: at the start of training, from `settle`, or at a save: a tensor has changed.
     """
 
     def __init__(
@@ -558,11 +532,7 @@ class SentinelCallback(TrainerCallback):
             self._trained.look()
 
     def settle(self, step: int) -> None:
-        """Wait for the results of all checks so far; ``step`` is the number of the current step.
-
-        Raises:
-            MemoryFaultError: a tensor has changed.
-        """
+        """Wait for the results of all checks so far; ``step`` is the number of the current step."""
         if self._sentinel is None:
             return
         changes = self._sentinel.collect(wait=True)
@@ -570,7 +540,7 @@ class SentinelCallback(TrainerCallback):
             changes += self._trained.collect()
         if self._batches is not None:
             changes += self._batches.collect()
-        if self._rates != self._read_rates():
+        if not self._excuse_writes and self._rates != self._read_rates():
             changes.append(Change("trained", "learning rates", "changed in memory"))
         self._judge(changes, f"before the update of step {step}", step)
 

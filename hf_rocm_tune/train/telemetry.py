@@ -1,16 +1,9 @@
 """Metrics that a run shows and logs besides the loss: the card's sensors, speed, integrity counters.
 
-**The sensors** are read by a thread every ``every_s`` seconds: at the end of a step the card is idle, so the training
-loop would never see the load, and a driver may hang inside a read of sysfs. Events between two readings are missed.
-Sensors are read for AMD cards only (sysfs); for a CUDA card there is torch's own memory; for the CPU nothing. A value
-that could not be read is left out, never 0.
+A thread reads the sensors every ``every_s`` seconds: at the end of a step the card is idle, and a driver may hang in
+a read of sysfs. They are read for AMD cards only (sysfs). A value that could not be read is left out, never 0.
 
-**Thresholds** (general knowledge, lower confidence): RDNA3 regulates itself by the hotspot up to about 110 degrees
-Celsius, so there is a warning from 105, and when temperature limits the clocks. Clocks limited by power or current are
-usual under full load: they are counted, and reported once.
-
-**Logs.** Every service that ``--report_to`` names is a callback of transformers and gets one dict for each training
-log; what is added to it reaches all of them and the trainer's history. Besides ``gpu/...``:
+Every logging service gets one dict for each training log; what is added to it reaches all of them. Besides ``gpu/...``:
 
     integrity/verified_gb     10^9 bytes verified on their way to the device, so far
     integrity/mismatches      mismatches so far: in transfers, casts, gradients, frozen weights, replicas, files
@@ -18,11 +11,8 @@ log; what is added to it reaches all of them and the trainer's history. Besides 
     speed/seconds_per_step    mean since the last log, without evaluation and saving
     speed/tokens_per_second   likewise; of all ranks, if the trainer counts tokens (TRL's ``num_tokens``)
 
-The counters are those of the process that logs, rank 0; the report at the end adds up all ranks.
-
-**The terminal** shows the log as a table, and on a terminal one live line, instead of transformers' progress bar and
-printed dictionaries. In a pipe there are rows only, without control characters. A notebook keeps transformers' own
-table. The loss in the live line is that of the last log: reading it at each step would make the host wait for the card.
+The counters are those of rank 0; the report adds up all ranks. The terminal shows the log as a table with one
+live line. The loss in it is that of the last log: reading it at each step would make the host wait for the card.
 """
 
 from __future__ import annotations
@@ -51,9 +41,7 @@ if TYPE_CHECKING:
 
     from hf_rocm_tune.transfer import TransferReport
 
-HOTSPOT_WARN_C = 105.0
-# Below this a hot episode ends: without the gap a card at the threshold would start a new episode every second.
-HOTSPOT_CALM_C = 95.0
+HOTSPOT_WARN_C = 105.0  # general knowledge, lower confidence: RDNA3 regulates itself up to about 110
 _STOP_S = 1.0  # a reading that hangs is not waited for
 _GIB = 1 << 30
 _HELD_DOWN = "held_down_"
@@ -160,44 +148,23 @@ class _Series:
     """A metric's values: mean and greatest."""
 
     def __init__(self) -> None:
-        self.count, self.total, self.greatest = 0, 0.0, float("-inf")
+        self.values: list[float] = [0.0, 0.0, float("-inf")]
 
     def add(self, value: float) -> None:
-        self.count += 1
-        self.total += value
-        self.greatest = max(self.greatest, value)
+        count, total, greatest = self.values
+        self.values = [count + 1, total + value, max(greatest, value)]
 
     @property
     def mean(self) -> float:
-        return self.total / self.count
+        return self.values[1] / self.values[0]
 
-
-class _Alarm:
-    """Counts the episodes of one cause; only the first is reported."""
-
-    def __init__(self) -> None:
-        self.episodes = 0
-        self._on = False
-
-    def update(self, *, begins: bool, ends: bool) -> bool:
-        if self._on:
-            self._on = not ends
-            return False
-        self._on = begins
-        self.episodes += begins
-        return begins and self.episodes == 1
+    @property
+    def greatest(self) -> float:
+        return self.values[2]
 
 
 class Telemetry:
-    """Collects the sensor readings of one card. ``start`` and ``stop`` may be called repeatedly; readings accumulate.
-
-    Args:
-        read: reads the card's sensors; None if there are none.
-        source: what ``read`` reads, or why there is nothing to read.
-        every_s: seconds between two readings.
-        memory: returns torch's own memory, by metric, in GiB.
-        tell: prints a line for the user; called from the thread.
-    """
+    """Collects the sensor readings of one card. ``start`` and ``stop`` may be repeated; readings accumulate."""
 
     def __init__(
         self,
@@ -216,7 +183,7 @@ class Telemetry:
         self._looks = 0
         self._run: dict[str, _Series] = {}
         self._recent: dict[str, _Series] = {}
-        self._alarms = {name: _Alarm() for name in ("hotspot", *_LIMITS)}
+        self._said: set[str] = set()  # each cause is reported once
         self._missing: dict[str, str] = {}
         self._latest: Mapping[str, float] = {}
 
@@ -284,28 +251,21 @@ class Telemetry:
                     found[name] = {"mean": round(one.mean, 3), "max": round(one.greatest, 3)}
             if shares:
                 found["held_down"] = shares
-            if self._looks:
-                found["episodes"] = {name: alarm.episodes for name, alarm in self._alarms.items()}
             if missing := {name: why for name, why in self._missing.items() if name not in self._run}:
                 found["missing"] = missing
         return found | {name: round(value, 3) for name, value in self._memory().items() if "peak" in name}
 
     def _judge(self, seen: SensorSample) -> list[str]:
-        lines = []
-        hotspot = seen.metrics.get("hotspot_c")
-        if hotspot is not None and self._alarms["hotspot"].update(
-            begins=hotspot >= HOTSPOT_WARN_C, ends=hotspot < HOTSPOT_CALM_C
-        ):
-            lines.append(
-                f"warning: the card's hotspot is at {hotspot:.0f} degrees Celsius ({self._source}); RDNA3 throttles up "
-                "to about 110 (general knowledge, lower confidence): check the card's fans and the airflow in the "
-                "case, or lower its power limit"
+        lines = {name: what for name, (causes, what) in _LIMITS.items() if not causes.isdisjoint(seen.limits or ())}
+        if (hotspot := seen.metrics.get("hotspot_c", 0.0)) >= HOTSPOT_WARN_C:
+            lines["hotspot"] = (
+                f"warning: the card's hotspot is at {hotspot:.0f} degrees Celsius ({{source}}); RDNA3 throttles up to "
+                "about 110 (general knowledge, lower confidence): check its fans and the airflow in the case, or "
+                "lower its power limit"
             )
-        for name, (causes, what) in _LIMITS.items() if seen.limits is not None else ():
-            met = not causes.isdisjoint(seen.limits or ())
-            if self._alarms[name].update(begins=met, ends=not met):
-                lines.append(what.format(source=self._source))
-        return lines
+        new = [what.format(source=self._source) for name, what in lines.items() if name not in self._said]
+        self._said |= lines.keys()
+        return new
 
 
 def of_device(
@@ -344,12 +304,6 @@ class MetricsCallback(TrainerCallback):
     """Adds the metrics of the module's description to each training log.
 
     Must come before the callbacks of the logging services, which see only what an earlier callback has added.
-
-    Args:
-        report: the counters to log.
-        telemetry: runs during training; after an error its thread runs until the process ends. None for none.
-        memory: returns the allocator's figures, by metric.
-        clock: returns seconds, from any origin.
     """
 
     def __init__(
@@ -490,13 +444,7 @@ def quieten_bars() -> None:
 
 
 class TerminalCallback(TrainerCallback):
-    """Prints a row for each log, and updates the live line.
-
-    Args:
-        live: whether there is a live line.
-        now: returns the integrity counters and the card's figures, by their names in the log.
-        memory_gib: of the card; None without one.
-    """
+    """Prints a row for each log, and updates the live line."""
 
     def __init__(self, *, live: bool, now: Callable[[], Mapping[str, float]], memory_gib: float | None) -> None:
         self._live, self._now, self._memory_gib = live, now, memory_gib

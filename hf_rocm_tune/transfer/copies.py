@@ -82,11 +82,6 @@ class Ring:
 
     A slot is rewritten only after the last copy from it has ended. Callers hold a slot only while they fill it and
     queue its copy, so a dropped batch, or an exception while packing, cannot exhaust the ring.
-
-    Args:
-        backend: allocates the staging memory. Where that is cheap, slots start small and grow as needed.
-        slot_bytes: bytes of a full slot, a multiple of 256.
-        slots: number of slots.
     """
 
     def __init__(self, backend: Backend, *, slot_bytes: int, slots: int) -> None:
@@ -363,14 +358,6 @@ class Fetcher:
     digest is sent. A wrong copy is repeated, then read through pageable memory, as are tensors larger than a slot. Not
     covered: host memory after the verdict, and device memory that changed before `begin`.
 
-    Args:
-        backend: of the tensors' device, without injected faults; copies run on its queue.
-        faulty: corrupts what arrives; None for no faults.
-        settings: size of the slots, and what happens on a mismatch.
-        report: counters to add to.
-        number_transfer: returns for a stage the number of a new transfer, whether it is verified, and the training
-            step.
-
     Attributes:
         slot_bytes: the largest tensor that is copied without waiting.
     """
@@ -389,24 +376,13 @@ class Fetcher:
         self.ring = Ring(backend, slot_bytes=self.slot_bytes, slots=settings.slots)
 
     def begin(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None, into: Tensor | None = None) -> Fetched:
-        """Queue the copy of a tensor of this device. Waits while all slots are taken.
-
-        Args:
-            tensor: of any dense dtype; it must not change before `Fetched.settle` has returned.
-            name, stage: for incidents and faults.
-            mark: a `Mover.mark` after the kernels that compute the tensor; None: the current end of the stream.
-            into: the caller's own staging memory, uint8 of as many bytes, instead of a slot.
-        """
+        """Queue the copy of a tensor of this device. Waits while all slots are taken."""
         source = tensor.detach().contiguous()
         return Fetched(self, source, name, stage, mark if tensor.is_contiguous() else None, into)
 
     @contextmanager
     def fetched(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Iterator[Fetched]:
-        """The bytes of a tensor on the host within the block; see `begin`.
-
-        Raises:
-            CorruptionError: see `Fetched.settle`.
-        """
+        """The bytes of a tensor on the host within the block; see `begin`."""
         found = self.begin(tensor, name=name, stage=stage, mark=mark)
         try:
             found.settle()
@@ -456,11 +432,7 @@ class Fetched:
         self._queueing_seconds = time.perf_counter() - begun
 
     def settle(self) -> None:
-        """Wait for the bytes and verify them.
-
-        Raises:
-            CorruptionError: no way of reading them worked, or the settings say to stop. `host` then holds wrong bytes.
-        """
+        """Wait for the bytes and verify them."""
         begun = time.perf_counter()
         (self._ticket or self._copy(blocking=True)).wait()
         if self._expected is not None:

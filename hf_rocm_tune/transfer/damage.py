@@ -70,11 +70,6 @@ class Damage:
 def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> Damage | None:
     """Compare bytes.
 
-    Args:
-        found: uint8[n] on the host, contiguous.
-        right: uint8[n] on the host, contiguous.
-        earlier: uint8[m] that was sent to the same place before, to recognise stale bytes.
-
     Returns:
         The damage; None if the bytes are equal.
     """
@@ -146,12 +141,6 @@ def pattern(number: int, start: int, count: int, device: torch.device) -> Tensor
     A bijective mixing of position and number (multiply, shift, multiply), without the top two bits, and odd: never
     zero, and never NaN when read as float32.
 
-    Args:
-        number: of the pattern; two patterns have hardly a word in common at the same position.
-        start: position of the first word.
-        count: number of words.
-        device: computes the words; nothing is copied.
-
     Returns:
         int32[count].
     """
@@ -163,10 +152,6 @@ def pattern(number: int, start: int, count: int, device: torch.device) -> Tensor
 
 def fill_with_pattern(buffer: Tensor, number: int, *, keep: int = 0xFF) -> Tensor:
     """Overwrite the bytes of a tensor with a pattern from its beginning, on its own device.
-
-    Args:
-        buffer: uint8[n], contiguous.
-        keep: mask of the bits of each byte that are kept, the others are 0: 1 for bool data.
 
     Returns:
         `buffer`.
@@ -210,12 +195,7 @@ class Copies:
 
 
 class FaultyCopies(Copies):
-    """torch's copies with injected faults.
-
-    Args:
-        kind: one of `FAULTS`.
-        where: only copies whose description contains this text.
-    """
+    """torch's copies with injected faults."""
 
     def __init__(self, kind: str, where: str = "") -> None:
         assert kind in FAULTS, kind

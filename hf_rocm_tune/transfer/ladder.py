@@ -96,12 +96,7 @@ class Ladder:
         self._lock = threading.Lock()
 
     def recover(self, transfer: Transfer, buffer: Tensor) -> None:
-        """Correct the device memory after a mismatch; `buffer` is uint8[transfer.nbytes].
-
-        Raises:
-            SourceChangedError: the source no longer has the bytes that were digested.
-            CorruptionError: no rung worked, or the settings say to stop.
-        """
+        """Correct the device memory after a mismatch; `buffer` is uint8[transfer.nbytes]."""
         findings = self._differences(transfer, buffer)
         self._report.add(transfer.stage, mismatches=len(findings))
         self._check_sources(transfer)

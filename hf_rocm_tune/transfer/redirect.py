@@ -29,15 +29,7 @@ READERS = (Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tenso
 
 
 def redirected(mover: Mover, *, stage: str) -> AbstractContextManager[Any]:
-    """Within the block, copies between the host and the mover's device go through the mover.
-
-    Args:
-        mover: nothing is redirected if its device is the CPU.
-        stage: ``weights``, ``batches``, ``adapter`` or ``optimizer``, for the counters.
-
-    Raises:
-        CorruptionError: from the redirected call: a tensor could not be transferred correctly.
-    """
+    """Within the block, copies between the host and the mover's device go through the mover."""
     return nullcontext() if mover.device.type == "cpu" else _Redirect(mover, stage)
 
 

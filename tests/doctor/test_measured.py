@@ -479,17 +479,18 @@ def test_no_bound_lets_nan_or_infinity_pass(value: float) -> None:
 @pytest.mark.parametrize(
     ("roc", "lt", "default", "row", "words"),
     [
-        (60.0, 55.0, "rocBLAS", "gemm_speed", "60.0 TFLOPS"),
+        (60.0, 55.0, "rocBLAS", "gemm_speed", "60 TFLOPS"),
         (12.0, 55.0, "rocBLAS", "gemm_slow", "TORCH_BLAS_PREFER_HIPBLASLT=1"),
         (55.0, 12.0, "hipBLASLt", "gemm_slow", "TORCH_BLAS_PREFER_HIPBLASLT=0"),
-        (12.0, 55.0, "hipBLASLt", "gemm_speed", "55.0 TFLOPS"),
+        (12.0, 55.0, "hipBLASLt", "gemm_speed", "55 TFLOPS"),
     ],
 )
 def test_the_libraries_are_judged_by_each_other(roc: float, lt: float, default: str, row: str, words: str) -> None:
     """Not by a figure of another card, or one that was measured through ZLUDA."""
-    rates = {("bfloat16 to float32", "rocBLAS"): roc, ("bfloat16 to float32", "hipBLASLt"): lt}
-    finding = arithmetic.judge_speed("cuda:0", rates, (), 8192, default=default)
-    assert finding.row == row and words in f"{finding.title} {finding.fix}"
+    gradient = "products of the loss gradient: hipBLASLt (TFLOP/s: rocBLAS 2, hipBLASLt 50)"
+    rates = {"rocBLAS": roc, "hipBLASLt": lt}
+    finding = arithmetic.judge_speed("cuda:0", rates, 8192, default=default, gradient=gradient)
+    assert finding.row == row and words in f"{finding.title} {finding.fix}" and gradient in finding.read
 
 
 # ---- on an accelerator -------------------------------------------------------------------------------------------

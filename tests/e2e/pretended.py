@@ -51,7 +51,6 @@ def _as_on(machine: dict[str, Any], here: Software) -> Software:
         hip_version=machine["hip"],
         arch_list=tuple(machine["archs"]),
         devices=devices,
-        compiler="/usr/bin/gcc",
-        python_header="/usr/include/python3.11/Python.h",
+        missing_for_triton="",
         problems={},
     )

@@ -82,8 +82,6 @@ def test_what_does_not_fit_is_split_and_ends_the_same(job: Job, plenty: Path, tm
     assert report_of(tmp_path / "out")["memory"]["micro_batch_divisor"] > 1
     # What torch's allocator keeps is of no use to others: it is given back first, and nothing is cut.
     assert [row["divisor"] for row in found[:2]] == ([1, 2] if refusal == "torch" else [1, 1])[: len(found[:2])]
-    snapshot = Path(found[0]["evidence"]) / f"step-{found[0]['step']}-rank-0-1.pickle"
-    assert snapshot.stat().st_size > 0
 
 
 def test_libraries_take_their_memory_before_the_weights(job: Job, plenty: Path, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import hf_rocm_tune  # noqa: F401  # before torch: it chooses the card
+
 
 @contextmanager
 def _card_unasked() -> Iterator[None]:

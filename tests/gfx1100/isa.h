@@ -1,5 +1,6 @@
 // What the interpreter's parts share: decoded instructions, the state of a wave, and the tables of vector operations.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -143,6 +144,16 @@ struct Group {
     std::vector<Touch> touched;
 };
 
+// Loads whose results a program must wait for. They come in the order of their issue, but for those into scalar registers,
+// which count as come when none is left.
+struct Arrivals {
+    uint32_t issued = 0, come = 0;
+    uint32_t scalar = 0; // the last of those into scalar registers
+    void wait(uint32_t left) {
+        if (left == 0 || scalar <= come) come = std::max(come, issued - std::min(left, issued));
+    }
+};
+
 struct Wave {
     Launch *launch;
     Group *group;
@@ -154,6 +165,8 @@ struct Wave {
     alignas(64) uint32_t v[256][LANES];
     uint32_t low_undefined[256], high_undefined[256]; // lanes whose lower or upper 16 bits were never written
     bool flush32, flush16_64;
+    Arrivals memory, local; // counted by vmcnt and lgkmcnt: vector loads; LDS and scalar ones
+    uint32_t from_memory[256], from_local[256], to_scalar[128]; // number of the load that last went into a register
     std::vector<uint8_t> scratch, scratch_undefined; // lane by lane
 
     uint32_t exec() const { return s[EXEC]; }
@@ -165,7 +178,13 @@ struct Wave {
         set(code, uint32_t(value), uint32_t(undefined));
         if (code != NUL) set(code + 1, uint32_t(value >> 32), uint32_t(undefined >> 32));
     }
-    uint32_t *row(unsigned vgpr);
+    uint32_t *row(unsigned vgpr) { // to read, or to write by what is no load
+        if (vgpr < 256 && (from_memory[vgpr] > memory.come || from_local[vgpr] > local.come)) awaited('v', vgpr);
+        return target(vgpr);
+    }
+    uint32_t *target(unsigned vgpr); // to load into
+    [[noreturn]] void awaited(char kind, unsigned number) const;
+    void issued(unsigned vgpr, unsigned words, bool by_memory, bool by_local);
     uint32_t lanes_undefined(unsigned vgpr) { return low_undefined[vgpr] | high_undefined[vgpr]; }
     void define(unsigned vgpr, uint32_t mask, uint32_t undefined = 0, int half = -1); // half: 0 low, 1 high, -1 both
     void require(uint32_t undefined, const char *what, const char *decides) const;

@@ -69,8 +69,9 @@ void crossbar(Wave &w, const Instruction &i) {
         out[to] = in[from];
         undefined = (undefined & ~(1u << to)) | (from_undefined >> from & 1) << to;
     }
-    blend(w.row(i.dst), out, exec);
+    blend(w.target(i.dst), out, exec);
     w.define(i.dst, exec, undefined);
+    w.issued(i.dst, 1, false, true);
 }
 
 // 32 banks of 4 bytes, each serving one word a cycle to any number of lanes: cycles beyond those that the words need.
@@ -103,7 +104,8 @@ const MemoryOp *lds_op(unsigned op) {
 void run_lds(Wave &w, const Instruction &i) {
     const MemoryOp &op = *lds_op(i.op);
     uint32_t exec = w.exec();
-    if (i.op == 0x14 || !exec) return;
+    if (i.op == 0x14) return;
+    if (!exec) return w.issued(i.dst, 0, false, true);
     if (op.bytes == 0) return crossbar(w, i);
     bool load = op.flags & LOAD, atomic = op.flags & ATOMIC;
     unsigned step = op.bytes * (op.flags & STRIDE64 ? 64 : 1), parts = op.flags & TWO ? 2 : 1;
@@ -139,6 +141,7 @@ void run_lds(Wave &w, const Instruction &i) {
             }
         }
     }
+    w.issued(i.dst, load || op.flags & RETURNS ? parts * ((op.bytes + 3) / 4) : 0, false, true);
     w.launch->stats.lds_conflict_cycles += banks.conflicts();
 }
 

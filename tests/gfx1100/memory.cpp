@@ -168,7 +168,7 @@ void load_lane(Wave &w, uint16_t dst, const MemoryOp &op, Target from, int lane)
     if (op.bytes < 4) {
         if (op.flags & SIGNED) words[0] = op.bytes == 1 ? uint32_t(int32_t(int8_t(words[0]))) : uint32_t(int32_t(int16_t(words[0])));
         for (unsigned n = 0; from.undefined && n < op.bytes; n++) undefined |= from.undefined[n];
-        uint32_t &v = w.row(dst)[lane];
+        uint32_t &v = w.target(dst)[lane];
         if (op.flags & HALF16) {
             bool upper = op.flags & UPPER;
             v = upper ? (v & 0xffff) | words[0] << 16 : (v & 0xffff0000) | (words[0] & 0xffff);
@@ -181,7 +181,7 @@ void load_lane(Wave &w, uint16_t dst, const MemoryOp &op, Target from, int lane)
         return;
     }
     for (unsigned n = 0; n < op.bytes / 4u; n++) {
-        w.row(dst + n)[lane] = words[n];
+        w.target(dst + n)[lane] = words[n];
         w.define(dst + n, bit, from.undefined && from.undefined[4 * n] | from.undefined[4 * n + 1] ? bit : 0, 0);
         w.define(dst + n, bit, from.undefined && from.undefined[4 * n + 2] | from.undefined[4 * n + 3] ? bit : 0, 1);
     }
@@ -223,7 +223,7 @@ void atomic_lane(Wave &w, const Instruction &i, Atomic a, unsigned bytes, Target
     if (at.undefined && a == Atomic::SWAP) std::memset(at.undefined, 0, bytes);
     if (!returns) return;
     for (unsigned n = 0; n < bytes / 4; n++) {
-        w.row(i.dst + n)[lane] = uint32_t(old >> 32 * n);
+        w.target(i.dst + n)[lane] = uint32_t(old >> 32 * n);
         w.define(i.dst + n, bit, undefined ? bit : 0);
     }
 }
@@ -233,7 +233,8 @@ template <class PLACE> static void access(Wave &w, const Instruction &i, uint32_
     const MemoryOp &op = *memory_op(i.op);
     bool load = op.flags & LOAD, atomic = op.flags & ATOMIC;
     bool compares = op.atomic == Atomic::CMPSWAP || op.atomic == Atomic::CMPSWAP_F;
-    if (load) w.row(i.dst + (op.bytes + 3) / 4 - 1);
+    unsigned words = (op.bytes + 3) / 4;
+    if (load) w.target(i.dst + words - 1);
     for (int l = 0; l < LANES; l++) {
         if (!(mask >> l & 1)) continue;
         Target t = place(l, op.bytes, !load, atomic);
@@ -243,6 +244,9 @@ template <class PLACE> static void access(Wave &w, const Instruction &i, uint32_
             atomic_lane(w, i, op.atomic, op.bytes, t, i.glc, data, data2, l);
         } else store_lane(w, i.data, op, t, l);
     }
+    bool flat = i.run == run_memory && i.segment == 0;
+    if (load || (atomic && i.glc)) w.issued(i.dst, words, true, flat);
+    else if (flat) w.local.issued++;
 }
 
 void run_memory(Wave &w, const Instruction &i) {
@@ -267,7 +271,7 @@ void run_memory(Wave &w, const Instruction &i) {
         at[l] = base + (low ? low[l] : 0) + (high ? uint64_t(high[l]) << 32 : 0) + (op.flags & ADDTID ? 4 * l : 0);
         if (exec >> l & 1) least = std::min(least, at[l]), most = std::max(most, at[l]);
     }
-    if (!exec) return;
+    if (!exec) return access(w, i, 0, [](int, unsigned, bool, bool) { return Target{}; });
     if (i.segment == 1) {
         access(w, i, exec, [&](int l, unsigned bytes, bool, bool) { return scratch_target(w, int32_t(uint32_t(at[l])), bytes, l); });
         return;

@@ -75,6 +75,13 @@ void jump(Wave &w, const Instruction &i) {
 void message(Wave &, const Instruction &i) {
     if (i.offset != 3) fault("s_sendmsg %d: only 3, vector registers are given back, is known", i.offset);
 }
+// vmcnt in bits 15:10, lgkmcnt in 9:4; SOPK's forms have one in the immediate.
+void wait(Wave &w, const Instruction &i) {
+    uint32_t n = uint32_t(i.offset) & 0xffff;
+    if (i.scalar->form == Scalar::SOPP) w.memory.wait(n >> 10 & 63), w.local.wait(n >> 4 & 63);
+    else if (i.op == 0x19) w.memory.wait(n);
+    else if (i.op == 0x1b) w.local.wait(n);
+}
 void set_mode(Wave &w, uint32_t mode) { // as the hardware register: rounding, denormals
     if (mode & 15) fault("rounding mode %u: only to nearest even is known", mode & 15);
     for (int part : {4, 6})
@@ -255,11 +262,11 @@ const ScalarOp table[] = {
     DO(SOPK, 0x12, "s_setreg_b32", NO, D32, hardware_register(w, i, true, w.scalar(i.src[0], i)))
     DO(SOPK, 0x13, "s_setreg_imm32_b32", NO, NO, hardware_register(w, i, true, i.literal))
     DO(SOPK, 0x14, "s_call_b64", D64, NO, uint64_t next = w.pc; w.pc += int64_t(i.offset) * 4; w.set64(i.dst, next))
-    DO(SOPK, 0x18, "s_waitcnt_vscnt", NO, NO, nothing(w, i)) DO(SOPK, 0x19, "s_waitcnt_vmcnt", NO, NO, nothing(w, i))
-    DO(SOPK, 0x1a, "s_waitcnt_expcnt", NO, NO, nothing(w, i)) DO(SOPK, 0x1b, "s_waitcnt_lgkmcnt", NO, NO, nothing(w, i))
+    DO(SOPK, 0x18, "s_waitcnt_vscnt", NO, NO, nothing(w, i)) DO(SOPK, 0x19, "s_waitcnt_vmcnt", NO, NO, wait(w, i))
+    DO(SOPK, 0x1a, "s_waitcnt_expcnt", NO, NO, nothing(w, i)) DO(SOPK, 0x1b, "s_waitcnt_lgkmcnt", NO, NO, wait(w, i))
 
     IDLE(0x00, "s_nop") IDLE(0x03, "s_sleep") IDLE(0x04, "s_set_inst_prefetch_distance") IDLE(0x05, "s_clause")
-    IDLE(0x07, "s_delay_alu") IDLE(0x08, "s_waitcnt_depctr") IDLE(0x09, "s_waitcnt") IDLE(0x0a, "s_wait_idle")
+    IDLE(0x07, "s_delay_alu") IDLE(0x08, "s_waitcnt_depctr") DO(SOPP, 0x09, "s_waitcnt", NO, NO, wait(w, i)) DO(SOPP, 0x0a, "s_wait_idle", NO, NO, w.memory.wait(0); w.local.wait(0))
     IDLE(0x0b, "s_wait_event") IDLE(0x34, "s_wakeup") IDLE(0x35, "s_setprio") IDLE(0x38, "s_incperflevel")
     IDLE(0x39, "s_decperflevel") IDLE(0x3a, "s_ttracedata") IDLE(0x3b, "s_ttracedata_imm") IDLE(0x3c, "s_icache_inv")
     DO(SOPP, 0x10, "s_trap", NO, NO, fault("s_trap %d: an assertion of the kernel failed", i.offset))
@@ -327,6 +334,12 @@ const ScalarOp *scalar_op(Scalar form, unsigned op) {
     return op < 256 ? all[size_t(form)][op] : nullptr;
 }
 
+static void sent(Wave &w, const Instruction &i) {
+    w.local.scalar = ++w.local.issued;
+    for (unsigned n = 0; n < i.bytes / 4u; n++) w.to_scalar[i.dst + n] = w.local.issued;
+    if (!w.launch->check_undefined) w.local.wait(0);
+}
+
 void run_smem(Wave &w, const Instruction &i) {
     if (i.bytes == 0) return; // a cache is invalidated
     uint64_t at = w.scalar64(i.address, i);
@@ -335,9 +348,9 @@ void run_smem(Wave &w, const Instruction &i) {
     if (i.saddr != NUL && i.saddr != ABSENT) offset += w.scalar(i.saddr, i), undefined |= w.scalar_undefined(i.saddr);
     uint32_t records = ALL;
     if (i.op >= 8) { // through a buffer's descriptor
-        at &= 0xffffffffffff, records = w.s[i.address + 2];
+        at &= 0xffffffffffff, records = w.scalar(i.address + 2, i);
         undefined |= w.scalar_undefined(i.address + 2);
-        if (uint32_t stride = w.s[i.address + 1] >> 16 & 0x3fff) records *= stride;
+        if (uint32_t stride = w.scalar(i.address + 1, i) >> 16 & 0x3fff) records *= stride;
     }
     w.require(undefined, "a scalar register", "an address");
     unsigned words = i.bytes / 4;
@@ -348,12 +361,13 @@ void run_smem(Wave &w, const Instruction &i) {
             if (from + 4 <= records) std::memcpy(&value, w.launch->memory(at + from, 4, false, -1), 4);
             w.set(i.dst + n, value);
         }
-        return;
+        return sent(w, i);
     }
     const uint8_t *from = w.launch->memory((at + uint64_t(offset)) & ~3ull, i.bytes, false, -1);
     uint32_t values[16];
     std::memcpy(values, from, i.bytes);
     for (unsigned n = 0; n < words; n++) w.set(i.dst + n, values[n]);
+    sent(w, i);
     w.launch->stats.bytes_loaded += i.bytes;
 }
 

@@ -128,26 +128,36 @@ MUTANTS: dict[str, tuple[dict, str]] = {
         {STORE: asm.ds(0x00, addr=1, data0=2, offset=2)},
         r"an atomic operation on LDS at 2, which is not aligned",
     ),
+    "missing wait for a load": (
+        {"all": asm.sop1(0, asm.EXEC, 9)},
+        r"v2 is used, but the program has not waited for the load into it; instruction: ds_store_b32 v1, v2",
+    ),
+    "missing wait for LDS": ({FETCH: asm.ds(0x36, addr=3, dst=4)}, r"v4 is used, but the program has not waited"),
+    "missing wait for a scalar load": ({"arguments": PARTS["arguments"][:-1]}, r"s\d+ is used, but the program has not wait"),
+    "wait for too few": (
+        {FETCH: [*asm.ds(0x36, addr=3, dst=4), *asm.ds(0x36, addr=1, dst=6), *asm.sopp(0x09, 63 << 10 | 2 << 4)]},
+        r"v4 is used, but the program has not waited",
+    ),
     "address never computed": (
         {ADDRESS: asm.vop1(1, 7, const(0))},
-        r"a vector register of the lane was never written and decides an address",
+        r"a vector register of the lane holds what was never written, and decides an address",
     ),
     "address from LDS that nobody wrote": (
         {STORE: [], FETCH: [*asm.ds(0x36, addr=3, dst=4), *asm.ds(0x36, addr=4, dst=4), *asm.WAIT]},
-        r"a vector register of the lane was never written and decides an address of LDS",
+        r"a vector register of the lane holds what was never written, and decides an address of LDS",
     ),
-    "condition never computed": ({"number": asm.sopp(0x22, 0)}, r"a condition was never written and decides a branch"),
+    "condition never computed": ({"number": asm.sopp(0x22, 0)}, r"a condition holds what was never written, and decides a branch"),
     "mask never computed": (
         {MASK: asm.sop1(0x20, 9, 30)},
-        r"the mask of active lanes was never written and decides which lanes go on",
+        r"the mask of active lanes holds what was never written, and decides which lanes go on",
     ),
     "pointer never loaded": (
         {LOAD: asm.flat(0x14, addr=1, dst=2, saddr=40)},
-        r"was never written and decides an address",
+        r"holds what was never written, and decides an address",
     ),
     "scalar load from nowhere": (
         {"number": asm.smem(0, 20, 8)},
-        r"was never written and decides an address|reads 4 bytes at",
+        r"holds what was never written, and decides an address|reads 4 bytes at",
     ),
     "total read-only": ({}, r"lane 0 writes memory at 0x\w+ that is not to be written"),
     "register beyond the kernel's": (
@@ -167,7 +177,7 @@ MUTANTS: dict[str, tuple[dict, str]] = {
     "rounding toward zero": ({"sum": asm.sopp(0x11, 15)}, r"rounding mode 15: only to nearest even is known"),
     "register chosen by nothing": (
         {"sum": asm.vop1(0x43, 4, v(4))},
-        r"m0 was never written and decides which register is meant",
+        r"m0 holds what was never written, and decides which register is meant",
     ),
 }
 
@@ -189,6 +199,11 @@ def test_a_mutant_is_found_by_the_right_message(name: str) -> None:
 def test_the_message_names_the_instruction() -> None:
     with pytest.raises(GpuFault, match=r"instruction: global_load_b64 v\[2:3\], v1, s\[4:5\]$"):
         total(MUTANTS["load too wide"][0])
+
+
+def test_loads_come_in_order() -> None:
+    first = [*asm.ds(0x36, addr=3, dst=4), *asm.ds(0x36, addr=1, dst=6), *asm.sopp(0x09, 63 << 10 | 1 << 4)]
+    assert total({FETCH: first, "end": asm.WAIT})[0] == COUNT * (COUNT + 1)
 
 
 def test_what_is_allowed_is_not_reported() -> None:

@@ -18,7 +18,10 @@ uint64_t inline_constant64(unsigned code, Kind kind) {
 }
 
 uint32_t Wave::scalar(unsigned code, const Instruction &i) const {
-    if (code < 128) return code == NUL ? 0 : s[code];
+    if (code < 128) {
+        if (to_scalar[code] > local.come) awaited('s', code);
+        return code == NUL ? 0 : s[code];
+    }
     switch (code) {
     case LITERAL: return i.literal;
     case SCC: return scc;
@@ -30,7 +33,7 @@ uint32_t Wave::scalar(unsigned code, const Instruction &i) const {
 }
 
 uint64_t Wave::scalar64(unsigned code, const Instruction &i, bool sign) const {
-    if (code < 128) return code == NUL ? 0 : uint64_t(s[code + 1]) << 32 | s[code];
+    if (code < 128) return code == NUL ? 0 : uint64_t(scalar(code + 1, i)) << 32 | scalar(code, i);
     if (code == LITERAL) return sign ? uint64_t(int64_t(int32_t(i.literal))) : i.literal;
     if (code == SHARED_BASE || code == SHARED_LIMIT) return uint64_t(SHARED_APERTURE) << 32 | scalar(code, i);
     if (code == PRIVATE_BASE || code == PRIVATE_LIMIT) return uint64_t(PRIVATE_APERTURE) << 32 | scalar(code, i);
@@ -46,11 +49,25 @@ uint32_t Wave::scalar_undefined(unsigned code) const {
 void Wave::set(unsigned code, uint32_t value, uint32_t undefined) {
     if (code == NUL) return;
     if (code >= 128) fault("scalar destination %u does not exist", code);
+    if (to_scalar[code] > local.come) awaited('s', code);
     if (code == EXEC) require(undefined, "the mask of active lanes", "which lanes go on");
     s[code] = value, s_undefined[code] = undefined;
 }
 
-uint32_t *Wave::row(unsigned vgpr) {
+void Wave::awaited(char kind, unsigned number) const {
+    fault("%c%u is used, but the program has not waited for the load into it", kind, number);
+}
+
+void Wave::issued(unsigned vgpr, unsigned words, bool by_memory, bool by_local) {
+    uint32_t number = by_memory ? ++memory.issued : 0, local_number = by_local ? ++local.issued : 0;
+    if (!launch->check_undefined) return memory.wait(0), local.wait(0);
+    for (unsigned r = vgpr; r < vgpr + words; r++) {
+        if (by_memory) from_memory[r] = number;
+        if (by_local) from_local[r] = local_number;
+    }
+}
+
+uint32_t *Wave::target(unsigned vgpr) {
     if (vgpr >= launch->vgprs) fault("v%u is used, but the kernel has %u vector registers", vgpr, launch->vgprs);
     return v[vgpr];
 }
@@ -62,7 +79,7 @@ void Wave::define(unsigned vgpr, uint32_t mask, uint32_t undefined, int half) {
 
 void Wave::require(uint32_t undefined, const char *what, const char *decides) const {
     if (undefined && launch->check_undefined)
-        fault("%s was never written and decides %s (first at bit or lane %d)", what, decides, std::countr_zero(undefined));
+        fault("%s holds what was never written, and decides %s (first at bit or lane %d)", what, decides, std::countr_zero(undefined));
 }
 
 namespace {

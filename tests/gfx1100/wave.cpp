@@ -72,6 +72,8 @@ void start(Wave &w, Launch &launch, Group &group, unsigned number) {
     std::fill_n(w.s, 128, 0xdeadbeef), std::fill_n(w.s_undefined, 128, ALL);
     for (unsigned r = 0; r < launch.vgprs; r++) std::fill_n(w.v[r], LANES, 0xdeadbeef);
     std::fill_n(w.low_undefined, 256, ALL), std::fill_n(w.high_undefined, 256, ALL);
+    w.memory = w.local = {};
+    std::fill_n(w.from_memory, 256, 0), std::fill_n(w.from_local, 256, 0), std::fill_n(w.to_scalar, 128, 0);
     w.scratch.assign(size_t(launch.scratch_bytes) * LANES, 0xcc), w.scratch_undefined.assign(w.scratch.size(), 1);
 
     uint32_t lanes = l.block[0] * l.block[1] * l.block[2], first = number * LANES;

@@ -145,7 +145,6 @@ class Built:
         self._cards = 0
         self._bus = 1
         self._kfd_nodes = 0
-        self._compute: list[tuple[int, bool]] = []
         self._iommu: str | None = None
         self._chipset: str | None = None
         self.files["proc/cpuinfo"] = f"processor\t: 0\nmodel name\t: {cpu}\n"
@@ -288,8 +287,6 @@ class Built:
 
     def write(self, root: Path) -> Process:
         """The machine's files below a directory; what is not in a file."""
-        files, names = dict(self.files), dict(self.names)
-        self._link_peers(files, names)
         for path, target in sorted(self.links.items()):
             place = root / path
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -299,10 +296,12 @@ class Built:
                 )
             if not place.is_symlink():
                 place.symlink_to(target or ".")
-        for path, listed in names.items():
+        for path, listed in self.names.items():
             for name in ["", *listed]:
                 (root / path / name).mkdir(parents=True, exist_ok=True)
-        contents = {path: text.encode() for path, text in files.items()} | self.binary | dict.fromkeys(self.nodes, b"")
+        contents = (
+            {path: text.encode() for path, text in self.files.items()} | self.binary | dict.fromkeys(self.nodes, b"")
+        )
         for path, content in contents.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_bytes(content)
@@ -407,7 +406,7 @@ class Built:
         self.nodes[f"dev/dri/card{number}"] = True
         self.nodes[f"dev/dri/renderD{128 + number}"] = True
         if kfd:
-            self._kfd_node(address, chip, reachable=bool(chip.cap_w) and bar_bytes >= chip.vram_bytes)
+            self._kfd_node(address, chip)
 
     def _module(self) -> None:
         for name, value in self._parameters.items():
@@ -435,7 +434,7 @@ class Built:
         if content is not None:
             self.binary[f"{place}/gpu_metrics"] = content
 
-    def _kfd_node(self, address: str, chip: Chip, *, reachable: bool) -> None:
+    def _kfd_node(self, address: str, chip: Chip) -> None:
         if not self._kfd_nodes:
             self._write_node({"cpu_cores_count": 16, "simd_count": 0, "gfx_target_version": 0}, "", (0, 64 * GIB))
             self.nodes["dev/kfd"] = True
@@ -450,7 +449,6 @@ class Built:
             "domain": 0,
         }
         place = f"{NODES}/{self._kfd_nodes}"
-        self._compute.append((self._kfd_nodes, reachable))
         self.files[f"{place}/io_links/0/properties"] = f"type 2\nnode_from {self._kfd_nodes}\nnode_to 0\nflags 1\n"
         self._write_node(properties, chip.kfd_name, (1, chip.vram_bytes))
 
@@ -461,15 +459,3 @@ class Built:
         self.files[f"{place}/properties"] = "".join(f"{key} {value}\n" for key, value in properties.items())
         heap, size = bank
         self.files[f"{place}/mem_banks/0/properties"] = f"heap_type {heap}\nsize_in_bytes {size}\nflags 0\n"
-
-    def _link_peers(self, files: dict[str, str], names: dict[str, list[str]]) -> None:
-        """The kernel's own condition for links between cards: its options, and all memory in the BAR."""
-        config = next((text for path, text in self.files.items() if path.startswith("boot/config-")), "")
-        able = "CONFIG_HSA_AMD_P2P=y" in config and self._parameters["pcie_p2p"] == "Y"
-        cards = [number for number, reachable in self._compute if able and reachable]
-        for number, _ in self._compute:
-            place = f"{NODES}/{number}/p2p_links"
-            others = [other for other in cards if other != number] if number in cards else []
-            names[place] = [str(link) for link in range(len(others))]
-            for link, other in enumerate(others):
-                files[f"{place}/{link}/properties"] = f"type 2\nnode_to {other}\nflags 1\n"

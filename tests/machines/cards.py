@@ -133,7 +133,6 @@ CARDS: dict[str, Case] = {
         ),
         software=stack(devices=pair()),
         warn=("peer_config_missing",),
-        note=("no_direct_link",),
         says=("CONFIG_HSA_AMD_P2P and CONFIG_DMABUF_MOVE_NOTIFY not set", "CONFIG_PCI_P2PDMA=y"),
     ),
     "two_cards_p2p_off": case(
@@ -146,7 +145,6 @@ CARDS: dict[str, Case] = {
         Built("ROCm/ROCm#6342: a small window on the second card").card(slot=HALF).card(slot=HALF, bar_bytes=256 * MIB),
         software=stack(devices=pair()),
         warn=(f"bar_small_pair {SECOND}",),
-        note=("no_direct_link",),
         fine=("bar_full",),
         says=("the largest BAR is 256 MiB, and the card has 20 GiB", "Above 4G decoding"),
     ),

@@ -78,8 +78,6 @@ def stack(
             "bitsandbytes_libraries": libraries,
             "rocm_version": system_rocm,
             "rocm_wheels": dict(wheels or {}),
-            "compiler": "/usr/bin/gcc",
-            "python_header": "/usr/include/python3.12/Python.h",
             "problems": {"devices": devices} if isinstance(devices, str) else {},
             **more,
         }

@@ -126,15 +126,15 @@ SOFTWARE: dict[str, Case] = {
     ),
     "no_python_headers": case(
         one("Debian's python3-venv does not bring Python.h, which Triton's driver includes"),
-        software=stack(python_header=None),
+        software=stack(missing_for_triton="/usr/include has no Python.h: install python3-dev (python3-devel)"),
         warn=("triton_cannot_compile",),
-        says=("no Python.h", "python3.12-dev"),
+        says=("has no Python.h. Triton compiles", "install python3-dev (python3-devel)"),
     ),
     "no_compiler": case(
         one("an image without a compiler, in which every Triton kernel fails at its first launch"),
-        software=stack(compiler=None, python_header=None),
+        software=stack(missing_for_triton="there is no C compiler: install gcc"),
         warn=("triton_cannot_compile",),
-        says=("no a C compiler and no Python.h", "`sudo apt install gcc"),
+        says=("there is no C compiler", "`sudo apt install gcc"),
     ),
     "torch_2_10": case(
         one("aotriton util.cc: not on the experimental list from 0.11.1b on"),
@@ -147,12 +147,6 @@ SOFTWARE: dict[str, Case] = {
         software=rocm_stack("2.5.1+rocm6.2", "6.2.41133"),
         warn=("bnb_rocm64", "version_older torch"),
         note=("environ:TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",),
-    ),
-    "system_rocm_of_another_version": case(
-        one("TheRock RELEASES.md: wheels carry their own user space"),
-        software=stack(system_rocm="6.4.1"),
-        note=("rocm_system_differs",),
-        says=("torch is not affected",),
     ),
     "libraries_of_all_ages": case(
         one("this project's tested versions: one older, one newer by a major version, one missing"),

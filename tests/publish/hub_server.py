@@ -236,10 +236,9 @@ class Repo:
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
 
     def commit_of(self, revision: str) -> str:
-        sha = self.branches.get(revision) or self.tags.get(revision) or revision
+        sha = self.branches.get(revision) or revision
         if sha not in self.commits:
             raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return sha
@@ -469,22 +468,6 @@ def _branch(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, name: st
     return _json({})
 
 
-def _tag(hub: LoopbackHub, request: Request, body: bytes, repo_id: str, revision: str) -> Answer:
-    hub.store.check_write(_token(request), repo_id.split("/")[0])
-    repo, name = hub.store.repo(repo_id, _token(request)), json.loads(body)["tag"]
-    if name in repo.tags:
-        raise Refused(409, "Tag already exists")
-    repo.tags[name] = repo.commit_of(revision)
-    return _json({})
-
-
-def _refs(hub: LoopbackHub, request: Request, _: bytes, repo_id: str) -> Answer:
-    repo = hub.store.repo(repo_id, _token(request))
-    heads = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": sha} for n, sha in repo.branches.items()]
-    tags = [{"name": n, "ref": f"refs/tags/{n}", "targetCommit": sha} for n, sha in repo.tags.items()]
-    return _json({"branches": heads, "converts": [], "tags": tags})
-
-
 def _resolve(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, revision: str, path: str) -> Answer:
     repo = hub.store.repo(repo_id, _token(request))
     sha, file = repo.commit_of(revision), repo.files(revision).get(path)
@@ -520,8 +503,6 @@ _ROUTES: tuple[tuple[str, str, Callable[..., Answer]], ...] = (
     ("GET", rf"/api/models/{_REPO}/tree/([^/]+)(?:/(.+))?", _tree),
     ("POST", rf"/api/models/{_REPO}/paths-info/(.+)", _paths_info),
     ("POST", rf"/api/models/{_REPO}/branch/(.+)", _branch),
-    ("POST", rf"/api/models/{_REPO}/tag/(.+)", _tag),
-    ("GET", rf"/api/models/{_REPO}/refs", _refs),
     ("GET", rf"/api/models/{_REPO}", _info),
     ("GET HEAD", rf"/{_REPO}/resolve/([^/]+)/(.+)", _resolve),
     ("GET", r"/cdn/(\w+)", _cdn),

@@ -139,14 +139,6 @@ def test_a_hub_that_refuses_is_explained_in_one_line(
     assert fault.hits == tried, "what cannot help is not tried again, and what may help is, but not for ever"
 
 
-def test_a_wrong_token_and_none_at_all(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = write_run(tmp_path / "out")
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "w" * 34)
-    assert "does not accept the token (401: Invalid credentials" in str(failure(out))
-    monkeypatch.delenv("HF_TOKEN")
-    assert "or none was sent" in str(failure(out))
-
-
 def test_a_hub_that_is_away_and_an_offline_machine(
     hub: LoopbackHub,
     tmp_path: Path,

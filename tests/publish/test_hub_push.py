@@ -14,12 +14,11 @@ from huggingface_hub import ModelCard
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.publish.card import clean_card
 from hf_rocm_tune.publish.push import PushSettings, push
-from hf_rocm_tune.redaction import Private, find_in_file, hub_id_of, local_paths, scrub_json, scrub_text
+from hf_rocm_tune.redaction import Private, find_in_file, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.manifest import Manifest
 from tests.publish.hub_server import (
     BASE,
-    DATA,
     TOKEN,
     USER,
     LoopbackHub,
@@ -274,15 +273,6 @@ def test_recovered_corruption_is_no_reason_to_refuse(hub: LoopbackHub, tmp_path:
     assert set(on_hub(hub, REPO)) == TOP
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"checkpoints": "some"}, {"message": " "}, {"base_model_id": "/home/x"}, {"revision": ""}],
-)
-def test_wrong_settings_are_refused(settings: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        PushSettings(**settings)  # type: ignore[arg-type]
-
-
 def test_checkpoints_that_are_asked_for_must_be_there(hub: LoopbackHub, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no checkpoint-N"):
         quietly(write_run(tmp_path / "out"), checkpoints="last")
@@ -344,43 +334,14 @@ def test_what_is_public_stays(text: str) -> None:
     assert scrub_text(text, PRIVATE) == text
 
 
-def test_names_stay_in_prose() -> None:
-    private = Private.of_this_machine({"USER": "max", "HOME": "/home/max"})
-    assert scrub_text("at most max tokens, max_length 5", private, names=False) == "at most max tokens, max_length 5"
-    assert scrub_text("max is not in render; max_length 5", private) == "user is not in render; max_length 5"
-
-
 def test_json_is_searched_to_its_last_leaf() -> None:
     before = {"/tmp/a/b": [{"x": f"{BASE}/y"}, 1, None, True, 0.5]}
     assert scrub_json(before, PRIVATE) == {".../b": [{"x": "org/tiny/y"}, 1, None, True, 0.5]}
 
 
-def test_settings_are_searched_for_what_is_there(tmp_path: Path) -> None:
-    settings = {
-        "model": str(tmp_path),
-        "datasets": [{"path": f"{tmp_path}/no"}, {"path": str(tmp_path)}],
-        "n": 1,
-        "x": ".",
-    }
-    assert local_paths(settings) == [str(tmp_path), str(tmp_path)]
-
-
 def test_variables_that_only_sound_like_secrets_are_none() -> None:
     environ = {"TOKENIZERS_PARALLELISM": "falsefalse", "MAX_TOKENS": "100000000", "HF_TOKEN_PATH": "/x/y/zzzzzz"}
     assert Private.of_this_machine(environ).secrets == ()
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("/root/.cache/huggingface/hub/models--org--name/snapshots/abc", "org/name"),
-        ("/x/models--gpt2/snapshots/abc", "gpt2"),
-        ("/x/datasets--org--some--data", "org/some--data"),
-        ("/x/models/org/name", None),
-    ],
-)
-def test_the_hubs_cache_tells_the_id(path: str, name: str | None) -> None:
-    assert hub_id_of(path) == name
 
 
 def test_a_secret_is_found_across_the_pieces_in_which_a_file_is_read(tmp_path: Path) -> None:
@@ -438,25 +399,6 @@ def test_the_id_that_the_user_gives_is_added_to_a_card_without_one() -> None:
     assert data(clean_card(card(library_name="peft"), PRIVATE, base_model_id="org/tiny")[0])["base_model"] == "org/tiny"
     other = card(base_model="org/other")
     assert clean_card(other, PRIVATE, base_model_id="org/tiny")[0] is other, "the card has the last word"
-
-
-def test_a_relative_directory_is_local_although_it_looks_like_an_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models" / "llama").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert "base_model" not in data(clean_card(card(base_model="models/llama"), PRIVATE)[0])
-
-
-def test_of_several_datasets_the_public_ones_stay() -> None:
-    text, _ = clean_card(card(datasets=["org/data", DATA, "/x/datasets--org--cached/snapshots/a"]), PRIVATE)
-    assert data(text)["datasets"] == ["org/data", "org/cached"]
-    assert "datasets" not in data(clean_card(card(datasets=DATA), PRIVATE)[0])
-
-
-def test_the_text_of_a_card_keeps_its_words() -> None:
-    text = f"# planted-user's card\n\nmax 5 tokens, from `{BASE}`, https://x.org/a/b\n"
-    assert clean_card(text, PRIVATE)[0] == "# planted-user's card\n\nmax 5 tokens, from `org/tiny`, https://x.org/a/b\n"
 
 
 @pytest.mark.parametrize("block", ["a: [", "- a\n- b", "just words", "model-index: 3"])

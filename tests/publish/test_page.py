@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.publish import page
 from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, RunFiles, collect, last, series, training_seconds
-from hf_rocm_tune.publish.page import Curve, loss_panel, panels, png, write_png
+from hf_rocm_tune.publish.page import loss_panel, panels, write_png
 from hf_rocm_tune.survive import manifest
 from tests.publish.card_runs import RUN_ID, incident, report, rows, stage, write_run
 
@@ -266,19 +263,6 @@ def test_a_file_of_the_users_is_not_replaced(name: str, tmp_path: Path, capsys: 
     assert [run(capsys, "report", tmp_path / "run")[0] for _ in range(2)] == [0, 0]
 
 
-def test_settings_that_stop_matplotlib_are_named(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_rocm_tune", "report", str(write_run(tmp_path / "run"))],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MPLBACKEND": "of nobody"},
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "matplotlib does not start" in done.stderr and "correct MPLBACKEND or matplotlibrc" in done.stderr
-
-
 # ---- Reports of broken and half-written runs: what is missing or harmed is said, and never shown as good ----
 
 
@@ -288,24 +272,6 @@ def truncate(file: Path) -> None:
 
 def nest(file: Path) -> None:
     file.write_text("[" * 100_000 + "]" * 100_000)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        (REPORT_NAME, "no transfer report, so it is unknown what was verified"),
-        (LOG_NAME, "no log of the training, so there are no curves"),
-        ("run.json", "no record of the run, so its settings are unknown"),
-        ("integrity.json", "the run has not finished"),
-    ],
-)
-def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str) -> None:
-    directory = write_run(tmp_path / "run")
-    (directory / name).unlink()
-    assert run(capsys, "report", directory)[0] == 0
-    content = (directory / "report.html").read_text()
-    assert words in check_harmless(content).words
-    assert '"verdict good"' not in content or name == "run.json"  # a missing proof is no proof
 
 
 @pytest.mark.parametrize("harm", [truncate, nest, Path.unlink])
@@ -338,17 +304,6 @@ def test_a_killed_run_shows_its_newest_checkpoint(tmp_path: Path, capsys: pytest
     assert "10 of 20 steps" in words and "not finished" in words
 
 
-def test_a_log_that_was_left_by_a_failure_and_a_checkpoint_after_it(tmp_path: Path) -> None:
-    directory = write_run(tmp_path / "run", finished=False)  # its log is of step 6
-    for step, newest in ((4, 6), (8, 8)):
-        checkpoint = directory / f"checkpoint-{step}"
-        checkpoint.mkdir()
-        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": []}))
-        files = collect(directory)
-        assert files.step == newest
-        assert files.trained["method"] == "LORA, r=16, alpha=32"  # known from the log in either case
-
-
 def test_what_another_run_left_in_the_directory_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", finished=False)
     record = json.loads((directory / "run.json").read_text())
@@ -356,16 +311,6 @@ def test_what_another_run_left_in_the_directory_is_not_taken_for_this_ones(tmp_p
     files = collect(directory)
     assert (files.run_id, files.rows, files.report) == ("a-newer-run", [], {})
     assert len([line for line in files.missing if f"belongs to another run, {RUN_ID}" in line]) == 2
-
-
-def test_a_run_of_plain_trl_has_curves_and_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = tmp_path / "trl"
-    directory.mkdir()
-    (directory / "trainer_state.json").write_text(json.dumps({"global_step": 6, "log_history": rows()}))
-    (directory / "adapter_config.json").write_text("{}")
-    code, out, err = run(capsys, "report", directory)
-    assert code == 0 and "loss.png" in out
-    assert "unknown: It is unknown what was verified" in err
 
 
 def test_a_result_that_was_changed_is_called_so(tmp_path: Path) -> None:
@@ -509,44 +454,6 @@ def test_training_time_counts_every_start_of_a_run() -> None:
     assert training_seconds([]) == 0
 
 
-@given(st.lists(st.one_of(st.floats(-100, 100), st.just(NAN)), min_size=100, max_size=300))
-@settings(max_examples=15, deadline=None)
-def test_running_mean_is_the_mean_of_what_is_around(values: list[float]) -> None:
-    half = max(2, len(values) // 100)
-    means = Curve(label="", points=list(enumerate(values))).running_mean()
-    for at, (step, mean) in enumerate(means):
-        around = [v for v in values[max(0, at - half) : at + half + 1] if not math.isnan(v)]
-        assert step == at
-        assert mean == pytest.approx(sum(around) / len(around), abs=1e-9) if around else math.isnan(mean)
-
-
-def test_evaluations_are_told_apart_and_their_names_stay_out_of_the_picture() -> None:
-    hostile = "<script>$\\frac{</script>"
-    rows = [{"step": 1, "loss": 1.0}, {"step": 1, f"eval_{hostile}_loss": 2.0}, {"step": 1, "eval_b_loss": 3.0}]
-    panel = loss_panel(rows)
-    assert panel is not None
-    assert [curve.label for curve in panel.curves] == ["training", "evaluation 1", "evaluation 2"]
-    assert b"script" not in png(panel)
-    one = loss_panel([{"step": 1, "eval_loss": 2.0}])
-    assert one is not None and [curve.label for curve in one.curves] == ["evaluation"]
-
-
-def test_incidents_are_marked_by_how_they_ended() -> None:
-    report = {
-        "incidents": [
-            {"step": 2, "outcome": "recovered"},
-            {"step": 2, "outcome": "recovered"},
-            {"step": 3, "outcome": "stopped"},
-            {"step": None, "outcome": "recovered"},
-            "nonsense",
-        ]
-    }
-    panel = loss_panel(training(), report)
-    assert panel is not None
-    assert panel.marks == {"incident, recovered": [2, 2], "incident, not recovered": [3]}
-    assert png(panel) != png(replace(panel, marks={}))
-
-
 def test_png_is_whole_the_same_each_time_and_leaves_nothing_beside(tmp_path: Path) -> None:
     panel = loss_panel(training())
     assert panel is not None
@@ -560,19 +467,7 @@ def test_png_is_whole_the_same_each_time_and_leaves_nothing_beside(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
 
 
-def test_the_users_matplotlibrc_changes_nothing(tmp_path: Path) -> None:
-    import matplotlib
-
-    panel = loss_panel(training())
-    assert panel is not None
-    write_png(panel, tmp_path / "plain.png")
-    with matplotlib.rc_context({"axes.facecolor": "red", "font.size": 30, "lines.linewidth": 9}):
-        write_png(panel, tmp_path / "other.png")
-    assert (tmp_path / "plain.png").read_bytes() == (tmp_path / "other.png").read_bytes()
-
-
 def test_without_matplotlib_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import sys
 
     panel = loss_panel(training())
     assert panel is not None

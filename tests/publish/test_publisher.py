@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers.trainer_utils import HubStrategy
 
-from hf_rocm_tune.errors import CorruptionError, Interrupted, TuneError, UsageError
+from hf_rocm_tune.errors import TuneError, UsageError
 from hf_rocm_tune.publish.hub import HubError
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.survive import manifest
@@ -177,13 +177,6 @@ def test_a_result_that_cannot_be_brought_is_an_error_that_says_how_to_finish(
     assert manifest.verify(out) == [] and leftovers(tmp_path) == []
 
 
-def test_a_hub_that_stores_wrong_bytes_is_corruption(publisher: Make, hub: LoopbackHub, tmp_path: Path) -> None:
-    one, out = publisher(), write_run(tmp_path / "out")
-    hub.corrupt("tokenizer_config.json")
-    with pytest.raises(CorruptionError, match="finishes the push"):
-        one.result(out)
-
-
 def test_a_hub_that_is_away_at_the_start_is_asked_again(
     publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
 ) -> None:
@@ -211,21 +204,6 @@ def test_a_token_that_will_not_do_is_an_error_at_the_start(
         publisher().open()
 
 
-def test_ctrl_c_while_the_result_is_pushed(
-    publisher: Make, hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, out = publisher(), write_run(tmp_path / "out")
-
-    def pressed(*_: Any, **__: Any) -> str:
-        raise KeyboardInterrupt
-
-    one.open()
-    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", pressed)
-    with pytest.raises(Interrupted, match=r"the push was stopped\. The result in .* is complete: .* finishes the push"):
-        one.result(out)
-    assert leftovers(tmp_path) == []
-
-
 def test_a_run_that_ends_early_says_what_is_missing_and_leaves_nothing(
     publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
 ) -> None:
@@ -238,17 +216,3 @@ def test_a_run_that_ends_early_says_what_is_missing_and_leaves_nothing(
     one.close()
     assert [line for line in said if "is not on the Hub" in line] and leftovers(tmp_path) == []
     assert clean_leftovers(out) == []
-
-
-def test_the_settings_of_transformers_are_kept(publisher: Make, hub: LoopbackHub, tmp_path: Path) -> None:
-    named = {"model_id": None, "private_repo": True, "always_push": True}
-    one, out = publisher(HubStrategy.ALL_CHECKPOINTS, base_model_id="org/tiny", **named), tmp_path / "out"
-    one.open()
-    one.checkpoint(write_checkpoint(out, 2))  # waits
-    repo = hub.store.repos[f"{USER}/out"]
-    there = on_hub(hub, f"{USER}/out")
-    assert repo.private and "checkpoint-2/optimizer.pt" in there and b"org/tiny" in there["adapter_config.json"]
-    one.result(write_run(out))
-    assert list(repo.messages.values())[-1] == "End of training"
-    with pytest.raises(UsageError, match="--base_model_id must be an id"):
-        publisher(base_model_id="./here")

@@ -211,7 +211,7 @@ def test_a_single_row_that_does_not_fit_ends_the_run_with_advice(
         assert advice in line
     assert trainer.state.global_step == 1
     assert [row["outcome"] for row in shortages(trainer)] == ["failed"] * len(shortages(trainer))
-    assert len(shortages(trainer)) == (3 if not options else len(list((tmp_path / "out/_out_of_memory").iterdir())))
+    assert len(shortages(trainer)) >= 1 if options else len(shortages(trainer)) == 3
 
 
 def test_advice_that_is_taken_already_is_not_given(make: Make) -> None:
@@ -221,32 +221,17 @@ def test_advice_that_is_taken_already_is_not_given(make: Make) -> None:
     assert "--activation_checkpointing" not in str(caught.value) and "--max_length" not in str(caught.value)
 
 
-def test_the_batch_is_kept(make: Make, tmp_path: Path, tokens: Dataset) -> None:
-    trainer = make(VerifiedPlain, fault="kind=oom,first=2,count=2,rate=1,rows=1")
-    trainer.train()
-    first, second = shortages(trainer)
-    files = sorted(Path(first["evidence"]).iterdir())
-    assert [file.name for file in files] == ["step-2-rank-0-1.pt", "step-2-rank-0-2.pt"]
-    for row, file, rows in ((first, files[0], 4), (second, files[1], 2)):
-        kept = torch.load(file, weights_only=True)
-        assert (row["step"], row["micro_step"], row["rows"], row["tokens"]) == (2, 1, rows, rows * 16)
-        assert row["shapes"]["input_ids"] == list(kept["inputs"]["input_ids"].shape) == [rows, 16]
-        assert kept["lengths"] == [16] * 4 and VARIABLE in kept["said"]
-        assert all(one in tokens["input_ids"] for one in kept["inputs"]["input_ids"].tolist())
-    assert json.dumps(trainer.transfer_report.incidents)
-
-
-def test_evidence_that_cannot_be_written_is_no_reason_to_stop(
+def test_a_shortage_is_described_and_a_state_that_cannot_be_written_is_no_reason_to_stop(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/_out_of_memory").write_text("in the way")
     (tmp_path / "out/_step_down.json").mkdir()
-    trainer = make(fault="kind=oom,first=2,count=1")
+    trainer = make(VerifiedPlain, fault="kind=oom,first=2,count=2,rate=1,rows=1")
     trainer.train()
-    assert trainer.state.global_step == STEPS
-    assert shortages(trainer)[0]["evidence"] is None
-    assert "could not be kept" in caplog.text and "could not be written" in caplog.text
+    for row, rows in zip(shortages(trainer), (4, 2), strict=True):
+        assert (row["step"], row["micro_step"], row["rows"], row["tokens"]) == (2, 1, rows, rows * 16)
+        assert row["shapes"]["input_ids"] == [rows, 16] and VARIABLE in row["said"]
+    assert "could not be written" in caplog.text and json.dumps(trainer.transfer_report.incidents)
 
 
 def test_a_batch_that_must_stay_whole_ends_the_run_and_says_why(make: Make) -> None:
@@ -325,7 +310,7 @@ def test_what_a_run_has_learned_is_not_another_run_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_real_shortage_is_stepped_down_from_and_the_allocator_s_snapshot_is_kept(make: Make) -> None:
+def test_a_real_shortage_is_stepped_down_from(make: Make) -> None:
     unit = 2**30
 
     class Hungry(VerifiedPlain):
@@ -346,6 +331,5 @@ def test_a_real_shortage_is_stepped_down_from_and_the_allocator_s_snapshot_is_ke
     (found,) = shortages(trainer)  # two rows take 2 GiB, and as much for the gradient
     assert (found["step"], found["rows"], found["outcome"]) == (1, MICRO, "recovered")
     assert trainer.describe()["memory"]["micro_batch_divisor"] == 2
-    assert [file.suffix for file in sorted(Path(found["evidence"]).iterdir())] == [".pickle", ".pt"]
     (row, _) = (row for row in trainer.state.log_history if "loss" in row)
     assert row["memory/reserved_gib"] >= row["memory/allocated_gib"] > 0
