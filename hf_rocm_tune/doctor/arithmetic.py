@@ -532,7 +532,8 @@ def _long(compare: Comparison, length: int) -> None:
     gradients = torch.autograd.grad(output, leaves, compare.move(upstream))
     hidden = torch.arange(length) > rows[:, None]
     known = [_rows(query, key, value, upstream, rows, hidden, kind) for kind in (torch.float64, dtype)]
-    found = [output[:, :, rows.to(compare.device)], gradients[0][:, :, rows.to(compare.device)], *gradients[1:]]
+    placed = compare.move(rows)
+    found = [output[:, :, placed], gradients[0][:, :, placed], *gradients[1:]]
     parts = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
     for part, result, exact, rounded in zip(parts, found, *known, strict=True):
         compare.close(f"{case}: {part}", result, exact, formula_bound(exact, rounded), gradient=part != "output")
