@@ -62,7 +62,7 @@ from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
 from hf_rocm_tune.train.metrics import DeferredMetrics
-from hf_rocm_tune.train.oom import OutOfMemoryRecovery, parts_of, recovery_for
+from hf_rocm_tune.train.oom import OutOfMemoryRecovery, evaluated, parts_of, recovery_for
 from hf_rocm_tune.train.refusals import (
     OptimizerTablesCallback,
     as_usage_errors,
@@ -461,6 +461,13 @@ class VerifiedTransferMixin(_Base):
         if self._operations is None:
             self._operations = stock(inputs) // inputs[name].numel()
         return int(inputs[name].numel() * self._operations)
+
+    @override
+    def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; repeated with fewer rows at a time if memory runs out."""
+        return evaluated(
+            self, lambda: super(VerifiedTransferMixin, self).evaluate(*arguments, **keywords), on_oom=self._on_oom
+        )
 
     @override
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
