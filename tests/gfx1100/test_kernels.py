@@ -128,6 +128,7 @@ def test_matrix(name: str, tmp_path: Path) -> None:
         assert max(row.get("variants", 0) for row in rows) == 6
 
 
+@pytest.mark.long
 def test_the_library_for_rocm_6_4_is_as_wrong_as_on_cards(tmp_path: Path) -> None:
     """bitsandbytes#2087: partial sums go through integers in its fused product; 12.5 per cent on a 7900 GRE (#2089).
 
@@ -158,9 +159,8 @@ def test_an_access_outside_an_allocation_is_told_with_kernel_lane_and_line(tmp_p
     assert "cannot be accessed from Triton" in told["host"]
 
 
-@pytest.mark.parametrize(
-    ("library", "row"), [("72", "nf4_right"), pytest.param("64", "nf4_wrong", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("library", "row"), [("72", "nf4_right"), ("64", "nf4_wrong")])
 def test_the_doctor_judges_4_bit_weights_by_the_kernels_that_run(library: str, row: str) -> None:
     """A ROCm torch and a gfx1100, as the product sees them: ``torch.version.hip``, ``gcnArchName``, its own check."""
     try:
