@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import replace
 
 from hf_rocm_tune.configs import MEMORY, RECIPES
 from hf_rocm_tune.machine import process
@@ -40,7 +39,7 @@ def updated(text: str, memory: str, case: Case) -> str:
     """A recipe with the planner's choice and word in their places."""
     settings = {
         "per_device_train_batch_size": case.micro_batch,
-        "per_device_eval_batch_size": case.micro_batch,
+        "per_device_eval_batch_size": case.eval_batch,
         "gradient_accumulation_steps": case.accumulation,
         "activation_checkpointing": str(case.checkpointing).lower(),
     }
@@ -62,13 +61,14 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
     if "dtype" not in job.given:
         settings["dtype"] = "bfloat16"
     cards = 2 if "dual_rx7900xt" in RECIPES.path(name).read_text(encoding="utf-8") else 1
-    # a mix of recomputation would fill the card to the last of what is assumed: that is for --auto_fit to find
-    request = replace(from_training(settings, cards=cards), mixes=False)
+    request = from_training(settings, cards=cards)
     if settings["split_layers"]:
         return _planned_split(name, request, str(settings["split_layers"]), card)
     choice = plan_for(request, card=card, grid=False).choice
     if choice is None:
         raise ValueError(f"{name} does not fit {card.name}")
+    if choice.case.recompute:
+        raise ValueError(f"{name}: the plan chooses a mix of recomputation, which is for one model only")
     each = " on each card" if cards > 1 else ""
     memory = (
         f"{choice.total / GIB:.1f} of {card.usable / GIB:.1f} GiB{each}, {DESKTOP_GIB:g} GiB of a desktop included; "
@@ -87,7 +87,7 @@ def _planned_split(name: str, request: PlanRequest, layers: str, card: CardMemor
         f"{each} of {card.usable / GIB:.1f} GiB on the two cards, {DESKTOP_GIB:g} GiB of a desktop on each included; "
         "planned, not measured on a card."
     )
-    return memory, found.option.case
+    return memory, found.plan.with_evaluation(found.option).case
 
 
 if __name__ == "__main__":

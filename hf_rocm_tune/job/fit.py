@@ -257,6 +257,8 @@ def _why(choice: Choice, considered: int, wanted: Demand, arguments: Arguments) 
         lines.append(f"auto-fit: the plan does not count what {' and '.join(uncounted)} would change")
     if arguments.one_pass_loss:
         lines.append("auto-fit: --one_pass_loss true: losses equal TRL's to rounding (with a head that is not trained)")
+    elif arguments.tune.one_pass_loss is None and arguments.method == "sft" and not arguments.training.torch_compile:
+        lines.append("auto-fit: TRL's own loss: its fused head is not one that --one_pass_loss knows")
     if kept:
         lines.append(f"auto-fit: kept as given: {' and '.join(kept)}")
     if wanted.micro_batch is not None and arguments.tune.effective_batch is None:

@@ -42,6 +42,13 @@ PLAIN_TOKENS = 1024
 _WANTED: ContextVar[bool] = ContextVar("one_pass_loss", default=False)
 
 
+def is_known() -> bool:
+    """Whether TRL's fused head is the one that we know."""
+    stock = {name: getattr(upstream_head.ChunkedLogProbFunction, name) for name in _PLACES}
+    same = all(tuple(inspect.signature(stock[name]).parameters) == _PLACES[name] for name in _PLACES)
+    return same and all(hasattr(upstream_head, name) for name in _HELPERS)
+
+
 def install() -> None:
     """Let TRL's fused head heed `one_pass_loss`, in this process. A second call does nothing.
 
@@ -50,11 +57,10 @@ def install() -> None:
     """
     head = upstream_head.ChunkedLogProbFunction
     stock = {name: getattr(head, name) for name in _PLACES}
+    if not is_known():
+        raise UsageError(f"--one_pass_loss does not know the fused head of TRL {trl.__version__}: give false")
     if all(hasattr(each, "heeds_one_pass_loss") for each in stock.values()):
         return
-    known = all(tuple(inspect.signature(stock[name]).parameters) == _PLACES[name] for name in _PLACES)
-    if not known or not all(hasattr(upstream_head, name) for name in _HELPERS):
-        raise UsageError(f"--one_pass_loss does not know the fused head of TRL {trl.__version__}: give false")
     for name, ours in (("forward", _forward), ("backward", _backward)):
         replacement: Any = functools.wraps(stock[name])(partial(ours, stock[name]))
         replacement.heeds_one_pass_loss = True

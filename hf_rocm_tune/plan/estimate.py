@@ -50,7 +50,7 @@ NEAR = 0.02
 #: Lengths are searched in steps of this many tokens.
 LENGTH_STEP = 128
 #: A mix of recomputation fills the card; it must be estimated to be faster than what else fits by this share.
-MIX_GAIN = 0.05
+MIX_GAIN = 0.15
 #: In order of time. Of an evaluation, only the first three; the ``reference`` pass is that of DPO and KTO.
 ROLES = ("start", "forward", "head", "reference start", "reference", "reference head", "loss", "backward", "end")
 _OF_LAYERS = ("forward", "reference", "backward")
@@ -409,7 +409,7 @@ class Rates:
 
 #: Cards with rates of their own. XTX: the time of a product that brings the estimates for the two published steps of
 #: Qwen2.5-3B on one (`benchmarks/plan_published.py`) to what was measured.
-RATES_OF = {"7900 xtx": Rates(each=40e-6, least=0.7, most=1.3)}
+RATES_OF = {"7900 xtx": Rates(each=75e-6, least=0.7, most=1.3)}
 
 
 def cpu_rates(threads: int) -> Rates:

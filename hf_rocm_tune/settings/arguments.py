@@ -316,8 +316,13 @@ class Arguments:
     @property
     def one_pass_loss(self) -> bool:
         """Whether the gradient of the loss is computed in forward, see `models.loss`."""
-        fitted = self.method == "sft" and self.tune.auto_fit != "off" and not self.training.torch_compile
-        return fitted if self.tune.one_pass_loss is None else self.tune.one_pass_loss
+        if self.tune.one_pass_loss is not None:
+            return self.tune.one_pass_loss
+        if self.method != "sft" or self.tune.auto_fit == "off" or self.training.torch_compile:
+            return False
+        from hf_rocm_tune.models import loss  # TRL's private kernels, only where they are used
+
+        return loss.is_known()
 
     def resolved(self) -> dict[str, object]:
         """Every setting by name, as plain JSON values, without secrets."""

@@ -19,7 +19,10 @@ packed batch is one row in which the position restarts at 0 with each sequence: 
 describe the sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) are recomputed. Batches with tensors of unknown
 meaning (images), and those that a trainer generates, are not split: they end the run when they do not fit.
 
-Not covered (the error ends the run): evaluation, clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and
+An evaluation that runs out of memory is repeated with half as many rows at a time, in one process; its loss, a mean
+over batches, depends on their size.
+
+Not covered (the error ends the run): clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and
 context parallelism, static graphs; host memory; buffers of a model that change in ``forward``.
 """
 
@@ -29,7 +32,7 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -343,7 +346,7 @@ class OutOfMemoryRecovery:
         self.loss_factor = 1.0
         self.divisor, incident = on_main_process(lambda: read_state(trainer, resumed=resumed))
         if incident is not None and trainer.is_world_process_zero():
-            self._report([incident], "recovered")  # by this restart
+            _count_shortages(self._trainer, [incident], "recovered")  # by this restart
 
     def begin_step(self) -> None:
         self._window = None
@@ -361,7 +364,7 @@ class OutOfMemoryRecovery:
             window.rewind(model)
             todo = window.batches
         if shortages:
-            self._report(shortages, "recovered")
+            _count_shortages(self._trainer, shortages, "recovered")
         if self._trainer.accelerator.sync_gradients:
             self._window = None
         assert found[0] is not None
@@ -472,7 +475,7 @@ class OutOfMemoryRecovery:
         several = args.world_size > 1
         who = f"rank {args.process_index}: " if several else ""
         if found.wanted is None:
-            self._report(shortages, "failed")
+            _count_shortages(self._trainer, shortages, "failed")
             raise OutOfMemoryError(f"{who}{self._refusal(found)}")
         cut = f"micro-batches split into up to {found.wanted} parts (the effective batch stays the same)"
         self._write_state(found.wanted, found.incident | {"on_rank": args.process_index} if several else None)
@@ -503,12 +506,6 @@ class OutOfMemoryRecovery:
             f"({found.said}): {', or '.join(advice)}"
         )
 
-    def _report(self, shortages: Sequence[dict[str, Any]], outcome: str) -> None:
-        report = self._trainer.transfer_report
-        report.count("memory", shortages=len(shortages), recovered=len(shortages) if outcome == "recovered" else 0)
-        for each in shortages:
-            report.incident({**each, "outcome": outcome})
-
     def _write_state(self, divisor: int, incident: Mapping[str, Any] | None) -> None:
         """Record the divisor beside the checkpoints, so that a restart begins with it."""
         trainer = self._trainer
@@ -521,6 +518,53 @@ class OutOfMemoryRecovery:
             logger.warning(
                 "%s could not be written (%s): a restart begins with undivided micro-batches", STATE_FILE, error
             )
+
+
+def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
+    """The result of an evaluation, repeated with half as many rows at a time while memory runs out.
+
+    Raises:
+        OutOfMemoryError: one row at a time does not fit, there are several ranks, or ``on_oom`` is ``stop``.
+    """
+    args, state = trainer.args, trainer.accelerator.gradient_state
+    loaders, logged = state.dataloader_references, getattr(trainer, "_metrics", {}).get("eval", {})
+    shortages: list[dict[str, Any]] = []
+    while True:
+        try:
+            found = evaluate()
+        except RuntimeError as error:  # the tensors it refers to are freed with this frame
+            said = device_shortage(error)
+            if said is None:
+                raise
+        else:
+            if shortages:
+                _count_shortages(trainer, shortages, "recovered")
+            return found
+        size = args.per_device_eval_batch_size
+        shortages.append({
+            "step": trainer.state.global_step, "stage": "memory", "kind": "out of memory in evaluation", "rows": size,
+            "said": said,
+        })  # fmt: skip
+        generates = hasattr(trainer, "num_generations")  # GRPO's batches are groups of answers
+        if size == 1 or args.world_size > 1 or on_oom == "stop" or generates:
+            _count_shortages(trainer, shortages, "failed")
+            raise OutOfMemoryError(
+                f"no memory to evaluate {size} rows at a time ({said}): give a smaller --per_device_eval_batch_size or "
+                "--eval_strategy no"
+            )
+        state.dataloader_references = loaders  # the interrupted loader has not left them
+        getattr(trainer, "_eval_dataloaders", {}).clear()  # of the former size
+        logged.clear()
+        release_memory()
+        args.per_device_eval_batch_size = size // 2
+        logger.warning("no memory to evaluate %d rows at a time (%s): %d from now on", size, said, size // 2)
+
+
+def _count_shortages(trainer: Any, shortages: Sequence[dict[str, Any]], outcome: str) -> None:
+    report = trainer.transfer_report
+    report.count("memory", shortages=len(shortages), recovered=len(shortages) if outcome == "recovered" else 0)
+    for each in shortages:
+        report.incident({**each, "outcome": outcome})
 
 
 def recovery_for(trainer: Owner, *, on_oom: str, resumed: bool) -> OutOfMemoryRecovery | None:

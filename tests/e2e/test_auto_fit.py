@@ -1,13 +1,16 @@
 """``--auto_fit`` through the real command line.
 
-A run whose way was chosen ends, bit for bit, where the run ends to which the same way was given: the probe leaves
-nothing behind, dropout included. What the user set stays, the effective batch never changes, whoever continues a run
-continues with its choice, and what cannot be fitted ends in one line.
+A run whose way was chosen ends, bit for bit, where the run ends to which the same way was given, dropout included. What
+the user set stays, the effective batch never changes, whoever continues a run continues with its choice, and what
+cannot be fitted ends in one line.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,16 +19,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from trl.kernels import chunked_logprob
 
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError, UsageError
 from hf_rocm_tune.job.fit import before_loading
+from hf_rocm_tune.models import loss
 from hf_rocm_tune.plan import GIB, CardMemory, from_training, plan_for
 from hf_rocm_tune.settings.arguments import parse
 from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
-from tests import tiny
+from tests import simcard, tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of
-from tests.e2e.test_oom import _environments
 
 PLENTY = 4.0
 PACKED: dict[str, Any] = {"max_length": 224, "packing": True}
@@ -108,7 +113,6 @@ def test_the_plan_chooses_and_the_run_is_the_one_to_which_that_was_given(job: Jo
     assert steps > 1, "0.11 GiB less the allocator's slack are not enough for 8 rows"
     chosen = report_of(tmp_path / "out")["auto_fit"]
     assert chosen["predicted_bytes"] < chosen["budget_bytes"]
-    assert chosen["measured_bytes"] is None and chosen["tries"] == 0
     assert f"batch {micro_batch} x {steps} accumulated x 1 = 8 effective" in done.stdout
     assert "predicted peak" in done.stdout
     assert_same(tmp_path / "out", job.given(tmp_path / "given", micro_batch, steps, checkpointing))
@@ -216,92 +220,79 @@ def test_what_cannot_be_recomputed_or_compiled_is_refused(
     assert len(done.error_lines) == 1 and not (tmp_path / "out" / "run.json").exists()
 
 
-@pytest.mark.parametrize("batches", [{}, pytest.param(PACKED, marks=pytest.mark.long)], ids=["padded", "packed"])
-def test_a_probe_goes_down_and_leaves_nothing_behind(job: Job, tmp_path: Path, batches: dict[str, Any]) -> None:
-    # Packed rows (by the plan 2 at a time here) become one of 448 tokens.
-    fault, chosen = ("kind=oom,tokens=130", (2, 4, False)) if not batches else ("kind=oom,tokens=300", (1, 8, False))
-    done = job.run(tmp_path / "out", fault=fault, auto_fit="probe", auto_fit_gib=PLENTY, effective_batch=8, **batches)
-    assert done.code == 0, done.stderr[-3000:]
-    assert "out of memory" in done.stdout
-    micro_batch, steps, checkpointing = way_of(tmp_path / "out")
-    assert (micro_batch, steps, checkpointing) == chosen
-    assert report_of(tmp_path / "out")["memory"]["shortages"] == 0, "the run itself never ran out of memory"
-    assert_same(tmp_path / "out", job.given(tmp_path / "given", micro_batch, steps, checkpointing, **batches))
-
-
-@pytest.mark.long
-def test_a_probe_turns_checkpointing_on_where_only_that_helps(job: Job, tmp_path: Path) -> None:
-    done = job.run(
-        tmp_path / "out",
-        fault="kind=oom,count=1",
-        auto_fit="probe",
-        auto_fit_gib=PLENTY,
-        effective_batch=4,
-        per_device_train_batch_size=4,
-    )
-    assert done.code == 0, done.stderr[-3000:]
-    assert way_of(tmp_path / "out") == (4, 1, True)
-    assert "kept as given: micro-batch 4" in done.stdout
-    assert_same(tmp_path / "out", job.given(tmp_path / "given", 4, 1, True))
-
-
 @pytest.mark.long
 def test_a_run_that_goes_on_keeps_its_choice_whatever_is_free_by_then(job: Job, tmp_path: Path) -> None:
-    asked = {"auto_fit": "probe", "effective_batch": 8}
-    killed = job.run(
-        tmp_path / "out",
-        fault="kind=oom,rows=2",
-        env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"},
-        auto_fit_gib=PLENTY,
-        **asked,
-    )
-    assert killed.code == -9
-    done = job.run(tmp_path / "out", auto_fit_gib=0.2, **asked)
+    asked = {"auto_fit": "plan", "effective_batch": 8}
+    crash = {"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}
+    assert job.run(tmp_path / "out", env=crash, auto_fit_gib=PLENTY, **asked).code == -9
+    chosen = json.loads((tmp_path / "out" / "run.json").read_text())["auto_fit"]
+    done = job.run(tmp_path / "out", auto_fit_gib=0.11, **asked)
     assert done.code == 0, done.stderr[-3000:]
-    assert "as this run began" in done.stdout and "tried micro-batch" not in done.stdout
-    assert way_of(tmp_path / "out") == (2, 4, False)
-    # TRL counts tokens anew after a resume, so the logs differ in that.
-    given = adapter_of(job.given(tmp_path / "given", 2, 4, False))
-    assert all(torch.equal(tensor, given[name]) for name, tensor in adapter_of(tmp_path / "out").items())
-
+    assert "as this run began" in done.stdout and report_of(tmp_path / "out")["auto_fit"] == chosen
     other = job.run(tmp_path / "out", auto_fit="off", per_device_train_batch_size=8)
-    assert other.code == 2 and "auto_fit 'probe' -> 'off'" in other.stderr
+    assert other.code == 2 and "auto_fit 'plan' -> 'off'" in other.stderr
 
 
 def test_without_a_card_nothing_is_chosen_and_the_effective_batch_stands(job: Job, tmp_path: Path) -> None:
-    done = job.run(tmp_path / "out", auto_fit="probe", effective_batch=12)
+    done = job.run(tmp_path / "out", auto_fit="plan", effective_batch=12)
     assert done.code == 0, done.stderr[-3000:]
     assert done.stdout.count("there is no card, so nothing is chosen") == 1
     assert "batch 6 x 2 accumulated x 1 = 12 effective" in done.stdout
     assert report_of(tmp_path / "out")["auto_fit"] is None
 
 
-@pytest.mark.long
-def test_ranks_take_the_same_way_though_only_one_is_out_of_memory(job: Job, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    asked = flags(output_dir=output, auto_fit="probe", auto_fit_gib=PLENTY, effective_batch=8)
-    faults = ("kind=oom,rows=2,rank=1",) * 2
-    running = [job.server.start(*job.argv, *asked, env=one) for one in _environments(output, faults)]
-    results = [one.wait() for one in running]
-    assert [result.code for result in results] == [0, 0], [result.stderr[-2000:] for result in results]
-    assert way_of(output) == (2, 2, False)
+@pytest.mark.parametrize("size", [None, 64], ids=["planned", "given"])
+def test_an_evaluation_never_ends_a_run_that_trains(job: Job, scratch: Path, tmp_path: Path, size: int | None) -> None:
+    """The plan keeps its batch below a training step; a larger one is halved on a card that has too little memory."""
+    try:
+        card = simcard.environment()
+    except simcard.NoCompiler as missing:
+        pytest.skip(str(missing))
+    data = tiny.write_dataset_dir(scratch / "evaluated", train=8, test=64)
+    tokenizer = tiny.build_tokenizer()
+    wide = {"vocab_size": 32768, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**wide, num_attention_heads=2)).save_pretrained(scratch / "wide")
+    tokenizer.save_pretrained(scratch / "wide")
+    asked: dict[str, Any] = {
+        "model_name_or_path": scratch / "wide",
+        "dataset_name": data,
+        "max_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "bf16": False,
+    }
+    asked |= {"dtype": "float32", "per_device_train_batch_size": 1, "report_to": "none"}
+    asked |= {"auto_fit": "plan"} if size is None else {"per_device_eval_batch_size": size}
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_rocm_tune.sft", *job.argv, *flags(output_dir=tmp_path / "out", **asked)],
+        env={**os.environ, **card, "SIMCARD_CAPACITY": "1400000000"}, capture_output=True, text=True, check=False,
+        timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = report_of(tmp_path / "out")
+    kinds = [each["kind"] for each in report["incidents"]]
+    if size is None:
+        assert 1 <= report["auto_fit"]["eval_batch"] <= 8 and kinds == []
+    else:
+        assert kinds and set(kinds) == {"out of memory in evaluation"} and "rows at a time" in done.stderr
+    history = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
+    assert sum("eval_loss" in row for row in history) == 1
 
-    output = tmp_path / "given"
-    way = flags(per_device_train_batch_size=2, gradient_accumulation_steps=2, activation_checkpointing=False)
-    way += flags(one_pass_loss=True)
-    running = [
-        job.server.start(*job.argv, *flags(output_dir=output), *way, env=one) for one in _environments(output, ("", ""))
-    ]
-    assert {one.wait().code for one in running} == {0}
-    assert_same(tmp_path / "out", output)
 
-
-@pytest.mark.long
-def test_a_probe_that_finds_no_way_ends_in_one_line(job: Job, tmp_path: Path) -> None:
-    done = job.run(tmp_path / "out", fault="kind=oom", auto_fit="probe", auto_fit_gib=PLENTY)
-    assert done.code == 5, done.stderr[-3000:]
-    assert len(done.error_lines) == 1 and "a worst-case step does not fit" in done.error_lines[0]
-    assert not (tmp_path / "out" / "run.json").exists()
+def test_a_head_that_is_not_known_falls_back_to_the_loss_of_trl(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [*job.argv, *flags(output_dir=tmp_path, use_cpu=True, auto_fit="plan", auto_fit_gib=PLENTY)]
+    assert parse(argv).one_pass_loss
+    monkeypatch.delattr(chunked_logprob, "_addmm_fp32")
+    said: list[str] = []
+    arguments = parse(argv)
+    assert not arguments.one_pass_loss and before_loading(
+        arguments, None, libraries=0, say=lambda *words: said.extend(words)
+    )
+    assert any("TRL's own loss" in line for line in said)
+    with pytest.raises(UsageError, match="--one_pass_loss does not know the fused head"):
+        loss.install()  # what --one_pass_loss true does
 
 
 @pytest.mark.parametrize(
