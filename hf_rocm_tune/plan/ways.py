@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.plan.estimate import GIB, NEAR, Case, Estimate, Step, Variant, Weights, estimate, fastest
+from hf_rocm_tune.plan.estimate import GIB, Case, Estimate, Step, Variant, Weights, estimate, fastest
 from hf_rocm_tune.plan.fit import Plan, SplitPlan, grid_of, over_cards
 from hf_rocm_tune.plan.request import PlanRequest
 
@@ -27,6 +27,8 @@ from hf_rocm_tune.plan.request import PlanRequest
 LINK = 13e9
 #: Assumed: the same through host memory, with digests, and with gloo for averages.
 THROUGH_HOST = 3e9
+#: Ways whose estimates differ by less count as equal: the first of them, which sends least, is taken.
+CLOSE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ def best_of(found: list[CardsWay]) -> CardsWay | None:
     fitting = [each for each in found if each.fits]
     offered = [each for each in fitting if not each.tight] or fitting
     top = max((each.option.tokens_per_second for each in offered), default=0.0)
-    return next((each for each in offered if each.option.tokens_per_second >= top * (1 - NEAR)), None)
+    return next((each for each in offered if each.option.tokens_per_second >= top * (1 - CLOSE)), None)
 
 
 def sentence(plan: Plan, found: list[CardsWay]) -> str:

@@ -117,7 +117,7 @@ def test_the_values_of_the_json_add_up(small: Path, run: Any) -> None:
 
 
 def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(small: Path, run: Any) -> None:
-    words = ("--model", str(small), "--seq", "64", "--effective_batch", "1", "--method", "lora", "--desktop_gib", "0")
+    words = ("--model", str(small), "--seq", "64", "--effective_batch", "1", "--method", "lora", "--desktop_gib", "3")
     total = json.loads(run(*words, "--vram", "20", "--json")[1])["choice"]["total"] / GIB
     for spare, tight in ((0.6, True), (0.8, False)):
         vram = f"{(total + spare) / (19.9 / 20):.3f}"

@@ -101,7 +101,7 @@ def test_where_not_all_activations_fit_as_few_as_needs_be_are_recomputed(plan: P
     for each in mixes:
         case = each.case
         off, on = (_find(plan, each.variant, case.micro_batch, checkpointing=way, length=case.length) for way in (0, 1))
-        assert not off.fits and each.spare >= 0.7 * GIB and on.fits
+        assert off.spare < 0.7 * GIB <= each.spare and on.fits
         assert on.tokens_per_second < each.tokens_per_second < off.tokens_per_second
     for each in {each.variant: each for each in mixes}.values():
         every = [
