@@ -3,8 +3,9 @@
     python benchmarks/gfx1100_kernels.py [--json FILE]
 
 From instructions and bytes follows the least time that a 7900 XT can need: the larger of what 84 compute units of two
-SIMDs take at 2.4 GHz to issue the vector instructions, and what 800 GB/s take for the bytes. Caches, latency, clocks
-under load and launches make it longer. Of large inputs a part is executed, and the counts are scaled.
+SIMDs take at 2.4 GHz to issue the vector instructions, and what 800 GB/s take for operands and results, moved once.
+Latency, clocks under load, caches and launches make it longer. Beside it stands what `hf-rocm-tune plan` assumes of a
+kernel that moves as many bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_rocm_tune.plan.estimate import BANDWIDTH_SHARE
+
 ROOT = Path(__file__).resolve().parents[1]
 SIMDS, HERTZ, BANDWIDTH, REGISTERS = 84 * 2, 2.4e9, 800e9, 1536
 WAVES = 16
@@ -26,8 +29,8 @@ WAVES = 16
 NOTE = "counted from emulated gfx1100 machine code, not measured"
 
 
-def cases() -> dict[str, Callable[[], object]]:
-    """What is executed, by name; each gives something of the work to keep."""
+def cases() -> dict[str, tuple[int, Callable[[], object]]]:
+    """What is executed, by name, with the bytes of its operands and results."""
     import bitsandbytes
     import torch
     from bitsandbytes import functional as bnb
@@ -44,15 +47,29 @@ def cases() -> dict[str, Callable[[], object]]:
     parameter = torch.randn(1 << 20, device=card).requires_grad_()
     parameter.grad = torch.randn(1 << 20, device=card)
     adam = bitsandbytes.optim.AdamW8bit([parameter])
+    mib, weights = 1 << 20, weight.numel()
+    packed_bytes = weights // 2 + weights // 64
     return {
-        "digest, 32 MiB, 16-byte loads": lambda: triton_sums(data[: 32 << 20], 0, sums),
-        "digest, 32 MiB, skewed": lambda: triton_sums(data[: 32 << 20], 17, sums),
-        "digest, 1 MiB, byte by byte": lambda: triton_sums(data[1 : 1 + (1 << 20)], 0, sums),
-        "NF4 quantised, 2 Mi of bfloat16": lambda: bnb.quantize_4bit(weight, quant_type="nf4"),
-        "NF4 dequantised, 2 Mi to bfloat16": lambda: bnb.dequantize_4bit(packed, state),
-        "fused NF4 product, 1 row, 1024 x 2048": lambda: bitsandbytes.matmul_4bit(rows[1], packed.t(), state),
-        "fused NF4 product, 8 rows, 1024 x 2048": lambda: bitsandbytes.matmul_4bit(rows[8], packed.t(), state),
-        "AdamW in 8 bits, 1 Mi parameters": adam.step,
+        "digest, 32 MiB, 16-byte loads": (32 * mib, lambda: triton_sums(data[: 32 * mib], 0, sums)),
+        "digest, 32 MiB, skewed": (32 * mib, lambda: triton_sums(data[: 32 * mib], 17, sums)),
+        "digest, 1 MiB, byte by byte": (mib, lambda: triton_sums(data[1 : 1 + mib], 0, sums)),
+        "NF4 quantised, 2 Mi of bfloat16": (
+            2 * weights + weights // 2 + weights // 16,
+            lambda: bnb.quantize_4bit(weight, quant_type="nf4"),
+        ),
+        "NF4 dequantised, 2 Mi to bfloat16": (
+            2 * weights + packed_bytes,
+            lambda: bnb.dequantize_4bit(packed, state),
+        ),
+        **{
+            f"fused NF4 product, {count} by 1024 by 2048": (
+                packed_bytes + 2 * count * (1024 + 2048),
+                lambda count=count: bitsandbytes.matmul_4bit(rows[count], packed.t(), state),
+            )
+            for count in rows
+        },
+        # parameter and two quantised moments read and written, the gradient read
+        "AdamW in 8 bits, 1 Mi parameters": ((8 + 4 + 4) * mib, adam.step),
     }
 
 
@@ -62,21 +79,20 @@ def count() -> None:
 
     log = Path(os.environ["SIMCARD_GFX1100_LOG"])
     told = {}
-    for name, work in cases().items():
+    for name, (nbytes, work) in cases().items():
         torch.cuda.synchronize()
         before = len(log.read_text().splitlines()) if log.exists() else 0
         work()
         torch.cuda.synchronize()
-        told[name] = [before, len(log.read_text().splitlines())]
+        told[name] = [nbytes, before, len(log.read_text().splitlines())]
     print(json.dumps(told))
 
 
-def row(name: str, launches: list[Any]) -> dict[str, Any]:
+def row(name: str, nbytes: int, launches: list[Any]) -> dict[str, Any]:
     """The counts of a case, and the bound that follows."""
     counts = {key: sum(each.counts[key] for each in launches) for key in launches[0].counts}
     vgprs, lds = (max(each.counts[key] for each in launches) for key in ("vgprs", "lds_bytes"))
-    moved = counts["bytes_loaded"] + counts["bytes_stored"]
-    issue, memory = counts["valu_cycles"] / SIMDS / HERTZ, moved / BANDWIDTH
+    issue, memory = counts["valu_cycles"] / SIMDS / HERTZ, nbytes / BANDWIDTH
     classes = ("salu", "valu", "trans", "vmem_load", "vmem_store", "atomics", "lds", "smem", "wmma", "branches")
     return {
         "case": name,
@@ -84,15 +100,17 @@ def row(name: str, launches: list[Any]) -> dict[str, Any]:
         "launches": len(launches),
         "waves": counts["waves"],
         "instructions": {key: counts[key] for key in classes},
-        "bytes": moved,
+        "bytes": nbytes,
+        "bytes_that_lanes_moved": counts["bytes_loaded"] + counts["bytes_stored"],
         "lds_conflict_cycles": counts["lds_conflict_cycles"],
         "registers_of_a_lane": vgprs,
         "waves_of_a_simd": min(WAVES, REGISTERS // max(vgprs, 1)),
         "lds_bytes": lds,
         "issue_microseconds": round(issue * 1e6, 3),
         "memory_microseconds": round(memory * 1e6, 3),
+        "plan_assumes_microseconds": round(memory / BANDWIDTH_SHARE * 1e6, 3),
         "bound_by": "arithmetic" if issue > memory else "memory",
-        "gigabytes_per_second_at_most": round(moved / max(issue, memory) / 1e9, 1),
+        "gigabytes_per_second_at_most": round(nbytes / max(issue, memory) / 1e9, 1),
     }
 
 
@@ -116,12 +134,13 @@ def main() -> None:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         launches = list(ran(log))
     told = json.loads(done.stdout.splitlines()[-1])
-    rows = [row(name, launches[begin:end]) for name, (begin, end) in told.items()]
-    print(f"{NOTE}\n{'':42}{'issue us':>10}{'memory us':>10}{'at most':>12}{'registers':>10}  bound by")
+    rows = [row(name, nbytes, launches[begin:end]) for name, (nbytes, begin, end) in told.items()]
+    print(f"{NOTE}\n{'':42}{'issue us':>10}{'memory us':>10}{'plan us':>10}{'at most':>12}{'registers':>10}  bound by")
     for each in rows:
         rate = f"{each['gigabytes_per_second_at_most']:.0f} GB/s"
         print(
-            f"{each['case']:42}{each['issue_microseconds']:10.1f}{each['memory_microseconds']:10.1f}{rate:>12}"
+            f"{each['case']:42}{each['issue_microseconds']:10.1f}{each['memory_microseconds']:10.1f}"
+            f"{each['plan_assumes_microseconds']:10.1f}{rate:>12}"
             f"{each['registers_of_a_lane']:10}  {each['bound_by']}"
         )
     if options.json:

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
+from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.ddp import Ddp
 from hf_rocm_tune.cards.way import CardSettings
 
@@ -14,6 +15,9 @@ class Host(Ddp):
     """Replicas whose gradients are averaged without the link between the cards."""
 
     name: ClassVar[str] = "host"
+
+    def __init__(self, settings: CardSettings | None = None) -> None:
+        super().__init__(settings or CardSettings(sync=SyncSettings(way="host")))
 
     @override
     @classmethod

@@ -124,7 +124,7 @@ class _Frozen:
 def _feed(loader: Any, prefetch: Prefetch) -> Any:
     # The mover's ring is the pinned memory; pinning in the loader would allocate and copy once more per batch.
     vars(loader)["pin_memory"] = False
-    if loader.num_workers and not isinstance(loader.worker_init_fn, _Frozen):
+    if getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, _Frozen):
         vars(loader)["worker_init_fn"] = _Frozen(loader.worker_init_fn)
     stock: Any = type(loader)
     return _adopt(loader, _feeding(stock), prefetch)

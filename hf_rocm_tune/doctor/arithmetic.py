@@ -229,7 +229,7 @@ def gemm(request: Mapping[str, Any]) -> list[Finding]:
         for dtype in REPEATED:
             kind = fault.pop("kind", "") if fault.get("where", "") in name_of(dtype) else ""
             try:
-                repeats, differing = _repeat(compare, dtype, request["seconds"], kind)
+                repeats, differing = _repeat(compare, dtype, request, kind)
             except (RuntimeError, NotImplementedError) as error:
                 if dtype is not torch.int8 or isinstance(error, torch.AcceleratorError):
                     raise
@@ -256,9 +256,9 @@ def gemm(request: Mapping[str, Any]) -> list[Finding]:
         return [*findings, *_speed(compare, request.get("size"))]
 
 
-def _repeat(compare: Comparison, dtype: torch.dtype, seconds: float, fault: str) -> tuple[int, int]:
+def _repeat(compare: Comparison, dtype: torch.dtype, request: Mapping[str, Any], fault: str) -> tuple[int, int]:
     """The number of products of one dtype, and of results that differed from the first within the bound."""
-    name, (m, k, n) = name_of(dtype), REPEATED_SHAPES[compare.device.type]
+    name, (m, k, n) = name_of(dtype), request.get("shape", REPEATED_SHAPES[compare.device.type])
     multiply = torch._int_mm if dtype is torch.int8 else torch.mm
     if dtype is torch.int8:
         left, right = (
@@ -277,7 +277,7 @@ def _repeat(compare: Comparison, dtype: torch.dtype, seconds: float, fault: str)
     ring = [torch.empty_like(first) for _ in range(_RING)]
     bits = torch.int16 if first.element_size() == 2 else torch.int32
     add_load = _load(compare.device)
-    number, varying, ends = 1, 0, time.monotonic() + seconds
+    number, varying, ends = 1, 0, time.monotonic() + request["seconds"]
     while number <= _LEAST_REPEATS or time.monotonic() < ends:
         step(f"computing {name}, repeats {number + 1} to {number + _RING}")
         add_load()

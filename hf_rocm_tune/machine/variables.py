@@ -361,8 +361,20 @@ DECISIONS: list[Decision] = []
 _FACTS: dict[tuple[str | None, ...], MachineFacts] = {}
 
 
+# Real names about which no rule says anything; names whose value is code to load (NCCL_NET_PLUGIN, HSA_TOOLS_LIB) stay
+# out.
+PLAIN = (
+    "NCCL_ALGO NCCL_BUFFSIZE NCCL_DEBUG NCCL_IB_DISABLE NCCL_MAX_NCHANNELS NCCL_NET_GDR_LEVEL NCCL_P2P_DISABLE "
+    "NCCL_PROTO NCCL_SOCKET_IFNAME RCCL_LL128_FORCE_ENABLE RCCL_LOG_LEVEL RCCL_MSCCL_ENABLE RCCL_P2P_NET_DISABLE "
+    "HSA_FORCE_FINE_GRAIN_PCIE HSA_NO_SCRATCH_RECLAIM PAL_HIP_IPC_FLAG MIOPEN_CUSTOM_CACHE_DIR MIOPEN_DISABLE_CACHE "
+    "MIOPEN_ENABLE_LOGGING MIOPEN_LOG_LEVEL MIOPEN_USER_DB_PATH PYTORCH_TUNABLEOP_ENABLED TORCH_BLAS_PREFER_HIPBLASLT "
+    "TORCH_CUDA_SANITIZER OMP_NUM_THREADS KMP_AFFINITY"
+)
+
+
 def covers(name: str) -> bool:
-    return name in FILTERS or any(rule.covers(name) for rule in RULES)
+    """Whether a recipe may set it."""
+    return name in FILTERS or name in PLAIN.split() or any(rule.covers(name) for rule in RULES)
 
 
 def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:

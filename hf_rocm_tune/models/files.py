@@ -93,7 +93,7 @@ class MappedFile:
     its own; writing to one does not change the file.
     """
 
-    def __init__(self, file: Path | str, *_: Any, **__: Any) -> None:
+    def __init__(self, file: Path | str) -> None:
         with safe_open(file, framework="pt"):  # checks each entry of the header
             pass
         with open(file, "rb") as stream:

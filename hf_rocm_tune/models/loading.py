@@ -45,7 +45,7 @@ def verified_loading(mover: Mover, *, on_host: bool = False) -> Iterator[None]:
     """Within the block every weight that ``from_pretrained`` loads passes the mover."""
     names: Names = {}
     with ExitStack() as stack:
-        stack.enter_context(upstream.replaced("open_weights", lambda _: partial(_open, names)))
+        stack.enter_context(upstream.replaced("open_weights", lambda stock: partial(_open, stock, names)))
         stack.enter_context(
             upstream.replaced("materialize_weight", lambda stock: _materialize(stock, mover, names, on_host=on_host))
         )
@@ -65,7 +65,9 @@ def rewrites_base(peft_config: Any) -> bool:
     return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
 
 
-def _open(names: Names, file: str, *_: Any, **__: Any) -> MappedFile:
+def _open(stock: Callable[..., Any], names: Names, file: str, *given: Any, **more: Any) -> Any:
+    if "backend" not in more:  # not for `_load_pretrained_model`, but for DeepSpeed's sharded loading
+        return stock(file, *given, **more)
     mapped = MappedFile(file)
     names.update((id(tensor), (name, os.fspath(file))) for name, tensor in mapped.tensors.items())
     return mapped

@@ -89,6 +89,15 @@ class Coverage:
         rest = f", not: {listed([row['tensor'] for row in self.unverified])}" if self.unverified else ""
         return f"Coverage({share:.4g} % of {self.device_bytes:,} bytes verified{rest})"
 
+    def told(self) -> str:
+        """The share, and what is not verified, for a message."""
+        share = 100 * self.verified_bytes / max(self.device_bytes, 1)
+        by_reason: dict[str, list[str]] = {}
+        for row in self.unverified:
+            by_reason.setdefault(row["reason"], []).append(row["tensor"])
+        named = [f"{listed(names, 1)} ({reason})" for reason, names in by_reason.items()]
+        return f"{share:.4g} % of the model's bytes; not verified: {', '.join(named[:3])}"
+
     @property
     def complete(self) -> bool:
         """Whether nothing is unverified."""

@@ -524,7 +524,7 @@ def read_recipe(path: str | Path) -> RecipeFile:
         raise UsageError(f"recipe {path}: `env` must map variable names to plain values, got {env!r}")
     if foreign := [str(name) for name in env if not variables.covers(str(name))]:
         raise UsageError(
-            f"recipe {path}: `env` may set the variables of ROCm, RCCL and torch that `hf-rocm-tune env` lists, "
+            f"recipe {path}: `env` may set variables of ROCm, RCCL and torch that hf-rocm-tune knows, "
             f"not {', '.join(foreign)}: remove them, or set them in your shell"
         )
     remember(content)

@@ -24,7 +24,7 @@ import socket
 import stat
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -68,13 +68,6 @@ _OWN = frozenset([
     "stall_report.txt", "_crashes.json", "_step_down.json",
 ])  # fmt: skip
 """Files that any run may write at the top of its directory, beside its result."""
-_UPSTREAM = frozenset([
-    "adapter_config.json", "trainer_state.json", "training_args.bin", "config.json", "generation_config.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
-    "train_results.json", "eval_results.json", "all_results.json",
-])  # fmt: skip
-"""Files that upstream's saves write; further tokenizer files are checked when the result is saved, see `claim`."""
 _WEIGHTS = re.compile(
     r"^(adapter_model\.(safetensors|bin)"
     r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
@@ -258,24 +251,6 @@ class RunLock:
 
 
 # ---- which files belong to the run --------------------------------------------------------------------------
-
-
-def foreign_files(directory: Path, owned: Collection[str]) -> list[str]:
-    """Names in ``directory`` that a run would replace although it has not written them, sorted.
-
-    ``owned``: names that the run there has written at the top. Checkpoints of the run are told from others by their
-    manifests, not here.
-    """
-    found = set()
-    for name in os.listdir(directory):
-        # On a case-insensitive disk another spelling is the same file.
-        spelled = name.lower() if os.path.lexists(directory / name.lower()) else name
-        if spelled in _OWN:
-            # Written by every run, but a link of that name leads out of the directory.
-            found |= {name} if os.path.islink(directory / name) else set()
-        elif (spelled in _UPSTREAM or _WEIGHTS.match(spelled)) and spelled not in owned:
-            found.add(name)
-    return sorted(found)
 
 
 def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]:
@@ -499,7 +474,7 @@ def prepare_output_dir(
     start = _Start(Path(path), settings, overwrite, resume)
     _refuse_inputs(start.directory, settings)
     if os.path.isdir(start.directory) and read_record(start.directory) is None:
-        start.refuse_foreign(None)  # before anything is created there
+        _refuse_files(start.directory)
     made: list[Path] = []
     lock = None
     try:
@@ -509,8 +484,6 @@ def prepare_output_dir(
         except OSError as error:
             raise _unusable(start.directory, error) from error
         plan = start.decide(lock, restarted)
-        if plan.action != "finished":
-            start.refuse_foreign(read_record(start.directory))
         return replace(plan, made=tuple(made))
     except BaseException:
         if lock is not None:
@@ -556,17 +529,6 @@ class _Start:
             if continued.action != "fresh":
                 return continued
         return self._resume(self._named, record or new_record(self._settings))
-
-    def refuse_foreign(self, record: RunRecord | None) -> None:
-        """Raise if the directory has files and no run, or files that the run would replace and has not written."""
-        if record is not None:
-            if found := foreign_files(self.directory, self._owned(record)):
-                raise UsageError(_would_replace(self.directory, found))
-        elif names := sorted(each for each in os.listdir(self.directory) if not _MAY_BE_THERE.match(each)):
-            raise UsageError(
-                f"{self.directory} is not empty, and no run of hf-rocm-tune has written what is in it "
-                f"({listed(names, 6)}): choose another --output_dir, or move that elsewhere"
-            )
 
     def _owned(self, record: RunRecord) -> tuple[str, ...]:
         """Names at the top that the run there has written, besides those that every run writes."""
@@ -693,6 +655,15 @@ def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
                 f"--output_dir {directory} lies in --{flag} {text}: what the run writes would be read as data when it "
                 "resumes; choose another --output_dir"
             )
+
+
+def _refuse_files(directory: Path) -> None:
+    """Raise if a directory without a run has files."""
+    if names := sorted(each for each in os.listdir(directory) if not _MAY_BE_THERE.match(each)):
+        raise UsageError(
+            f"{directory} is not empty, and no run of hf-rocm-tune has written what is in it ({listed(names, 6)}): "
+            "choose another --output_dir, or move that elsewhere"
+        )
 
 
 def _inputs(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ Not covered: bits that were wrong between two checks and are right again.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -402,6 +403,13 @@ def is_foreign(cls: type) -> bool:
             for base in cls.__mro__
         )
     return _FOREIGN[cls]
+
+
+@functools.cache
+def has_writer(event: str, *callbacks: type) -> bool:
+    """Whether one of these callback classes has user code for this event, which may write to weights."""
+    stock = getattr(TrainerCallback, event, None)
+    return any(is_foreign(each) and getattr(each, event, None) is not stock for each in callbacks)
 
 
 class SentinelCallback(TrainerCallback):

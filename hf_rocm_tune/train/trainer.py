@@ -13,7 +13,6 @@ files (listed in the coverage).
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl import SFTTrainer
 from typing_extensions import override
@@ -35,7 +34,7 @@ from hf_rocm_tune.cards.way import Gatherable, Way
 from hf_rocm_tune.cards.ways import way_of
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
-from hf_rocm_tune.errors import CorruptionError, UsageError, listed
+from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.adapter import LearningRates, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
@@ -72,7 +71,7 @@ from hf_rocm_tune.train.refusals import (
     own_arguments,
     with_offloads,
 )
-from hf_rocm_tune.train.sentinels import SentinelCallback, is_foreign
+from hf_rocm_tune.train.sentinels import SentinelCallback, has_writer, is_foreign
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry
 from hf_rocm_tune.transfer import (
     Mover,
@@ -636,7 +635,6 @@ class VerifiedTransferMixin(_Base):
         return batch
 
     def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
-        """A context in which the fault that was asked for, if any, is injected into the current micro-step."""
         return self.step_faults.during(model, step=self.state.global_step + 1, rows=rows, tokens=tokens)
 
     def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
@@ -730,7 +728,7 @@ class VerifiedTransferMixin(_Base):
 
     def _call_event(self, stock: Callable[..., Any], event: str, *arguments: Any, **keywords: Any) -> Any:
         """Calls the callbacks of an event. What a user's callback writes to trained weights becomes their new state."""
-        written = _has_writer(event, *map(type, self.callback_handler.callbacks))
+        written = has_writer(event, *map(type, self.callback_handler.callbacks))
         if written and event != "on_optimizer_step":  # the update has just changed them
             self._sentinel.look()
         result = stock(event, *arguments, **keywords)
@@ -756,23 +754,11 @@ class VerifiedTransferMixin(_Base):
         found = self.weight_coverage()
         if self.mover.settings.verify != "full" or found.complete or self._consent_unverified:
             return None
-        share = 100 * found.verified_bytes / max(found.device_bytes, 1)
-        by_reason: dict[str, list[str]] = {}
-        for row in found.unverified:
-            by_reason.setdefault(row["reason"], []).append(row["tensor"])
-        named = [f"{listed(names, 1)} ({reason})" for reason, names in by_reason.items()]
         return (
-            f"--verify full covers {share:.4g} % of the model's bytes; not verified: {', '.join(named[:3])}. Pass the "
-            "model by name, or on the host (loaded without device_map and without .to()), so that the trainer moves "
-            "and verifies it; or consent with --consent_unverified (consent_unverified=True)"
+            f"--verify full covers {found.told()}. Pass the model by name, or on the host (loaded without device_map "
+            "and without .to()), so that the trainer moves and verifies it; or consent with --consent_unverified "
+            "(consent_unverified=True)"
         )
-
-
-@functools.cache
-def _has_writer(event: str, *callbacks: type) -> bool:
-    """Whether one of these callback classes has user code for this event, which may write to weights."""
-    stock = getattr(TrainerCallback, event, None)
-    return any(is_foreign(each) and getattr(each, event, None) is not stock for each in callbacks)
 
 
 class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):

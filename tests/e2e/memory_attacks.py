@@ -175,8 +175,9 @@ def _host_model(rng: random.Random, step: int, tell: Callable[[str], None]) -> N
 
     def loaded(*arguments: Any, **keywords: Any) -> Any:
         model = stock(*arguments, **keywords)
-        flip(rng.choice([each for each in model.parameters() if each.numel() > 99]), rng)
-        tell("host model")
+        if not _done:
+            flip(rng.choice([each for each in model.parameters() if each.numel() > 99]), rng)
+            tell("host model")
         return model
 
     AutoModelForSequenceClassification.from_pretrained = loaded

@@ -209,6 +209,12 @@ struct Decoder {
         i.saddr = uint16_t(bits(52, 48) * 4), i.offen = bits(54, 54), i.idxen = bits(55, 55), i.src[0] = uint16_t(bits(63, 56));
     }
 
+    // Signs of packed operands outside VOP3P: what they mean is not documented.
+    void check_modifiers() const {
+        bool packs = i.v && (i.op == 0x102 || i.op == 0x13c || i.op == 0x266 || i.op == 0x267);
+        if (packs && (i.neg || i.abs)) fault("unknown instruction: %s with signs changed", i.name);
+    }
+
     // Codes that mean nothing as a source.
     void check_sources() const {
         for (const uint16_t *codes : {i.src, i.src2})
@@ -264,6 +270,7 @@ Instruction decode(const uint32_t *code, size_t available, uint64_t pc) {
     d.i.pc = pc;
     d.decode();
     d.check_sources();
+    d.check_modifiers();
     d.i.cycles = cycles(d.i);
     return d.i;
 }

@@ -40,7 +40,7 @@ template <class T> T middle(T a, T b, T c) { return std::max(std::min(a, b), std
 #define CUT(T, ...) (x.clamp ? saturate<T>(__VA_ARGS__) : T(__VA_ARGS__))
 
 const VectorOp table[] = {
-    V(0x101, "v_cndmask_b32", U32, U32, U32, Mask, 0, c ? b : a)
+    V(0x101, "v_cndmask_b32", U32, S32, S32, Mask, 0, c ? b : a)
     V(0x109, "v_mul_i32_i24", I32, U32, U32, None, 0, uint32_t(signed24(a)) * uint32_t(signed24(b)))
     V(0x10a, "v_mul_hi_i32_i24", I32, U32, U32, None, 0, int64_t(signed24(a)) * signed24(b) >> 32)
     V(0x10b, "v_mul_u32_u24", U32, U32, U32, None, 0, (a & 0xffffff) * (b & 0xffffff))
@@ -109,7 +109,7 @@ const VectorOp table[] = {
     V(0x258, "v_or3_b32", U32, U32, U32, U32, 0, a | b | c)
     V(0x259, "v_mad_u32_u16", U32, U16, U16, U32, SATURATES, CUT(uint32_t, int64_t(a) * b + c))
     V(0x25a, "v_mad_i32_i16", I32, I16, I16, I32, SATURATES, CUT(int32_t, int64_t(a) * b + c))
-    V(0x25d, "v_cndmask_b16", U16, U16, U16, Mask, 0, c ? b : a)
+    V(0x25d, "v_cndmask_b16", U16, S16, S16, Mask, 0, c ? b : a)
     V(0x262, "v_maxmin_u32", U32, U32, U32, U32, 0, std::min(std::max(a, b), c))
     V(0x263, "v_minmax_u32", U32, U32, U32, U32, 0, std::max(std::min(a, b), c))
     V(0x264, "v_maxmin_i32", I32, I32, I32, I32, 0, std::min(std::max(a, b), c))

@@ -30,10 +30,11 @@ enum Code : uint16_t {
 constexpr uint32_t SHARED_APERTURE = 0x10000, PRIVATE_APERTURE = 0x20000;
 
 // What an operand holds: it decides registers, halves, inline constants, and whether signs can be changed.
-enum class Kind : uint8_t { NONE, B16, F16, B32, F32, B64, I64, F64, MASK };
+enum class Kind : uint8_t { NONE, B16, F16, B32, F32, B64, I64, F64, MASK, S16, S32 }; // S: bits whose sign can be changed
 inline bool is_float(Kind k) { return k == Kind::F16 || k == Kind::F32 || k == Kind::F64; }
+inline bool has_sign(Kind k) { return is_float(k) || k == Kind::S16 || k == Kind::S32; }
 inline int bits_of(Kind k) {
-    return k == Kind::B16 || k == Kind::F16 ? 16 : k == Kind::B64 || k == Kind::I64 || k == Kind::F64 ? 64 : 32;
+    return k == Kind::B16 || k == Kind::F16 || k == Kind::S16 ? 16 : k == Kind::B64 || k == Kind::I64 || k == Kind::F64 ? 64 : 32;
 }
 
 // A run that cannot go on: the message is given its place (kernel, address, wave, source line) in wave.cpp.
@@ -134,6 +135,7 @@ struct Launch {
 
     const Instruction &at(uint64_t pc);
     uint8_t *memory(uint64_t address, unsigned bytes, bool write, int lane);
+    uint8_t *elsewhere(uint64_t address, unsigned bytes, bool write, int lane);
 };
 
 struct Group {

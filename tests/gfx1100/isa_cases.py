@@ -108,8 +108,25 @@ def operands(case: Case, count: int) -> np.ndarray:
             elif kind < 6:
                 low, high = generator.randrange(70), generator.randrange(3)
             row += [low, high]
+        if "div_scale" in case.name or "div_fixup" in case.name:
+            row[:6] = _quotient(generator, wide="f64" in case.name)
         rows.append(row)
     return np.array(rows, dtype=np.uint32)
+
+
+def _quotient(generator: random.Random, *, wide: bool) -> list[int]:
+    """Quotient so far, denominator and numerator of a division, with exponents at which their treatment changes."""
+    bits, top = (11, 2046) if wide else (8, 254)
+    far = (767, 768, 769, -1075, -1076) if wide else (95, 96, 97, -150, -151)
+    below = generator.choice((0, 1, 22, 23, 24, 52, 53, 54, top - 1, top, generator.randrange(top)))
+    above = min(max(below + generator.choice((*far, 0, 1)), 0), top)
+
+    def number(exponent: int) -> tuple[int, int]:
+        high = generator.getrandbits(1) << 31 | exponent << (31 - bits) | generator.getrandbits(31 - bits)
+        return (generator.getrandbits(32), high) if wide else (high, 0)
+
+    denominator, numerator = number(below), number(above)
+    return [*generator.choice((denominator, numerator, number(generator.randrange(top)))), *denominator, *numerator]
 
 
 def execute_memory(case: Case, inputs: np.ndarray) -> np.ndarray:

@@ -118,6 +118,7 @@ void run_lds(Wave &w, const Instruction &i) {
     for (unsigned part = 0; part < parts; part++) {
         uint32_t offset = parts == 1 ? uint32_t(i.offset) : (uint32_t(i.offset) >> 8 * part & 255) * step;
         uint16_t dst = uint16_t(i.dst + part * op.bytes / 4), data = part ? i.data2 : i.data;
+        if (load) w.target(dst + (op.bytes + 3) / 4 - 1);
         for (int l = 0; l < LANES; l++) {
             if (!(exec >> l & 1)) continue;
             uint64_t at = uint64_t(base[l]) + offset;

@@ -81,19 +81,20 @@ std::string describe(const Allocation &a, uint64_t address) {
     char text[160];
     if (!a.bytes) return "no allocation is near";
     if (address >= a.base + a.bytes) snprintf(text, sizeof text, "%llu bytes past the end of", (unsigned long long)(address - a.base - a.bytes));
-    else if (address < a.base) snprintf(text, sizeof text, "%llu bytes before", (unsigned long long)(a.base - address));
-    else snprintf(text, sizeof text, "reaching past the end of");
+    else snprintf(text, sizeof text, "%llu bytes before", (unsigned long long)(a.base - address));
     return std::string(text) + " the allocation of " + std::to_string(a.bytes) + " bytes";
 }
 
 } // namespace
 
 uint8_t *Launch::memory(uint64_t address, unsigned bytes, bool write, int lane) {
-    char who[32] = "";
-    if (lane >= 0) snprintf(who, sizeof who, "lane %d ", lane);
     for (const Allocation &a : recent)
         if (address - a.base < a.bytes && a.bytes - (address - a.base) >= bytes && a.flags & (write ? 2 : 1))
             return reinterpret_cast<uint8_t *>(address);
+    return elsewhere(address, bytes, write, lane);
+}
+
+uint8_t *Launch::elsewhere(uint64_t address, unsigned bytes, bool write, int lane) {
     struct { uint64_t base, bytes; const void *host; } own[] = {
         {kernel->code_address, kernel->code_bytes, kernel->code},
         {uint64_t(launch->kernarg), launch->kernarg_bytes, launch->kernarg},
@@ -103,13 +104,16 @@ uint8_t *Launch::memory(uint64_t address, unsigned bytes, bool write, int lane) 
         for (auto &o : own)
             if (address - o.base < o.bytes && o.bytes - (address - o.base) >= bytes)
                 return const_cast<uint8_t *>(static_cast<const uint8_t *>(o.host)) + (address - o.base);
+    char who[32] = "";
+    if (lane >= 0) snprintf(who, sizeof who, "lane %d ", lane);
+    const char *does = write ? "writes" : "reads";
     Allocation found;
     if (lookup && lookup(address, &found.base, &found.bytes, &found.flags)) {
         if (found.bytes - (address - found.base) < bytes)
-            fault("%s%s %u bytes at 0x%llx, reaching past the end of the allocation of %llu bytes", who, write ? "writes" : "reads", bytes,
+            fault("%s%s %u bytes at 0x%llx, reaching past the end of the allocation of %llu bytes", who, does, bytes,
                   (unsigned long long)address, (unsigned long long)found.bytes);
         if (!(found.flags & (write ? 2 : 1)))
-            fault("%s%s memory at 0x%llx that is not to be %s", who, write ? "writes" : "reads", (unsigned long long)address, write ? "written" : "read");
+            fault("%s%s memory at 0x%llx that is not to be %s", who, does, (unsigned long long)address, write ? "written" : "read");
         recent[next_recent++ % std::size(recent)] = found;
         return reinterpret_cast<uint8_t *>(address);
     }
@@ -119,7 +123,7 @@ uint8_t *Launch::memory(uint64_t address, unsigned bytes, bool write, int lane) 
         uint64_t distance = address < a.base ? a.base - address : address - a.base - a.bytes;
         if (a.bytes && distance < best) best = distance, nearest = a;
     }
-    fault("%s%s %u bytes at 0x%llx: %s", who, write ? "writes" : "reads", bytes, (unsigned long long)address, describe(nearest, address).c_str());
+    fault("%s%s %u bytes at 0x%llx: %s", who, does, bytes, (unsigned long long)address, describe(nearest, address).c_str());
 }
 
 void lds_touch(Wave &w, unsigned at, unsigned bytes, bool write, bool atomic, int lane) {
@@ -161,27 +165,28 @@ Target scratch_target(Wave &w, int64_t at, unsigned bytes, int lane) {
 
 } // namespace
 
+// A register after one or two bytes were loaded into it, or a half of it.
+static uint32_t narrow(const MemoryOp &op, uint32_t old, const uint8_t *from) {
+    uint32_t v = op.bytes == 1 ? from[0] : from[0] | uint32_t(from[1]) << 8;
+    if (op.flags & SIGNED) v = op.bytes == 1 ? uint32_t(int32_t(int8_t(v))) : uint32_t(int32_t(int16_t(v)));
+    if (!(op.flags & HALF16)) return v;
+    return op.flags & UPPER ? (old & 0xffff) | v << 16 : (old & 0xffff0000) | (v & 0xffff);
+}
+
 void load_lane(Wave &w, uint16_t dst, const MemoryOp &op, Target from, int lane) {
     uint32_t words[4] = {}, bit = 1u << lane;
-    std::memcpy(words, from.data, op.bytes);
-    uint32_t undefined = 0;
     if (op.bytes < 4) {
-        if (op.flags & SIGNED) words[0] = op.bytes == 1 ? uint32_t(int32_t(int8_t(words[0]))) : uint32_t(int32_t(int16_t(words[0])));
+        uint32_t undefined = 0;
         for (unsigned n = 0; from.undefined && n < op.bytes; n++) undefined |= from.undefined[n];
-        uint32_t &v = w.target(dst)[lane];
-        if (op.flags & HALF16) {
-            bool upper = op.flags & UPPER;
-            v = upper ? (v & 0xffff) | words[0] << 16 : (v & 0xffff0000) | (words[0] & 0xffff);
-            w.define(dst, bit, undefined ? bit : 0, upper);
-        } else {
-            v = words[0];
-            w.define(dst, bit, undefined ? bit : 0, 0);
-            w.define(dst, bit, undefined && op.flags & SIGNED ? bit : 0, 1);
-        }
+        w.v[dst][lane] = narrow(op, w.v[dst][lane], from.data);
+        if (op.flags & HALF16) return w.define(dst, bit, undefined ? bit : 0, (op.flags & UPPER) != 0);
+        w.define(dst, bit, undefined ? bit : 0, 0);
+        w.define(dst, bit, undefined && op.flags & SIGNED ? bit : 0, 1);
         return;
     }
+    std::memcpy(words, from.data, op.bytes);
     for (unsigned n = 0; n < op.bytes / 4u; n++) {
-        w.target(dst + n)[lane] = words[n];
+        w.v[dst + n][lane] = words[n];
         w.define(dst + n, bit, from.undefined && from.undefined[4 * n] | from.undefined[4 * n + 1] ? bit : 0, 0);
         w.define(dst + n, bit, from.undefined && from.undefined[4 * n + 2] | from.undefined[4 * n + 3] ? bit : 0, 1);
     }
@@ -228,6 +233,32 @@ void atomic_lane(Wave &w, const Instruction &i, Atomic a, unsigned bytes, Target
     }
 }
 
+// Lanes whose addresses are all in one allocation that allows it: the common case, in which none needs a look of its own.
+static bool together(const Launch &launch, const MemoryOp &op, const uint64_t *at, uint32_t mask) {
+    uint64_t least = ~0ull, most = 0;
+    uint32_t rights = op.flags & ATOMIC ? 3 : op.flags & LOAD ? 1 : 2;
+    for (int l = 0; l < LANES; l++)
+        if (mask >> l & 1) least = std::min(least, at[l]), most = std::max(most, at[l]);
+    for (const Allocation &a : launch.recent)
+        if (least - a.base < a.bytes && most - a.base < a.bytes && a.bytes - (most - a.base) >= op.bytes && (a.flags & rights) == rights) return true;
+    return false;
+}
+
+static void load_together(Wave &w, const Instruction &i, const MemoryOp &op, const uint64_t *at, uint32_t mask, bool flat) {
+    unsigned words = (op.bytes + 3) / 4;
+    for (unsigned n = 0; n < words; n++) {
+        uint32_t *row = w.target(i.dst + n);
+        for (int l = 0; l < LANES; l++) {
+            if (!(mask >> l & 1)) continue;
+            auto *from = reinterpret_cast<const uint8_t *>(at[l]) + 4 * n;
+            if (op.bytes < 4) row[l] = narrow(op, row[l], from);
+            else std::memcpy(&row[l], from, 4);
+        }
+        w.define(i.dst + n, mask, 0, op.flags & HALF16 ? (op.flags & UPPER) != 0 : -1);
+    }
+    w.issued(i.dst, words, true, flat);
+}
+
 // What all memory instructions do once the place of each lane is known.
 template <class PLACE> static void access(Wave &w, const Instruction &i, uint32_t mask, PLACE place) {
     const MemoryOp &op = *memory_op(i.op);
@@ -266,10 +297,10 @@ void run_memory(Wave &w, const Instruction &i) {
         if (i.segment != 1 && !scalar) high = w.row(i.address + 1), undefined |= w.lanes_undefined(i.address + 1);
     }
     w.require(undefined & exec, "a vector register of the lane", "an address");
-    uint64_t least = ~0ull, most = 0;
+    bool special = false;
     for (int l = 0; l < LANES; l++) {
         at[l] = base + (low ? low[l] : 0) + (high ? uint64_t(high[l]) << 32 : 0) + (op.flags & ADDTID ? 4 * l : 0);
-        if (exec >> l & 1) least = std::min(least, at[l]), most = std::max(most, at[l]);
+        special |= exec >> l & 1 && (at[l] >> 32 == SHARED_APERTURE || at[l] >> 32 == PRIVATE_APERTURE);
     }
     if (!exec) return access(w, i, 0, [](int, unsigned, bool, bool) { return Target{}; });
     if (i.segment == 1) {
@@ -278,7 +309,7 @@ void run_memory(Wave &w, const Instruction &i) {
     }
     uint32_t moved = uint32_t(std::popcount(exec)) * op.bytes;
     (write ? w.launch->stats.bytes_stored : w.launch->stats.bytes_loaded) += moved;
-    if (i.segment == 0 && (most >> 32 == SHARED_APERTURE || least >> 32 == SHARED_APERTURE || most >> 32 == PRIVATE_APERTURE || least >> 32 == PRIVATE_APERTURE)) {
+    if (i.segment == 0 && special) {
         access(w, i, exec, [&](int l, unsigned bytes, bool writes, bool atomic) -> Target {
             if (at[l] >> 32 == SHARED_APERTURE) return lds_target(w, uint32_t(at[l]), bytes, writes, atomic, l);
             if (at[l] >> 32 == PRIVATE_APERTURE) return scratch_target(w, uint32_t(at[l]), bytes, l);
@@ -286,12 +317,9 @@ void run_memory(Wave &w, const Instruction &i) {
         });
         return;
     }
-    for (const Allocation &a : w.launch->recent) // all lanes in one allocation: the common case
-        if (least - a.base < a.bytes && most - a.base < a.bytes && a.bytes - (most - a.base) >= op.bytes && a.flags & (write ? 2 : 1) &&
-            (!(op.flags & ATOMIC) || a.flags & 1)) {
-            access(w, i, exec, [&](int l, unsigned, bool, bool) -> Target { return {reinterpret_cast<uint8_t *>(at[l]), nullptr}; });
-            return;
-        }
+    bool one = together(*w.launch, op, at, exec);
+    if (one && op.flags & LOAD) return load_together(w, i, op, at, exec, i.segment == 0);
+    if (one) return access(w, i, exec, [&](int l, unsigned, bool, bool) -> Target { return {reinterpret_cast<uint8_t *>(at[l]), nullptr}; });
     access(w, i, exec, [&](int l, unsigned bytes, bool writes, bool) -> Target { return {w.launch->memory(at[l], bytes, writes, l), nullptr}; });
 }
 
@@ -326,6 +354,7 @@ void run_buffer(Wave &w, const Instruction &i) {
     }
     bool load = op.flags & LOAD;
     (load ? w.launch->stats.bytes_loaded : w.launch->stats.bytes_stored) += uint64_t(std::popcount(inside)) * op.bytes;
+    if (load && inside == exec && exec && together(*w.launch, op, places, exec)) return load_together(w, i, op, places, exec, false);
     access(w, i, inside, [&](int l, unsigned bytes, bool writes, bool) -> Target { return {w.launch->memory(places[l], bytes, writes, l), nullptr}; });
     static const uint8_t zeros[16] = {};
     if (load || (op.flags & ATOMIC && i.glc)) {

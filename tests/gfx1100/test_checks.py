@@ -133,7 +133,10 @@ MUTANTS: dict[str, tuple[dict, str]] = {
         r"v2 is used, but the program has not waited for the load into it; instruction: ds_store_b32 v1, v2",
     ),
     "missing wait for LDS": ({FETCH: asm.ds(0x36, addr=3, dst=4)}, r"v4 is used, but the program has not waited"),
-    "missing wait for a scalar load": ({"arguments": PARTS["arguments"][:-1]}, r"s\d+ is used, but the program has not wait"),
+    "missing wait for a scalar load": (
+        {"arguments": PARTS["arguments"][:-1]},
+        r"s\d+ is used, but the program has not wait",
+    ),
     "wait for too few": (
         {FETCH: [*asm.ds(0x36, addr=3, dst=4), *asm.ds(0x36, addr=1, dst=6), *asm.sopp(0x09, 63 << 10 | 2 << 4)]},
         r"v4 is used, but the program has not waited",
@@ -146,7 +149,10 @@ MUTANTS: dict[str, tuple[dict, str]] = {
         {STORE: [], FETCH: [*asm.ds(0x36, addr=3, dst=4), *asm.ds(0x36, addr=4, dst=4), *asm.WAIT]},
         r"a vector register of the lane holds what was never written, and decides an address of LDS",
     ),
-    "condition never computed": ({"number": asm.sopp(0x22, 0)}, r"a condition holds what was never written, and decides a branch"),
+    "condition never computed": (
+        {"number": asm.sopp(0x22, 0)},
+        r"a condition holds what was never written, and decides a branch",
+    ),
     "mask never computed": (
         {MASK: asm.sop1(0x20, 9, 30)},
         r"the mask of active lanes holds what was never written, and decides which lanes go on",

@@ -35,7 +35,8 @@ REFUSED = re.compile(
     r"image_|tbuffer_|exp |lds_|v_interp|buffer_\w+_format|(buffer|global|scratch)_load_lds|ds_(bvh|gws|ordered)"
     r"|ds_\w+_gs|ds_append|ds_consume|ds_condxchg|s_subvector|s_version|s_cbranch_cdbg|s_sendmsghalt|s_sethalt|s_setkill"
     r"|s_endpgm_|s_rfe|s_sendmsg_rtn|s_atc_probe|s_\w+(saveexec|wrexec)_b64|v_cube|v_mullit|v_m?qsad|v_trig_preop"
-    r"|.*(src_vccz|src_pops_exiting_wave_id|src_lds_direct| tfe\b| gds\b|Invalid (immediate|dpp_ctrl))"
+    r"|.*(src_vccz|src_pops_exiting_wave_id|src_lds_direct| tfe\b| gds\b|Invalid (immediate|dpp_ctrl)|row_bcast|sext\()"
+    r"|v_(pk_fmac|dot2acc|dot2)_(f16|bf16|f32_f16)\S* .*[-|]|buffer_.*, 0x"
     # Not of the register class that the operation wants: LLVM prints a number.
     r"|([sv]_movrel|v_permlane64|v_swap|s_setpc|s_swappc|v_readfirstlane|v_wmma)\w* (.*, )?-?[\d.]+\b(?!:)"
 )

@@ -203,6 +203,10 @@ def test_modifiers() -> None:
     ]
     for words, expected, mode in cases:
         assert (lanes(words, given, **mode)[0].view(np.float32) == expected.astype(np.float32)).all(), words
+    chosen = lanes(asm.vop3(0x101, 8, v(8), v(9), 25, neg=1, abs=2), given)[0].view(
+        np.float32
+    )  # v_cndmask_b32, s25: a mask
+    assert (chosen == np.where(0x5A3C96F1 >> LANES & 1, np.abs(b), -a)).all()
     x, y = numbers(2)
     saturated = np.minimum(x.astype(np.uint64) + y, 0xFFFFFFFF).astype(np.uint32)
     assert (lanes(asm.vop3(0x125, 8, v(8), v(9), clamp=1), np.stack([x, y]))[0] == saturated).all()

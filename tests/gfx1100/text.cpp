@@ -97,7 +97,7 @@ std::string vector_text(const Instruction &i) {
         sources++;
         std::string s = operand(i, i.src[k], matrix ? matrix_words(i, k) : words_of(v.s[k]));
         if (!i.e64 && bits_of(v.s[k]) == 16 && i.opsel >> k & 1) s += ".h";
-        if (mix || (!packed && is_float(v.s[k]))) {
+        if (mix || (!packed && has_sign(v.s[k]))) {
             if (i.abs >> k & 1) s = "|" + s + "|";
             if (i.neg >> k & 1) s = "-" + s;
         }

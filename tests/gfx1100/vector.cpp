@@ -309,12 +309,12 @@ void fetch(Wave &w, const Instruction &i, int k, uint16_t code, Kind kind, Buffe
         copy();
         for (int l = 0; l < LANES; l++) b.lo[l] >>= 16;
     }
-    if (!is_float(kind)) return;
-    if (kind == Kind::F32 ? w.flush32 : w.flush16_64) copy(), flush(b.lo, b.hi, kind);
+    if (!has_sign(kind)) return;
+    if (is_float(kind) && (kind == Kind::F32 ? w.flush32 : w.flush16_64)) copy(), flush(b.lo, b.hi, kind);
     bool negate = i.neg >> k & 1, absolute = i.abs >> k & 1;
     if (!negate && !absolute) return;
     copy();
-    uint32_t *row = wide ? b.hi : b.lo, sign = kind == Kind::F16 ? 0x8000 : 0x80000000;
+    uint32_t *row = wide ? b.hi : b.lo, sign = bits_of(kind) == 16 ? 0x8000 : 0x80000000;
     for (int l = 0; l < LANES; l++) row[l] = (absolute ? row[l] & ~sign : row[l]) ^ (negate ? sign : 0);
 }
 

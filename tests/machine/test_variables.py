@@ -21,6 +21,7 @@ from hf_rocm_tune.machine.variables import (
     Decision,
     MachineFacts,
     announce,
+    covers,
     evaluate,
     explain,
     exports,
@@ -178,6 +179,16 @@ def test_filters_nest_only_under_that_of_the_runtime(names: str, nested: bool) -
 
 def test_no_row_tells_the_user_what_to_do_about_the_iommu() -> None:
     assert not [rule for rule in RULES if "iommu" in f"{rule.reason} {rule.fix}".lower()]
+
+
+@pytest.mark.parametrize("name", ["NCCL_DEBUG", "OMP_NUM_THREADS", "HSA_ENABLE_SDMA", "HIP_VISIBLE_DEVICES"])
+def test_a_recipe_may_set_a_real_name(name: str) -> None:
+    assert covers(name)
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "NCCL_NET_PLUGIN", "HSA_TOOLS_LIB", "PYTHONPATH", "NCCL", ""])
+def test_a_recipe_may_set_nothing_that_loads_code(name: str) -> None:
+    assert not covers(name)
 
 
 def test_apply_sets_once_and_a_child_knows_the_value_as_ours() -> None:

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hf_rocm_tune.survive import manifest
 from tests import tiny
@@ -206,6 +208,11 @@ def test_a_file_of_a_result_that_is_pushed(
 
     class Runs(Attacks):
         def _place(self) -> Path:
-            return write_run(self.scratch / str(next(self._number)) / "result")
+            place = write_run(self.scratch / str(next(self._number)) / "result")
+            if file == ADAPTER:  # one that is read when it is sent
+                save_file({"weight": np.arange(11 << 18, dtype=np.float32)}, place / ADAPTER)
+                listed = json.loads((place / manifest.MANIFEST_NAME).read_text())["files"]
+                manifest.write(place, run_id="run-1", step=8, status="final", files=listed)
+            return place
 
     Runs(tmp_path, tmp_path)(push, file, "result", seed)

@@ -355,7 +355,7 @@ def test_an_adapter_answers_by_its_id_and_is_merged_by_it(
     pulled = Path(snapshot_download(repo))
     assert manifest.verify(pulled) == [], "a user can verify what was pulled with the manifest that came along"
     assert cli.main(["merge", repo, str(tmp_path / "again"), "--base", str(base)]) == 0
-    assert "run run-9, step 5" in capsys.readouterr().err
+    assert "run id run-9, step 5" in capsys.readouterr().err
     found, wanted = manifest.read(tmp_path / "again"), manifest.read(out)
     assert isinstance(found, manifest.Manifest) and isinstance(wanted, manifest.Manifest)
     assert found.tensors == wanted.tensors

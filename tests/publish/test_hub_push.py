@@ -266,6 +266,19 @@ def test_what_is_not_what_was_trained_is_refused_before_anything_is_asked(
     assert hub.requests == []
 
 
+def test_a_large_file_that_changes_before_it_is_sent_is_not_sent(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_rocm_tune.publish.push._LARGE", 1000)
+    out = write_run(tmp_path / "out")
+    quietly(out, repo=f"{USER}/sound")
+    assert set(on_hub(hub, f"{USER}/sound")) == TOP
+    hub.fault("POST /api/repos/create", first=lambda: _damage(out))
+    with pytest.raises(UsageError, match=r"adapter_model.safetensors has changed since it was checked"):
+        quietly(out)
+    assert on_hub(hub, REPO) == {} and not hub.lines(f"^PUT .*{REPO}")
+
+
 def test_recovered_corruption_is_no_reason_to_refuse(hub: LoopbackHub, tmp_path: Path) -> None:
     out = write_run(tmp_path / "out")
     _report(out, incidents=[{**STOPPED, "outcome": "recovered"}], weights={"mismatches": 1, "recovered": 1})

@@ -9,9 +9,10 @@ Kept to, because the code under test depends on it: each stream runs in order an
 for its own stream and for awaited events only; freed memory goes to the next allocation of the same stream at once; a
 non-blocking copy touches page-locked memory when it runs; host tensors are refused as operands; allocations beyond the
 capacity raise ``torch.OutOfMemoryError``; a process that has asked for its cards leaves its forked children without;
-Triton can be imported and its driver does not compile, as without Python's headers, unless ``SIMCARD_GFX1100=1``.
+Triton can be imported and its driver does not compile, as without Python's headers. With ``SIMCARD_GFX1100=1`` it does,
+and its kernels and those of bitsandbytes' ROCm library are executed as gfx1100 machine code (`tests.gfx1100`).
 
-Not simulated: real DMA, RCCL and peer copies, native 4-bit kernels, the allocator's fragmentation, and speed.
+Not simulated: real DMA, RCCL and peer copies, a card's BLAS and attention, the allocator's fragmentation, and speed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,14 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.survive import heartbeat, manifest
-from hf_rocm_tune.survive.run_directory import StartPlan, fingerprint, prepare_output_dir, read_record, skip_step
+from hf_rocm_tune.survive.run_directory import (
+    StartPlan,
+    claim,
+    fingerprint,
+    prepare_output_dir,
+    read_record,
+    skip_step,
+)
 
 SETTINGS = {"learning_rate": 2e-4, "seed": 1, "model_name_or_path": "some/model", "logging_steps": 5}
 
@@ -188,9 +195,22 @@ def test_overwriting_deletes_runs_and_nothing_foreign(tmp_path: Path) -> None:
     left = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir() or path.is_symlink()}
     mine = {"notes.txt", "checkpoint-final", "my.safetensors", "checkpoint-12b", "checkpoint-7"}
     assert left == mine | {"README.md", "run.json", "checkpoint-2/thesis.tex"} and (elsewhere / "data").is_dir()
+
+
+def test_a_file_that_the_user_has_put_there_since_is_not_replaced_by_the_result(tmp_path: Path) -> None:
+    out, staging = tmp_path / "out", tmp_path / "staging"
+    _begin(out, 1)
+    staging.mkdir()
+    for name in ("tokenizer.json", "adapter_config.json"):
+        (staging / name).write_text("of the run")
     (out / "tokenizer.json").write_text("mine")
     with pytest.raises(UsageError, match=r"no run of hf-rocm-tune has written .*\(tokenizer\.json\)"):
-        _start(out, overwrite=True)
+        claim(staging, out)
+    assert (out / "tokenizer.json").read_text() == "mine"
+    (out / "tokenizer.json").unlink()
+    claim(staging, out)
+    record = read_record(out)
+    assert record is not None and set(record.files) >= {"tokenizer.json", "adapter_config.json"}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
