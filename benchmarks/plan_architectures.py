@@ -81,14 +81,14 @@ def default_config(model_type: str) -> Any:
 def plan_one(model_type: str) -> dict[str, Any]:
     """Plans one architecture in this process as the command would without further flags, its text included."""
     from hf_rocm_tune.plan import plan_for
-    from hf_rocm_tune.plan.command import as_text
+    from hf_rocm_tune.plan.command import command
 
     row: dict[str, Any] = {"model_type": model_type, "architecture": architectures()[model_type]}
     started = time.process_time()
     try:
         config = default_config(model_type)
         plan = plan_for(PlanRequest(), card=CARD, config=config, within_limit=True)
-        as_text(plan, "")
+        command(plan.request, plan.nearest, {})
     except UsageError as error:
         return row | {"refused": str(error), "seconds": time.process_time() - started}
     seconds = time.process_time() - started

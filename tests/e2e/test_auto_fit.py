@@ -241,14 +241,14 @@ def test_without_a_card_nothing_is_chosen_and_the_effective_batch_stands(job: Jo
     assert report_of(tmp_path / "out")["auto_fit"] is None
 
 
-@pytest.mark.parametrize("size", [None, 64], ids=["planned", "given"])
+@pytest.mark.parametrize("size", [None, 256], ids=["planned", "given"])
 def test_an_evaluation_never_ends_a_run_that_trains(job: Job, scratch: Path, tmp_path: Path, size: int | None) -> None:
     """The plan keeps its batch below a training step; a larger one is halved on a card that has too little memory."""
     try:
         card = simcard.environment()
     except simcard.NoCompiler as missing:
         pytest.skip(str(missing))
-    data = tiny.write_dataset_dir(scratch / "evaluated", train=8, test=64)
+    data = tiny.write_dataset_dir(scratch / "evaluated", train=8, test=256)
     tokenizer = tiny.build_tokenizer()
     wide = {"vocab_size": 32768, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(**wide, num_attention_heads=2)).save_pretrained(scratch / "wide")
