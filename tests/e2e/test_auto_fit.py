@@ -250,7 +250,8 @@ def test_an_evaluation_never_ends_a_run_that_trains(job: Job, scratch: Path, tmp
         pytest.skip(str(missing))
     data = tiny.write_dataset_dir(scratch / "evaluated", train=8, test=256)
     tokenizer = tiny.build_tokenizer()
-    wide = {"vocab_size": 32768, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    # a row of 128 tokens needs 4 MB in each of three matrices between the layers' products
+    wide = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 8192, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(**wide, num_attention_heads=2)).save_pretrained(scratch / "wide")
     tokenizer.save_pretrained(scratch / "wide")
     asked: dict[str, Any] = {
