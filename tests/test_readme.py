@@ -19,7 +19,10 @@ MODEL = "meta-llama/Llama-3.2-1B-Instruct"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "accelerate_configs" / "README.md"]
 PROSE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 # of verbs that do not train, and of every verb
-OTHERS = {"stall_seconds", "public", "desktop_gib", "help_all", "gguf", "llama_cpp"}
+OTHERS = {
+    *("stall_seconds", "public", "desktop_gib", "help_all", "gguf", "llama_cpp"),
+    *("cards", "emit", "json", "method", "trainer"),
+}
 BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", PROSE, flags=re.DOTALL)
 
 

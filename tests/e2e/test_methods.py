@@ -235,7 +235,7 @@ def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> No
         "moved reference": ("dpo", {"sync_ref_model": True, "use_peft": False}, "--sync_ref_model"),
         "head": ("reward", {"init_lora_weights": "pissa"}, "lack the reward head"),
         "buffer": ("grpo", {"num_iterations": 2, "save_steps": 1}, "--num_iterations"),
-        "batch": ("dpo", {"auto_fit": "plan", "effective_batch": 64}, "--effective_batch is for supervised"),
+        "batch": ("dpo", {"auto_fit": "plan", "effective_batch": 64}, "cannot be made with"),
         "adapter": ("reward", {"adapter_name_or_path": adapter, "lora_dropout": None}, "its task_type is CAUSAL_LM"),
         "loss": ("dpo", {"loss_type": "nonsense"}, "Unknown loss type: nonsense"),
         "divergence": ("dpo", {"f_divergence_type": "nonsense"}, "Unknown f_divergence_type: nonsense"),
