@@ -174,7 +174,7 @@ def decide(
         "your other flags (the same effective batch)"
     )
     preflight.insist(done, one_card=one_card)
-    if done.choice.way == "host" and (launched_with("FSDP") or launched_with("DEEPSPEED")):
+    if done.choice.way == "host" and any(launched_with(each, environ) for each in ("FSDP", "DEEPSPEED")):
         raise StallError(
             f"gradients can only be averaged through host memory here ({done.choice.reason}), which FSDP and DeepSpeed "
             f"do not support: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"

@@ -17,9 +17,9 @@ from hf_rocm_tune.settings.arguments import Arguments
 Uses = Callable[[Arguments], object]
 
 
-def launched_with(engine: str) -> bool:
+def launched_with(engine: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher asks for ``FSDP`` or ``DEEPSPEED``."""
-    return bool(str_to_bool(os.environ.get(f"ACCELERATE_USE_{engine}") or "no"))
+    return bool(str_to_bool(environ.get(f"ACCELERATE_USE_{engine}") or "no"))
 
 
 def _training(name: str) -> Uses:

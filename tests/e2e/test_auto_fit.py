@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from trl.kernels import chunked_logprob
 from hf_rocm_tune.errors import OutOfMemoryError, TuneError, UsageError
 from hf_rocm_tune.job.fit import before_loading
 from hf_rocm_tune.models import loss
-from hf_rocm_tune.plan import GIB, CardMemory, from_training, plan_for
 from hf_rocm_tune.settings.arguments import parse
 from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
 from tests import simcard, tiny
@@ -136,31 +135,14 @@ def test_the_loss_in_one_pass_trains_as_that_of_trl(job: Job, tmp_path: Path) ->
     assert_same(tmp_path / "out", stock)
 
 
-def _room_for_some(job: Job, output: Path) -> float:
-    """GiB with which 8 rows fit where some activations are recomputed, a margin left, and do not where none are."""
-    settings = parse([*job.argv, *flags(output_dir=output, use_cpu=True)]).resolved()
-    request = replace(from_training(settings, platform="cpu"), effective_batch=8, micro_batch=8, one_pass_loss=True)
-    plan = plan_for(request, card=CardMemory(name="any", usable=1 << 40, desktop=0, context=0), grid=False)
-    off, on = (each.total for each in plan.grid)
-    return (on + 0.95 * (off - on)) / GIB
-
-
 def test_a_mix_of_recomputation_trains_as_without_any(job: Job, tmp_path: Path) -> None:
     """Dropout included: what is not computed again draws no random numbers."""
-    asked = {"auto_fit": "plan", "effective_batch": 8, "per_device_train_batch_size": 8}
-    room = _room_for_some(job, tmp_path)
-    killed = job.run(tmp_path / "out", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}, auto_fit_gib=room, **asked)
+    asked = {"per_device_train_batch_size": 8, "recompute_layers": "1,1", "one_pass_loss": True}
+    killed = job.run(tmp_path / "out", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}, **asked)
     assert killed.code == -9, killed.stderr[-3000:]
-    chosen = json.loads((tmp_path / "out" / "run.json").read_text())["auto_fit"]
-    whole, selective = chosen["recompute"]
-    assert whole + selective > 0 and chosen["predicted_bytes"] < chosen["budget_bytes"]
-    assert f"of {whole} layers whole and of {selective} but for products and attention" in killed.stdout
-
-    done = job.run(tmp_path / "out", auto_fit_gib=PLENTY, **asked)
+    done = job.run(tmp_path / "out", **asked)
     assert done.code == 0, done.stderr[-3000:]
-    assert "as this run began" in done.stdout
-    report = report_of(tmp_path / "out")
-    assert report["auto_fit"] == chosen and report["memory"]["recompute_layers"] == [whole, selective]
+    assert report_of(tmp_path / "out")["memory"]["recompute_layers"] == [1, 1]
     mine, given = adapter_of(tmp_path / "out"), adapter_of(job.given(tmp_path / "given", 8, 1, False))
     assert all(torch.equal(tensor, given[name]) for name, tensor in mine.items())
 

@@ -188,12 +188,18 @@ def test_no_path_and_no_user_is_in_a_card(trained: dict[str, Path], scratch: Pat
 def test_an_edited_card_is_kept_and_an_untouched_one_is_replaced(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    (output / "README.md").write_text("# written before the run\n")
-    result = run(output)
+    (output / "README.md").write_text("# edited by hand\n")
+    refused = run(output)
+    assert refused.code == 2 and "no run of hf-rocm-tune has written what is in it (README.md)" in refused.stderr
+    (output / "README.md").unlink()
+
+    assert run(output).code == 0
+    (output / "README.md").write_text("# edited by hand\n")
+    result = run(output, "--overwrite_output_dir")
     assert (
         result.code == 0 and "was written or edited by hand and is kept" in result.stdout
     )  # what counts as edited: test_card.py of publish
-    assert set(cards_of(output).values()) == {"# written before the run\n"}
+    assert set(cards_of(output).values()) == {"# edited by hand\n"}
     assert manifest.inspect(output).problems == []
 
     (output / "README.md").unlink()

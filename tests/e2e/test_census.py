@@ -228,7 +228,10 @@ class StockLoaders(VerifiedSFTTrainer):
 class StockPlacement(VerifiedSFTTrainer):
     """Lets Accelerate place the model."""
 
-    create_accelerator_and_postprocess = SFTTrainer.create_accelerator_and_postprocess
+    def create_accelerator_and_postprocess(self) -> None:
+        """As upstream: `prepare_model` stays Accelerate's."""
+        SFTTrainer.create_accelerator_and_postprocess(self)
+        self.way.attach(self.accelerator, self.mover)
 
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
         """Places it, as `prepare_model` does on a device that is not the model's."""

@@ -199,9 +199,8 @@ LOOPS = {
 def test_a_model_of_loops_over_the_sequence_is_planned_at_its_own_length() -> None:
     asked = {"length": 128, "effective_batch": 1, "dropout": 0.0, "checkpointing": False, "targets": ("q_proj",)}
     found = plan_for(PlanRequest(methods=("lora",), **asked), card=CARD, config=config_of(LOOPS))
-    totals = [_find(found, "lora", 1, checkpointing=False, length=length).allocated for length in (64, 128, 256)]
-    assert totals == sorted(totals)
-    assert totals[0] < totals[2]
+    totals = [_find(found, "lora", 1, checkpointing=False, length=length).allocated for length in (128, 256)]
+    assert totals[0] < totals[1]
 
 
 def test_where_longer_sequences_take_too_long_to_record_the_longest_is_unknown() -> None:

@@ -243,7 +243,7 @@ def main(place: Path, what: str) -> dict[str, Any]:
         methods=("lora",), length=length, effective_batch=batch * steps, micro_batch=batch, checkpointing=False, rank=4,
         dtype="float32", autocast=False,
         platform="cpu",  # the simulated card has no Triton, and its loss is the CPU's
-        attention="eager",
+        attention="eager", evaluates=False,
     )  # fmt: skip
     cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
     plan = split_plan(request, cards=cards, counts=(2, 2), config=runs.config, flights=flights)
