@@ -221,10 +221,14 @@ def test_on_two_cards_whose_kernels_and_copies_are_late(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flights", [1, 4])
 def test_the_memory_of_each_card_is_what_was_planned(tmp_path: Path, flights: int) -> None:
-    """Of torch's allocator at the peak. Planned is every flight at its highest: on a busy machine fewer coincide."""
+    """Of torch's allocator at the peak. Planned is every flight at its highest: on a busy machine fewer coincide.
+
+    The loss of a card without Triton runs in smaller tiles, which the plan does not count: the first card needs less.
+    """
     found = on_two_cards(tmp_path, f"memory{flights}")
     for measured, planned in zip(found["measured"], found["planned"], strict=True):
-        assert (0.94 if flights == 1 else 0.6) * planned <= measured <= 1.03 * planned, found
+        assert 0.55 * planned <= measured <= 1.03 * planned, found
+    assert flights > 1 or found["measured"][1] >= 0.94 * found["planned"][1], found
 
 
 def main(place: Path, what: str) -> dict[str, Any]:
