@@ -13,6 +13,8 @@ file if it got the signal itself. Without that file the rank ends with 143 and r
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import json
 import os
 import signal
@@ -29,7 +31,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hf_rocm_tune import redaction
-from hf_rocm_tune.errors import OutOfMemoryError, TuneError, device_shortage
+from hf_rocm_tune.errors import RUNTIME_OUT_OF_MEMORY, OutOfMemoryError, TuneError, device_shortage
 from hf_rocm_tune.machine.process import start_ticks
 from hf_rocm_tune.survive.heartbeat import leave_terminal
 
@@ -88,6 +90,8 @@ def run_guarded(
             if Path(wanted).stat().st_mtime_ns < _own_start_ns():
                 Path(wanted).unlink()
     rank = number(environ, "RANK")
+    if process_ends:
+        _tell_native_exits()
     try:
         code = main()
         if code == 0:
@@ -127,6 +131,46 @@ def complete(environ: Mapping[str, str] | None = None) -> None:
     if (wanted := environ.get(EXIT_FILE_VARIABLE)) and number(environ, "RANK") == 0:
         with suppress(OSError):  # no room: the job is done all the same
             write_atomically(Path(wanted), json.dumps({"code": 0, "message": "done"}))
+
+
+def _tell_native_exits() -> None:
+    """From now on, print an error line and use our exit code when a native library ends this process.
+
+    When a call to the runtime fails, bitsandbytes prints ``Error out of memory at line N in file F`` and calls C's
+    ``exit(1)`` (csrc/compat.cuh, ``BNB_CHECK_RETURN``; bitsandbytes#464): nothing is raised, and no Python runs any
+    more except in C's exit handlers.
+    """
+    libc, owner = ctypes.CDLL(None), os.getpid()
+
+    def ended(_: int | None) -> None:
+        if os.getpid() == owner:  # not in a forked child
+            error = _native_error()
+            speak(error)
+            os._exit(error.exit_code)
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ended)
+    key = ctypes.pointer(handler)  # identifies the handler to libc
+
+    def python_ends() -> None:  # the handler cannot run without Python
+        nonlocal owner
+        owner = 0
+        libc.__cxa_finalize(key)  # removes it, and calls it
+
+    libc.__cxa_atexit(handler, None, key)
+    atexit.register(python_ends)
+
+
+def _native_error() -> TuneError:
+    extension = getattr(sys.modules.get("bitsandbytes.cextension"), "lib", None)
+    # A library of bitsandbytes finds the functions of the runtime that it is linked to.
+    libraries = [each for each in (getattr(extension, "_lib", None), ctypes.CDLL(None)) if each is not None]
+    peeks = [getattr(each, f"{runtime}PeekAtLastError", None) for each in libraries for runtime in ("hip", "cuda")]
+    if any(peek is not None and peek() == RUNTIME_OUT_OF_MEMORY for peek in peeks):
+        return OutOfMemoryError(
+            "a native library ran out of device memory and ended the process (its own message is above; bitsandbytes "
+            f"does so): {_OUT_OF_MEMORY_ADVICE}; the same command continues from the newest checkpoint"
+        )
+    return TuneError("a native library ended the process; its own message is above: see `hf-rocm-tune doctor`")
 
 
 def _ignore_signals() -> None:

@@ -73,6 +73,24 @@ def test_system_exit_passes_through() -> None:
         exits.run_guarded(raising(SystemExit(0)), environ={})
 
 
+@pytest.mark.parametrize(
+    ("at_import", "code", "says"),
+    [
+        ("sys.exit(1)", 2, "bitsandbytes is installed but cannot be imported (SystemExit: 1)"),
+        ("ctypes.CDLL(None).exit(1)", 1, "a native library ended the process; its own message is above"),
+    ],
+)
+def test_a_library_that_ends_the_process_when_it_is_imported_gets_a_line(
+    at_import: str, code: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bitsandbytes.py").write_text(f"import ctypes, sys\n{at_import}\n")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"}
+    command = [sys.executable, "-m", "hf_rocm_tune.sft", "--model_name_or_path", "m", "--dataset_name", "d"]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hf-rocm-tune: error:")]
+    assert done.returncode == code and len(lines) == 1 and says in lines[0], done.stderr[-2000:]
+
+
 def test_device_out_of_memory_is_known_by_type_and_advised(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 

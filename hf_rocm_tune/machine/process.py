@@ -315,7 +315,7 @@ def check_bitsandbytes() -> None:
         return
     try:
         importlib.import_module("bitsandbytes")
-    except Exception as error:  # a broken package may raise anything: a missing library is an OSError
+    except (Exception, SystemExit) as error:  # a broken package may raise anything: a missing library is an OSError
         raise UsageError(
             f"bitsandbytes is installed but cannot be imported ({type(error).__name__}: {error}): install "
             "bitsandbytes>=0.50.2 again, or remove it and train without --load_in_4bit and --load_in_8bit"

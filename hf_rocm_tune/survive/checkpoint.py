@@ -218,6 +218,7 @@ class Checkpoints:
     def save(self, write: Callable[[], None], final: Path) -> None:
         """Save a checkpoint in ``final`` with upstream's ``write``. Collective."""
         trainer, state = self._trainer, self._trainer.state
+        saved_state.settle_prompts(self._bare_model())
         trainer.before_save()
         best_before, saved = state.best_model_checkpoint, False
         stage = self._open_stage(final)
@@ -273,6 +274,8 @@ class Checkpoints:
                     "transformers is not supported, install the one named in pyproject.toml"
                 )
             state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            if (prompts := saved_state.prompts_of(self._bare_model())) is not None:
+                torch.save(prompts, staged / saved_state.PROMPTS_FILE)
 
     def _seal_checkpoint(self, staged: Path, final: Path, found: Mapping[str, Readback]) -> None:
         manifest.write(
@@ -292,6 +295,8 @@ class Checkpoints:
         trainer = self._trainer
         first = trainer.is_world_process_zero()
         states: dict[str, Any] = {TRAINER_STATE_NAME: trainer.state} if first else {}
+        if first and (prompts := saved_state.prompts_of(self._bare_model())) is not None:
+            states[saved_state.PROMPTS_FILE] = prompts
         if trainer.args.save_only_model:
             return states
         states |= self._random_states()
@@ -484,7 +489,14 @@ class Checkpoints:
         load = saved_state.load_adapters if hasattr(model, "peft_config") else saved_state.load_model
 
         def load_once() -> list[str]:
-            load(directory, model, place)
+            if (path := directory / saved_state.PROMPTS_FILE).is_file():
+                self._restore(
+                    path,
+                    lambda state: saved_state.load_prompts(state, model, place),
+                    lambda: saved_state.prompts_of(model),
+                )
+            else:
+                load(directory, model, place)
             return self._differing_from(directory)
 
         _until_equal(load_once, str(directory))

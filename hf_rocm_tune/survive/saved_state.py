@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 ADAPTER_FILE = "adapter_model.safetensors"
 RNG_OF_CARDS = "rng_state_cards.pth"
 """Random states of all cards of a split model; upstream saves the current card's only."""
+PROMPTS_FILE = "prompt_encoder.pt"
+"""What PEFT's prompt methods train: an adapter file has only the prompts that their encoders compute."""
 # bitsandbytes 0.50.2, ``Optimizer8bit.get_state_buffer``: the state that it pages, and the fewest elements.
 _PAGED = frozenset({"state1", "state2"})
 _PAGED_FROM = 100_000
@@ -345,6 +347,32 @@ def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
         _check_fit(file, tensors, live)
         placed = {name: place(tensor, name=name, stage="adapter") for name, tensor in tensors.items()}
         set_peft_model_state_dict(model, placed, adapter_name=adapter)
+
+
+def prompts_of(model: nn.Module) -> dict[str, Tensor] | None:
+    """Prompt encoders of a PEFT model and all that is trained; None if its method has none."""
+    if not getattr(model, "prompt_encoder", None):
+        return None
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = model.state_dict()
+    return {name: state[name] for name in state if name in wanted or name.startswith("prompt_encoder.")}
+
+
+def settle_prompts(model: nn.Module) -> None:
+    """PEFT's CPT projects its trained prompt again in each forward, saving included: until that changes no bit."""
+    for name, encoder in getattr(model, "prompt_encoder", {}).items():
+        prompt: Any = getattr(getattr(encoder, "delta_embedding", None), "weight", None)
+        for _ in range(8 if prompt is not None else 0):
+            before = digest(prompt.detach())
+            cast("PeftModel", model).get_prompt_embedding_to_save(name)
+            if digest(prompt.detach()) == before:
+                break
+
+
+def load_prompts(state: Mapping[str, Tensor], model: nn.Module, place: Place) -> None:
+    """Set what `prompts_of` returned. PEFT's own function sets the prompts, for inference only."""
+    placed = {name: place(tensor, name=name, stage="adapter") for name, tensor in state.items()}
+    model.load_state_dict(placed, strict=False)
 
 
 def load_model(directory: Path, model: nn.Module, place: Place) -> None:
