@@ -133,10 +133,6 @@ def check_format(
     """Recognise the format of the rows and check them. Flags are TRL's; ``model_name`` and ``split`` are for messages.
 
     ``vocabulary`` is the number of the model's token ids; None: unknown.
-
-    Raises:
-        UsageError: wrong columns (with those found and those accepted), a row of a wrong type (with its number,
-            from 1), or a flag or a missing chat template that excludes the format.
     """
     first = next(iter(dataset), None)
     if first is None:
@@ -524,9 +520,6 @@ def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: s
     Returns:
         The rows with unmasked labels, and the number of the others (0 for a stream). A span that was cut off ends with
         its example; one that begins in masked labels (a question) is ignored.
-
-    Raises:
-        UsageError: no labels are left.
     """
     from datasets import Dataset
 

@@ -68,9 +68,6 @@ def load_source(
         eval_split_size: split this part off the training rows instead of using ``test_split``: a share below 1
             or a number of rows (streaming: a number only, and the first ones).
         seed: of that split.
-
-    Raises:
-        UsageError: it does not exist, is unreadable, damaged or empty, or lacks the split.
     """
     splits = _load_splits(name, config=config, streaming=streaming)
     train = _pick(splits, train_split, flag="--dataset_train_split", name=name)
@@ -93,11 +90,7 @@ def load_source(
 def load_mixture(
     mixture: DatasetMixtureConfig, *, train_split: str, test_split: str, need_eval: bool, seed: int
 ) -> Splits:
-    """Loads a recipe's mixture by TRL's ``get_dataset``; the path of a part may also be that of a data file.
-
-    Raises:
-        UsageError: a part cannot be read, the parts cannot be joined, or there are no evaluation rows.
-    """
+    """Loads a recipe's mixture by TRL's ``get_dataset``; the path of a part may also be that of a data file."""
     from datasets import DatasetDict
     from trl import get_dataset
 
@@ -203,11 +196,7 @@ def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[st
 
 
 def refuse_missing(name: str) -> None:
-    """Refuses a name that is no Hub id (``name`` or ``owner/name``) and does not exist.
-
-    Raises:
-        UsageError: it is one.
-    """
+    """Refuses a name that is no Hub id (``name`` or ``owner/name``) and does not exist."""
     path = Path(name)
     is_path = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or _reader_of(path) is not None
     if is_path and not os.path.exists(expand_user(name)):

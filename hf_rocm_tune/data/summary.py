@@ -117,14 +117,7 @@ class CountedSFTTrainer(SFTTrainer):
 
 
 def of_pairs(dataset: Any, args: Any, before: Any, split: str) -> DataSummary | None:
-    """The summary of rows that DPO's, KTO's or the reward trainer has tokenised; None for others.
-
-    Args:
-        dataset: with ``prompt_ids`` and ``completion_ids``, or ``chosen_ids`` and ``rejected_ids``.
-        args: the trainer's configuration.
-        before: the rows of which TRL made it; it may have dropped some.
-        split: ``train`` or ``eval``.
-    """
+    """The summary of rows that DPO's, KTO's or the reward trainer has tokenised; None for others."""
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset) or not isinstance(before, Dataset) or not len(dataset):

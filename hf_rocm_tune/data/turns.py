@@ -34,16 +34,7 @@ def template_is_marked(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_labels(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> Rows:
-    """Conversations as ``input_ids`` and ``labels`` that count in the assistant's turns only.
-
-    Args:
-        dataset: with ``messages``, and ``tools`` or ``chat_template_kwargs`` if the template reads them.
-        tokenizer: a fast one, with a chat template.
-        split: for messages.
-
-    Raises:
-        UsageError: the tokenizer is no fast one; or a row does not prove where its turns are (when it is read).
-    """
+    """Conversations as ``input_ids`` and ``labels`` that count in the assistant's turns only."""
     if not tokenizer.is_fast:
         raise UsageError(f"--assistant_only_loss needs marks in the chat template or a fast tokenizer: {_CURE}")
     arguments = {"tokenizer": tokenizer, "split": split}

@@ -61,11 +61,7 @@ class Assets:
 def prepare(
     folder: Path, *, recipe: BaseRecipe | None = None, fresh: bool = False, say: Callable[[str], None] = print
 ) -> Assets:
-    """Create the assets unless they exist. The folder is renamed into place when it is complete.
-
-    Raises:
-        UsageError: the folder exists and was not created by the demo.
-    """
+    """Create the assets unless they exist. The folder is renamed into place when it is complete."""
     recipe = recipe or BaseRecipe()
     assets = Assets(model=folder / "model", data=folder / "data")
     stamp = folder / "recipe.json"

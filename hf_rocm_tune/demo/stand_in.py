@@ -32,11 +32,7 @@ class NotebookModel(NamedTuple):
 
 
 def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-runs") -> NotebookModel:
-    """Choose the model and the data, and create the small ones if they are needed.
-
-    Raises:
-        UsageError: the small model could not be created.
-    """
+    """Choose the model and the data, and create the small ones if they are needed."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted and wanted != DEMO:
         print(f"{VARIABLE} is set: {wanted} instead of {model}")

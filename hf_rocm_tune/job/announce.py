@@ -139,16 +139,7 @@ _ON_THE_PROCESSOR = ("no_gpu", "no_card")
 def check_machine(
     *, doctor: bool, say: Callable[[str], None], deadline_s: float = DEADLINE_S
 ) -> tuple[dict[str, Any], ...]:
-    """Check this machine, on its first rank. Nothing runs on the card, and a failure does not stop the run.
-
-    Args:
-        doctor: False keeps only the findings on environment variables.
-        say: takes a line for each warning and failure that was not printed before.
-        deadline_s: seconds after which the run continues without an answer: a driver may hang inside a read.
-
-    Returns:
-        The findings as plain values; empty on the other ranks.
-    """
+    """Check this machine, on its first rank. Nothing runs on the card, and a failure does not stop the run."""
     if os.environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
         return ()
     found: list[Finding] = []
@@ -202,15 +193,7 @@ _BUILDERS = frozenset({"json", "csv", "parquet", "arrow", "text", "xml", "webdat
 
 @dataclass(kw_only=True)
 class Cards:
-    """The cards of one run.
-
-    Args:
-        arguments: of the command line.
-        data: one line about the rows.
-        columns: of the rows.
-        trainer: whose run it is.
-        facts: see `report.RunFacts`.
-    """
+    """The cards of one run."""
 
     arguments: Arguments
     data: str
@@ -220,11 +203,7 @@ class Cards:
     _reported: set[str] = field(default_factory=set)
 
     def write_card(self, directory: Path) -> None:
-        """Write the current card into a directory that is being saved.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write the current card into a directory that is being saved."""
         with self._failures_reported("the model card"):
             own = card.kept(self._output_dir / card.CARD_NAME)
             if own is None:
@@ -244,17 +223,7 @@ class Cards:
             error.add_note(f"{LOG_NAME} could not be written either: {also}")
 
     def finish(self, content: Mapping[str, Any]) -> list[str]:
-        """Write log, picture and card of the finished run.
-
-        Args:
-            content: the transfer report of all ranks.
-
-        Returns:
-            Names of the files written or kept, for the manifest.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write log, picture and card of the finished run."""
         if not self.trainer.is_world_process_zero():
             return []
         written = []

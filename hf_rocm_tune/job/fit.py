@@ -76,11 +76,7 @@ def demand(
     checkpointing: bool,
     given: Iterable[str],
 ) -> Demand:
-    """What the user requires, from the flags' values and the names of those that the user set.
-
-    Raises:
-        UsageError: these cannot make the effective batch.
-    """
+    """What the user requires, from the flags' values and the names of those that the user set."""
     names = frozenset(given)
     keeps_micro, keeps_steps = "per_device_train_batch_size" in names, "gradient_accumulation_steps" in names
     if effective_batch is None:
@@ -117,11 +113,7 @@ class Choice:
 
     @classmethod
     def from_record(cls, values: Mapping[str, Any], wanted: Demand) -> Choice:
-        """The choice in ``run.json``.
-
-        Raises:
-            UsageError: it is invalid, or does not make the wanted effective batch.
-        """
+        """The choice in ``run.json``."""
         try:
             mix = values.get("recompute")
             choice = cls(**{**values, "recompute": None if mix is None else (int(mix[0]), int(mix[1]))})
@@ -138,20 +130,9 @@ class Choice:
 def before_loading(
     arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say
 ) -> Choice | None:
-    """Chooses before the model is loaded, and writes the choice into the arguments. Collective.
+    """Chooses before the model is loaded, and writes the choice into the arguments; None without one. Collective.
 
-    Args:
-        arguments: of the job; the settings that are chosen change, and nothing else.
-        recorded: the choice in ``run.json`` of a resumed run.
-        libraries: bytes of the card that libraries of this process hold already.
-        say: takes lines for the user.
-
-    Returns:
-        None if nothing was chosen: it is off, or there is no card.
-
-    Raises:
-        UsageError: the effective batch cannot be divided, or this job cannot be planned.
-        OutOfMemoryError: nothing fits by the plan.
+    ``recorded``: the choice in ``run.json`` of a resumed run. ``libraries``: bytes of the card that they hold.
     """
     tune, training = arguments.tune, arguments.training
     if tune.auto_fit == "off":
@@ -195,12 +176,7 @@ def before_loading(
 
 
 def _planned(arguments: Arguments, wanted: Demand, budget: int) -> tuple[Choice, int]:
-    """The plan's choice, on the main process, and the number of cases that were considered.
-
-    Raises:
-        UsageError: this job cannot be planned.
-        OutOfMemoryError: nothing fits.
-    """
+    """The plan's choice, on the main process, and the number of cases that were considered."""
     # the budget is free memory, without that of other programs and the context
     card = replace(card_memory(), name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
     if arguments.training.device.type == "cpu":
@@ -296,11 +272,7 @@ def _gib(nbytes: float) -> str:
 
 
 def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
-    """Refuses ``--recompute_layers`` for more layers than the model has.
-
-    Raises:
-        UsageError: with the reason.
-    """
+    """Refuses ``--recompute_layers`` for more layers than the model has."""
     if (counts := arguments.tune.recompute) is None:
         return
     recompute.check(counts, getattr(_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
@@ -314,11 +286,7 @@ def _config(source: ModelSource) -> Any:
 
 
 def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
-    """The mover of a run, for one device or for the cards of a split.
-
-    Raises:
-        UsageError: the split is not possible, with the reason.
-    """
+    """The mover of a run, for one device or for the cards of a split."""
     training, tune, text = arguments.training, arguments.tune, arguments.ranks.split_layers
     settings = TransferSettings(verify=tune.verify, on_corruption=tune.on_corruption)
     faults = FaultSpec.from_environment()
@@ -335,11 +303,7 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
 
 
 def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch.device]:
-    """The cards to use, the trainer's first.
-
-    Raises:
-        UsageError: there are too few.
-    """
+    """The cards to use, the trainer's first."""
     if first.type != "cuda":
         cards = wanted or _LOGICAL_CARDS
         seen = cards

@@ -30,14 +30,7 @@ _ON, _OFF = "\x1b[1;32m", "\x1b[0m"
 
 
 def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A trainer that has prepared the rows as the run will, around a model without weights.
-
-    Args:
-        arguments: of the run.
-        source: the model, of which the configuration is read.
-        data: the rows.
-        tokenizer: of the model.
-    """
+    """A trainer that has prepared the rows as the run will, around a model without weights."""
     stock = CountedSFTTrainer if arguments.method == "sft" else getattr(trl, VERBS[arguments.method].trainer)
     stays = {"_move_model_to_device": lambda self, model, device: None}  # there is nothing to move
     trainer_class = type(stock.__name__, (stock,), stays)

@@ -157,11 +157,7 @@ def decide(
     place: Path | None,
     say: Callable[..., None],
 ) -> preflight.Preflight | None:
-    """Run the preflight if there are several ranks and it is enabled. Every rank calls it.
-
-    Returns:
-        The decision; None if the preflight did not run.
-    """
+    """Run the preflight if there are several ranks and it is enabled. Every rank calls it."""
     world = int(environ.get("WORLD_SIZE", "1"))
     if world < 2 or place is None or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):
         return None

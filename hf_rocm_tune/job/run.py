@@ -106,15 +106,7 @@ class Job:
 
 
 def run(argv: Sequence[str], *, method: Method = "sft") -> int:
-    """Runs one job.
-
-    Args:
-        argv: the command line without the program's name.
-        method: of the training.
-
-    Returns:
-        0; errors are raised.
-    """
+    """Runs one job."""
     group = exits.RankGroup.of(os.environ)
     met_at = group.meeting_place() if group else None
     place = met_at.with_name(f"{met_at.name}-preflight") if met_at is not None else None
@@ -432,11 +424,7 @@ class _EarlyStopping(EarlyStoppingCallback):
 
 
 def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
-    """Loads the model, verified, and builds its trainer. Collective.
-
-    Returns:
-        The trainer, and the facts of the load for its report.
-    """
+    """Loads the model, verified, and builds its trainer. Collective."""
     training, tune = job.arguments.training, job.arguments.tune
     set_seed(training.seed)  # as TRL does before loading
     # a model to be sharded stays on the host: each card gets its part when the trainer is built

@@ -129,9 +129,6 @@ def share_inputs(model: nn.Module) -> int:
 
     Left alone are variants (DoRA and others) and dropout, which compute with the float32 input. 4-bit and 8-bit layers
     on a card, whose casts PEFT leaves out by itself, need nothing.
-
-    Returns:
-        The number of layers that take their input so from now on.
     """
     from peft.tuners.lora.layer import Linear
 

@@ -109,11 +109,7 @@ def _check_generation_config(source: ModelSource) -> None:
 
 
 def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> tuple[PreTrainedModel, float]:
-    """Loads a model onto the mover's device or cards, every tensor verified.
-
-    Returns:
-        The model and the loading time in seconds.
-    """
+    """Loads a model onto the mover's device or cards, every tensor verified."""
     from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
     from trl.trainer.reward_trainer import suppress_seqcls_warning
@@ -215,9 +211,6 @@ def read_chat_template(path: str, *, trust_remote_code: bool = False) -> str | N
     """The text of a chat template: of a file (``.jinja`` or ``.j2``, as in TRL 1.16) or of one that has a name.
 
     Rendering errors show later, with the rows.
-
-    Returns:
-        The text; None for a model's template.
     """
     if path.endswith((".jinja", ".j2")):
         return _read_template(Path(path))

@@ -31,11 +31,7 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
 def check_model_directory(directory: Path) -> list[Path]:
-    """Checks the weight files of a local model directory.
-
-    Returns:
-        The model's safetensors files, in order.
-    """
+    """Checks the weight files of a local model directory."""
     if not directory.is_dir():
         raise UsageError(f"model: {directory} is not a directory: give a model directory or a Hub id")
     if not (directory / "config.json").is_file():

@@ -148,11 +148,7 @@ SAMPLE_ELEMENTS = 64 << 10
 
 
 def cast_verified(moved: Tensor, source: Tensor, dtype: torch.dtype, *, name: str, mover: Mover) -> Tensor:
-    """Casts a weight on its device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit.
-
-    Returns:
-        The cast on the device, marked as derived.
-    """
+    """Casts a weight on its device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit."""
     cast = cast_on_device(moved, dtype)
     if mover.settings.verify == "full":
         expected = _sample(source).to(dtype)

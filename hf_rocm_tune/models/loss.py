@@ -50,11 +50,7 @@ def is_known() -> bool:
 
 
 def install() -> None:
-    """Let TRL's fused head heed `one_pass_loss`, in this process. A second call does nothing.
-
-    Raises:
-        UsageError: upstream has changed the fused head.
-    """
+    """Let TRL's fused head heed `one_pass_loss`, in this process. A second call does nothing."""
     head = upstream_head.ChunkedLogProbFunction
     stock = {name: getattr(head, name) for name in _PLACES}
     if not is_known():
@@ -73,9 +69,6 @@ def fit_to(device: torch.device, *, compiled: bool) -> None:
     TRL asks whether Triton can be imported, which it can where its driver does not compile: there it gets plain torch.
     On an AMD card its float32 sums are computed by the library that is faster (`products`), but not in a `compiled`
     graph.
-
-    Raises:
-        SeamError: upstream has changed the fused head.
     """
     if device.type == "cpu":
         return

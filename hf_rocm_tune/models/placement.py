@@ -249,11 +249,7 @@ def file_name(name: str) -> str:
 
 
 def coverage(model: nn.Module, mover: Mover) -> Coverage:
-    """How much of the model was verified.
-
-    Returns:
-        Byte counts, and each unverified tensor with the reason.
-    """
+    """How much of the model was verified."""
     verified = total = 0
     unverified: list[dict[str, str]] = []
     verified_by: Counter[str] = Counter()
@@ -323,9 +319,6 @@ def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
     A tensor equal to its file (or to its recomputed table) counts as verified from here on; on the host backend every
     other tensor does too. On an accelerator the others are marked unverified, with a reason. The digest taken here is
     the sentinels' baseline. Tensors with a provenance, and host tensors that are still to be moved, are skipped.
-
-    Returns:
-        Number of equal tensors, and number of tensors compared.
     """
     require_as_read(model)
     unknown: dict[str, Tensor] = {}

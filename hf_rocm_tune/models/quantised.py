@@ -81,9 +81,6 @@ def keep_trainable_on_cpu(model: nn.Module) -> int:
 
     One evaluation under ``no_grad`` would repack them in place, lossily, and later training steps would use a kernel
     without autograd (tried with bitsandbytes 0.50.2: 26 of 28 adapter gradients changed by more than 1 %).
-
-    Returns:
-        Number of layers changed.
     """
     changed = 0
     for module in model.modules():

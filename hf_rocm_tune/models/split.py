@@ -332,11 +332,7 @@ class Hops:
             self._pass.flight = None
 
     def install(self, backbone: nn.Module, layers: nn.ModuleList) -> list[RemovableHandle]:
-        """Puts the hooks on a model whose layers are placed.
-
-        Returns:
-            The hooks, for whoever wants to take them off.
-        """
+        """Puts the hooks on a model whose layers are placed."""
         hooks = [backbone.register_forward_pre_hook(self._begin), backbone.register_forward_hook(self._end)]
         for number, layer in enumerate(layers):
             card = self._mover.split.card_of_layer(number)

@@ -242,9 +242,6 @@ class RanksArguments:
 
         Args:
             found: the preflight's choice; None if none ran.
-
-        Raises:
-            UsageError: the requested compression does not work with it.
         """
         wanted = found if self.grad_sync == "auto" else self.grad_sync
         return SyncSettings(way="host" if wanted == "host" else "ddp", compression=self.grad_compression)
@@ -254,9 +251,6 @@ def process_group(sync: SyncSettings, values: Mapping[str, Any], environ: Mappin
     """Settings of TRL's that averaging through the host needs: the gloo back end, so that RCCL is not created.
 
     None for a single process, by ``WORLD_SIZE``: Accelerate would take a back end as a sign of a group.
-
-    Raises:
-        UsageError: another process group is asked for.
     """
     if sync.way != "host" or environ.get("WORLD_SIZE", "1") == "1":
         return {}
@@ -369,10 +363,6 @@ def parse(
 
     Returns:
         The settings. The recipe's ``env`` is in ``os.environ`` (what was set there before is kept).
-
-    Raises:
-        UsageError: the input is wrong; one message names all faults found.
-        SystemExit: 0, after ``--help``.
     """
     parser = build_parser(method)
     path, rest = names.take_flag(names.canonical(argv), names.CONFIG)
@@ -675,11 +665,7 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
-    """Check bounds and combinations of the given flags.
-
-    Raises:
-        UsageError: one line with all faults.
-    """
+    """Check bounds and combinations of the given flags."""
     faults = early.out_of_range(given)
     if not given.get("model_name_or_path"):
         faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")

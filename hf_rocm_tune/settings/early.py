@@ -91,9 +91,6 @@ def check(method: Method, given: Mapping[str, Any]) -> None:
     Args:
         method: of the training.
         given: flags as typed, or a recipe's values, by name.
-
-    Raises:
-        UsageError: one line.
     """
     if faults := out_of_range({name: number for name in BOUNDS if (number := _number(given.get(name))) is not None}):
         raise UsageError("; ".join(faults))

@@ -109,9 +109,6 @@ def answered(verb: Method, argv: Sequence[str]) -> bool:
     """Print the help if asked for, and return whether it was; else check the names of the flags.
 
     Call it before torch is imported.
-
-    Raises:
-        UsageError: as `check`.
     """
     if HELP_ALL in argv:
         from hf_rocm_tune.machine.process import prepare_process
@@ -128,11 +125,7 @@ def answered(verb: Method, argv: Sequence[str]) -> bool:
 
 
 def check(verb: Method, argv: Sequence[str]) -> None:
-    """Refuse flags, and keys of the recipe, that the verb does not have, and values that `early` refuses.
-
-    Raises:
-        UsageError: one line with all of them and the nearest names; or the recipe is unreadable.
-    """
+    """Refuse flags, and keys of the recipe, that the verb does not have, and values that `early` refuses."""
     if not (known := {option for flag in flags(verb).values() for option in flag.options}):
         return
     path, rest = take_flag(canonical(argv), CONFIG)
@@ -172,11 +165,7 @@ def canonical(argv: Sequence[str]) -> list[str]:
 
 
 def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
-    """The flag of each key of a recipe; keys may have dashes or be aliases.
-
-    Raises:
-        UsageError: two keys name one flag.
-    """
+    """The flag of each key of a recipe; keys may have dashes or be aliases."""
     found: dict[str, str] = {}
     for key in recipe.values:
         plain = key.removeprefix("--").replace("-", "_")
@@ -188,13 +177,7 @@ def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
 
 
 def unknown(name: str, names: Sequence[str], *, dashes: str) -> str:
-    """The message for an unknown name, with the nearest known one.
-
-    Args:
-        name: as it was written.
-        names: of all flags of the verb, without dashes.
-        dashes: ``--`` for a flag, nothing for a key of a recipe.
-    """
+    """The message for an unknown name, with the nearest known one."""
     plain = name.removeprefix("--").replace("-", "_")
     what = "flag" if dashes else "key"
     if is_launcher_flag(plain):
@@ -451,14 +434,7 @@ class RecipeFile:
 
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """Remove ``FLAG VALUE`` or ``FLAG=VALUE`` from a command line.
-
-    Returns:
-        The last value given (as argparse has it) or None, and the other arguments.
-
-    Raises:
-        UsageError: the flag has no value.
-    """
+    """Remove ``FLAG VALUE`` or ``FLAG=VALUE`` from a command line."""
     value, rest, arguments = None, [], iter(argv)
     for argument in arguments:
         if argument == flag:
@@ -473,11 +449,7 @@ def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
 
 
 def find_recipe(given: str | Path) -> Path:
-    """The file of ``--config``: a file at that path wins over a recipe of that name.
-
-    Raises:
-        UsageError: neither exists; the message names the nearest recipe.
-    """
+    """The file of ``--config``: a file at that path wins over a recipe of that name."""
     path = Path(given)
     if os.path.isfile(path):
         return path
@@ -494,15 +466,7 @@ def find_recipe(given: str | Path) -> Path:
 
 
 def read_recipe(path: str | Path) -> RecipeFile:
-    """Read a recipe file.
-
-    Args:
-        path: of the file, or the name of one that ships with the package (`find_recipe`).
-
-    Raises:
-        UsageError: it is missing or unreadable, is not YAML (with the line), is not a mapping, gives a key twice, or
-            sets a variable that recipes may not set.
-    """
+    """Read a recipe file."""
     path = find_recipe(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -536,11 +500,7 @@ def read_recipe(path: str | Path) -> RecipeFile:
 
 
 def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Apply the ``env`` of the recipe on this command line: call it before torch is imported.
-
-    Raises:
-        UsageError: as ``read_recipe``.
-    """
+    """Apply the ``env`` of the recipe on this command line: call it before torch is imported."""
     path, _ = take_flag(argv, CONFIG)
     if path is not None:
         read_recipe(path).apply_environment(environ)
@@ -566,11 +526,7 @@ _SPLIT = "--split_layers"
 
 
 def asks_for_split(argv: Sequence[str]) -> bool:
-    """Whether a command line or its recipe splits a model.
-
-    Raises:
-        UsageError: the recipe cannot be read.
-    """
+    """Whether a command line or its recipe splits a model."""
     value, rest = take_flag([argument.replace("--split-layers", _SPLIT) for argument in argv], _SPLIT)
     path, _ = take_flag(rest, CONFIG)
     if value is not None or path is None:

@@ -93,11 +93,7 @@ class StepGuard:
         self._quiet_until = 0
 
     def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> StepFinding | None:
-        """Judge a step (from 1) whose gradients have not been used yet.
-
-        Returns:
-            The problem; None if the step is sound.
-        """
+        """Judge a step (from 1) whose gradients have not been used yet."""
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaled):
             return self._not_finite(step, loss, grad_norm)
         dead = loss == 0 and grad_norm == 0

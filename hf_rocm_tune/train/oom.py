@@ -188,11 +188,7 @@ def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None
 
 
 def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[BatchPart]:
-    """Split a batch of host tensors into at most ``divisor`` parts, which are views of it where possible.
-
-    Returns:
-        The parts in order; a batch that cannot be split is returned as a single part.
-    """
+    """Split a batch of host tensors into at most ``divisor`` parts, which are views of it where possible."""
     found = layout(batch, pairs=pairs)
     groups = group(found.sizes, divisor)
     if len(groups) == 1:
@@ -521,11 +517,7 @@ class OutOfMemoryRecovery:
 
 
 def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
-    """The result of an evaluation, repeated with half as many rows at a time while memory runs out.
-
-    Raises:
-        OutOfMemoryError: one row at a time does not fit, there are several ranks, or ``on_oom`` is ``stop``.
-    """
+    """The result of an evaluation, repeated with half as many rows at a time while memory runs out."""
     args, state = trainer.args, trainer.accelerator.gradient_state
     loaders, logged = state.dataloader_references, getattr(trainer, "_metrics", {}).get("eval", {})
     shortages: list[dict[str, Any]] = []

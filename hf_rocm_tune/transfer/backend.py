@@ -329,11 +329,7 @@ class _EventDigest:
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The backend of a device.
-
-    Raises:
-        UsageError: it is neither ``cpu`` nor ``cuda`` (also for HIP).
-    """
+    """The backend of a device."""
     if device.type == "cpu":
         return HostBackend()
     if device.type == "cuda":

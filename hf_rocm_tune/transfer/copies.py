@@ -39,9 +39,6 @@ class TransferSettings:
         slot_bytes: bytes of a slot, a multiple of 256; None: 32 MiB page-locked on an accelerator, up to 8 MiB on the
             host. The ring takes at most ``slots * slot_bytes`` of host memory.
         keep_route_after: number of recoveries by the same route after which it is used from the start.
-
-    Raises:
-        UsageError: a value is not valid.
     """
 
     verify: str = "full"

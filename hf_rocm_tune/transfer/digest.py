@@ -90,11 +90,7 @@ class Digest:
 
     @classmethod
     def from_hex(cls, text: str) -> Digest:
-        """The inverse of `hex`.
-
-        Raises:
-            UsageError: the text is not what `hex` writes.
-        """
+        """The inverse of `hex`."""
         try:
             s1, s2, nbytes = (int(part, 16) for part in text.split("-"))
         except ValueError:

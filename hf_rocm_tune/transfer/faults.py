@@ -60,21 +60,13 @@ class FaultSpec:
 
     @classmethod
     def parse(cls, text: str) -> FaultSpec:
-        """Read ``key=value`` pairs joined by commas.
-
-        Raises:
-            UsageError: names the key that is unknown, given twice, missing or has a wrong value, and what is valid.
-        """
+        """Read ``key=value`` pairs joined by commas."""
         allowed = {"kind": KINDS, "stage": FAULT_STAGES}
         return read_spec(cls, VARIABLE, text, allowed=allowed, least={"first": 1, "count": 1})
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> FaultSpec | None:
-        """The specification in `HF_ROCM_TUNE_FAULT`; None when it is unset or empty.
-
-        Raises:
-            UsageError: see `parse`.
-        """
+        """The specification in `HF_ROCM_TUNE_FAULT`; None when it is unset or empty."""
         text = environ.get(VARIABLE, "").strip()
         return cls.parse(text) if text else None
 

@@ -174,10 +174,6 @@ class Mover:
         Returns:
             A new tensor on the device, same dtype and shape, contiguous, without gradient history, that owns its
             storage.
-
-        Raises:
-            CorruptionError: it could not be transferred correctly (`SourceChangedError`: `tensor` changed meanwhile).
-            UsageError: it is not a dense host tensor.
         """
         self._check_host(tensor, name)
         segment = Segment(name, tensor, 0, source)
@@ -209,11 +205,7 @@ class Mover:
         return self.move(tensor, name=name, stage=stage, source=source)
 
     def fetched(self, tensor: Tensor, *, name: str, stage: str) -> AbstractContextManager[Fetched]:
-        """The bytes of a device tensor on the host, verified, within the block; see `copies.Fetcher`.
-
-        Raises:
-            CorruptionError: it could not be transferred correctly.
-        """
+        """The bytes of a device tensor on the host, verified, within the block; see `copies.Fetcher`."""
         self._check_open()
         return self._fetcher.fetched(tensor, name=name, stage=stage)
 
@@ -236,10 +228,6 @@ class Mover:
         Returns:
             The same structure with device tensors in flight: call `settle` before using them. Tensors that are already
             on the device, or moved already, and other objects are returned as they are.
-
-        Raises:
-            MemoryFaultError: the tensors have changed since `pack`.
-            UsageError: a tensor is not a dense host tensor.
         """
         self._check_open()
         given: dict[int, tuple[str, Tensor]] = {}
@@ -294,11 +282,7 @@ class Mover:
         return map_tensors(tree, lambda tensor: copies.get(id(tensor), tensor))
 
     def require_unchanged(self, tree: Any) -> None:
-        """Check that packed host tensors have not changed; other tensors are ignored.
-
-        Raises:
-            MemoryFaultError: one has changed.
-        """
+        """Check that packed host tensors have not changed; other tensors are ignored."""
         looked_at: list[Pack] = []
         for tensor in tree_tensors(tree):
             packed = self._packs.get(tensor)
@@ -325,9 +309,6 @@ class Mover:
         """Wait until every transfer of tensors in `tree` is verified, with retries after a mismatch.
 
         Afterwards the tensors may be used on the caller's current stream. Tensors that are not in flight are ignored.
-
-        Raises:
-            CorruptionError: a tensor could not be transferred correctly; raised again by each later call.
         """
         for tensor in tree_tensors(tree):
             entry = self._registry.get(tensor)

@@ -32,11 +32,7 @@ def ordinary() -> AbstractContextManager[Any]:
 
 
 def check_plain(tensor: Tensor, name: str) -> None:
-    """Refuse tensors without plain bytes.
-
-    Raises:
-        UsageError: the tensor is sparse, quantised with ``torch.quantize_*``, meta, or lazily conjugated or negated.
-    """
+    """Refuse tensors without plain bytes."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UsageError(f"tensor '{name}' is {tensor.layout}, only dense tensors can be moved; call .to_dense() first")
     if tensor.is_meta:

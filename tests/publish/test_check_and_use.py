@@ -109,8 +109,15 @@ def _ran(done: Result, found: Callable[[], Any]) -> tuple[int, Any, str]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("folder", ["adapter", PRIVATE])
-@pytest.mark.parametrize("file", [ADAPTER, CONFIG, "tokenizer.json"])
+@pytest.mark.parametrize(
+    ("file", "folder"),
+    [
+        (ADAPTER, "adapter"),
+        ("tokenizer.json", PRIVATE),
+        *(pytest.param(file, "adapter", marks=pytest.mark.long) for file in (CONFIG, "tokenizer.json")),
+        *(pytest.param(file, PRIVATE, marks=pytest.mark.long) for file in (ADAPTER, CONFIG)),
+    ],
+)
 def test_an_adapter_to_generate_with(
     attacks: Attacks, server: CommandServer, file: str, folder: str, seed: int
 ) -> None:
@@ -126,14 +133,19 @@ def test_an_adapter_to_generate_with(
 @pytest.mark.parametrize(
     ("file", "folder"),
     [
-        (ADAPTER, "adapter"),
         (CONFIG, "adapter"),
         ("model.safetensors", "base"),
-        ("model.safetensors", "_staging"),
         ("tokenizer.json", "_staging"),
-        ("config.json", "_staging"),
-        (ADAPTER, PRIVATE),
-        ("tokenizer.json", PRIVATE),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (ADAPTER, "adapter"),
+                ("model.safetensors", "_staging"),
+                ("config.json", "_staging"),
+                (ADAPTER, PRIVATE),
+                ("tokenizer.json", PRIVATE),
+            )
+        ),
     ],
 )
 def test_base_adapter_and_result_of_a_merge(
@@ -154,7 +166,7 @@ def test_base_adapter_and_result_of_a_merge(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("file", [ADAPTER, CONFIG])
+@pytest.mark.parametrize("file", [ADAPTER, pytest.param(CONFIG, marks=pytest.mark.long)])
 def test_an_adapter_whose_training_goes_on(attacks: Attacks, server: CommandServer, file: str, seed: int) -> None:
     def train(place: Path, env: dict[str, str]) -> tuple[int, Any, str]:
         flags = {
@@ -186,7 +198,14 @@ def the_hub() -> Iterator[LoopbackHub]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("file", [ADAPTER, CONFIG, "chat_template.jinja", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        ADAPTER,
+        "tokenizer.json",
+        *(pytest.param(each, marks=pytest.mark.long) for each in (CONFIG, "chat_template.jinja")),
+    ],
+)
 def test_a_file_of_a_result_that_is_pushed(
     library: Path, the_hub: LoopbackHub, tmp_path: Path, file: str, seed: int
 ) -> None:

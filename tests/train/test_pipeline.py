@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -196,52 +197,60 @@ def test_what_a_step_needs_to_be_alone_for_is_not_pipelined(runs: Runs, monkeypa
     assert runs.in_flight == 1
 
 
-def on_two_cards(place: Path, what: str, **more: str) -> Any:
-    """What `main` prints in a process that has two simulated cards."""
+@pytest.fixture(scope="module")
+def on_two_cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `main` finds in a process that has two simulated cards."""
     try:
         environment = simcard.environment()
     except simcard.NoCompiler as missing:
         pytest.skip(str(missing))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.train.test_pipeline", str(place), what],
-        env={**os.environ, **environment, "SIMCARD_DEVICES": "2", **more},
+        [sys.executable, "-m", "tests.train.test_pipeline", str(tmp_path_factory.mktemp("cards"))],
+        env={**os.environ, **environment, "SIMCARD_DEVICES": "2"},
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def test_on_two_cards_whose_kernels_and_copies_are_late(tmp_path: Path) -> None:
-    found = on_two_cards(tmp_path, "bits", SIMCARD_POISON="1", SIMCARD_DELAYS="0,60,0,600")
-    assert found == {"differ": [], "losses": True, "mismatches": 0}
+def test_on_two_cards_whose_kernels_and_copies_are_late(on_two_cards: dict[str, Any]) -> None:
+    assert on_two_cards["late"] == {"differ": [], "losses": True, "mismatches": 0}
 
 
 @pytest.mark.parametrize("flights", [1, 4])
-def test_the_memory_of_each_card_is_what_was_planned(tmp_path: Path, flights: int) -> None:
+def test_the_memory_of_each_card_is_what_was_planned(on_two_cards: dict[str, Any], flights: int) -> None:
     """Of torch's allocator at the peak. Planned is every flight at its highest: on a busy machine fewer coincide.
 
     The loss of a card without Triton runs in smaller tiles, which the plan does not count: the first card needs less.
     """
-    found = on_two_cards(tmp_path, f"memory{flights}")
+    found = on_two_cards[f"memory of {flights}"]
     for measured, planned in zip(found["measured"], found["planned"], strict=True):
         assert 0.55 * planned <= measured <= 1.03 * planned, found
     assert flights > 1 or found["measured"][1] >= 0.94 * found["planned"][1], found
 
 
-def main(place: Path, what: str) -> dict[str, Any]:
-    """What a test of two cards asks of them."""
+def main(place: Path) -> dict[str, Any]:
+    """What the tests of two cards ask of them."""
+    found: dict[str, Any] = {f"memory of {flights}": _memory(place, flights) for flights in (1, 4)}
+    os.environ |= {"SIMCARD_POISON": "1", "SIMCARD_DELAYS": "0,60,0,600"}
+    sys.modules["simcard"].configure()
     runs = Runs(place, torch.device("cuda", 0), torch.device("cuda", 1))
-    if what == "bits":
-        results = [runs(pipeline=which, activation_checkpointing=True, max_steps=1) for which in (False, True)]
-        differing = [name for name, each in results[0][1].items() if not torch.equal(each, results[1][1][name])]
-        same = results[0][0] == results[1][0]
-        return {"differ": differing, "losses": same, "mismatches": runs.crossed["mismatches"]}
-    flights, batch, length, steps = int(what[-1]), 4, 512, 8
+    results = [runs(pipeline=which, activation_checkpointing=True, max_steps=1) for which in (False, True)]
+    differing = [name for name, each in results[0][1].items() if not torch.equal(each, results[1][1][name])]
+    same = results[0][0] == results[1][0]
+    return found | {"late": {"differ": differing, "losses": same, "mismatches": runs.crossed["mismatches"]}}
+
+
+def _memory(place: Path, flights: int) -> dict[str, Any]:
+    runs, batch, length, steps = Runs(place, torch.device("cuda", 0), torch.device("cuda", 1)), 4, 512, 8
     runs.lengths, runs.attention = [length] * batch * steps, "eager"  # the simulated card has no fused attention
     sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_length": length}
+    for card in range(2):
+        torch.cuda.reset_peak_memory_stats(card)
     runs(pipeline=flights > 1, max_steps=1, **sizes)
     request = PlanRequest(
         methods=("lora",), length=length, effective_batch=batch * steps, micro_batch=batch, checkpointing=False, rank=4,
@@ -252,8 +261,10 @@ def main(place: Path, what: str) -> dict[str, Any]:
     cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
     plan = split_plan(request, cards=cards, counts=(2, 2), config=runs.config, flights=flights)
     measured = [torch.cuda.max_memory_allocated(card) for card in range(2)]
+    del runs
+    gc.collect()
     return {"measured": measured, "planned": [each.allocated for each in plan.estimates]}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))
+    print(json.dumps(main(Path(sys.argv[1]))))

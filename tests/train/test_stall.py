@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from hf_rocm_tune import exits
 from hf_rocm_tune.cards.watchdog import PeerLostError
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.settings.arguments import RanksArguments
@@ -222,30 +225,24 @@ def test_other_errors_pass(error: BaseException) -> None:
         watch(raising(error))
 
 
-CODE = """
-import sys, time
-from pathlib import Path
-from hf_rocm_tune import exits
-from hf_rocm_tune.train.stall import watched
-def main():
-    with watched("0.2", place=None, tell=exits.speak, environ={}) as guard:
-        guard._progress.beat(step=0, phase="save")  # no trainer yet: the report goes to the temporary directory
-        time.sleep(600)
-exits.run_guarded(main, environ={})
-"""
-
-
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_before_the_run_owns_its_directory_the_report_goes_to_the_temporary_one(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={"PATH": "/usr/bin", "TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-    )
-    assert done.returncode == 4
-    assert done.stderr.startswith("hf-rocm-tune: error: no progress for ") and done.stderr.count("\n") == 1
-    assert "in <module>" not in done.stderr and "main() in <string>" in done.stderr
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(tmp_path / "said", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        tempfile.tempdir = str(tmp_path)
+
+        def hang() -> None:
+            with watched("0.2", place=None, tell=exits.speak, environ={}) as guard:
+                guard._progress.beat(step=0, phase="save")  # no trainer yet
+                time.sleep(60)
+
+        exits.run_guarded(hang, environ={})
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("hf-rocm-tune: error: no progress for ") and said.count("\n") == 1
+    assert "hang() in " in said
     (file,) = tmp_path.glob("hf-rocm-tune-stall-*/stall_report.txt")
-    assert str(file) in done.stderr and "MainThread (most recent call last):" in file.read_text()
+    assert str(file) in said and "MainThread (most recent call last):" in file.read_text()
