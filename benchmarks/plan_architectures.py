@@ -88,7 +88,7 @@ def plan_one(model_type: str) -> dict[str, Any]:
     try:
         config = default_config(model_type)
         plan = plan_for(PlanRequest(), card=CARD, config=config, within_limit=True)
-        command(plan.request, plan.nearest, {})
+        command(plan.request, plan.nearest)
     except UsageError as error:
         return row | {"refused": str(error), "seconds": time.process_time() - started}
     seconds = time.process_time() - started

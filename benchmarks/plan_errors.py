@@ -110,7 +110,6 @@ def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
     adapters = LoraConfig(
         task_type="CAUSAL_LM",
         r=asked.rank,
-        lora_alpha=asked.alpha,
         lora_dropout=asked.dropout,
         target_modules=asked.targets if isinstance(asked.targets, str) else list(asked.targets),
         modules_to_save=list(asked.modules_to_save) or None,

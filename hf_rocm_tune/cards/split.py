@@ -33,7 +33,7 @@ class Split(Way):
         "FSDP": "choose one of them",
         "DeepSpeed": "choose one of them",
         "--fp16": "its gradient scaler copies between cards; use --bf16",
-        "--auto_fit": "it plans for one card; choose the batch with `hf-rocm-tune plan --split`",
+        "--auto_fit": "it plans for one card; choose the batch with `hf-rocm-tune plan --cards 2`",
         "--activation_offloading": "it serves one card",
         "--torch_compile": "leave it out",
         "--init_lora_weights": "it was never tried; leave it out",

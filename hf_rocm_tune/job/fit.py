@@ -28,13 +28,13 @@ from hf_rocm_tune.plan import (
     Plan,
     advice,
     card_memory,
+    cpu_rates,
     describe,
+    even_counts,
     from_training,
     plan_for,
     split_plan,
 )
-from hf_rocm_tune.plan.estimate import cpu_rates
-from hf_rocm_tune.plan.fit import even_counts, memory_lines
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
@@ -349,10 +349,10 @@ def _planned_counts(
     say(f"split: {_shared(counts)} on {where}, {how}; transfers between them are staged through the host, verified")
     if (flights := plan.estimates[0].case.flights) > 1:
         say(f"split: planned with the activations of {flights} micro-batches in flight")
-    for line in memory_lines(plan):
+    for line in plan.lines():
         say(f"split: planned {line}")
     if not logical and not plan.fits:
-        say("split: by this plan it does not fit; `hf-rocm-tune plan --split` searches for settings that do")
+        say("split: by this plan it does not fit; `hf-rocm-tune plan --cards 2` searches for settings that do")
     return counts
 
 

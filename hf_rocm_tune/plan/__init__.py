@@ -1,12 +1,12 @@
 """The planner: what a training job takes of a card, by the model's configuration, and the fastest way that fits.
 
 Reading order: `request` (the question), `sample` and `recorder` (one step of the real architecture on the meta device),
-`estimate` (from recorded steps to a card's memory), `fit` (every case, the choice, one model over several cards),
-`ways` (ways over several cards), and `command`. Only `sample` and `recorder` import torch.
+`estimate` (from recorded steps to a card's memory), `fit` (every case, the choice), `ways` (several cards, advice), and
+`command`. Only `sample` and `recorder` import torch.
 """
 
-from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, GIB, CardMemory, Estimate, describe
-from hf_rocm_tune.plan.fit import Plan, advice, plan_for, split_plan
+from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, GIB, CardMemory, Estimate, cpu_rates, describe
+from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
     PUBLIC_MODELS,
     TRAINERS,
@@ -17,7 +17,8 @@ from hf_rocm_tune.plan.request import (
     load_config,
     public_model,
 )
+from hf_rocm_tune.plan.ways import advice, even_counts, split_plan
 
 __all__ = ["CONTEXT_BYTES", "GIB", "PUBLIC_MODELS", "TRAINERS", "CardMemory", "Estimate", "Plan", "PlanRequest"]
-__all__ += ["advice", "card_memory", "config_of", "describe", "from_training", "load_config", "plan_for"]
-__all__ += ["public_model", "split_plan"]
+__all__ += ["advice", "card_memory", "config_of", "cpu_rates", "describe", "even_counts", "from_training"]
+__all__ += ["load_config", "plan_for", "public_model", "split_plan"]

@@ -4,24 +4,21 @@
     plan.choice.case.micro_batch, plan.choice.case.checkpointing
 
 Only a configuration is downloaded, nothing is allocated, no GPU is needed. Imports torch when the first step is
-recorded. `split_plan` plans one model over several cards.
+recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import (
-    GIB,
-    NEAR,
     CardMemory,
     Case,
-    Counts,
     Estimate,
     Step,
     StepRecording,
@@ -34,15 +31,7 @@ from hf_rocm_tune.plan.estimate import (
     micro_batches,
     optimizer,
 )
-from hf_rocm_tune.plan.request import (
-    DEFAULT_OPTIMIZER,
-    PUBLIC_MODELS,
-    PlanRequest,
-    TooManyOperations,
-    config_for,
-    config_of,
-    longest_position,
-)
+from hf_rocm_tune.plan.request import PlanRequest, TooManyOperations, config_for, longest_position
 
 if TYPE_CHECKING:
     from hf_rocm_tune.plan.sample import Sample
@@ -122,7 +111,7 @@ class Recordings:
         return self._events > _MANY_EVENTS
 
     @cached_property
-    def ways(self) -> tuple[str, ...]:
+    def mixes(self) -> tuple[str, ...]:
         """The ways to recompute single layers: ``whole``, ``selective``; empty if only all layers together can be.
 
         Also empty if a layer needs no gradient without checkpointing: it keeps nothing then, but everything if a layer
@@ -167,10 +156,8 @@ class Recordings:
         from hf_rocm_tune.plan import recorder
 
         asked = self.request
-        return recorder.record(
-            sample, case, batch, length,
-            platform=asked.platform, autocast=asked.autocast, one_pass=asked.one_pass_loss,
-        )  # fmt: skip
+        how: dict[str, Any] = {"platform": asked.platform, "autocast": asked.autocast, "one_pass": asked.one_pass_loss}
+        return recorder.record(sample, case, batch, length, **how)
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -194,11 +181,6 @@ class Plan:
         return next(iter(self.recordings.values())).sample
 
     @property
-    def architecture(self) -> str:
-        """Name of the model's class."""
-        return type(self.sample.base).__name__
-
-    @property
     def layers(self) -> int:
         """Of the model."""
         return len(self.sample.layer_of)
@@ -209,20 +191,20 @@ class Plan:
         return {method: each.variant for method, each in self.recordings.items()}
 
     @property
-    def parameters(self) -> int:
-        """Of the model."""
-        return next(iter(self.variants.values())).weights.parameters
+    def wanted(self) -> list[Estimate]:
+        """The cases of the wanted length."""
+        return [each for each in self.grid if each.case.length == self.request.length]
 
     @cached_property
     def choice(self) -> Estimate | None:
         """The fastest case that fits, at the wanted length and batch, with its evaluation; None if none fits."""
-        found = fastest(self.wanted())
+        found = fastest(self.wanted)
         return found and self.with_evaluation(found)
 
     @cached_property
     def nearest(self) -> Estimate:
         """The choice, or if nothing fits the case that needs least."""
-        return self.choice or min(self.wanted(), key=lambda each: each.total)
+        return self.choice or min(self.wanted, key=lambda each: each.total)
 
     def with_evaluation(self, found: Estimate) -> Estimate:
         """A case with the largest evaluation batch up to TRL's default that needs no more than the training step."""
@@ -246,26 +228,17 @@ class Plan:
         itemsize = 2 if self.request.autocast else 4
         return float(case.micro_batch * case.length * vocabulary * (itemsize + 8))
 
-    def wanted(self) -> list[Estimate]:
-        """The cases of the wanted length."""
-        return [each for each in self.grid if each.case.length == self.request.length]
-
-    def longest(self, method: str, fits: Callable[[Case, Callable[[Case], Step]], bool] | None = None) -> int | None:
-        """The longest sequence that fits with micro-batch 1 and checkpointing, in steps of 128 tokens.
-
-        Whether one does is what ``fits`` says of a case and its recorded step; by default, whether it fits the card.
+    def longest(self, method: str, fits: Callable[[Case], bool] | None = None) -> int | None:
+        """The longest sequence that fits (by default: the card) with micro-batch 1 and checkpointing.
 
         None: none fits, or it is not known because a step takes too long to record.
         """
         recordings = self.recordings[method]
         short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint)
-
-        def at(length: int) -> bool:
-            case = replace(short, length=length)
-            return fits(case, recordings) if fits else estimate(recordings.variant, case, self.card).fits
-
+        fits = fits or (lambda case: estimate(recordings.variant, case, self.card).fits)
         with suppress(TooManyOperations):
-            return None if recordings.takes_long else longest(at, limit=self.limit or LONGEST)
+            if not recordings.takes_long:
+                return longest(lambda length: fits(replace(short, length=length)), limit=self.limit or LONGEST)
         return None
 
 
@@ -293,46 +266,41 @@ def plan_for(
     request, more = _as_quantised(request, config)
     notes += more
     limit = longest_position(config)
-    too_long = limit is not None and request.length > limit
-    if too_long and within_limit:
-        notes.append(f"the model was made for {limit} tokens: planned for these, not for {request.length}")
-        request, too_long = replace(request, length=limit or request.length), False
-    elif too_long:
-        notes.append(f"the model was made for {limit} tokens; {request.length} are more")
-    lengths: tuple[int, ...] = (request.length,)
-    if grid and 2 * request.length <= (limit or LONGEST):
-        lengths += (2 * request.length,)
-
-    planned: dict[str, tuple[Recordings, list[Estimate]]] = {}
+    if limit is not None and request.length > limit:
+        if within_limit:
+            notes.append(f"the model was made for {limit} tokens: planned for these, not for {request.length}")
+            request = replace(request, length=limit)
+        else:
+            notes.append(f"the model was made for {limit} tokens; {request.length} are more")
+    lengths = [request.length] + [2 * request.length] * (grid and 2 * request.length <= (limit or LONGEST))
+    recordings: dict[str, Recordings] = {}
+    cases: list[Estimate] = []
     refused: dict[str, UsageError] = {}
     for method in request.methods:
         try:
-            recordings = Recordings(config, request, method)
-            wanted = (request.length,) if recordings.takes_long else lengths
-            planned[method] = recordings, grid_of(recordings, card, request, wanted)
-        except TooManyOperations as error:
-            refused[method] = error
-            break
+            found = Recordings(config, request, method)
+            cases += grid_of(found, card, request, lengths[:1] if found.takes_long else lengths)
+            recordings[method] = found
         except UsageError as error:
             refused[method] = error
-    if not planned:
+            if isinstance(error, TooManyOperations):
+                break
+    if not recordings:
         first = next(iter(refused.values()))
-        if too_long:
+        if limit is not None and request.length > limit:
             raise UsageError(f"{first}; it was made for {limit} tokens, and {request.length} are more") from first
         raise first
-    plan = Plan(
+    notes += [f"{name}: {why}" for name, why in refused.items()]
+    notes += dict.fromkeys(note for each in recordings.values() for note in each.sample.notes)
+    return Plan(
         request=request,
         config=config,
         card=card,
-        grid=(),
-        recordings={name: each for name, (each, _) in planned.items()},
+        grid=tuple(cases),
+        recordings=recordings,
         limit=limit,
-        notes=(),
+        notes=tuple(notes),
     )
-    notes += [f"{name}: {why}" for name, why in refused.items()]
-    notes += dict.fromkeys(note for each in plan.recordings.values() for note in each.sample.notes)
-    cases = (each for _, found in planned.values() for each in found)
-    return replace(plan, grid=tuple(cases), notes=tuple(notes))
 
 
 def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[str]]:
@@ -374,7 +342,7 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
     )
 
 
-def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, lengths: tuple[int, ...]) -> list[Estimate]:
+def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, lengths: Sequence[int]) -> list[Estimate]:
     """Every length and micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too.
 
     Mixes are searched at the wanted length. Longer lengths whose step takes too long to record are omitted.
@@ -393,27 +361,26 @@ def _of_length(recordings: Recordings, card: CardMemory, request: PlanRequest, l
     variant, layers = recordings.variant, len(recordings.sample.layer_of)
     sizes = (request.micro_batch,) if request.micro_batch else micro_batches(request.each)
     sizes = tuple(size for size in sizes if size > 1 or request.trainer != "kto")
-    ways = [way for way in (False, True) if request.checkpointing in (None, way) and way <= recordings.can_checkpoint]
-    if not ways:
+    hows = [how for how in (False, True) if request.checkpointing in (None, how) and how <= recordings.can_checkpoint]
+    if not hows:
         raise UsageError("this architecture does not support checkpointing: leave it off")
     grid = []
     for case in (_case(request, size, length) for size in sizes):
         if request.recompute is not None:
             from hf_rocm_tune.models.recompute import check
 
-            check(request.recompute, layers if recordings.ways else 0)
+            check(request.recompute, layers if recordings.mixes else 0)
             grid.append(estimate(variant, replace(case, recompute=request.recompute), card))
             continue
-        found = [estimate(variant, replace(case, checkpointing=way), card) for way in ways]
+        found = [estimate(variant, replace(case, checkpointing=how), card) for how in hows]
         grid += found
-        roomy = [each.spare >= card.margin for each in found]
-        mixes = request.mixes and length == request.length and roomy == [False, True]
-        if mixes and recordings.ways:
-            grid += _mixes(variant, case, card, layers, selective="selective" in recordings.ways)
+        only_checkpointed = [each.spare >= card.margin for each in found] == [False, True]
+        if request.mixes and recordings.mixes and length == request.length and only_checkpointed:
+            grid += _best_mix(variant, case, card, layers, selective="selective" in recordings.mixes)
     return grid
 
 
-def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:
+def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:
     """The fastest mix by estimate of layers recomputed whole and selectively that leaves the card's margin.
 
     The margin is there because mixes fill the card, and part of its memory is assumed. The more layers are recomputed
@@ -431,193 +398,3 @@ def _mixes(variant: Variant, case: Case, card: CardMemory, layers: int, *, selec
             fewest, best = count, each
         found += [best] if best is not None else []
     return sorted(found, key=lambda each: each.tokens_per_second)[-1:]
-
-
-def advice(plan: Plan, *, training: bool = False) -> str:
-    """What would fit where nothing does, each change planned; ``training``: in the flags of a training verb."""
-    request, method = plan.request, plan.nearest.variant
-    loose: dict[str, Any] = {"micro_batch": None, "checkpointing": None, "recompute": None}
-    bf16, adam8 = {"dtype": "bfloat16"}, {"optim": "adamw_8bit"}
-    changes: list[tuple[str, dict[str, Any], bool]] = [
-        ("another micro-batch and checkpointing", {}, (request.micro_batch, request.checkpointing) != (None, None)),
-        ("--optim adamw_8bit", adam8, method == "full" and request.optim == DEFAULT_OPTIMIZER),
-        ("--dtype bfloat16", bf16, method == "full" and request.dtype is None),
-        ("--dtype bfloat16 --optim adamw_8bit", bf16 | adam8, method == "full" and request.dtype is None),
-        ("--use_peft true" if training else "--method lora", {"methods": ("lora",)}, request.methods == ("full",)),
-        ("no --modules_to_save", {"modules_to_save": ()}, bool(request.modules_to_save)),
-        (f"--{'lora_r' if training else 'rank'} 16", {"rank": 16}, method != "full" and request.rank > 16),
-        ("--load_in_4bit" if training else "--method qlora", {"methods": ("qlora",)}, "qlora" not in request.methods),
-        ("--packing false", {"packing": False}, request.packing),
-    ]
-    found: list[str] = []
-    for words, change, applies in changes:
-        if applies and not any(each in words for each in found):
-            other = replace(request, **(loose | change), mixes=False)
-            with suppress(UsageError):
-                if plan_for(other, card=plan.card, config=plan.config, grid=False).choice:
-                    found.append(words)
-    longest = max((plan.longest(each) or 0 for each in plan.recordings), default=0)
-    if 0 < longest < request.length:
-        found.append(f"--{'max_length' if training else 'seq'} {longest}")
-    if request.cards == 1 and not training and request.trainer == "sft":
-        with suppress(UsageError):
-            if split_plan(replace(request, **loose), cards=[plan.card] * 2, config=plan.config).fits:
-                found.append("--cards 2")
-    some = f"what would fit: {' | '.join(found)}; or" if found else "what would fit:"
-    return f"{some} a smaller model: `hf-rocm-tune plan --largest`"
-
-
-def largest_models(request: PlanRequest, *, card: CardMemory) -> dict[str, str | None]:
-    """By method, the largest public model that fits with one sequence and checkpointing; None if none fits."""
-    found: dict[str, str | None] = {}
-    for method in request.methods:
-        single = replace(request, methods=(method,), micro_batch=1, checkpointing=True)
-        models = (
-            model.name
-            for model in sorted(PUBLIC_MODELS, key=lambda each: -each.billions)
-            if plan_for(single, card=card, config=config_of(model.fields), grid=False).choice is not None
-        )
-        found[method] = next(models, None)
-    return found
-
-
-# ---- one model over several cards -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitPlan:
-    """One model over several cards: what each holds, and where to cut.
-
-    Each card is planned as if it held a smaller model: its layers, and on the first card everything outside the layers.
-    A card keeps what its layers need for backward while the others compute; each has its own peak. The other cards hold
-    copies of masks, position embeddings and their first input. The cards compute one after the other, so a second one
-    adds memory, not speed.
-    """
-
-    plan: Plan  # of one card, the source of model, cases and speed
-    option: Estimate  # the case on one card
-    counts: Counts  # layers of each card
-    estimates: tuple[Estimate, ...]  # what they take
-    cards: tuple[CardMemory, ...]  # its memory
-
-    @property
-    def least_spare(self) -> float:
-        """Bytes left over on the fullest card; negative: missing."""
-        return min(estimate.spare for estimate in self.estimates)
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits on every card."""
-        return self.least_spare >= 0
-
-
-def split_plan(
-    request: PlanRequest,
-    *,
-    cards: Sequence[CardMemory],
-    counts: Counts | None = None,
-    config: Any = None,
-    within_limit: bool = False,
-    flights: int = 1,
-) -> SplitPlan:
-    """Plans one model over several cards.
-
-    Args:
-        request: the job, of one process: its ``cards`` is 1.
-        cards: the memory of each, two or more; those beyond the counts are dropped.
-        counts: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
-            the fullest card.
-        config, within_limit: as for `plan_for`.
-        flights: micro-batches in flight, if a step has as many.
-
-    Returns:
-        The fastest case by estimate that fits on every card; if none fits, the one with the least memory missing.
-
-    Raises:
-        UsageError: the model cannot be planned, the counts do not fit it, or it has too few layers.
-    """
-    assert request.cards == 1, "one process"
-    single = replace(request, mixes=False)  # the one that fits one card is not that of several
-    whole = plan_for(single, card=cards[0], config=config, grid=False, within_limit=within_limit)
-    return over_cards(whole, cards=cards, counts=counts, flights=flights)
-
-
-def over_cards(
-    whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None, flights: int = 1
-) -> SplitPlan:
-    """`split_plan` from the plan for one card, without its grid of lengths.
-
-    Raises:
-        UsageError: the counts do not fit the model, or it has too few layers.
-    """
-    if counts is not None:
-        from hf_rocm_tune.models.split import counts_for
-
-        counts = counts_for(counts, whole.layers)
-        cards = cards[: len(counts)]
-    if whole.layers < len(cards):
-        raise UsageError(f"{whole.layers} layers cannot be distributed over {len(cards)} cards")
-
-    @cache
-    def part(method: str, start: int, stop: int) -> Variant:
-        return whole.recordings[method].part(start, stop)
-
-    def split(option: Estimate) -> SplitPlan:
-        def at(shared: Counts) -> SplitPlan:
-            stops = [sum(shared[: card + 1]) for card in range(len(shared))]
-            each = zip(shared, stops, cards, strict=True)
-            case = replace(option.case, flights=min(flights, option.case.accumulation))
-            found = (estimate(part(option.variant, end - count, end), case, card) for count, end, card in each)
-            return SplitPlan(plan=whole, option=option, counts=shared, estimates=tuple(found), cards=tuple(cards))
-
-        return at(counts) if counts is not None else best_cut(at, even_counts(whole.layers, [c.free for c in cards]))
-
-    found = [split(option) for option in whole.grid]
-    if roomy := [each for each in found if each.least_spare >= cards[0].margin]:
-        best = max(each.option.tokens_per_second for each in roomy)
-        found = [each for each in roomy if each.option.tokens_per_second >= best * (1 - NEAR)]
-    return max(found, key=lambda each: each.least_spare)
-
-
-def even_counts(layers: int, weights: Sequence[float]) -> Counts:
-    """Distributes layers in proportion to the weights of the cards, at least one to each."""
-    left, room = layers, sum(weights)
-    counts = []
-    for position, weight in enumerate(weights):
-        later = len(weights) - position - 1
-        share = round(left * weight / room) if room else 1
-        counts.append(left if later == 0 else min(max(share, 1), left - later))
-        left, room = left - counts[-1], room - weight
-    return tuple(counts)
-
-
-def best_cut(plan: Callable[[Counts], SplitPlan], counts: Counts) -> SplitPlan:
-    """The cut that leaves most memory on the card that has least, found by moving one layer at a time from ``counts``.
-
-    Layers of cards between giver and taker shift along.
-    """
-    best = plan(counts)
-    while True:
-        moves = [
-            tuple(count + (card == taker) - (card == giver) for card, count in enumerate(best.counts))
-            for giver in range(len(counts))
-            for taker in range(len(counts))
-            if giver != taker and best.counts[giver] > 1
-        ]
-        better = max((plan(each) for each in moves), key=lambda each: each.least_spare, default=best)
-        if better.least_spare <= best.least_spare:
-            return best
-        best = better
-
-
-def memory_lines(plan: SplitPlan) -> Iterator[str]:
-    """One line for each card: its layers, and how much of it they take."""
-    start = 0
-    for number, (count, found, card) in enumerate(zip(plan.counts, plan.estimates, plan.cards, strict=True)):
-        beside = ", embeddings, head and loss" if number == 0 else ""
-        rest = f"{found.spare / GIB:.1f} spare" if found.fits else f"{-found.spare / GIB:.1f} missing"
-        yield (
-            f"card {number}: layers {start} to {start + count - 1}{beside}: {found.total / GIB:.1f} of "
-            f"{card.usable / GIB:.1f} GiB, {rest}"
-        )
-        start += count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import socket
@@ -49,14 +48,12 @@ class PlanRequest:
     effective_batch: int = 16  # sequences (``dpo``: pairs) per optimizer step, over all cards
     cards: int = 1  # each with the whole model
     packing: bool = False  # several sequences in a row
-    # rank, alpha, dropout, targets, modules_to_save, dora, rslora: of the adapters
+    # rank, dropout, targets, modules_to_save, dora: of the adapters
     rank: int = 16
-    alpha: int = 32
     dropout: float = 0.0
     targets: str | tuple[str, ...] = ALL_LINEAR
     modules_to_save: tuple[str, ...] = ()
     dora: bool = False
-    rslora: bool = False
     nested: bool = True  # constants of 4-bit weights are quantised too
     # of weights that are not quantised; None: ``bfloat16`` below adapters, ``float32`` when all are trained
     dtype: str | None = None
@@ -76,7 +73,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
-        least |= {"cards": (self.cards, 1), "rank": (self.rank, 1), "alpha": (self.alpha, 1)}
+        least |= {"cards": (self.cards, 1), "rank": (self.rank, 1)}
         least |= {"workers": (self.workers, 0), "rows": (self.rows, 0), "eval_batch": (self.eval_batch or 1, 1)}
         faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
         if self.effective_batch > _LARGEST_BATCH:
@@ -91,8 +88,8 @@ class PlanRequest:
             faults.append(f"--packing and --one_pass_loss are for sft, not {self.trainer}")
         if self.trainer == "kto" and (self.micro_batch or self.each) < 2:
             faults.append("kto needs two or more sequences in a micro-batch: its KL estimate pairs them")
-        if "full" in self.methods and (self.dora or self.rslora or self.modules_to_save):
-            faults.append("--dora, --rslora and --modules_to_save are for adapters: leave them out with --method full")
+        if "full" in self.methods and (self.dora or self.modules_to_save):
+            faults.append("--dora and --modules_to_save are for adapters: leave them out with --method full")
         for name, given, known in (
             ("trainer", self.trainer, TRAINERS),
             *(("method", method, METHODS) for method in self.methods),
@@ -160,13 +157,11 @@ def from_training(
         cards=cards,
         packing=bool(settings.get("packing")),
         rank=int(settings["lora_r"]),
-        alpha=math.ceil(settings["lora_alpha"]),
         # TRL turns dropout off for preferences
         dropout=0.0 if settings.get("disable_dropout") else float(settings["lora_dropout"]),
         targets=as_targets([targets] if isinstance(targets, str) else targets),
         modules_to_save=tuple((lora and settings.get("lora_modules_to_save")) or ()),
         dora=lora and bool(settings.get("use_dora")),
-        rslora=lora and bool(settings.get("use_rslora")),
         nested=bool(settings.get("use_bnb_nested_quant")),
         # TRL's `auto` and None load the file's dtype, nearly always bfloat16
         dtype="bfloat16" if dtype in ("auto", None) else str(dtype),

@@ -270,12 +270,10 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=request.rank,
-        lora_alpha=request.alpha,
         lora_dropout=request.dropout,
         target_modules=target_names(targets),
         modules_to_save=list(request.modules_to_save) or None,
         use_dora=request.dora,
-        use_rslora=request.rslora,
     )
     try:
         with torch.device("meta"), warnings.catch_warnings():

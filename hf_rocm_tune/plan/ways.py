@@ -1,4 +1,4 @@
-"""Ways to use several cards, compared: what fits, the speed, and the traffic between the cards.
+"""Several cards: what each way over them takes, its speed and traffic, one model split over them, and what to change.
 
     ddp       each card has the whole model and its share of the batch; gradients are averaged by RCCL
     host      the same, averaged through host memory
@@ -12,15 +12,28 @@ Every figure is an estimate from counted bytes and assumed rates. None was measu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.plan.estimate import GIB, Case, Estimate, Step, Variant, Weights, estimate, fastest
-from hf_rocm_tune.plan.fit import Plan, SplitPlan, grid_of, over_cards
-from hf_rocm_tune.plan.request import PlanRequest
+from hf_rocm_tune.plan.estimate import (
+    GIB,
+    NEAR,
+    CardMemory,
+    Case,
+    Counts,
+    Estimate,
+    Step,
+    Variant,
+    Weights,
+    estimate,
+    fastest,
+)
+from hf_rocm_tune.plan.fit import Plan, grid_of, plan_for
+from hf_rocm_tune.plan.request import DEFAULT_OPTIMIZER, PlanRequest
 
 #: Assumed: bytes a second in one direction of PCIe 4.0 x8, the link of two cards on most AM5 boards; on x16, 28 to 29e9
 #: were measured (ROCm/ROCm#2253).
@@ -31,129 +44,250 @@ THROUGH_HOST = 3e9
 CLOSE = 0.05
 
 
+# ---- one model over several cards -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """One model over several cards: what each holds, and where to cut.
+
+    Each card is planned as if it held a smaller model: its layers, and on the first card everything outside the layers.
+    A card keeps what its layers need for backward while the others compute; each has its own peak. The other cards hold
+    copies of masks, position embeddings and their first input. The cards compute one after the other, so a second one
+    adds memory, not speed.
+    """
+
+    plan: Plan  # of one card, the source of model, cases and speed
+    option: Estimate  # the case on one card
+    counts: Counts  # layers of each card
+    estimates: tuple[Estimate, ...]  # what they take
+    cards: tuple[CardMemory, ...]  # its memory
+
+    @property
+    def least_spare(self) -> float:
+        """Bytes left over on the fullest card; negative: missing."""
+        return min(estimate.spare for estimate in self.estimates)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits on every card."""
+        return self.least_spare >= 0
+
+    def lines(self) -> Iterator[str]:
+        """One line for each card: its layers, and how much of it they take."""
+        start = 0
+        for number, (count, found, card) in enumerate(zip(self.counts, self.estimates, self.cards, strict=True)):
+            beside = ", embeddings, head and loss" if number == 0 else ""
+            rest = f"{found.spare / GIB:.1f} spare" if found.fits else f"{-found.spare / GIB:.1f} missing"
+            yield (
+                f"card {number}: layers {start} to {start + count - 1}{beside}: {found.total / GIB:.1f} of "
+                f"{card.usable / GIB:.1f} GiB, {rest}"
+            )
+            start += count
+
+
+def split_plan(
+    request: PlanRequest,
+    *,
+    cards: Sequence[CardMemory],
+    counts: Counts | None = None,
+    config: Any = None,
+    flights: int = 1,
+) -> SplitPlan:
+    """Plans one model over several cards.
+
+    Args:
+        request: the job, of one process: its ``cards`` is 1.
+        cards: the memory of each, two or more; those beyond the counts are dropped.
+        counts: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
+            the fullest card.
+        config: as for `plan_for`.
+        flights: micro-batches in flight, if a step has as many.
+
+    Returns:
+        The fastest case by estimate that fits on every card; if none fits, the one with the least memory missing.
+
+    Raises:
+        UsageError: the model cannot be planned, the counts do not fit it, or it has too few layers.
+    """
+    assert request.cards == 1, "one process"
+    single = replace(request, mixes=False)  # the one that fits one card is not that of several
+    whole = plan_for(single, card=cards[0], config=config, grid=False)
+    return over_cards(whole, cards=cards, counts=counts, flights=flights)
+
+
+def over_cards(
+    whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None, flights: int = 1
+) -> SplitPlan:
+    """`split_plan` from the plan for one card, without its grid of lengths."""
+    if counts is not None:
+        from hf_rocm_tune.models.split import counts_for
+
+        counts = counts_for(counts, whole.layers)
+        cards = cards[: len(counts)]
+    if whole.layers < len(cards):
+        raise UsageError(f"{whole.layers} layers cannot be distributed over {len(cards)} cards")
+    parts: dict[tuple[str, int, int], Variant] = {}
+
+    def split(option: Estimate, shared: Counts) -> SplitPlan:
+        found, case = [], replace(option.case, flights=min(flights, option.case.accumulation))
+        for (start, stop), card in zip(_ranges(shared), cards, strict=True):
+            key = option.variant, start, stop
+            if key not in parts:
+                parts[key] = whole.recordings[option.variant].part(start, stop)
+            found.append(estimate(parts[key], case, card))
+        return SplitPlan(plan=whole, option=option, counts=shared, estimates=tuple(found), cards=tuple(cards))
+
+    def best(option: Estimate) -> SplitPlan:
+        if counts is not None:
+            return split(option, counts)
+        return best_cut(partial(split, option), even_counts(whole.layers, [card.free for card in cards]))
+
+    found = list(map(best, whole.grid))
+    if roomy := [each for each in found if each.least_spare >= cards[0].margin]:
+        top = max(each.option.tokens_per_second for each in roomy)
+        found = [each for each in roomy if each.option.tokens_per_second >= top * (1 - NEAR)]
+    return max(found, key=lambda each: each.least_spare)
+
+
+def _ranges(counts: Counts) -> list[tuple[int, int]]:
+    """The first layer of each card, and the one after its last."""
+    return [(sum(counts[:card]), sum(counts[: card + 1])) for card in range(len(counts))]
+
+
+def even_counts(layers: int, weights: Sequence[float]) -> Counts:
+    """Distributes layers in proportion to the weights of the cards, at least one to each."""
+    left, room = layers, sum(weights)
+    counts = []
+    for position, weight in enumerate(weights):
+        later = len(weights) - position - 1
+        share = round(left * weight / room) if room else 1
+        counts.append(left if later == 0 else min(max(share, 1), left - later))
+        left, room = left - counts[-1], room - weight
+    return tuple(counts)
+
+
+def best_cut(plan: Callable[[Counts], SplitPlan], counts: Counts) -> SplitPlan:
+    """The cut that leaves most memory on the card that has least, found by moving one layer at a time from ``counts``.
+
+    Layers of cards between giver and taker shift along.
+    """
+    best, cards = plan(counts), range(len(counts))
+    while True:
+        moves = [
+            tuple(count + (card == taker) - (card == giver) for card, count in enumerate(best.counts))
+            for giver in cards
+            for taker in cards
+            if giver != taker and best.counts[giver] > 1
+        ]
+        better = max(map(plan, moves), key=lambda each: each.least_spare, default=best)
+        if better.least_spare <= best.least_spare:
+            return best
+        best = better
+
+
+# ---- the ways, compared -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class CardsWay:
     """One way to use the cards."""
 
     name: str  # ``ddp``, ``host``, ``fsdp2``, ``split``, ``pipeline`` or ``tensor``
-    option: Estimate  # the fastest case that fits, else the one with the least memory; the speed is that of all cards
-    total: float  # bytes on the fullest card
-    fits: bool
-    tight: bool  # it fits with less left over than the assumed parts may be wrong
+    # the fastest case that fits, else the one with the least memory: that of the fullest card, the speed of all cards
+    option: Estimate
     longest: int | None  # tokens, with micro-batch 1 and checkpointing; None: none fits, or unknown
     crossing: float  # bytes between the cards, or between them and the host, in one optimizer step; sum of all cards
     flags: str  # of ``hf-rocm-tune sft`` that select it
-
-
-def launcher_flags(cards: int, config: str = "dual_rx7900xt") -> str:
-    """The launcher's flags for a process on each card; the configuration is for two."""
-    return f"--accelerate_config {config}" + (f" --num_processes {cards}" if cards != 2 else "")
+    lines: tuple[str, ...] = ()  # of a split: each card
 
 
 def ways(plan: Plan) -> list[CardsWay]:
     """Estimates of all ways for a plan on several cards, without those that the model does not support."""
-    wanted = [each for each in plan.grid if each.case.length == plan.request.length]
-    launched = launcher_flags(plan.request.cards)
+    cards = plan.request.cards
+    more = f" --num_processes {cards}" if cards != 2 else ""  # the configurations are for two
+    launched = f"--accelerate_config dual_rx7900xt{more}"
     found = [
-        _replicated(plan, wanted, "ddp", LINK, launched),
-        _replicated(plan, wanted, "host", THROUGH_HOST, f"{launched} --grad_sync host"),
-        _sharded(plan, wanted),
+        _replicated(plan, "ddp", 2 * (cards - 1) / cards, LINK, launched),
+        _replicated(plan, "host", 2.0, THROUGH_HOST, f"{launched} --grad_sync host"),
     ]
     if plan.request.trainer != "sft":  # the other ways refuse these trainers
-        return found[:2]
+        return found
+    found.append(_sharded(plan, f"--accelerate_config dual_rx7900xt_fsdp2{more}"))
     for way in (_layered, _together):
         with suppress(UsageError):  # fewer layers than cards; weights that cannot be sharded
             found += way(plan)
     return found
 
 
-def best_of(found: list[CardsWay]) -> CardsWay | None:
+def best_of(found: Iterable[CardsWay]) -> CardsWay | None:
     """The fastest that fits, with the card's margin if one does, the first of nearly equal ones; None: none fits."""
-    fitting = [each for each in found if each.fits]
-    offered = [each for each in fitting if not each.tight] or fitting
+    fitting = [each for each in found if each.option.fits]
+    offered = [each for each in fitting if not each.option.tight] or fitting
     top = max((each.option.tokens_per_second for each in offered), default=0.0)
     return next((each for each in offered if each.option.tokens_per_second >= top * (1 - CLOSE)), None)
 
 
-def sentence(plan: Plan, found: list[CardsWay]) -> str:
-    """The recommended way, one of which fits, and the reason."""
-    best = best_of(found)
-    assert best is not None, "one fits"
-    method, cards = best.option.variant, plan.request.cards
-    gib = best.crossing / GIB
-    alone = any(each.fits for each in plan.grid if (each.variant, each.case.length) == (method, plan.request.length))
-    reason = f"{method} {'is estimated to be faster this way' if alone else 'does not fit on one card'}"
-    why = {
-        "ddp": f"{method} fits on each card, so {cards} cards compute {cards} batches at once, and only {gib:.2f} GiB "
-        "are transferred per step",
-        "host": f"{method} fits on each card, and {gib:.2f} GiB of gradients are transferred per step",
-        "fsdp2": f"{reason}, and gathering {gib:.1f} GiB of weights per step takes less time "
-        "than cards that wait for each other",
-        "split": f"{reason}; a second card adds memory, not speed, and {gib:.2f} GiB are transferred per step",
-        "pipeline": f"{reason}, the micro-batches of a step keep the cards busy, and "
-        f"{gib:.2f} GiB are transferred per step",
-        "tensor": f"{reason}, and summing {gib:.1f} GiB per step takes less time than cards that wait for each other",
-    }
-    return f"{best.name}: {why[best.name]}"
+def sentence(plan: Plan, best: CardsWay) -> str:
+    """The recommended way, and the reason."""
+    method, crossing = best.option.variant, f"{best.crossing / GIB:.2f} GiB cross in a step"
+    if best.name in ("ddp", "host"):
+        return (
+            f"{best.name}: {method} fits on each card, so {plan.request.cards} batches are computed at once; {crossing}"
+        )
+    alone = any(each.fits and each.variant == method for each in plan.wanted)
+    reason = "is estimated to be faster this way" if alone else "does not fit on one card"
+    slow = ", and a second card adds memory, not speed" if best.name == "split" else ""
+    return f"{best.name}: {method} {reason}{slow}; {crossing}"
 
 
-def _at(plan: Plan, option: Estimate, *, times: float = 1.0, plus: float = 0.0, least: float = 0.0) -> Estimate:
+def _at(option: Estimate, plan: Plan, *, times: float = 1.0, plus: float = 0.0, least: float = 0.0) -> Estimate:
     """The option with ``times`` the seconds of its step ``plus`` others, at ``least`` that many."""
     tokens = plan.request.effective_batch * option.case.length
     seconds = max(times * tokens / option.tokens_per_second + plus, least)
     return replace(option, tokens_per_second=tokens / seconds)
 
 
-def _best(options: list[Estimate]) -> Estimate:
-    return fastest(options) or min(options, key=lambda each: each.total)
-
-
 def _way(
     plan: Plan,
     name: str,
-    best: Estimate,
-    crossing: float,
     flags: str,
-    fits: Callable[[Case, Callable[[Case], Step]], bool] | None = None,
+    options: list[Estimate],
+    fits: Callable[[str, Case], bool],
+    crossing: Callable[[Estimate], float],
+    lines: Iterable[str] = (),
 ) -> CardsWay:
-    """The way of a case whose estimate is that of the fullest card; ``fits`` as for `Plan.longest`."""
-    longest = plan.longest(best.variant, fits)
-    return CardsWay(
-        name=name,
-        option=best,
-        total=best.total,
-        fits=best.fits,
-        tight=best.tight,
-        longest=longest,
-        crossing=crossing,
-        flags=flags,
-    )
+    """The best of a way's cases; ``fits`` is asked of method and case."""
+    best = fastest(options) or min(options, key=lambda each: each.total)
+    longest = plan.longest(best.variant, partial(fits, best.variant))
+    return CardsWay(name=name, option=best, longest=longest, crossing=crossing(best), flags=flags, lines=tuple(lines))
 
 
 def _gradients(variant: Variant) -> float:
     return float(sum(each.nbytes for each in variant.weights.trained))
 
 
-def _replicated(plan: Plan, wanted: list[Estimate], name: str, rate: float, flags: str) -> CardsWay:
+def _replicated(plan: Plan, name: str, times: float, rate: float, flags: str) -> CardsWay:
     """In a ring each card sends the shares of the other cards, twice; through the host it sends and receives all.
 
     No overlap with computation is assumed.
     """
-    cards = plan.request.cards
-    times = 2.0 if name == "host" else 2 * (cards - 1) / cards
-    each_sends = {method: times * _gradients(variant) for method, variant in plan.variants.items()}
-    best = _best([_at(plan, one, plus=each_sends[one.variant] / rate) for one in wanted])
-    return _way(plan, name, best, cards * each_sends[best.variant], flags)
+    sends = {method: times * _gradients(variant) for method, variant in plan.variants.items()}
+    options = [_at(one, plan, plus=sends[one.variant] / rate) for one in plan.wanted]
+
+    def fits(method: str, case: Case) -> bool:
+        return estimate(plan.variants[method], case, plan.card).fits
+
+    return _way(plan, name, flags, options, fits, lambda one: plan.request.cards * sends[one.variant])
 
 
-def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
+def _sharded(plan: Plan, flags: str) -> CardsWay:
     """FSDP2 gathers layers and embeddings twice per micro-batch, during computation, and the other weights once.
 
     The memory includes weights outside the layers unsharded. If all weights are trained, their gradients are counted
-    unsharded, which overestimates.
+    unsharded, which overestimates. It does not support mixes of recomputation.
     """
     cards = plan.request.cards
-    wanted = [each for each in wanted if each.case.recompute is None]  # it does not support mixes of recomputation
     variants, gathered = {}, {}
     for method, recordings in plan.recordings.items():
         whole, layer_of = recordings.variant, recordings.sample.layer_of
@@ -175,22 +309,24 @@ def _sharded(plan: Plan, wanted: list[Estimate]) -> CardsWay:
         every = whole.weights.parts["weights"] + layers + embeddings + 2 * whole.weights.parts["adapters"]
         gathered[method] = every * (cards - 1) / cards
 
-    def alone(case: Case, variant: Variant) -> Estimate:
-        return replace(estimate(variant, replace(case, cards=1), plan.card), case=case)
+    def at(method: str, case: Case) -> Estimate:
+        found = replace(estimate(variants[method], replace(case, cards=1), plan.card), case=case)
+        found = replace(found, tokens_per_second=cards * found.tokens_per_second)
+        return _at(found, plan, least=case.accumulation * gathered[method] / LINK)
 
-    options = []
-    for one in wanted:
-        here = alone(one.case, variants[one.variant])
-        here = replace(here, tokens_per_second=cards * here.tokens_per_second)
-        options.append(_at(plan, here, least=one.case.accumulation * gathered[one.variant] / LINK))
-    best = _best(options)
-    crossing = cards * best.case.accumulation * gathered[best.variant]
-    crossing += (cards - 1) * _gradients(plan.variants[best.variant])
+    def crossing(best: Estimate) -> float:
+        weights = cards * best.case.accumulation * gathered[best.variant]
+        return weights + (cards - 1) * _gradients(plan.variants[best.variant])
 
-    def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
-        return alone(case, replace(variants[best.variant], trace=trace)).fits
+    options = [at(one.variant, one.case) for one in plan.wanted if one.case.recompute is None]
+    return _way(plan, "fsdp2", flags, options, lambda method, case: at(method, case).fits, crossing)
 
-    return _way(plan, "fsdp2", best, crossing, launcher_flags(cards, "dual_rx7900xt_fsdp2"), fits)
+
+def _for_all(plan: Plan) -> Plan:
+    """The plan of cards that work on the same micro-batches, as one card would compute them."""
+    request = replace(plan.request, cards=1, mixes=False)
+    grids = (grid_of(each, plan.card, request, [request.length]) for each in plan.recordings.values())
+    return replace(plan, request=request, grid=tuple(one for grid in grids for one in grid))
 
 
 def _layered(plan: Plan) -> list[CardsWay]:
@@ -199,52 +335,46 @@ def _layered(plan: Plan) -> list[CardsWay]:
     The cards of a pipeline idle for (p - 1) / (m + p - 1) of a step. For each micro-batch that `cards.pipeline` has
     in flight, all activations kept for backward are counted, an upper bound.
     """
-    cards = plan.request.cards
-    request, grid = _one_batch_for_all(plan)
-    found: SplitPlan = over_cards(replace(plan, request=request, grid=tuple(grid)), cards=[plan.card] * cards)
-    stops = [sum(found.counts[: card + 1]) for card in range(cards)]
-    parts = [(stop - count, stop) for count, stop in zip(found.counts, stops, strict=True)]
-
-    def takes(case: Case, method: str, trace: Callable[[Case], Step], flights: int) -> float:
-        """Bytes on the fullest card with that many micro-batches in flight."""
-        step, case = trace(case), replace(case, flights=flights)
-        each = (replace(plan.recordings[method].part(*at), trace=partial(_part_of, step, *at)) for at in parts)
-        return max(estimate(part, case, plan.card).total for part in each)
-
-    def way(name: str, option: Estimate, *, flights: int, turns: bool, flags: str) -> CardsWay:
-        case, method = option.case, option.variant
-        wide = 4 if request.dtype_of(method) == "float32" else 2
-        hidden = case.micro_batch * case.length * plan.recordings[method].sample.config.hidden_size * wide
-        crossing = 2.0 * cards * case.accumulation * hidden  # each boundary, and back to the first card; both ways
-        times = 1.0 if turns else (case.accumulation + cards - 1) / case.accumulation / cards
-        total = takes(case, method, plan.variants[method].trace, flights)
-        return CardsWay(
-            name=name,
-            option=_at(plan, option, times=times, plus=crossing / THROUGH_HOST / (1 if turns else cards)),
-            total=total,
-            fits=total <= plan.card.usable,
-            tight=0 <= plan.card.usable - total < plan.card.margin,
-            longest=plan.longest(method, lambda case, trace: takes(case, method, trace, flights) <= plan.card.usable),
-            crossing=crossing,
-            flags=flags,
-        )
-
     from hf_rocm_tune.cards.pipeline import IN_FLIGHT  # imports torch
 
-    split = way("split", found.option, flights=1, turns=True, flags="--split_layers auto")
-    piped = [
-        way("pipeline", one, flights=flights, turns=False, flags="--split_layers auto --pipeline auto")
-        for one in grid
-        if (flights := min(IN_FLIGHT * cards, one.case.accumulation)) > 1
-    ]
-    return [split, *sorted(piped, key=lambda each: (not each.fits, each.tight, -each.option.tokens_per_second))[:1]]
+    cards, plan = plan.request.cards, _for_all(plan)
+    found = over_cards(plan, cards=[plan.card] * cards)
+
+    def at(method: str, case: Case, in_flight: int) -> Estimate:
+        """The fullest card, with so many micro-batches in flight; its speed is that of one card with all layers."""
+        recordings, flights = plan.recordings[method], min(in_flight, case.accumulation)
+        step = recordings(case)
+        each = []
+        for start, stop in _ranges(found.counts):
+            share = replace(recordings.part(start, stop), trace=partial(_part_of, step, start, stop))
+            each.append(estimate(share, replace(case, flights=flights), plan.card))
+        fullest = max(each, key=lambda one: one.total)
+        seconds = sum(case.micro_batch * case.length / one.tokens_per_second for one in each)
+        return replace(fullest, case=case, tokens_per_second=case.micro_batch * case.length / seconds)
+
+    def crossing(option: Estimate) -> float:
+        """Each boundary, and back to the first card; both ways."""
+        wide = 4 if plan.request.dtype_of(option.variant) == "float32" else 2
+        hidden = option.case.micro_batch * option.case.length * plan.sample.config.hidden_size * wide
+        return 2.0 * cards * option.case.accumulation * hidden
+
+    def way(name: str, options: list[Estimate], in_flight: int, flags: str, lines: Iterable[str] = ()) -> CardsWay:
+        made = []
+        for one in (at(each.variant, each.case, in_flight) for each in options):
+            steps = one.case.accumulation
+            times, sides = (1.0, 1) if in_flight == 1 else ((steps + cards - 1) / steps / cards, cards)
+            made.append(_at(one, plan, times=times, plus=crossing(one) / THROUGH_HOST / sides))
+        fits = lambda method, case: at(method, case, in_flight).fits  # noqa: E731
+        return _way(plan, name, flags, made, fits, crossing, lines)
+
+    split = way("split", [found.option], 1, f"--split_layers {','.join(map(str, found.counts))}", found.lines())
+    piped = [each for each in plan.grid if each.case.accumulation > 1]
+    flags = "--split_layers auto --pipeline auto"
+    return [split, *([way("pipeline", piped, IN_FLIGHT * cards, flags)] if piped else [])]
 
 
-def _one_batch_for_all(plan: Plan) -> tuple[PlanRequest, list[Estimate]]:
-    """The request of cards that work on the same micro-batches, and its cases as one card would compute them."""
-    request = replace(plan.request, cards=1, mixes=False)
-    grids = (grid_of(each, plan.card, request, (request.length,)) for each in plan.recordings.values())
-    return request, [one for grid in grids for one in grid]
+def _part_of(step: Step, start: int, stop: int, case: Case) -> Step:
+    return step.part(start, stop)
 
 
 def _together(plan: Plan) -> list[CardsWay]:
@@ -257,55 +387,74 @@ def _together(plan: Plan) -> list[CardsWay]:
     """
     from hf_rocm_tune.cards.tensor_parallel import RANKS, dims_of, summed  # imports torch
 
-    cards = plan.request.cards
-    if cards != RANKS:
-        raise UsageError(f"tensor parallelism is for {RANKS} cards")
-    variants, sent, times = {}, {}, {}
-    for method, recordings in plan.recordings.items():
-        if method != "lora":
-            continue
-        sample = recordings.sample
-        cut = {name for name, dim in dims_of(sample.model, cards).items() if dim is not None}
-        weights = Weights.total(sample.weights(cut, cards), sample.layer_of)
-        variants[method] = replace(recordings.variant, weights=weights)
-        head = sample.vocabulary * int(sample.config.hidden_size)
-        layers = cards * (recordings.variant.weights.parameters - weights.parameters) / (cards - 1)
-        times[method] = (layers / cards + head) / (layers + head)
-        counts = {
-            id(module): sample.layer_of.count(number)
-            for number, layer in enumerate(sample.layers)
-            for module in layer.modules()
-        }
-        for recomputed in (False, True):
-            sums = summed(sample.model, cards, recomputed=recomputed)
-            sent[method, recomputed] = sum(counts[id(module)] * elements for module, elements in sums)
-    if not variants:
-        raise UsageError("tensor parallelism supports LoRA only")
-
-    def crosses(option: Estimate) -> float:
-        """Bytes that each card sends in a step."""
-        wide = 4 if plan.request.dtype_of(option.variant) == "float32" else 2
-        tokens = plan.request.effective_batch * option.case.length
-        return float(tokens * wide * sent[option.variant, option.case.checkpointing])
-
-    options = [
-        _at(
-            plan,
-            estimate(variants[one.variant], one.case, plan.card),
-            times=times[one.variant],
-            plus=crosses(one) / LINK,
+    cards, recordings = plan.request.cards, plan.recordings.get("lora")
+    if cards != RANKS or recordings is None:
+        raise UsageError(f"tensor parallelism is for {RANKS} cards and LoRA")
+    sample, whole = recordings.sample, recordings.variant
+    cut = {name for name, dim in dims_of(sample.model, cards).items() if dim is not None}
+    weights = Weights.total(sample.weights(cut, cards), sample.layer_of)
+    sharded = replace(whole, weights=weights)
+    head = sample.vocabulary * int(sample.config.hidden_size)
+    layers = cards * (whole.weights.parameters - weights.parameters) / (cards - 1)
+    counts = {
+        id(module): sample.layer_of.count(number)
+        for number, layer in enumerate(sample.layers)
+        for module in layer.modules()
+    }
+    sent = {
+        recomputed: sum(
+            counts[id(module)] * elements for module, elements in summed(sample.model, cards, recomputed=recomputed)
         )
-        for one in _one_batch_for_all(plan)[1]
-        if one.variant in variants
-    ]
-    best = _best(options)
+        for recomputed in (False, True)
+    }
+    wide = 4 if plan.request.dtype_of("lora") == "float32" else 2
 
-    def fits(case: Case, trace: Callable[[Case], Step]) -> bool:
-        return estimate(replace(variants[best.variant], trace=trace), replace(case, cards=1), plan.card).fits
+    def crossing(option: Estimate) -> float:
+        """Bytes that each card sends in a step."""
+        return float(plan.request.effective_batch * option.case.length * wide * sent[option.case.checkpointing])
 
+    def at(case: Case) -> Estimate:
+        found = estimate(sharded, replace(case, cards=1), plan.card)
+        return _at(found, plan, times=(layers / cards + head) / (layers + head), plus=crossing(found) / LINK)
+
+    options = [at(one.case) for one in _for_all(plan).grid if one.variant == "lora"]
     flags = "--accelerate_config dual_rx7900xt --tensor_parallel true"
-    return [_way(plan, "tensor", best, cards * crosses(best), flags, fits)]
+    return [_way(plan, "tensor", flags, options, lambda _, case: at(case).fits, lambda one: cards * crossing(one))]
 
 
-def _part_of(step: Step, start: int, stop: int, case: Case) -> Step:
-    return step.part(start, stop)
+# ---- what to change ---------------------------------------------------------------------------------------------
+
+
+def advice(plan: Plan, *, training: bool = False) -> str:
+    """What would fit where nothing does, each change planned; ``training``: in the flags of a training verb."""
+    request, method = plan.request, plan.nearest.variant
+    loose: dict[str, Any] = {"micro_batch": None, "checkpointing": None, "recompute": None, "mixes": False}
+    bf16, adam8 = {"dtype": "bfloat16"}, {"optim": "adamw_8bit"}
+    full32 = method == "full" and request.dtype is None
+    changes: list[tuple[str, dict[str, Any], bool]] = [
+        ("another micro-batch and checkpointing", {}, (request.micro_batch, request.checkpointing) != (None, None)),
+        ("--optim adamw_8bit", adam8, method == "full" and request.optim == DEFAULT_OPTIMIZER),
+        ("--dtype bfloat16", bf16, full32),
+        ("--dtype bfloat16 --optim adamw_8bit", bf16 | adam8, full32),
+        ("--use_peft true" if training else "--method lora", {"methods": ("lora",)}, request.methods == ("full",)),
+        ("no --modules_to_save", {"modules_to_save": ()}, bool(request.modules_to_save)),
+        (f"--{'lora_r' if training else 'rank'} 16", {"rank": 16}, method != "full" and request.rank > 16),
+        ("--load_in_4bit" if training else "--method qlora", {"methods": ("qlora",)}, "qlora" not in request.methods),
+        ("--packing false", {"packing": False}, request.packing),
+        ("--cards 2", {"cards": 2}, request.cards == 1 and not training and request.effective_batch % 2 == 0),
+    ]
+    found: list[str] = []
+    for words, change, applies in changes:
+        if applies and not any(each in words for each in found):
+            with suppress(UsageError):
+                other = plan_for(replace(request, **(loose | change)), card=plan.card, config=plan.config, grid=False)
+                if other.choice or (not training and other.request.cards > 1 and best_of(ways(other))):
+                    found.append(words)
+    if request.cards > 1 and not training:
+        longest = max(each.longest or 0 for each in ways(plan))
+    else:
+        longest = max((plan.longest(each) or 0 for each in plan.recordings), default=0)
+    if 0 < longest < request.length:
+        found.insert(-1 if "--cards 2" in found else len(found), f"--{'max_length' if training else 'seq'} {longest}")
+    some = f"what would fit: {' | '.join(found)}; or" if found else "what would fit:"
+    return f"{some} a smaller model: `hf-rocm-tune plan --largest`"

@@ -14,7 +14,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.plan.command import command
 from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, Weights, estimate
-from hf_rocm_tune.plan.fit import Plan, Recordings, largest_models, plan_for
+from hf_rocm_tune.plan.fit import Plan, Recordings, plan_for
 from hf_rocm_tune.plan.request import (
     PUBLIC_MODELS,
     PlanRequest,
@@ -121,7 +121,7 @@ def test_recomputing_all_layers_one_by_one_is_checkpointing(plan: Plan) -> None:
 
 def test_the_command_line_of_a_mix_is_one_flag_that_a_job_asks_with_again(plan: Plan) -> None:
     mix = next(each for each in plan.grid if each.case.recompute)
-    line = command(plan.request, mix, {"dataset_name": "d"})
+    line = command(plan.request, mix, "d")
     assert "checkpointing" not in line
     whole, some = mix.case.recompute
     assert f"--recompute_layers {whole},{some}" in line
@@ -212,19 +212,11 @@ def test_where_longer_sequences_take_too_long_to_record_the_longest_is_unknown()
     assert found.longest("lora") is None
 
 
-@pytest.mark.long
-def test_the_largest_model_is_larger_with_four_bits() -> None:
-    found = largest_models(PlanRequest(length=1024), card=CARD)
-    names = [public_model(found[method] or "") for method in ("lora", "qlora")]
-    assert all(names)
-    assert names[0].billions < names[1].billions  # type: ignore[union-attr]
-
-
 def test_experts_are_planned_without_the_dropout_that_peft_refuses() -> None:
     asked = {"methods": ("lora",), "length": 64, "effective_batch": 1}
     found = plan_for(PlanRequest(**asked), card=CARD, config=config_of(EXPERTS), grid=False)
     assert found.choice is not None
-    assert "dropout" not in command(found.request, found.nearest, {})
+    assert "dropout" not in command(found.request, found.nearest)
     with pytest.raises(UsageError, match="lora_dropout"):
         plan_for(PlanRequest(**asked, dropout=0.05), card=CARD, config=config_of(EXPERTS), grid=False)
 

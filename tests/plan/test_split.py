@@ -15,8 +15,9 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
-from hf_rocm_tune.plan.fit import Plan, SplitPlan, best_cut, even_counts, over_cards, plan_for, split_plan
+from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import PlanRequest, config_of, public_model
+from hf_rocm_tune.plan.ways import SplitPlan, best_cut, even_counts, over_cards, split_plan
 
 MIB = 1 << 20
 Planned = Callable[..., SplitPlan]

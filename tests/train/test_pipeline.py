@@ -26,8 +26,8 @@ from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.split import Split, SplitMover, tell_of_devices
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
-from hf_rocm_tune.plan.fit import split_plan
 from hf_rocm_tune.plan.request import PlanRequest
+from hf_rocm_tune.plan.ways import split_plan
 from hf_rocm_tune.transfer import FaultSpec
 from tests import simcard, tiny
 
