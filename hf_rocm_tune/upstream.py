@@ -115,6 +115,15 @@ SEAMS: tuple[Seam, ...] = (
         patched=True,
     ),
     Seam(
+        name="reserve_memory",
+        module="transformers.modeling_utils",
+        attribute="caching_allocator_warmup",
+        parameters=("model", "expanded_device_map", "hf_quantizer"),
+        why="reserves memory for the whole model, of which a streamed one has only a part on the card",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
         name="dispatch",
         module="transformers.modeling_utils",
         attribute="accelerate_dispatch",

@@ -123,11 +123,11 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
 
 
-def config_of(arch: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """The configuration of this architecture, with the tokenizer's special tokens."""
+def config_of(arch: str, tokenizer: PreTrainedTokenizerFast, **own: Any) -> PretrainedConfig:
+    """The configuration of this architecture, with the tokenizer's special tokens and given values."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     name, values = _CONFIGS[arch]
-    return getattr(transformers, name)(vocab_size=512, **ids, **values)
+    return getattr(transformers, name)(vocab_size=512, **ids, **values | own)
 
 
 def build(
@@ -138,6 +138,7 @@ def build(
     shards: int = 1,
     seed: int = 0,
     chat_template: bool = True,
+    **values: Any,
 ) -> Path:
     """Write a model of this architecture with its tokenizer to ``dest/<name>``, unless it is there already.
 
@@ -148,11 +149,13 @@ def build(
         shards: at least how many safetensors files (more are possible, since tensors are never split).
         seed: of the random weights; the same seed gives the same bytes.
         chat_template: whether the tokenizer has one.
+        values: of the configuration, in place of ours.
 
     Returns:
         The model's folder, to be given to ``from_pretrained`` or ``--model_name_or_path``.
     """
     name = f"{arch}-{str(dtype).removeprefix('torch.')}-{shards}-{seed}{'' if chat_template else '-notemplate'}"
+    name += "".join(f"-{each}" for each in values.values())
     folder = dest / name
     if folder.exists():
         return folder
@@ -160,7 +163,8 @@ def build(
     tokenizer = build_tokenizer(chat_template=chat_template)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config_of(arch, tokenizer), dtype=dtype)
+        config = config_of(arch, tokenizer, **values)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     scratch = Path(tempfile.mkdtemp(dir=dest, prefix=".building-"))
     model.save_pretrained(scratch, max_shard_size=size if shards == 1 else size // shards)

@@ -18,8 +18,9 @@ from transformers import AutoConfig
 from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.cards.pipeline import IN_FLIGHT
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
-from hf_rocm_tune.models import recompute
+from hf_rocm_tune.models import recompute, streaming
 from hf_rocm_tune.models.split import FLAG, Split, SplitMover, counts_for, parse, stack_of
+from hf_rocm_tune.models.streaming import Streamed
 from hf_rocm_tune.plan import (
     CONTEXT_BYTES,
     GIB,
@@ -280,6 +281,22 @@ def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
 
 def _config(source: ModelSource) -> Any:
     return AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+
+
+# ---- weight streaming ---------------------------------------------------------------------------------------------
+
+
+def streamed_layers(arguments: Arguments, source: ModelSource) -> Streamed | None:
+    """The layers that are streamed; None: none.
+
+    Raises:
+        UsageError: the model has fewer layers, or they cannot be told.
+    """
+    count = streaming.parse(arguments.tune.stream_weights)
+    if not count:
+        return None
+    stack, layers = stack_of(_config(source), streaming.FLAG, trust_remote_code=source.trust_remote_code)
+    return Streamed(stack, streaming.spread(count, layers), from_files=source.quantization is None)
 
 
 # ---- one model over several cards -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import of_trained
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
-from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover
+from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
 from hf_rocm_tune.job.refusals import (
     check_adapter,
     check_grpo,
@@ -49,6 +49,7 @@ from hf_rocm_tune.models.factory import (
 )
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
+from hf_rocm_tune.models.streaming import Streamed
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.redaction import local_paths
@@ -88,6 +89,7 @@ class Job:
     plan: StartPlan
     fit: Choice | None
     source: ModelSource
+    streamed: Streamed | None
     data: Splits
     tokenizer: PreTrainedTokenizerBase
     mover: Mover
@@ -364,6 +366,7 @@ def _prepare(
         plan=plan,
         fit=fit,
         source=source,
+        streamed=streamed_layers(arguments, source),
         data=data,
         tokenizer=tokenizer,
         mover=mover,
@@ -430,7 +433,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     # a model to be sharded stays on the host: each card gets its part when the trainer is built
     way = job.arguments.way()
     on_host = way.on_host and job.source.quantization is None
-    model, seconds = load_model(job.source, job.mover, on_host=on_host)
+    model, seconds = load_model(job.source, job.mover, on_host=on_host, streamed=job.streamed)
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
         peft_config.target_modules = target_names(peft_config.target_modules)

@@ -20,6 +20,7 @@ from hf_rocm_tune.models.quantised import (
     require_quantised,
 )
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
+from hf_rocm_tune.models.streaming import Streamed, Streamer
 from hf_rocm_tune.paths import expand_user, is_local_model, require_model
 
 if TYPE_CHECKING:
@@ -108,8 +109,20 @@ def _check_generation_config(source: ModelSource) -> None:
         ) from error
 
 
-def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> tuple[PreTrainedModel, float]:
-    """Loads a model onto the mover's device or cards, every tensor verified."""
+def load_model(
+    source: ModelSource, mover: Mover, *, on_host: bool = False, streamed: Streamed | None = None
+) -> tuple[PreTrainedModel, float]:
+    """Loads a model onto the mover's device or cards, every tensor verified.
+
+    Args:
+        source: the model.
+        mover: of the device or the cards.
+        on_host: leave it on the host.
+        streamed: the layers that stay there and visit the device, see `models.streaming`.
+
+    Returns:
+        The model and the loading time in seconds.
+    """
     from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
     from trl.trainer.reward_trainer import suppress_seqcls_warning
@@ -125,7 +138,7 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
         if source.reward:
             arguments["num_labels"] = 1
         with (
-            verified_loading(mover, on_host=on_host),
+            verified_loading(mover, on_host=on_host, streamed=streamed),
             without_dispatch(),
             suppress_seqcls_warning() if source.reward else nullcontext(),
         ):
@@ -147,6 +160,8 @@ def load_model(source: ModelSource, mover: Mover, *, on_host: bool = False) -> t
     if on_host:
         return model, time.perf_counter() - started
     tell_of_devices(model, mover)
+    if streamed is not None:
+        Streamer(model, streamed, mover)
     place(model, mover)
     keep_trainable_on_cpu(model)
     return model, time.perf_counter() - started

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,8 @@ import torch
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.files import MappedFile
-from hf_rocm_tune.models.placement import mark_loaded, remember_read
+from hf_rocm_tune.models.placement import Read, mark_loaded, remember_read
+from hf_rocm_tune.models.streaming import Streamed, leave_device
 from hf_rocm_tune.transfer import digest, redirected
 
 if TYPE_CHECKING:
@@ -40,19 +42,26 @@ Names = dict[int, tuple[str, str | None]]
 
 
 @contextmanager
-def verified_loading(mover: Mover, *, on_host: bool = False) -> Iterator[None]:
-    """Within the block every weight that ``from_pretrained`` loads passes the mover."""
+def verified_loading(mover: Mover, *, on_host: bool = False, streamed: Streamed | None = None) -> Iterator[None]:
+    """Within the block every weight that ``from_pretrained`` loads passes the mover.
+
+    Args:
+        mover: of the model's device or cards.
+        on_host: all weights stay on the host.
+        streamed: the layers whose matrices stay there too; what is quantised on the device leaves it at once.
+    """
     names: Names = {}
     with ExitStack() as stack:
         stack.enter_context(upstream.replaced("open_weights", lambda stock: _open(stock, names)))
-        stack.enter_context(
-            upstream.replaced("materialize_weight", lambda stock: _materialize(stock, mover, names, on_host=on_host))
-        )
+        materialize = partial(_materialize, mover=mover, names=names, on_host=on_host, streamed=streamed)
+        stack.enter_context(upstream.replaced("materialize_weight", materialize))
         stack.enter_context(upstream.replaced("load_state_dict", lambda stock: _load_state_dict(stock, names)))
         if on_host:
             yield
             return
-        stack.enter_context(upstream.replaced("set_weight", lambda stock: _set_weight(stock, mover)))
+        stack.enter_context(upstream.replaced("set_weight", lambda stock: _set_weight(stock, mover, streamed)))
+        if streamed is not None:
+            stack.enter_context(upstream.replaced("reserve_memory", lambda stock: lambda *_: None))
         stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
         stack.enter_context(redirected(mover, stage="weights"))  # tensors that quantisation moves
         yield
@@ -75,14 +84,17 @@ def _open(stock: Callable[..., Any], names: Names) -> Callable[..., Any]:
     return opened
 
 
-def _materialize(stock: Callable[..., Any], mover: Mover, names: Names, *, on_host: bool) -> Callable[..., Any]:
+def _materialize(
+    stock: Callable[..., Any], *, mover: Mover, names: Names, on_host: bool, streamed: Streamed | None
+) -> Callable[..., Any]:
     def materialize(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         name, file = names.get(id(tensor), ("a checkpoint tensor", None))
-        if on_host or device is None or not mover.serves(torch.device(device)):
-            loaded: torch.Tensor = stock(tensor, device, dtype)
+        stays = streamed is not None and streamed.from_files and streamed.has(name)
+        if on_host or stays or device is None or not mover.serves(torch.device(device)):
+            loaded: torch.Tensor = stock(tensor, "cpu" if stays else device, dtype)
             if file is not None and loaded.device.type == "cpu" and mover.settings.verify != "off":
                 mover.read_from(file, name, known := digest(tensor))
-                remember_read(loaded, known if loaded.data_ptr() == tensor.data_ptr() else None)
+                remember_read(loaded, Read(known, file, name) if loaded.data_ptr() == tensor.data_ptr() else None)
             return loaded
         source = tensor[...]
         moved = mover.move_to(torch.device(device), source, name=name, source=file)
@@ -107,12 +119,14 @@ def _load_state_dict(stock: Callable[..., Any], names: Names) -> Callable[..., A
     return load
 
 
-def _set_weight(stock: Callable[..., Any], mover: Mover) -> Callable[..., Any]:
+def _set_weight(stock: Callable[..., Any], mover: Mover, streamed: Streamed | None) -> Callable[..., Any]:
     """Cast, fused and quantised weights get their digest immediately, before the next weight is loaded."""
 
     def set_weight(model: PreTrainedModel, target_name: str, param_value: Any, *rest: Any, **more: Any) -> None:
         stock(model, target_name, param_value, *rest, **more)
         mark_loaded(model, target_name, mover)
+        if streamed is not None and streamed.has(target_name) and not streamed.from_files:
+            leave_device(model, target_name, mover)
 
     return set_weight
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,21 +46,43 @@ TRAINED = "verified on arrival, and trained since"
 IN_PLACE = "digested where it lies: on this device nothing crosses"
 
 
-_READ: Registry[Digest] = Registry()  # of host tensors, when they were read from a file
+@dataclass(frozen=True)
+class Read:
+    """A host tensor as it was read.
+
+    Attributes:
+        digest: of its storage.
+        file, name: the tensor in a file whose mapped bytes it shares; None: it has memory of its own.
+    """
+
+    digest: Digest
+    file: str | None = None
+    name: str = ""
 
 
-def remember_read(tensor: Tensor, known: Digest | None) -> None:
+_READ: Registry[Read] = Registry()
+#: Device memory that streamed layers share, with its name, see `models.streaming`.
+LANDINGS: Registry[str] = Registry()
+
+
+def remember_read(tensor: Tensor, known: Read | None) -> None:
     """Keeps the digest of a host tensor that was just read from a file, for `require_as_read`."""
-    _READ.put(tensor, known or digest(storage_bytes(tensor)))
+    _READ.put(tensor, known or Read(digest(storage_bytes(tensor))))
+
+
+def read_as(tensor: Tensor) -> Read | None:
+    """What `remember_read` knows of a tensor; once."""
+    if (known := _READ.get(tensor)) is not None:
+        _READ.drop(tensor)
+    return known
 
 
 def require_as_read(model: nn.Module) -> None:
     """Compares host tensors that `remember_read` knows with what was read, once, before they are used or changed."""
     for name, tensor in tensors_of(model):
-        if tensor.device.type != "cpu" or (known := _READ.get(tensor)) is None:
+        if tensor.device.type != "cpu" or (known := read_as(tensor)) is None:
             continue
-        _READ.drop(tensor)
-        if digest(storage_bytes(tensor)) != known:
+        if digest(storage_bytes(tensor)) != known.digest:
             raise MemoryFaultError(
                 f"weights changed in host memory after they were read: {name}",
                 "They were not used: start the same command again; if it happens again, test this machine's memory",
@@ -107,6 +130,8 @@ class Coverage:
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All tensors that the model keeps on its device, each storage once; of a sharded tensor, this rank's part.
 
+    Not those of streamed layers, which share landings.
+
     Yields:
         Dotted name and tensor: parameters, then buffers, then ``<weight>.quant_state.*`` (bitsandbytes 4-bit) and
         ``<weight>.CB``/``SCB`` (8-bit).
@@ -125,7 +150,7 @@ def findable_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Callabl
         find = partial(_find, module, path)
         tensor = find()
         key = tensor.untyped_storage()._cdata
-        if key not in seen:
+        if key not in seen and LANDINGS.get(tensor) is None:
             seen.add(key)
             yield name, tensor, find
 
@@ -253,7 +278,7 @@ def coverage(model: nn.Module, mover: Mover) -> Coverage:
     verified = total = 0
     unverified: list[dict[str, str]] = []
     verified_by: Counter[str] = Counter()
-    for name, tensor in tensors_of(model):
+    for name, tensor in chain(tensors_of(model), _landings_of(model)):
         size = tensor.numel() * tensor.element_size()
         total += size
         origin = mover.provenance(tensor)
@@ -266,12 +291,33 @@ def coverage(model: nn.Module, mover: Mover) -> Coverage:
     return Coverage(verified_bytes=verified, device_bytes=total, unverified=unverified, verified_by=dict(verified_by))
 
 
+def _landings_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The landings of a model's streamed layers, each once, whole."""
+    found = {name: tensor for _, tensor in _named(model) if (name := LANDINGS.get(tensor)) is not None}
+    return ((name, storage_bytes(tensor)) for name, tensor in found.items())
+
+
 def _on_host_unknown(tensor: Tensor, mover: Mover) -> bool:
     return tensor.device.type == "cpu" and mover.provenance(tensor) is None
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, _find(module, path)) for name, module, path in _places(model))
+
+
+def places_of(layer: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """As `_places`, with the tensors, for `rebind`."""
+    return [(name, module, path, _find(module, path)) for name, module, path in _places(layer)]
+
+
+def rebind(module: nn.Module, path: str, tensor: Tensor) -> None:
+    """Puts a tensor in the place of another one of the same shape and dtype; a parameter keeps its identity."""
+    owner_path, _, attribute = path.rpartition(".")
+    owner = attrgetter(owner_path)(module) if owner_path else module
+    if isinstance(known := getattr(owner, attribute), nn.Parameter):
+        known.data = tensor
+    else:
+        setattr(owner, attribute, tensor)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

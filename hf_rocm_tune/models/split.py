@@ -90,19 +90,20 @@ def counts_for(given: Sequence[int], layers: int) -> tuple[int, ...]:
     return (*given, rest) if rest else tuple(given)
 
 
-def layer_stack(model: nn.Module, config: PreTrainedConfig) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers and its name: the heaviest list of as many modules as the configuration has layers."""
+def layer_stack(model: nn.Module, config: PreTrainedConfig, flag: str = FLAG) -> tuple[str, nn.ModuleList]:
+    """The list of decoder layers and its name: the heaviest list of as many modules as the configuration has layers.
+
+    ``flag``: the one that needs it, for the message.
+    """
     count = getattr(config.get_text_config(), "num_hidden_layers", 0)
     stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = [(name, module) for name, module in stacks if len(module) == count > 0]
     if not found:
-        raise UsageError(
-            f"{FLAG}: no list of {count} layers could be told in {type(model).__name__}, so it cannot be split"
-        )
+        raise UsageError(f"{flag}: no list of {count} layers could be told in {type(model).__name__}: leave it out")
     return max(found, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
 
 
-def stack_of(config: Any, *, trust_remote_code: bool) -> tuple[str, int]:
+def stack_of(config: Any, flag: str = FLAG, *, trust_remote_code: bool) -> tuple[str, int]:
     """Name of the list of layers and their number, from the configuration alone."""
     from transformers import AutoModelForCausalLM
 
@@ -110,8 +111,8 @@ def stack_of(config: Any, *, trust_remote_code: bool) -> tuple[str, int]:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError) as error:
-        raise UsageError(f"{FLAG}: this model cannot be split: {str(error).splitlines()[0]}") from error
-    name, layers = layer_stack(skeleton, config)
+        raise UsageError(f"{flag}: the layers of this model cannot be told: {str(error).splitlines()[0]}") from error
+    name, layers = layer_stack(skeleton, config, flag)
     return name, len(layers)
 
 

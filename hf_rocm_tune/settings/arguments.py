@@ -36,7 +36,7 @@ from hf_rocm_tune.cards.ways import choose
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
-from hf_rocm_tune.models import recompute
+from hf_rocm_tune.models import recompute, streaming
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
 from hf_rocm_tune.settings import early, names
 from hf_rocm_tune.train import stall
@@ -87,6 +87,11 @@ class TuneArguments:
         "Activation checkpointing of the first layers only: how many are recomputed whole, and how many more keep the"
         " results of matrix products and attention (8 or 8,20). --auto_fit chooses it where it is fastest. "
         "Default: all layers or none, by --activation_checkpointing.",
+    )
+    stream_weights: str = _option(
+        "off",
+        "Keep frozen layers in host memory and bring each to the card, verified, when it computes, for models larger "
+        "than the card: how many layers, or auto, as many as the plan finds necessary. off: none.",
     )
     one_pass_loss: bool | None = _option(
         None,
@@ -163,6 +168,7 @@ class TuneArguments:
             raise ValueError(f"--{name} works only with --auto_fit plan; add it")
         if self.recompute_layers is not None:
             recompute.parse(self.recompute_layers)
+        streaming.parse(self.stream_weights)
         if not re.fullmatch(_INITS, self.init_lora_weights):
             raise ValueError(
                 f"--init_lora_weights {self.init_lora_weights}: choose default, gaussian, orthogonal, pissa, "

@@ -222,6 +222,7 @@ steps:
 memory:
   --auto_fit off|plan             choose batch and checkpointing
   --activation_checkpointing BOOL recompute activations
+  --stream_weights auto|off|N     layers in host memory, fetched in use
   --split_layers auto|N,N         one model over several cards
   --on_oom step_down|stop         smaller passes, or exit code 5
 

@@ -55,7 +55,7 @@ IGNORED = frozenset([
     "on_corruption", "on_oom", "pipeline",
     "auto_fit_gib", "max_skipped_steps", "prefetch_batches", "doctor", "stall_timeout",
     "preflight", "grad_sync", "ddp_backend", "telemetry_every", "split_layers", "recompute_layers", "save_strategy",
-    "one_pass_loss",
+    "one_pass_loss", "stream_weights",
     "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
     "include_num_input_tokens_seen", "do_train", "do_eval", "do_predict", "local_rank", "ddp_timeout",
     "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",

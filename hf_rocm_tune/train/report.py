@@ -91,6 +91,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "memory": {**counters["memory"], **described["memory"]},
         "auto_fit": facts.auto_fit,
         "split": described["split"],
+        "streaming": described["streaming"],
         "survival": survival(
             Path(trainer.args.output_dir),
             facts.run_id,

@@ -54,6 +54,7 @@ from hf_rocm_tune.models.quantised import (
 )
 from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.models.streaming import streamer_of
 from hf_rocm_tune.survive.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, PulseListener
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
@@ -132,6 +133,7 @@ class VerifiedTransferMixin(_Base):
     Attributes:
         mover, recompute_layers, run_id, skip_steps, way: see above.
         transfer_report: counters and incidents.
+        streamer: brings layers that are streamed to the card; None: there are none.
         stop_requests: the signals that end training early; its ``installed`` may be entered around more than `train`.
 
     Raises:
@@ -210,6 +212,9 @@ class VerifiedTransferMixin(_Base):
         self._place(self.model)
         if before and plain_lora:
             self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))
+        if (streamer := streamer_of(self.model)) is not None:
+            streamer.require_frozen()
+        self.streamer = streamer
         self._sentinel = SentinelCallback(
             self.model,
             self.mover,
@@ -603,6 +608,7 @@ class VerifiedTransferMixin(_Base):
                 "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
                 "recompute_layers": self.recompute_layers,
             },
+            "streaming": None if self.streamer is None else self.streamer.describe(),
             "crash_injection": self._crashes.text,
             "shard_seconds": self.way.seconds,
         }
@@ -652,6 +658,8 @@ class VerifiedTransferMixin(_Base):
         """Check every weight, on every rank, before anything is written; what it raises prevents the save."""
         self._guard.require_finite(self.model)
         self._sentinel.check_all(self.state.global_step)
+        if self.streamer is not None:
+            self.streamer.check()
         if (missing := self._not_covered()) is not None:
             raise CorruptionError(f"since the start of the training {missing}")
 

@@ -143,6 +143,7 @@ class Segment:
     Attributes:
         offset: of its first byte in the transfer's device memory.
         digest: of the tensor as given, at its word offset in the transfer; None if that is not verified.
+        read_again: reads the source from its file, should host memory have changed.
     """
 
     name: str
@@ -150,10 +151,20 @@ class Segment:
     offset: int
     file: str | None = None
     digest: Digest | None = None
+    read_again: Callable[[], Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         return byte_count(self.source)
+
+    @property
+    def end(self) -> int:
+        """Offset behind its last byte."""
+        return self.offset + self.nbytes
+
+    def is_right(self, tensor: Tensor) -> bool:
+        """Whether host memory holds the bytes that were digested."""
+        return digest(tensor, word_offset=self.offset // 4) == self.digest
 
 
 @dataclass
@@ -162,14 +173,14 @@ class Transfer:
 
     Attributes:
         source: host tensor whose bytes, in logical order, are those of the device memory, including gaps between the
-            segments.
-        pieces: digests of its chunks, taken while they were packed for the first attempt.
+            segments; None: each segment has its own, and gaps are zeros.
+        pieces: digests of its chunks, taken while they were packed for the first attempt, or known before.
     """
 
     number: int
     stage: str
     segments: list[Segment]
-    source: Tensor
+    source: Tensor | None
     verify: bool
     pieces: list[Digest] = field(default_factory=list)
     ticket: Ticket | None = None
@@ -182,7 +193,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        return byte_count(self.source)
+        return self.segments[-1].end if self.source is None else byte_count(self.source)
 
     @property
     def expected(self) -> Digest:
@@ -250,20 +261,32 @@ class Sender:
 def _parts(transfer: Transfer, start: int, stop: int) -> Iterator[Part]:
     """The parts of segments in bytes [start, stop) of the device memory."""
     for segment in transfer.segments:
-        nbytes = segment.nbytes
-        begin, end = max(segment.offset, start), min(segment.offset + nbytes, stop)
+        begin, end = max(segment.offset, start), min(segment.end, stop)
         if begin < end:
-            yield Part(segment.name, begin - start, end - start, begin - segment.offset, nbytes)
+            yield Part(segment.name, begin - start, end - start, begin - segment.offset, segment.nbytes)
 
 
 def _pack(transfer: Transfer, start: int, stop: int, memory: Tensor, attempt: int) -> None:
     """Copy bytes [start, stop) of the source; on a verified first attempt digest them in the same pass."""
-    if transfer.verify and attempt == 0:
+    if transfer.source is None:
+        _pack_segments(transfer.segments, start, stop, memory)
+    elif transfer.verify and attempt == 0:
         begun = time.perf_counter()
         transfer.pieces.append(digest_range(transfer.source, start, stop, word_offset=start // 4, copy_to=memory))
         transfer.verify_seconds += time.perf_counter() - begun
     else:
         gather(transfer.source, start, stop, memory)
+
+
+def _pack_segments(segments: Sequence[Segment], start: int, stop: int, memory: Tensor) -> None:
+    filled = start
+    for segment in segments:
+        begin, end = max(segment.offset, start), min(segment.end, stop)
+        if begin < end:
+            memory[filled - start : begin - start] = 0
+            gather(segment.source, begin - segment.offset, end - segment.offset, memory[begin - start : end - start])
+            filled = end
+    memory[filled - start : stop - start] = 0
 
 
 # ---- host tensors packed into one memory ---------------------------------------------------------------------

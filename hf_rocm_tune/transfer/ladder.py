@@ -15,7 +15,6 @@ from hf_rocm_tune.errors import CorruptionError, SourceChangedError
 from hf_rocm_tune.transfer.backend import Backend
 from hf_rocm_tune.transfer.copies import DIRECT, Route, Segment, Sender, Transfer, TransferSettings
 from hf_rocm_tune.transfer.damage import ALIGNMENTS, POISON, Damage, examine
-from hf_rocm_tune.transfer.digest import digest
 from hf_rocm_tune.transfer.raw_bytes import gather, ordinary
 from hf_rocm_tune.transfer.report import TransferReport
 
@@ -97,9 +96,9 @@ class Ladder:
 
     def recover(self, transfer: Transfer, buffer: Tensor) -> None:
         """Correct the device memory after a mismatch; `buffer` is uint8[transfer.nbytes]."""
+        self._check_sources(transfer)
         findings = self._differences(transfer, buffer)
         self._report.add(transfer.stage, mismatches=len(findings))
-        self._check_sources(transfer)
         if self._settings.on_corruption == "stop":
             self._fail(transfer, findings, "first_copy", "stopped", "--on_corruption stop is set")
         for attempt, route in enumerate(RUNGS, start=1):
@@ -113,9 +112,16 @@ class Ladder:
 
     def _check_sources(self, transfer: Transfer) -> None:
         for segment in transfer.segments:
-            if digest(segment.source, word_offset=segment.offset // 4) != segment.digest:
-                row = {"kind": "source_changed", "outcome": "stopped", **self._where(transfer, segment)}
-                self._report.incident(row)
+            if segment.is_right(segment.source):
+                continue
+            again = segment.read_again() if segment.read_again is not None else None
+            reread = again is not None and segment.is_right(again)
+            outcome = "recovered" if reread else "stopped"
+            self._report.incident({"kind": "source_changed", "outcome": outcome, **self._where(transfer, segment)})
+            if reread and again is not None:
+                segment.source = again
+            else:
+                self._report.add(transfer.stage, mismatches=1)
                 raise SourceChangedError(
                     f"the host source of {transfer.stage} tensor '{segment.name}' changed while it was being sent, so "
                     "this is not a transfer fault: look for code that writes to a batch after the collator returned "
@@ -165,6 +171,8 @@ class Ladder:
     def remember(self, transfer: Transfer) -> None:
         """Keep up to 64 KiB of each tensor of a verified transfer, to recognise stale bytes later."""
         source = transfer.source
+        if source is None:
+            return  # its sources are kept
         if transfer.nbytes <= _REMEMBERED_BYTES and source is not transfer.segments[0].source:
             heads = [
                 source[each.offset : each.offset + each.nbytes] for each in transfer.segments

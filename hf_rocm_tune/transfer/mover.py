@@ -23,6 +23,7 @@ from hf_rocm_tune.transfer.copies import Fetched, Fetcher, Pack, Ring, Segment, 
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, digest
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.ladder import Ladder
+from hf_rocm_tune.transfer.landing import Landing
 from hf_rocm_tune.transfer.raw_bytes import (
     as_bytes,
     check_plain,
@@ -35,6 +36,8 @@ from hf_rocm_tune.transfer.raw_bytes import (
     typed_view,
 )
 from hf_rocm_tune.transfer.report import TransferReport
+
+STREAMED = "streamed: equal to its source on each arrival"
 
 
 @dataclass
@@ -216,6 +219,13 @@ class Mover:
     def another_fetcher(self) -> Fetcher:
         """A fetcher with its own queue and slots, for copies to the host that run concurrently with others."""
         return Fetcher(backend_for(self.device), self._faulty, self.settings, self.report, self._number_transfer)
+
+    def landing(self, nbytes: int) -> Landing:
+        """Device memory for contents that replace each other, which counts as verified because each of them is."""
+        found = Landing(nbytes, self._backend, self._sender, self._ladder, self.report, self._number_transfer)
+        full = self.settings.verify == "full"
+        self._registry.put(found.memory, Entry("transferred", STREAMED) if full else self._not_verified())
+        return found
 
     def begin(self, tree: Any, *, stage: str = "batches") -> Any:
         """Start the transfer of all host tensors of a nested batch, in one copy into one device allocation.

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-STAGES = ("weights", "batches", "adapter", "optimizer", "buckets")
-"""What is transferred: model weights, training and evaluation batches, adapter weights, optimizer state, and buckets of
-gradients that are averaged on the host (both directions)."""
+STAGES = ("weights", "batches", "adapter", "optimizer", "buckets", "streamed")
+"""What is transferred: model weights, training and evaluation batches, adapter weights, optimizer state, buckets of
+gradients that are averaged on the host (both directions), and layers that are streamed while they compute."""
 BETWEEN_CARDS = "activations"
 """Transfers between the cards of a split model: activations, their gradients, masks; each direction counts."""
 _COUNTED = (*STAGES, BETWEEN_CARDS)

@@ -84,7 +84,7 @@ def test_the_stack_is_found_from_the_configuration_alone(arch: str, name: str, t
 def test_a_model_that_is_no_causal_language_model_is_refused() -> None:
     from transformers import ViTConfig
 
-    with pytest.raises(UsageError, match="cannot be split"):
+    with pytest.raises(UsageError, match="layers of this model cannot be told"):
         stack_of(ViTConfig(), trust_remote_code=False)
 
 

@@ -1,0 +1,335 @@
+"""Weight streaming: frozen decoder layers that live in host memory and visit the card while they compute.
+
+Some layers of the stack, evenly spread, are *streamed*: the matrices of each (packed ones of 4-bit and 8-bit layers
+with their scales too) have no memory of their own on the card. They are views of one of a few landings, device memory
+that is allocated once and filled through the engine, ahead of the layer's use, while other layers compute. Vectors,
+adapters and everything outside the stack stay on the card.
+
+    host memory     views of the mapped weight file where the bytes are the file's; else memory of this process
+    a visit         copied through the ring, digested on the card, compared with the digest from the load
+    before forward  a hook in front of the layer, which also runs before a recomputation
+    before backward a hook on the gradient of the layer's output: nothing of the layer's backward runs earlier
+    after use       digested once more when the next layer takes its place
+
+Streamed layer k always lands in landing ``k % n``. Autograd keeps references to views of the landing, and when the
+layer's backward runs, the landing holds that layer again. The engine writes through another tensor of the same
+storage, so no version count tells of it; that the content is right is what the two hooks and the digests ensure.
+
+A thread of its own packs what is fetched ahead, so the training thread waits only for verdicts.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm_tune.errors import MemoryFaultError, UsageError
+from hf_rocm_tune.models.files import MappedFile
+from hf_rocm_tune.models.placement import LANDINGS, places_of, read_as, rebind
+from hf_rocm_tune.models.split import layer_stack
+from hf_rocm_tune.transfer import Digest, combine, tree_tensors
+from hf_rocm_tune.transfer.copies import ALIGNMENT, Segment
+from hf_rocm_tune.transfer.digest import digest_range
+from hf_rocm_tune.transfer.landing import Content, Landing
+from hf_rocm_tune.transfer.raw_bytes import typed_view
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_rocm_tune.transfer import Mover
+
+FLAG = "--stream_weights"
+#: One that computes, one that has arrived, one that arrives.
+LANDING_COUNT = 3
+_PIECE_BYTES = 4 << 20
+_ATTRIBUTE = "_hf_rocm_tune_streamer"  # of the list of layers
+
+
+AUTO = "auto"
+
+
+def parse(text: str) -> int | None:
+    """Reads ``auto``, ``off`` or ``N``: the number of layers; None: to be chosen."""
+    if text == AUTO:
+        return None
+    if text != "off" and not re.fullmatch("[1-9][0-9]{0,4}", text):
+        raise UsageError(f"{FLAG} {text!r} is not understood: give {AUTO}, off or the number of layers to stream")
+    return 0 if text == "off" else int(text)
+
+
+def spread(count: int, layers: int) -> tuple[int, ...]:
+    """Which of the layers are streamed: as many as wanted, evenly spread, so that every visit has time to arrive.
+
+    Raises:
+        UsageError: the model has fewer layers.
+    """
+    if count > layers:
+        raise UsageError(f"{FLAG} {count}: this model has {layers} layers")
+    return tuple(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Which layers are streamed.
+
+    Attributes:
+        stack: name of the list of layers in the model.
+        layers: their numbers, ascending.
+        from_files: their weights are used as they are in the files: they need not visit the card to be quantised.
+    """
+
+    stack: str
+    layers: tuple[int, ...]
+    from_files: bool = True
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of that name, in the model or the files, is one of a streamed layer."""
+        found = re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)\.", name)
+        return found is not None and int(found[1]) in self.layers
+
+
+def is_streamed(name: str, tensor: Tensor) -> bool:
+    """Whether a streamed layer's tensor is streamed, rather than on the card for good: matrices and 4-bit scales."""
+    return tensor.dim() >= 2 or name.endswith("quant_state.absmax")
+
+
+def streamer_of(model: nn.Module) -> Streamer | None:
+    """The streamer of a model; None where nothing is streamed."""
+    found = (getattr(module, _ATTRIBUTE, None) for module in model.modules())
+    return next((each for each in found if each is not None), None)
+
+
+class Streamer:
+    """Brings the streamed layers of a model to the card when they compute.
+
+    Args:
+        model: just loaded: its streamed tensors are on the host. From here on they are views of the landings.
+        streamed: which layers.
+        mover: of the card.
+
+    Attributes:
+        visits, waits, wait_seconds: layers fetched; uses of a layer for which the training thread waited, and how long.
+        host_bytes: of streamed weights, by where they are: ``mapped`` files or ``anonymous`` memory.
+    """
+
+    def __init__(self, model: PreTrainedModel, streamed: Streamed, mover: Mover) -> None:
+        _, stack = layer_stack(model, model.config)
+        self._mover, self._stack = mover, stack
+        self.layers = streamed.layers
+        self.host_bytes = {"mapped": 0, "anonymous": 0}
+        self.visits = self.waits = 0
+        self.wait_seconds = 0.0
+        self._contents: list[Content] = []
+        where = []
+        for layer in self.layers:
+            placed = list(self._take(stack[layer]))
+            self._contents.append(self._content(f"{streamed.stack}.{layer}", placed))
+            where.append(placed)
+        self.landings: list[Landing] = []
+        for at in range(min(LANDING_COUNT, len(self.layers))):
+            nbytes = max(content.nbytes for content in self._contents[at::LANDING_COUNT])
+            self.landings.append(mover.landing(nbytes))
+            LANDINGS.put(self.landings[at].memory, f"landing {at} of streamed layers")
+        for at, (layer, placed) in enumerate(zip(self.layers, where, strict=True)):
+            self._bind(at, placed)
+            stack[layer].register_forward_pre_hook(partial(self._before_forward, at))
+            stack[layer].register_forward_hook(partial(self._after_forward, at))
+        self._holds: list[int | None] = [None] * len(self.landings)
+        self._sent: list[Future[None] | None] = [None] * len(self.landings)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="streaming")
+        setattr(stack, _ATTRIBUTE, self)
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of the landings."""
+        return sum(landing.memory.nbytes for landing in self.landings)
+
+    # ---- when a model is taken over ---------------------------------------------------------------------------
+
+    def _take(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        """The tensors of a layer that will be streamed: name, module and attribute, and the bytes on the host."""
+        seen: dict[int, Tensor] = {}
+        for name, module, path, tensor in places_of(layer):
+            if not is_streamed(name, tensor):
+                continue
+            key = tensor.untyped_storage()._cdata
+            if key not in seen:
+                seen[key] = self._on_host(name, tensor)
+            yield name, module, path, seen[key]
+
+    def _on_host(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and self._mover.provenance(tensor) is None:
+            return tensor.detach().contiguous()
+        return to_host(tensor, name, self._mover)
+
+    def _content(self, layer: str, placed: Sequence[tuple[str, nn.Module, str, Tensor]]) -> Content:
+        """The layer as it is sent. Each tensor is compared with what was read from its file, and digested again."""
+        segments: list[Segment] = []
+        by_source: set[int] = set()
+        for name, _, _, source in placed:
+            if id(source) in by_source:
+                continue
+            by_source.add(id(source))
+            offset = -(-segments[-1].end // ALIGNMENT) * ALIGNMENT if segments else 0
+            segment = Segment(f"{layer}.{name}", source, offset)
+            known = read_as(source)
+            as_read, segment.digest = _two_digests(source, offset)
+            if known is not None and as_read != known.digest:
+                raise MemoryFaultError(
+                    f"weights changed in host memory after they were read: {segment.name}",
+                    "They were not used: start the same command again; if it happens again, test this machine's memory",
+                )
+            if known is not None and known.file is not None:
+                segment.file = known.file
+                segment.read_again = partial(_read, known.file, known.name)
+            self.host_bytes["mapped" if segment.file else "anonymous"] += source.nbytes
+            segments.append(segment)
+        return Content(layer, segments, combine(each.digest for each in segments if each.digest is not None))
+
+    def _bind(self, at: int, placed: Sequence[tuple[str, nn.Module, str, Tensor]]) -> None:
+        memory = self.landings[at % len(self.landings)].memory
+        offsets = {id(segment.source): segment.offset for segment in self._contents[at].segments}
+        for _, module, path, source in placed:
+            rebind(module, path, typed_view(memory, offsets[id(source)], source.dtype, source.shape))
+
+    # ---- while it computes ------------------------------------------------------------------------------------
+
+    def _before_forward(self, at: int, module: nn.Module, arguments: Any) -> None:
+        self._enter(at)
+
+    def _after_forward(self, at: int, module: nn.Module, arguments: Any, output: Any) -> Any:
+        """The layer's backward begins with the gradient of its output."""
+        if torch.is_grad_enabled() and not _in_backward():
+            for tensor in tree_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._before_backward, at))
+
+    def _before_backward(self, at: int, gradient: Tensor) -> None:
+        self._enter(at)
+
+    def _enter(self, at: int) -> None:
+        """The layer's weights are in its landing when this returns, and the next ones are on their way.
+
+        Whatever other layers have launched so far is all that they will launch until they enter again.
+        """
+        self._fetch_ahead(at)
+        landing = at % len(self.landings)
+        sent = self._sent[landing]
+        assert sent is not None
+        begun = time.perf_counter()
+        try:
+            self.waits += not sent.done() or not self.landings[landing].has_arrived
+            sent.result()
+            self.landings[landing].settle()
+        except BaseException:
+            self._holds[landing] = None
+            raise
+        self.wait_seconds += time.perf_counter() - begun
+
+    def _fetch_ahead(self, at: int) -> None:
+        """Send what will be used next into the landings that nothing earlier needs."""
+        mark: Any = None
+        claimed: set[int] = set()
+        for layer in self._order_from(at):
+            landing = layer % len(self.landings)
+            if self._holds[landing] != layer:
+                if landing in claimed:
+                    return
+                mark = mark or self._mover.mark()
+                self._holds[landing] = layer
+                self._sent[landing] = self._worker.submit(self.landings[landing].send, self._contents[layer], mark)
+                self.visits += 1
+            claimed.add(landing)
+            if len(claimed) == len(self.landings):
+                return
+
+    def _order_from(self, at: int) -> Iterable[int]:
+        """The streamed layers in the order in which they will be used, by what is computed now."""
+        yield at
+        if _in_backward():
+            yield from range(at - 1, -1, -1)
+        else:
+            yield from range(at + 1, len(self.layers))
+            if torch.is_grad_enabled():
+                yield from range(len(self.layers) - 1, -1, -1)
+        yield from range(len(self.layers))
+
+    # ---- for the trainer --------------------------------------------------------------------------------------
+
+    def require_frozen(self) -> None:
+        """Refuse adapters that copy weights of streamed layers, which were not there to be copied.
+
+        Raises:
+            UsageError: names a module of ``--lora_modules_to_save``.
+        """
+        for layer in self.layers:
+            for name, module in self._stack[layer].named_modules():
+                if hasattr(module, "modules_to_save") and any(is_streamed("", each) for each in module.parameters()):
+                    raise UsageError(
+                        f"--lora_modules_to_save {name.rpartition('.')[2]}: it is in layers that {FLAG} streams, which "
+                        "cannot be trained: leave it out"
+                    )
+
+    def check(self) -> None:
+        """Compare what the landings hold with what arrived; part of the check before a save.
+
+        Raises:
+            MemoryFaultError: it has changed.
+        """
+        for sent, landing in zip(self._sent, self.landings, strict=True):
+            if sent is not None:
+                sent.result()
+                landing.settle()
+            landing.check()
+
+    def describe(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "layers": list(self.layers),
+            "host_bytes": dict(self.host_bytes),
+            "landing_bytes": self.landing_bytes,
+            "visits": self.visits,
+            "waits": self.waits,
+            "wait_seconds": self.wait_seconds,
+        }
+
+
+def leave_device(model: nn.Module, name: str, mover: Mover) -> None:
+    """Brings what will be streamed of one weight, packed data and scales, to the host."""
+    path, _, key = name.rpartition(".")
+    owner = model.get_submodule(path)
+    for found, module, attribute, tensor in places_of(owner):
+        if found.split(".")[0] == key and is_streamed(found, tensor) and mover.provenance(tensor) is not None:
+            rebind(module, attribute, to_host(tensor, f"{path}.{found}", mover))
+
+
+def to_host(tensor: Tensor, name: str, mover: Mover) -> Tensor:
+    """A tensor of the card in memory of this process, verified."""
+    with mover.fetched(tensor.detach(), name=name, stage="weights") as found:
+        return found.host.clone()
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _read(file: str, name: str) -> Tensor:
+    return MappedFile(file).tensors[name].clone()
+
+
+def _two_digests(tensor: Tensor, offset: int) -> tuple[Digest, Digest]:
+    """The tensor's digest, and that of it at a byte offset, while each piece is in the processor's caches."""
+    plain, placed = [], []
+    for start in range(0, tensor.nbytes, _PIECE_BYTES):
+        stop = min(start + _PIECE_BYTES, tensor.nbytes)
+        plain.append(digest_range(tensor, start, stop, word_offset=start // 4))
+        placed.append(digest_range(tensor, start, stop, word_offset=(offset + start) // 4))
+    return combine(plain), combine(placed)

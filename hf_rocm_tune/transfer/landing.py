@@ -1,0 +1,139 @@
+"""Device memory that holds one content after the other, each verified when it arrives and again before it is replaced.
+
+For weights that live in host memory and visit the card while they compute (`models.streaming`). The digest of each
+content is known from the load, so that a visit costs one pass over host memory, which packs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_rocm_tune.errors import MemoryFaultError, SourceChangedError
+from hf_rocm_tune.transfer.backend import Backend, PendingDigest
+from hf_rocm_tune.transfer.copies import Segment, Sender, Transfer
+from hf_rocm_tune.transfer.digest import Digest
+from hf_rocm_tune.transfer.ladder import Ladder
+from hf_rocm_tune.transfer.report import TransferReport
+
+STAGE = "streamed"
+_ADVICE = "The same command continues from the newest checkpoint; if it happens again, run the doctor and a memory test"
+
+
+@dataclass(frozen=True)
+class Content:
+    """What can be sent into a landing.
+
+    Attributes:
+        name: for incidents.
+        segments: in order of their offsets, with their digests there; together at most the landing's bytes.
+        digest: of all bytes, with zeros in the gaps.
+    """
+
+    name: str
+    segments: list[Segment]
+    digest: Digest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return self.segments[-1].end
+
+
+class Landing:
+    """One piece of device memory. `send` and `settle` alternate; each may be called from any thread.
+
+    Attributes:
+        memory: uint8[nbytes] on the device, allocated once.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        backend: Backend,
+        sender: Sender,
+        ladder: Ladder,
+        report: TransferReport,
+        number_transfer: Callable[[str], tuple[int, bool, int | None]],
+    ) -> None:
+        self._backend, self._sender, self._ladder, self._report = backend, sender, ladder, report
+        self._number_transfer = number_transfer
+        self.memory = backend.allocate(nbytes, long_lived=True)
+        self._holds: Content | None = None  # verified
+        self._leaving: tuple[Content, PendingDigest] | None = None
+        self._pending: tuple[Content, Transfer, PendingDigest | None] | None = None
+
+    def send(self, content: Content, after: Any) -> None:
+        """Queue a content's transfer, and the last check of what it replaces.
+
+        Args:
+            content: what is sent.
+            after: a mark of the compute stream (`Mover.mark`): nothing is overwritten before it.
+        """
+        number, verify, _ = self._number_transfer(STAGE)
+        transfer = Transfer(number, STAGE, content.segments, None, verify=verify, pieces=[content.digest])
+        memory = self.memory[: content.nbytes]
+        self._backend.follow(after)
+        if self._holds is not None:
+            self._leaving = self._holds, self._backend.digest(self.memory[: self._holds.nbytes])
+            self._holds = None
+        self._sender.send(transfer, memory, self._ladder.route, attempt=0)
+        self._pending = content, transfer, self._backend.digest(memory) if verify else None
+
+    def settle(self) -> None:
+        """Wait until what was sent is verified; afterwards the caller's compute stream may read it.
+
+        Raises:
+            CorruptionError: it could not be transferred correctly.
+            MemoryFaultError: it changed in host memory and no file has it, or what it replaced changed on the device.
+        """
+        if self._pending is None:
+            return
+        begun = time.perf_counter()
+        (content, transfer, arrived), self._pending = self._pending, None
+        if self._leaving is not None:
+            (left, found), self._leaving = self._leaving, None
+            self._require(left, found)
+        if arrived is not None and not transfer.matches(arrived.result()):
+            try:
+                self._ladder.recover(transfer, self.memory[: content.nbytes])
+            except SourceChangedError as error:
+                raise MemoryFaultError(f"streamed weights changed in host memory: {content.name}", _ADVICE) from error
+        assert transfer.ticket is not None
+        self._backend.hand_out(self.memory, transfer.ticket)
+        self._holds = content if transfer.verify else None
+        self._report.add(
+            STAGE,
+            tensors=len(content.segments),
+            bytes=(nbytes := sum(each.nbytes for each in content.segments)),
+            verified_bytes=nbytes if transfer.verify else 0,
+            transfer_seconds=transfer.transfer_seconds,
+            verify_seconds=time.perf_counter() - begun,
+        )
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the last copy of what was sent has ended."""
+        ticket = None if self._pending is None else self._pending[1].ticket
+        return ticket is None or ticket.done()
+
+    def check(self) -> None:
+        """Compare what it holds with what arrived; waits.
+
+        Raises:
+            MemoryFaultError: it has changed.
+        """
+        if self._holds is not None:
+            self._backend.follow(self._backend.mark())
+            self._require(self._holds, self._backend.digest(self.memory[: self._holds.nbytes]))
+
+    def _require(self, content: Content, found: PendingDigest) -> None:
+        if found.result().same_words(content.digest):
+            return
+        self._report.add(STAGE, mismatches=1)
+        row: dict[str, Any] = {"step": self._ladder.step, "stage": STAGE, "tensor": content.name}
+        self._report.incident({**row, "kind": "changed on the device", "outcome": "stopped"})
+        what = f"streamed weights changed in device memory after their arrival: {content.name}"
+        raise MemoryFaultError(what, _ADVICE)
