@@ -126,7 +126,7 @@ def _prepare_process() -> None:
         why = "; ".join(topology.reasons) or "the filter of visible GPUs is not a plain list of indices"
         facts = replace(facts, archs=None, reasons={**facts.reasons, "archs": why})
     variables.remember(chosen)
-    variables.announce([*chosen, *variables.apply(os.environ, facts, torch_loaded=torch_loaded)])
+    variables.announce([*chosen, *variables.review(facts)])
 
 
 _prepare_process()

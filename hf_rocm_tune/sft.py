@@ -50,7 +50,7 @@ def _start(argv: list[str], method: Method, *, own: bool) -> int:
     names.apply_environment(argv, os.environ)
     if os.environ != before:
         # The policy looked at the environment without the recipe's part.
-        variables.announce(variables.apply(os.environ))
+        variables.announce(variables.review())
     names.show_all_cards(argv, os.environ)
     with uncollected() if own else nullcontext():
         prepare()

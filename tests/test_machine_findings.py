@@ -53,8 +53,8 @@ def test_a_gpu_that_stays_idle_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "no_amd_gpu" in found
     assert len(lines) == 1 and "NVIDIA 2684" in lines[0]
     lines, found = looked(Built("a card, and the wrong torch").card(), cpu_stack(), monkeypatch, tmp_path)
-    assert found["torch_cpu_build"] == "fail"
-    assert len(lines) == 1 and lines[0].startswith("failure: torch is a CPU build")
+    assert found["torch_wrong_build"] == "fail"
+    assert len(lines) == 1 and lines[0].startswith("failure: torch is not a ROCm build")
 
 
 def test_a_machine_in_order_is_no_word_worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

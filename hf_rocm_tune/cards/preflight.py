@@ -37,7 +37,7 @@ from hf_rocm_tune.cards.watchdog import is_alive, make_private
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, answer, run_groups, run_together, step
 from hf_rocm_tune.machine.process import start_ticks
-from hf_rocm_tune.machine.variables import read_fault
+from hf_rocm_tune.machine.variables import read_spec
 
 # ---- trials --------------------------------------------------------------------------------------------------
 
@@ -395,8 +395,14 @@ class PreflightFault:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PreflightFault | None:
         """The fault in the variable; None if it is unset or empty."""
-        example = "trial=ddp,kind=hang"
-        return read_fault(cls, VARIABLE, environ, by="trial", kinds=_KINDS, example=example, least={"rank": 0})
+        if not (text := environ.get(VARIABLE, "").strip()):
+            return None
+        required = dict.fromkeys(("trial", "kind"), "both, for example trial=ddp,kind=hang")
+        fault = read_spec(cls, VARIABLE, text, allowed={"trial": tuple(_KINDS)}, least={"rank": 0}, required=required)
+        if fault.kind not in _KINDS[fault.trial]:
+            valid = " ".join(_KINDS[fault.trial])
+            raise UsageError(f"{VARIABLE}: kind={fault.kind} is not valid for {fault.trial}; expected one of {valid}")
+        return fault
 
     def of(self, trial: str) -> dict[str, Any] | None:
         """The fault in the form that the child of a trial expects; None if it is for another trial."""

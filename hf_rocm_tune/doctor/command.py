@@ -13,14 +13,13 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from hf_rocm_tune.doctor.diagnose import Diagnosis, all_checks, diagnose, listing, select
+from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, Diagnosis, all_checks, diagnose, listing, select
 from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, Status, read_here
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
 from hf_rocm_tune.machine.sources import links_of
@@ -85,15 +84,15 @@ def main(argv: Sequence[str]) -> int:
     def clean(text: str) -> str:
         return _SERIAL.sub("(redacted)", scrub_text(text, private))
 
-    report = Report(diagnosis=diagnosis, about=about(evidence), seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
     if wanted.json is not None:
-        text = json.dumps(map_strings(report.to_dict(), clean, str), indent=2)
-        _write(wanted.json, text)
+        content = to_dict(diagnosis, about(evidence), seconds)
+        _write(wanted.json, json.dumps(map_strings(content, clean, str), indent=2))
         return diagnosis.exit_code
     width = shutil.get_terminal_size((100, 24)).columns
     console = Console(width=min(max(width, NARROWEST), WIDEST), highlight=False)
     with console.capture() as printed:
-        for line in lines(report, console.width, verbose=wanted.verbose):
+        for line in lines(diagnosis, about(evidence), seconds, console.width, verbose=wanted.verbose):
             console.print(line, no_wrap=True, overflow="ignore", crop=False)
     _show(clean(printed.get().removesuffix("\n")))
     return diagnosis.exit_code
@@ -181,45 +180,33 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """A diagnosis, the machine in one line, and the seconds of both."""
-
-    diagnosis: Diagnosis
-    about: str
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        groups = {check.name: check.group for check in all_checks()}
-        return {
-            "schema": 2,
-            "version": __version__,
-            "machine": self.about,
-            "exit_code": self.diagnosis.exit_code,
-            "counts": {status: self.diagnosis.count(status) for status in _COUNTED},
-            "seconds": round(self.seconds, 1),
-            "seconds_by_check": self.diagnosis.seconds,
-            "findings": [
-                {**finding.to_dict(), "group": groups[finding.check], "links": list(links_of(finding.source))}
-                for finding in self.diagnosis.findings
-            ],
-        }
-
-    def summary(self) -> str:
-        counts = {status: self.diagnosis.count(status) for status in _COUNTED if status != "skipped"}
-        shown = [f"{count} {_COUNTED[status][count != 1]}" for status, count in counts.items() if count]
-        return ", ".join(shown) or "nothing was checked"
+def to_dict(diagnosis: Diagnosis, machine: str, seconds: float) -> dict[str, Any]:
+    """The report for programs; ``machine``: in one line."""
+    groups = {check.name: check.group for check in all_checks()}
+    return {
+        "schema": 2,
+        "version": __version__,
+        "machine": machine,
+        "exit_code": diagnosis.exit_code,
+        "counts": {status: diagnosis.count(status) for status in _COUNTED},
+        "seconds": round(seconds, 1),
+        "seconds_by_check": diagnosis.seconds,
+        "findings": [
+            {**finding.to_dict(), "group": groups[finding.check], "links": list(links_of(finding.source))}
+            for finding in diagnosis.findings
+        ],
+    }
 
 
 def about(evidence: Evidence) -> str:
     """The machine in one line: cards, processor, kernel and torch."""
-    host, version = evidence.machine.host, evidence.software.torch_version
-    cards = [gpu.identity.card.name if gpu.identity.card else f"AMD {gpu.arch or 'GPU'}" for gpu in evidence.candidates]
+    machine, version = evidence.machine, evidence.software.torch_version
+    cards = [gpu.card.name if gpu.card else f"AMD {gpu.arch or 'GPU'}" for gpu in evidence.candidates]
     cards = cards or [device.name for device in evidence.devices] or ["no card"]
     parts = [
         " + ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(cards).items()),
-        host.cpu,
-        f"{host.process.platform} {host.process.release or ''}".strip(),
+        machine.cpu,
+        f"{machine.process.platform} {machine.process.release or ''}".strip(),
         f"torch {version}" if version else "no torch",
     ]
     return ", ".join(parts)
@@ -230,7 +217,7 @@ def plain(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-def lines(report: Report, width: int, *, verbose: bool) -> Iterator[Text]:
+def lines(diagnosis: Diagnosis, machine: str, seconds: float, width: int, *, verbose: bool) -> Iterator[Text]:
     """The report for a terminal: a line for each group, then warnings and failures, then the verdict."""
 
     def wrapped(text: str, head: Text | None = None, style: str = "") -> Iterator[Text]:
@@ -250,51 +237,44 @@ def lines(report: Report, width: int, *, verbose: bool) -> Iterator[Text]:
         yield from first(one.status, f"{one.title}{subject}", "bold" if one.status in ("warn", "fail") else "")
         yield from wrapped(one.text, Text(" " * _INDENT))
         parts = [("read", line) for line in one.read] + [("fix", one.fix), ("source", one.source)]
-        parts += [("", link) for link in links_of(one.source)]
-        for label, text in parts:
+        for label, text in [*parts, *(("", link) for link in links_of(one.source))]:
             if text:
                 yield from wrapped(text, Text(" " * _INDENT + f"{label:<{_LABEL}}", style="dim"))
 
     groups = {check.name: check.group for check in all_checks()}
     by_group: dict[str, list[Finding]] = {}
-    for finding in report.diagnosis.findings:
-        if finding.status != "skipped":
-            by_group.setdefault(groups[finding.check], []).append(finding)
+    skipped: dict[str, list[str]] = {}
+    for one in diagnosis.findings:
+        if one.status != "skipped":
+            by_group.setdefault(groups[one.check], []).append(one)
+        elif verbose or one.text != NOTHING_THERE:
+            skipped.setdefault(one.text, []).append(one.check)
     yield Text(f"hf-rocm-tune doctor {__version__}", style="bold")
-    yield from (*wrapped(report.about), Text())
+    yield from (*wrapped(machine), Text())
     column = max((len(GROUPS[group]) for group in by_group), default=0)
     for group, findings in by_group.items():
-        worst = min((one.status for one in findings), key=_WORST.index)
         if verbose:
             yield from (Text(), Text(GROUPS[group], style="bold"))
             yield from (line for one in findings for line in whole(one))
         else:
-            yield from _group_line(GROUPS[group].ljust(column), worst, findings, width)
-    grave = [one for one in report.diagnosis.findings if one.status in ("fail", "warn") and not verbose]
+            yield _group_line(GROUPS[group].ljust(column), findings, width)
+    grave = [one for one in diagnosis.findings if one.status in ("fail", "warn") and not verbose]
     for one in sorted(grave, key=lambda one: _WORST.index(one.status)):
         yield from (Text(), *whole(one))
-    skipped: dict[str, list[str]] = {}
-    for finding in report.diagnosis.findings:
-        if finding.status == "skipped" and (verbose or "accelerator" in finding.text or "return" in finding.text):
-            skipped.setdefault(finding.text, []).append(finding.check)
     for reason, checks in skipped.items():
-        yield from first("skipped", f"not run: {', '.join(checks)}: {reason}")
-    yield Text()
+        yield from first("skipped", f"not run: {', '.join(dict.fromkeys(checks))}: {reason}")
+    counts = {status: diagnosis.count(status) for status in _COUNTED if status != "skipped"}
+    shown = [f"{count} {_COUNTED[status][count != 1]}" for status, count in counts.items() if count]
+    summary = ", ".join(shown) or "nothing was checked"
     more = "" if verbose else "; -v shows all of it"
-    verdict = _VERDICTS[report.diagnosis.exit_code]
-    yield from wrapped(f"{report.summary()}; {report.seconds:.0f} s. Verdict: {verdict}{more}.")
+    yield Text()
+    yield from wrapped(f"{summary}; {seconds:.0f} s. Verdict: {_VERDICTS[diagnosis.exit_code]}{more}.")
 
 
-def _group_line(title: str, worst: Status, findings: Sequence[Finding], width: int) -> Iterator[Text]:
+def _group_line(title: str, findings: Sequence[Finding], width: int) -> Text:
     """One line: what is not in order first, then what is, as far as there is room."""
     ordered = sorted(findings, key=lambda one: _WORST.index(one.status))
     titles = dict.fromkeys(f"{one.check} unknown" if one.status == "unknown" else one.title for one in ordered)
-    mark, colour = _MARKS[worst]
-    text, room = "", width - _INDENT - len(title) - 2
-    for one in map(plain, titles):
-        longer = f"{text}, {one}" if text else one
-        if len(longer) > room - 4 and text:
-            text += ", ..."
-            break
-        text = longer
-    yield Text.assemble((f"{mark:<{_INDENT}}", colour), (title, "bold"), "  ", text[:room].rstrip(" ,"))
+    text = textwrap.shorten(plain(", ".join(titles)), width - _INDENT - len(title) - 2, placeholder=" ...")
+    mark, colour = _MARKS[ordered[0].status]
+    return Text.assemble((f"{mark:<{_INDENT}}", colour), (title, "bold"), "  ", text)

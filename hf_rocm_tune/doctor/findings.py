@@ -19,8 +19,8 @@ from hf_rocm_tune.machine.child import Outcome
 from hf_rocm_tune.machine.gpus import GpuNode
 from hf_rocm_tune.machine.process import choose, users_environ, visible_nodes
 from hf_rocm_tune.machine.software import Software, TorchDevice, read_software
-from hf_rocm_tune.machine.survey import Gpu, JoinedDevice, Machine, join, survey
-from hf_rocm_tune.machine.variables import MARK_SET, MachineFacts
+from hf_rocm_tune.machine.survey import Gpu, Machine, join, survey
+from hf_rocm_tune.machine.variables import MachineFacts
 
 GIVEN_AWAY = "vfio-pci"
 """The driver of a device that is assigned to a virtual machine."""
@@ -118,7 +118,7 @@ class Evidence:
     """The input of read checks; measured checks use it only to choose devices.
 
     Attributes:
-        environ: the user's variables, without those that this package has set.
+        environ: the user's variables, without a choice of cards by this package.
         root: where the kernel's files were read.
     """
 
@@ -144,22 +144,22 @@ class Evidence:
         return self.software.devices or ()
 
     @property
-    def card_count(self) -> int:
-        """Number of discrete cards of any vendor: in the kernel's list, or torch's if that is larger."""
-        return max(len(self.cards), len(self.seen_cards))
-
-    @property
-    def seen_cards(self) -> tuple[TorchDevice, ...]:
-        """torch's devices without integrated GPUs."""
-        return tuple(one.device for one in self.joined if one.gpu is None or one.gpu.integrated is not True)
-
-    @property
-    def joined(self) -> tuple[JoinedDevice, ...]:
+    def joined(self) -> list[tuple[TorchDevice, Gpu | None]]:
         """torch's devices, each with its card in the kernel's list."""
         topology = self.machine.topology
         # Torch was queried by a process of this package, which sees all discrete cards unless the user filters them.
         shown = choose(topology.nodes, self.environ, complete=topology.complete, split=True).variables
-        return join(self.machine, self.devices, {**self.environ, **shown})
+        return list(zip(self.devices, join(self.machine, self.devices, {**self.environ, **shown}), strict=True))
+
+    @property
+    def seen_cards(self) -> tuple[TorchDevice, ...]:
+        """torch's devices without integrated GPUs."""
+        return tuple(device for device, gpu in self.joined if gpu is None or gpu.integrated is not True)
+
+    @property
+    def card_count(self) -> int:
+        """Number of discrete cards of any vendor: in the kernel's list, or torch's if that is larger."""
+        return max(len(self.cards), len(self.seen_cards))
 
     @property
     def visible(self) -> tuple[GpuNode, ...] | None:
@@ -177,24 +177,14 @@ class Evidence:
         if visible is None:
             unfiltered = "the filter of visible GPUs is not a plain list of indices"
             reasons["archs"] = "; ".join(self.machine.topology.reasons) or unfiltered
-        return MachineFacts(
-            torch_version=software.torch_version,
-            hip_version=software.hip_version,
-            archs=None if visible is None else tuple(node.arch for node in visible),
-            flash_attn_version=software.packages.get("flash_attn"),
-            reasons=reasons,
-        )
-
-
-def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The user's variables, without those set by this package or its parent process."""
-    ours = {name for name in environ.get(MARK_SET, "").split(",") if name}
-    return {name: value for name, value in users_environ(environ).items() if name not in ours and name != MARK_SET}
+        archs = None if visible is None else tuple(node.arch for node in visible)
+        version, hip = software.torch_version, software.hip_version
+        return MachineFacts(torch_version=version, hip_version=hip, archs=archs, reasons=reasons)
 
 
 def read_here() -> Evidence:
     """This machine's evidence."""
-    return Evidence(machine=survey(), software=read_software(), environ=own_environ(os.environ))
+    return Evidence(machine=survey(), software=read_software(), environ=users_environ(os.environ))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ about a tenth. Not covered: PCIe 6.0, which has no such code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, fail, note, ok, unknown, warn
@@ -18,6 +18,7 @@ X4_GB_S, X8_GB_S = 8.0, 16.0
 """Rates below which a link is that of four, or eight, lanes of PCIe 4.0."""
 _MIB, _GIB = 1 << 20, 1 << 30
 _SYSFS, _AER = "kernel documentation: sysfs-bus-pci", "kernel documentation: PCI Express AER"
+_PARAMETERS = "kernel documentation: amdgpu module parameters"
 _RATES, _SLOTS = f"{_SYSFS}; ROCm/ROCm#2253", "rocm.docs radeon-ryzen docs-5.7.0: limitations; ROCm/ROCm#2429"
 _SEAT = "reseat the card, try another slot or no riser, run stock clocks"
 _EXPECTED = {
@@ -44,13 +45,8 @@ class LinkRate(NamedTuple):
 def narrowest(path: Sequence[Link]) -> LinkRate | None:
     """The slowest link between a card and the processor, at the speed that both ends support (an idle link runs
     slower); None if width or speed of one of them is unknown."""
-    rates = [LinkRate(link.width or 0, _reachable(link), link.device) for link in path]
+    rates = [LinkRate(link.width or 0, link.able or 0.0, link.device) for link in path]
     return min(rates, key=lambda one: one.gb_s) if rates and all(one.gb_s for one in rates) else None
-
-
-def _reachable(link: Link) -> float:
-    # A link that runs faster than the stated maximum of one end has its current speed.
-    return max(min(link.speeds), link.speed or 0.0) if link.speeds else link.speed or 0.0
 
 
 def _links(evidence: Evidence) -> Iterator[Finding]:
@@ -63,20 +59,13 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
         else:
             known[gpu.address] = slowest
             yield _link(gpu, slowest, pair=evidence.card_count > 1)
-    if len({one.width for one in known.values()}) > 1:
-        widths = ", ".join(f"{place}: x{one.width}" for place, one in known.items())
+    if len({(one.width, one.speed) for one in known.values()}) > 1:
+        listed = ", ".join(f"{place}: x{one.width} at {one.speed:g} GT/s" for place, one in known.items())
         yield warn(
-            "links_unequal", "The cards have links of different width",
-            f"{widths}; AMD asks for the same lane width on all cards, and the slower link limits both",
-            "use the two slots that share the processor's lanes (x8/x8); a slot of the chipset is usually x4", _SLOTS,
-        )  # fmt: skip
-    elif len({one.speed for one in known.values()}) > 1:
-        speeds = ", ".join(f"{place}: x{one.width} at {one.speed:g} GT/s" for place, one in known.items())
-        yield warn(
-            "links_unequal_speed", "The cards have links of different speed",
-            f"{speeds}; the width is the same, and the slower link limits the averaging of gradients",
-            "check the BIOS setting of the slower slot's generation, and a riser cable, which may allow less than the "
-            "slot", _SYSFS,
+            "links_unequal", "The cards have unequal links",
+            f"{listed}; AMD asks for the same lane width on all cards, and the slower link limits both",
+            "use the two slots that share the processor's lanes (x8/x8); check the BIOS setting of the slower slot's "
+            "generation, and a riser cable", _SLOTS,
         )  # fmt: skip
 
 
@@ -87,110 +76,81 @@ def _link(gpu: Gpu, slowest: LinkRate, *, pair: bool) -> Finding:
         f"{slowest.speed:g} GT/s: {rate:.1f} GB/s each way by arithmetic{_EXPECTED.get((slowest.speed, width), '')}"
     )
     read = [_describe(link) for link in gpu.upward.links]
+    fix = "move the card to a slot of the processor, and check the BIOS settings of its lanes and its generation"
     if rate < X4_GB_S:
-        return warn(
-            "link_narrow", f"x{width} link: {rate:.1f} GB/s at most",
-            f"{text}. That makes transfers slow, not wrong; the usual cause is the wrong slot",
-            "move the card to a slot of the processor, and check the BIOS settings of its lanes and its generation",
-            _RATES, subject=gpu.address, read=read,
-        )  # fmt: skip
+        text, title = f"{text}. That makes transfers slow, not wrong", f"x{width} link: {rate:.1f} GB/s at most"
+        return warn("link_narrow", title, text, fix, _RATES, subject=gpu.address, read=read)
     if rate < X8_GB_S and not pair:
-        fix = "use the slot next to the processor, and check the BIOS settings of its lanes and its generation"
         return note("link_half", f"PCIe x{width}, {rate:.0f} GB/s", text, fix, _RATES, subject=gpu.address, read=read)
-    return ok(
-        "link_full" if rate >= X8_GB_S else "link_half", f"PCIe x{width}", text, _RATES, subject=gpu.address, read=read,
-    )  # fmt: skip
+    return ok("link_ok", f"PCIe x{width}", text, _RATES, subject=gpu.address, read=read)
 
 
 def _describe(link: Link) -> str:
-    able = f" (able: x{min(link.widths)} at {min(link.speeds):g})" if link.widths and link.speeds else ""
-    idle = ", slower when idle" if link.speed and link.speed < _reachable(link) else ""
-    return f"{link.device}: x{link.width or '?'} at {link.speed or 0:g} GT/s{able}{idle}"
+    able = f" (able: {link.able:g})" if link.able and link.speed and link.speed < link.able else ""
+    return f"{link.device}: x{link.width or '?'} at {link.speed or 0:g} GT/s{able}"
 
 
 def _slot(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
-        path = " > ".join(reversed(gpu.upward.chain))
-        behind = f"{gpu.address} reaches the processor through the chipset ({path})"
-        if gpu.upward.behind_chipset is None:
-            yield unknown(
-                "it is unknown which of the bridges above it belong to the processor", subject=gpu.address, read=[path]
-            )
-        elif not gpu.upward.behind_chipset:
-            yield ok(
-                "slot_of_processor", "slot of the processor",
-                f"{gpu.address} reaches the processor without the chipset ({path})", _SYSFS, subject=gpu.address,
+        if gpu.upward.behind_chipset:
+            status, more = _graver_with_two(
+                evidence, "; AMD supports several cards on slots of the processor only, and HIP errors with two 7900 "
+                "XTX were reported with one on the chipset",
             )  # fmt: skip
-        elif evidence.card_count > 1:
-            yield warn(
-                "slot_of_chipset_pair", "One of the cards is on a chipset slot",
-                f"{behind}; AMD supports several cards on slots of the processor only, and HIP errors with two 7900 "
-                "XTX were reported with one on the chipset", "move it to a slot of the processor, or train on one card",
+            yield status(
+                "slot_of_chipset", "a card is on a slot of the chipset",
+                f"{gpu.address} reaches the processor through the chipset ({' > '.join(reversed(gpu.upward.chain))}), "
+                f"which shares its lanes with disks and network{more}", "move the card to a slot of the processor",
                 _SLOTS, subject=gpu.address,
-            )  # fmt: skip
-        else:
-            yield note(
-                "slot_of_chipset", "slot of the chipset", f"{behind}, which shares its lanes with disks and network",
-                "move the card to a slot of the processor", _SLOTS, subject=gpu.address,
             )  # fmt: skip
 
 
 def _atomics(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
-        text = f"{gpu.address}: the compute driver reports no atomics between the card and the processor"
         if gpu.atomics is None:
             yield unknown("the compute driver lists no link between the card and the processor", subject=gpu.address)
         elif gpu.atomics:
-            yield ok(
-                "atomics_ok", "atomics",
-                f"{gpu.address}: PCIe atomics between card and processor, by the compute driver", _SLOTS,
-                subject=gpu.address,
-            )  # fmt: skip
-        elif evidence.card_count > 1:
-            yield warn(
-                "atomics_missing_pair", "PCIe atomics do not work, with two cards",
-                f"{text}; AMD requires them on all cards of a multi-card system, and HIP errors with two 7900 XTX "
-                "were reported without them", "move the card to a slot of the processor, or train on one card", _SLOTS,
-                subject=gpu.address,
-            )  # fmt: skip
+            text = f"{gpu.address}: PCIe atomics between card and processor, by the compute driver"
+            yield ok("atomics_ok", "atomics", text, _SLOTS, subject=gpu.address)
         else:
-            yield note(
+            status, more = _graver_with_two(
+                evidence, "; AMD requires them on all cards of a multi-card system, and HIP errors with two 7900 XTX "
+                "were reported without them",
+            )  # fmt: skip
+            yield status(
                 "atomics_missing", "no PCIe atomics",
-                f"{text}; kernels that call the host, such as printf, are not supported",
-                "nothing for training on one card", _SLOTS, subject=gpu.address,
+                f"{gpu.address}: the compute driver reports no atomics between the card and the processor; kernels "
+                f"that call the host, such as printf, are not supported{more}",
+                "move the card to a slot of the processor", _SLOTS, subject=gpu.address,
             )  # fmt: skip
 
 
 def _bar(evidence: Evidence) -> Iterator[Finding]:
-    source = "kernel documentation: amdgpu module parameters; ROCm/ROCm#6342"
-    fix = 'switch on "Above 4G decoding" and "Resizable BAR" ("Smart Access Memory") in the BIOS'
+    source = f"{_PARAMETERS}; ROCm/ROCm#6342"
     for gpu in evidence.cards:
         window, vram = gpu.bar_bytes, gpu.vram_bytes
         if window is None or not vram:
-            yield unknown(
-                evidence.machine.why(gpu.address, "resource") if vram else "the size of the card's memory is not known",
-                subject=gpu.address,
-            )
+            why = evidence.machine.why(gpu.address, "resource") if vram else "the card's memory size is not known"
+            yield unknown(why, subject=gpu.address)
         elif window >= 0.9 * vram:
-            yield ok(
-                "bar_full", "resizable BAR",
-                f"{gpu.address}: the largest BAR is {window / _GIB:.0f} GiB, the whole memory", _SYSFS,
+            text = f"{gpu.address}: the largest BAR is {window / _GIB:.0f} GiB, the whole memory"
+            yield ok("bar_full", "resizable BAR", text, _SYSFS, subject=gpu.address)
+        else:
+            status, more = _graver_with_two(
+                evidence, "; a small window is among the causes of wrong or missing direct copies between cards"
+            )
+            yield status(
+                "bar_small", "resizable BAR is off",
+                f"{gpu.address}: the largest BAR is {window / _MIB:.0f} MiB, and the card has {vram / _GIB:.0f} "
+                f"GiB{more}",
+                'switch on "Above 4G decoding" and "Resizable BAR" ("Smart Access Memory") in the BIOS', source,
                 subject=gpu.address,
             )  # fmt: skip
-        else:
-            text = f"{gpu.address}: the largest BAR is {window / _MIB:.0f} MiB, and the card has {vram / _GIB:.0f} GiB"
-            if evidence.card_count > 1:
-                yield warn(
-                    "bar_small_pair", "Resizable BAR is off, with two cards",
-                    f"{text}; a small window is among the causes of wrong or missing direct copies between cards",
-                    f"{fix}, then run the pair test", source, subject=gpu.address,
-                )  # fmt: skip
-            else:
-                yield note(
-                    "bar_small", "resizable BAR is off",
-                    f"{text}; direct copies between cards need a large one, a single card does not", fix, source,
-                    subject=gpu.address,
-                )  # fmt: skip
+
+
+def _graver_with_two(evidence: Evidence, why: str) -> tuple[Callable[..., Finding], str]:
+    """A note on one card; a warning, with the reason, where several have to copy to each other."""
+    return (warn, why) if evidence.card_count > 1 else (note, "")
 
 
 def _errors(evidence: Evidence) -> Iterator[Finding]:
@@ -200,10 +160,7 @@ def _errors(evidence: Evidence) -> Iterator[Finding]:
         if not counts:
             yield unknown(evidence.machine.why(gpu.address, "aer_dev"), subject=gpu.address)
         elif not any(counts.values()):
-            yield ok(
-                "aer_clean", "no errors", f"{gpu.address}: no PCIe error since boot", _AER, subject=gpu.address,
-                read=read,
-            )  # fmt: skip
+            yield ok("aer_clean", "no errors", f"{gpu.address}: no PCIe error since boot", _AER, subject=gpu.address)
         if wrong:
             yield warn(
                 "aer_errors", "The PCIe link has uncorrected errors",
@@ -215,40 +172,36 @@ def _errors(evidence: Evidence) -> Iterator[Finding]:
             yield note(
                 "aer_corrected", f"{corrected} errors on the link",
                 f"{gpu.address}, since boot: the hardware sent the data again, so nothing was lost",
-                "nothing unless the count rises under load (this doctor checks that); then reseat the card, try "
-                "another slot or no riser", _AER, subject=gpu.address, read=read,
+                f"nothing unless the count rises under load (this doctor checks that); then {_SEAT}", _AER,
+                subject=gpu.address, read=read,
             )  # fmt: skip
 
 
 def _errors_since(evidence: Evidence) -> Iterator[Finding]:
     """The errors counted since the machine was read, which is before all measurements."""
-    now = {gpu.address: gpu for gpu in survey(evidence.root).gpus}
+    now = {gpu.address: gpu.aer for gpu in survey(evidence.root).gpus}
     source = f"{_AER}; rocm-libraries#12344"
     for gpu in evidence.cards:
-        after = now[gpu.address].aer if gpu.address in now else {}
+        after = now.get(gpu.address, {})
         grown = {kind: after[kind] - count for kind, count in gpu.aer.items() if after.get(kind, 0) > count}
         read = [f"{kind}: {gpu.aer[kind]:,} before, {after[kind]:,} after" for kind in grown]
         wrong, corrected = _counted(grown)
         if wrong:
-            text = f"{gpu.address} counted {wrong} more errors while this doctor ran, and they were not corrected"
             yield fail(
-                "aer_rising", "Uncorrected PCIe errors during the measurements", text,
+                "aer_rising", "Uncorrected PCIe errors during the measurements",
+                f"{gpu.address} counted {wrong} more errors while this doctor ran, and they were not corrected",
                 f"{_SEAT}; do not train on it before the counter stops rising", source, subject=gpu.address, read=read,
             )  # fmt: skip
         if corrected:
-            text = (
-                f"{gpu.address} counted {corrected} more errors while this doctor ran: the hardware sent the data "
-                "again, which costs time; the link is marginal"
-            )
             yield warn(
-                "aer_corrected_rising", "Corrected PCIe errors during the measurements", text,
-                f"{_SEAT}, and run the doctor again", source, subject=gpu.address, read=read,
+                "aer_corrected_rising", "Corrected PCIe errors during the measurements",
+                f"{gpu.address} counted {corrected} more errors while this doctor ran: the hardware sent the data "
+                "again, which costs time; the link is marginal", f"{_SEAT}, and run the doctor again", source,
+                subject=gpu.address, read=read,
             )  # fmt: skip
         if not grown and gpu.aer and after:
-            yield ok(
-                "aer_still", "no PCIe errors while measuring", f"{gpu.address}: the counters did not rise", _AER,
-                subject=gpu.address,
-            )  # fmt: skip
+            text = f"{gpu.address}: the counters did not rise"
+            yield ok("aer_still", "no PCIe errors while measuring", text, _AER, subject=gpu.address)
 
 
 def _counted(counts: Mapping[str, int]) -> tuple[str, str]:
@@ -258,7 +211,7 @@ def _counted(counts: Mapping[str, int]) -> tuple[str, str]:
 
 
 CHECKS = (
-    Check("link_width", "links", "width and speed of every link up to the processor", _links),
+    Check("link_width", "links", "width and speed of the links up to the processor", _links),
     Check("slot", "links", "whether the card is on a slot of the chipset", _slot),
     Check("atomics", "links", "PCIe atomics between card and processor", _atomics),
     Check("bar", "links", "resizable BAR", _bar),

@@ -11,7 +11,7 @@ from hf_rocm_tune.machine.gpus import throttle_causes
 from hf_rocm_tune.machine.process import FILTERS, OURS, choose, describe, is_integrated
 from hf_rocm_tune.machine.survey import PEER_OPTIONS, Gpu
 from hf_rocm_tune.machine.sysfs import parse_hex, parse_int
-from hf_rocm_tune.machine.variables import Decision, evaluate, within
+from hf_rocm_tune.machine.variables import Decision, evaluate
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}
@@ -19,8 +19,10 @@ _OVERDRIVE_BIT = 1 << 14  # amdgpu's PP_OVERDRIVE_MASK (amd_shared.h)
 _SEATED = "if a card should be here, check that it is seated and powered and that `lspci` lists it"
 _GENERAL = "general knowledge, lower confidence"
 _PREREQUISITES, _PCI = "ROCm docs: prerequisites", "kernel documentation: sysfs-bus-pci"
-RING_MIB = 128
-"""Slots times bytes of a slot of the transfer engine on an accelerator; a test keeps it equal to the engine's."""
+_MODELS, _PARAMETERS = (
+    "ROCm docs: GPU architecture specifications",
+    "kernel documentation: amdgpu module parameters",
+)
 HOTSPOT_C = 105.0
 """General knowledge, lower confidence: RDNA3 regulates on the hotspot, up to about 110 C."""
 _IDS = re.compile(r"sys/bus/pci/devices(/[^/]+/(class|vendor|device))?")
@@ -38,19 +40,17 @@ def in_wheels(gpu: Gpu) -> bool:
 
 def _driver(evidence: Evidence) -> Iterator[Finding]:
     machine, topology = evidence.machine, evidence.machine.topology
-    if machine.host.process.platform != "linux":
+    if machine.process.platform != "linux":
         yield unknown(
-            f"drivers are read from Linux files, and this is {machine.host.process.platform}: one GPU only, not tested "
-            "by this project"
+            f"drivers are read from Linux files, and this is {machine.process.platform}: one GPU only, not tested by "
+            "this project"
         )
     elif not machine.amd and not topology.nodes:
         yield _without_amd(evidence)
     else:
         if not topology.complete:
-            yield unknown(
-                "the kernel's list of GPUs is incomplete, so their indices are uncertain: "
-                f"{'; '.join(topology.reasons)}"
-            )
+            reasons = "; ".join(topology.reasons)
+            yield unknown(f"the kernel's list of GPUs is incomplete, so their indices are uncertain: {reasons}")
         if not machine.amd:
             yield unknown(f"the compute driver lists {len(topology.nodes)} GPU(s), and the PCI bus lists none of them")
         problems = [one for gpu in evidence.candidates for one in _of_gpu(evidence, gpu)]
@@ -70,47 +70,29 @@ def _driver(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _without_amd(evidence: Evidence) -> Finding:
-    machine = evidence.machine
-    reasons = machine.topology.reasons
-    names = ", ".join(device.name for device in evidence.devices)
-    if evidence.devices and evidence.software.build == "rocm":
-        text = (
-            f"a ROCm build of torch sees {names}, and the kernel lists no AMD GPU, as in a virtual machine whose host "
-            "has the driver (WSL): links, error counters and sensors are unknown"
-        )
-        return note(
-            "rocm_without_kfd", "torch computes on a card that this kernel does not list", text,
-            "nothing to do; the measured checks apply here, too", _GENERAL, read=reasons,
-        )  # fmt: skip
+    machine, reasons = evidence.machine, evidence.machine.topology.reasons
     if evidence.devices:
-        text = (
-            f"torch computes on {names}: training and its verification work through the same torch.cuda calls, but the "
-            "checks of drivers, links and variables are for AMD cards"
-        )
+        text = f"torch computes on {', '.join(device.name for device in evidence.devices)}"
+        if evidence.software.build == "rocm":
+            text += ", which this kernel does not list (WSL): links, error counters and sensors are unknown"
+        else:
+            text += ": training and verification work there, the checks of drivers, links and variables are for AMD"
         return note(
-            "other_gpu", "not an AMD machine", text, "nothing to do; the measured checks apply here, too",
-            "pytorch hip.rst", read=reasons,
+            "other_gpu", "no AMD card that this kernel lists", text,
+            "nothing to do; the measured checks apply here, too", "pytorch hip.rst", read=reasons,
         )  # fmt: skip
     if not machine.topology.complete or any(_IDS.fullmatch(path) for path in machine.unread):
         return unknown(f"whether there is a GPU could not be read: {'; '.join([*reasons, machine.why('sys/bus/pci')])}")
-    others = ", ".join(
-        f"{gpu.vendor.upper()} {gpu.device_id:04x} at {gpu.address}"
-        for gpu in machine.gpus
-        if gpu.vendor in ("nvidia", "intel")
+    listed = [gpu for gpu in machine.gpus if gpu.vendor in ("nvidia", "intel")]
+    others = ", ".join(f"{gpu.vendor.upper()} {gpu.device_id:04x} at {gpu.address}" for gpu in listed)
+    found = (
+        f"the only graphics devices are {others}, which torch does not use"
+        if others
+        else "the PCI bus lists no AMD, NVIDIA or Intel display or compute device"
     )
-    if others:
-        text = (
-            f"the only graphics devices are {others}, which torch does not use, so training would run on the "
-            "processor, slowly"
-        )
-        return warn("no_amd_gpu", "No AMD GPU", text, _SEATED, _PCI, read=reasons)
-    text = (
-        "the PCI bus lists no AMD, NVIDIA or Intel display or compute device, so training would run on the processor, "
-        "slowly"
-    )
-    return warn(
-        "no_gpu", "No GPU", text, f"{_SEATED}; inside a virtual machine, that it is passed through", _PCI, read=reasons,
-    )  # fmt: skip
+    row, title = ("no_amd_gpu", "No AMD GPU") if others else ("no_gpu", "No GPU")
+    text, fix = f"{found}, so training would run on the processor, slowly", f"{_SEATED}, or is passed through"
+    return warn(row, title, text, fix, _PCI, read=reasons)
 
 
 def _of_gpu(evidence: Evidence, gpu: Gpu) -> Iterator[Finding]:
@@ -127,7 +109,7 @@ def _of_gpu(evidence: Evidence, gpu: Gpu) -> Iterator[Finding]:
     elif gpu.driver is None and any(where in path for path in machine.unread):
         yield unknown(machine.why(where), subject=gpu.address)
     else:
-        seen = ["boot parameter nomodeset"] if "nomodeset" in machine.kernel.cmdline else []
+        seen = ["boot parameter nomodeset"] if "nomodeset" in machine.cmdline else []
         yield fail(
             "driver_not_bound", "amdgpu does not drive the card",
             f"{gpu.address} is an AMD device whose kernel driver is {gpu.driver or 'none'}",
@@ -138,130 +120,100 @@ def _of_gpu(evidence: Evidence, gpu: Gpu) -> Iterator[Finding]:
 
 
 def _permissions(evidence: Evidence) -> Iterator[Finding]:
-    host, count = evidence.machine.host, len(evidence.machine.topology.nodes)
+    machine, count = evidence.machine, len(evidence.machine.topology.nodes)
     if not count:
         return
     kinds = {"/dev/kfd": "/dev/kfd", "/dev/dri/renderD*": "/dev/dri/renderD"}
-    missing = " and ".join(
-        name for name, start in kinds.items() if not any(path.startswith(start) for path in host.nodes)
-    )
-    if missing and host.container:
+    there = list(machine.device_nodes)
+    missing = " and ".join(name for name, start in kinds.items() if not any(path.startswith(start) for path in there))
+    refused = {path: group for path, (usable, group) in machine.device_nodes.items() if not usable}
+    if missing:
+        where = f"this {machine.container} container" if machine.container else "this system"
         yield fail(
-            "kfd_not_in_container", f"This container has no {missing}",
-            f"the kernel has a compute driver and {count} GPU(s), but this {host.container} container was started "
-            "without these device nodes", "start it with `--device /dev/kfd --device /dev/dri`", "ROCm docs: Docker",
+            "device_nodes_missing", f"{missing} does not exist",
+            f"the kernel lists {count} GPU(s) for computing, but {where} has not the device nodes that ROCm opens",
+            "start a container with `--device /dev/kfd --device /dev/dri`; outside of one, check that udev runs",
+            "ROCm docs: Docker; ROCm docs: prerequisites",
         )  # fmt: skip
-    elif missing:
-        yield fail(
-            "kfd_node_missing", f"{missing} does not exist",
-            f"the kernel lists {count} GPU(s) for computing, but the device nodes that ROCm opens do not exist",
-            "check that udev runs and that this is not a chroot or sandbox without device nodes", _PREREQUISITES,
-        )  # fmt: skip
-    refused = {path: group for path, (usable, group) in host.nodes.items() if not usable}
     if refused:
         group = next(iter(refused.values()))
         yield fail(
             "node_not_usable", f"No permission for {' and '.join(refused)}",
             f"this process has no read and write access to files of the group {group}; its own groups: "
-            f"{', '.join(host.process.groups) or 'none'}",
+            f"{', '.join(machine.process.groups) or 'none'}",
             "`sudo usermod -aG render,video $USER`, then log out and in; in a container, start it with `--group-add "
             f"{group}` (by number if the image does not have the name)", "ROCm docs: prerequisites; ROCm docs: Docker",
         )  # fmt: skip
     elif not missing:
-        yield ok(
-            "permissions_ok", "access to /dev/kfd", f"read and write access to {', '.join(host.nodes)}", _PREREQUISITES,
-        )  # fmt: skip
+        text = f"read and write access to {', '.join(there)}"
+        yield ok("permissions_ok", "access to /dev/kfd", text, _PREREQUISITES)
 
 
 def _cards(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.machine.amd:
-        if gpu.integrated is not True:
-            yield _card(gpu)
-    models = {gpu.address: gpu.identity.card.name for gpu in evidence.cards if gpu.identity.card}
+        if gpu.integrated is True:
+            continue
+        arch = gpu.arch or "architecture unknown"
+        if gpu.card is None:
+            yield note(
+                "card_unknown", "a GPU that is not in this project's table",
+                f"{gpu.address} is PCI device 1002:{gpu.device_id:04x}, {arch}; the facts on cards do not apply to it",
+                "nothing to do", _MODELS, subject=gpu.address,
+            )  # fmt: skip
+            continue
+        card, memory = gpu.card, f"{gpu.vram_bytes / _GIB:.1f} GiB" if gpu.vram_bytes else "memory unknown"
+        facts = f"{card.bandwidth_gb_s or '?'} GB/s, {card.power_w or '?'} W{'' if card.fp8 else ', no FP8'}"
+        seen = [f"data of this model: {facts} ({card.source or 'ROCm docs'})"]
+        text = f"{gpu.address}, {arch}, {memory}"
+        yield ok("card_known", card.name, text, _MODELS, subject=gpu.address, read=seen)
+    models = {gpu.address: gpu.card.name for gpu in evidence.cards if gpu.card}
     if len(set(models.values())) > 1:
         listed = ", ".join(f"{name} at {place}" for place, name in models.items())
         yield warn(
             "cards_unequal", "The cards differ",
             f"{listed}: in joint training the faster one waits for the slower in every step, and a batch must fit the "
             "one with the least memory",
-            "choose the batch for the card with the least memory, or train on the larger card alone",
-            "ROCm docs: GPU architecture specifications",
+            "choose the batch for the card with the least memory, or train on the larger card alone", _MODELS,
         )  # fmt: skip
-
-
-def _card(gpu: Gpu) -> Finding:
-    card, arch = gpu.identity.card, gpu.arch or "architecture unknown"
-    if card is None:
-        text = (
-            f"{gpu.address} is PCI device 1002:{gpu.device_id:04x}, {arch}: {gpu.identity.reason}; the facts on cards "
-            "do not apply to it"
-        )
-        return note(
-            "card_unknown", "a GPU that is not in this project's table", text, "nothing to do",
-            "ROCm docs: GPU architecture specifications", subject=gpu.address,
-        )  # fmt: skip
-    known = {
-        f"{card.bandwidth_gb_s} GB/s": card.bandwidth_gb_s,
-        f"{card.power_w} W": card.power_w,
-        "no FP8": not card.fp8,
-    }
-    facts = ", ".join(text for text, there in known.items() if there)
-    memory = f"{gpu.vram_bytes / _GIB:.1f} GiB" if gpu.vram_bytes else "memory unknown"
-    seen = [f"identified by: {gpu.identity.reason}", f"data of this model: {facts} ({card.source or 'ROCm docs'})"]
-    return ok(
-        "card_known", card.name, f"{gpu.address}, {arch}, {memory}", "ROCm docs: GPU architecture specifications",
-        subject=gpu.address, read=seen,
-    )  # fmt: skip
 
 
 def _integrated(evidence: Evidence) -> Iterator[Finding]:
-    topology = evidence.machine.topology
+    topology, seen = evidence.machine.topology, evidence.visible
     igpus = [node for node in topology.nodes if is_integrated(node)]
     cards = [node for node in topology.nodes if not is_integrated(node)]
     if not igpus or not cards:
         return
     choice = choose(topology.nodes, {}, complete=topology.complete, split=len(cards) > 1)
-    line = f"{OURS}={choice.variables.get(OURS, '')}"
+    fix = f"`export {OURS}={choice.variables.get(OURS, '')}`"
     igpu, card = ", ".join(map(describe, igpus)), ", ".join(map(describe, cards))
-    filters = {name: evidence.environ[name] for name in FILTERS if name in evidence.environ}
-    shown, seen = " ".join(f"{name}={shlex.quote(value)}" for name, value in filters.items()), evidence.visible
-    fails, source = (
-        "code for the card does not run on it (hipErrorInvalidImage, or a crash)",
-        ("TheRock#5543; HIP environment variables page"),
-    )
+    filters = [f"{name}={shlex.quote(evidence.environ[name])}" for name in FILTERS if name in evidence.environ]
+    shown, source = " ".join(filters), "TheRock#5543; HIP environment variables page"
+    harm = "code for the card does not run on it (hipErrorInvalidImage, or a crash)"
     left = ", ".join(describe(node) for node in igpus if node in (seen or ()))
     if not choice.variables:
         yield unknown(choice.reason)
     elif not filters:
-        text = (
-            f"{igpu} is listed besides {card}. HIP may number it first, and {fails}. This package hides it from its "
-            "own processes; other programs see it"
-        )
         yield note(
-            "igpu_hidden", "an integrated GPU besides the card, hidden", text,
-            f"for other programs: `export {line}`, or disable the integrated GPU in the BIOS", source,
+            "igpu_hidden", "an integrated GPU besides the card, hidden",
+            f"{igpu} is listed besides {card}. HIP may number it first, and {harm}. This package hides it from its own "
+            "processes; other programs see it",
+            f"for other programs: {fix}, or disable the integrated GPU in the BIOS", source,
         )  # fmt: skip
     elif seen is None:
         yield unknown(f"{shown} is not a plain list of indices, so the visible GPUs are unknown")
-    elif left and any(node in seen for node in cards):
-        yield warn(
-            "igpu_visible", "The variables make the integrated GPU visible",
-            f"{shown} shows {left} to HIP besides {card}; {fails}", f"`export {line}`", source,
-        )  # fmt: skip
     elif left:
-        yield fail(
-            "igpu_instead", "The variables show the integrated GPU instead of the card",
-            f"{shown} shows {left} to HIP and hides {card}; {fails}", f"`export {line}`", source,
+        also = any(node in seen for node in cards)
+        status, text = (warn, "besides") if also else (fail, "instead of")
+        yield status(
+            "igpu_visible", f"The variables show the integrated GPU {text} the card",
+            f"{shown} shows {left} to HIP {text} {card}; {harm}", fix, source,
         )  # fmt: skip
     else:
-        yield ok(
-            "igpu_filtered", "integrated GPU hidden", f"{igpu} is listed besides the card, and {shown} hides it",
-            source,
-        )  # fmt: skip
+        yield ok("igpu_filtered", "integrated GPU hidden", f"{igpu} is besides the card; {shown} hides it", source)
 
 
 def _platform(evidence: Evidence) -> Iterator[Finding]:
-    release = evidence.machine.kernel.release or ""
+    release = evidence.machine.process.release or ""
     if "microsoft" in release.lower():
         yield note(
             "wsl", "WSL2",
@@ -272,23 +224,22 @@ def _platform(evidence: Evidence) -> Iterator[Finding]:
         )  # fmt: skip
     for gpu in () if evidence.cards else evidence.machine.amd:
         if gpu.integrated and in_wheels(gpu):
-            text = (
-                f"{gpu.address} ({gpu.arch}) shares the processor's memory and is the only AMD GPU here; not tested by "
-                "this project"
-            )
-            fix = "leave HSA_OVERRIDE_GFX_VERSION unset, and run `hf-rocm-tune doctor --drill` before training"
             yield note(
-                "only_integrated", "only an integrated GPU", text, fix, "uv#18730; unsloth install.sh",
-                subject=gpu.address,
+                "only_integrated", "only an integrated GPU",
+                f"{gpu.address} ({gpu.arch}) shares the processor's memory and is the only AMD GPU here; not tested by "
+                "this project",
+                "leave HSA_OVERRIDE_GFX_VERSION unset, and run `hf-rocm-tune doctor --drill` before training",
+                "uv#18730; unsloth install.sh", subject=gpu.address,
             )  # fmt: skip
         elif gpu.integrated:
-            text = (
-                f"{gpu.address} ({gpu.arch}) is the only AMD GPU here, and the wheels of pytorch.org have no code for "
-                "it, so training would run on the processor, slowly"
-            )
             yield warn(
-                "no_card", "No card, only the processor's own GPU", text, _SEATED, "uv#18730", subject=gpu.address,
+                "no_card", "No card, only the processor's own GPU",
+                f"{gpu.address} ({gpu.arch}) is the only AMD GPU here, and the wheels of pytorch.org have no code for "
+                "it, so training would run on the processor, slowly", _SEATED, "uv#18730", subject=gpu.address,
             )  # fmt: skip
+
+
+# ---- variables --------------------------------------------------------------------------------------------------
 
 
 def of_decision(decision: Decision) -> Finding:
@@ -296,12 +247,6 @@ def of_decision(decision: Decision) -> Finding:
     names = decision.variable.split(", ")
     value = "" if decision.value is None else f"={shlex.quote(decision.value)}"
     seen = [f"{name}={given}" for name, given in zip(names, (decision.value or "").split(" | "), strict=False)]
-    fix = decision.fix
-    if decision.action == "set":
-        fix = (
-            "nothing for this package, which sets it for its own processes; for others `export "
-            f"{decision.variable}{value}`"
-        )
     return Finding(
         check="variables",
         row=f"environ:{decision.variable}",
@@ -309,7 +254,7 @@ def of_decision(decision: Decision) -> Finding:
         title=f"{decision.variable}{value}" if len(names) == 1 else f"{decision.variable} together",
         text=decision.reason,
         read=tuple(seen) if len(names) > 1 else (),
-        fix=fix,
+        fix=decision.fix,
         source=decision.source,
         subject=decision.variable,
     )
@@ -317,11 +262,10 @@ def of_decision(decision: Decision) -> Finding:
 
 def _variables(evidence: Evidence) -> Iterator[Finding]:
     decisions = evaluate(evidence.environ, evidence.facts)
-    yield from (of_decision(one) for one in decisions if one.action in _STATUS)
-    if not any(one.action in _STATUS for one in decisions):
+    yield from map(of_decision, decisions)
+    if not decisions:
         text = "a working card with a matching wheel needs no variable, and no harmful one is set"
-        kept = [f"{one.variable}={one.value}: {one.reason}" for one in decisions]
-        yield ok("variables_ok", "none needs a change", text, "libhsakmt topology.c", read=kept)
+        yield ok("variables_ok", "none needs a change", text, "libhsakmt topology.c")
 
 
 # ---- kernel and firmware settings -------------------------------------------------------------------------------
@@ -330,12 +274,13 @@ def _variables(evidence: Evidence) -> Iterator[Finding]:
 def _release(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.machine.amd and not evidence.machine.topology.nodes:
         return
-    release = evidence.machine.kernel.release
-    if release is None:
-        yield unknown("the kernel's release could not be read")
+    release = evidence.machine.process.release
+    version = re.match(r"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])", release or "")
+    if release is None or version is None:
+        yield unknown(f"the kernel's release could not be read: {release}")
         return
-    rdna3 = any((gpu.arch or "").startswith("gfx11") for gpu in evidence.cards)
-    stalls = _is_build(release, "7.0.0-28") or (_is_build(release, "7.0.12") and "fc44" in release)
+    number = int(version[1]), int(version[2])
+    stalls = re.match(r"7\.0\.0-28(?![0-9])|7\.0\.12(?![0-9]).*fc44", release)
     if stalls:
         yield warn(
             "kernel_mmap_stall", "This kernel stalls copies from mapped files",
@@ -345,7 +290,7 @@ def _release(evidence: Evidence) -> Iterator[Finding]:
             "programs, clone mapped tensors before moving them",
             "ROCm/ROCm#6523; ROCm/ROCm#5952; ROCm/ROCm#6606; ROCm/ROCm#6358",
         )  # fmt: skip
-    if rdna3 and within(release, "6.18", "7.1"):
+    if (6, 18) <= number <= (7, 0) and any((gpu.arch or "").startswith("gfx11") for gpu in evidence.cards):
         yield warn(
             "kernel_sdma_faults", "Page faults of the copy engine were reported on this kernel",
             "with kernels 6.18 to 7.0, owners of RDNA3 cards report page faults of SDMA engine 0 that reset the GPU; "
@@ -353,7 +298,7 @@ def _release(evidence: Evidence) -> Iterator[Finding]:
             "if `sudo dmesg` shows such faults: kernels 6.12 LTS and 6.17 worked for the reporters",
             "ROCm/amdgpu#225; ROCm/amdgpu#204",
         )  # fmt: skip
-    elif within(release, None, "5.16"):
+    elif number < (5, 16):
         yield warn(
             "kernel_too_old", "This kernel is old for this card",
             f"kernel {release}: NaN after copies to the card were reported on 5.15 with a ROCm 6.4 wheel (RX 6900 "
@@ -361,15 +306,8 @@ def _release(evidence: Evidence) -> Iterator[Finding]:
             "use the kernel of a current distribution (Ubuntu 24.04 or newer)", "ROCm/ROCm#6123",
         )  # fmt: skip
     elif not stalls:
-        yield ok(
-            "kernel_ok", f"kernel {release}", "this project knows no report against it",
-            "ROCm/ROCm#6523; ROCm/amdgpu#225",
-        )  # fmt: skip
-
-
-def _is_build(release: str, build: str) -> bool:
-    """7.0.12 is not 7.0.120, and 7.0.0-28 is not 7.0.0-280."""
-    return release.startswith(build) and not release.removeprefix(build)[:1].isdigit()
+        text = "this project knows no report against it"
+        yield ok("kernel_ok", f"kernel {release}", text, "ROCm/ROCm#6523; ROCm/amdgpu#225")
 
 
 def _display(evidence: Evidence) -> Iterator[Finding]:
@@ -386,13 +324,12 @@ def _display(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _peer_support(evidence: Evidence) -> Iterator[Finding]:
-    kernel = evidence.machine.kernel
-    if kernel.config is None:
-        yield unknown(evidence.machine.why("config"))
+    machine = evidence.machine
+    if machine.config is None:
+        yield unknown(machine.why("config"))
     else:
-        config = kernel.config
-        lacking = [name for name in PEER_OPTIONS if config.get(name) not in ("y", "m")]
-        seen = [f"{name}={config.get(name, 'not set')}" for name in PEER_OPTIONS]
+        lacking = [name for name in PEER_OPTIONS if machine.config.get(name) not in ("y", "m")]
+        seen = [f"{name}={machine.config.get(name, 'not set')}" for name in PEER_OPTIONS]
         if lacking:
             yield warn(
                 "peer_config_missing", "The kernel is built without peer-to-peer between cards",
@@ -403,38 +340,32 @@ def _peer_support(evidence: Evidence) -> Iterator[Finding]:
                 read=seen,
             )  # fmt: skip
         else:
-            yield ok(
-                "peer_config_ok", "peer-to-peer built in", "all options for copies between cards are set",
-                "ROCm docs: IOMMU", read=seen,
-            )  # fmt: skip
-    if kernel.pcie_p2p in ("N", "0"):
+            text = "all options for copies between cards are set"
+            yield ok("peer_config_ok", "peer-to-peer built in", text, "ROCm docs: IOMMU", read=seen)
+    if machine.pcie_p2p in ("N", "0"):
         yield note(
             "pcie_p2p_off", "amdgpu.pcie_p2p is off",
             "the driver sends copies between cards through host memory: slower, and a known fix for wrong direct "
             "copies", "keep it if the pair test failed without it; else remove `pcie_p2p=0` and test the pairs again",
-            "kernel documentation: amdgpu module parameters; ROCm/ROCm#6342",
-            read=[f"amdgpu parameter pcie_p2p: {kernel.pcie_p2p}"],
+            f"{_PARAMETERS}; ROCm/ROCm#6342", read=[f"amdgpu parameter pcie_p2p: {machine.pcie_p2p}"],
         )  # fmt: skip
 
 
 def _iommu(evidence: Evidence) -> Iterator[Finding]:
-    kernel = evidence.machine.kernel
+    machine = evidence.machine
     known = {gpu.address: gpu.iommu_type for gpu in evidence.cards if gpu.iommu_type}
     seen = [f"{address}: group type {kind}" for address, kind in known.items()]
-    boot = {name: value for name, value in kernel.cmdline.items() if "iommu" in name}
+    boot = {name: value for name, value in machine.cmdline.items() if "iommu" in name}
     seen += [f"boot parameter {name}={value}" if value else f"boot parameter {name}" for name, value in boot.items()]
     translated = ", ".join(address for address, kind in known.items() if kind.startswith("DMA"))
-    if kernel.iommu is False:
+    if machine.iommu is False:
         state, detail = "off", "the kernel lists no IOMMU"
+    elif translated:
+        state, detail = "translating", f"the addresses of {translated} are translated"
     elif known:
-        state = "translating" if translated else "passthrough"
-        detail = (
-            f"the addresses of {translated} are translated"
-            if translated
-            else ("the cards' addresses are not translated")
-        )
+        state, detail = "passthrough", "the cards' addresses are not translated"
     else:
-        yield unknown(f"no card is in an IOMMU group: {evidence.machine.why('iommu')}", read=seen)
+        yield unknown(f"no card is in an IOMMU group: {machine.why('iommu')}", read=seen)
         return
     text = (
         f"{detail}. AMD documents two contradictory settings for several cards (RCCL: iommu=pt; ROCm's IOMMU page: "
@@ -444,10 +375,9 @@ def _iommu(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _overdrive(evidence: Evidence) -> Iterator[Finding]:
-    text = evidence.machine.kernel.ppfeaturemask or ""
+    text = evidence.machine.ppfeaturemask or ""
     # Decimal or hexadecimal, by the kernel's version; as a signed number, 0xffffffff is -1.
     mask = (1 << 32) - 1 if text == "-1" else parse_hex(text) if text.startswith("0x") else parse_int(text)
-    source = "kernel documentation: amdgpu module parameters"
     if mask is None and evidence.cards:
         yield unknown(evidence.machine.why("ppfeaturemask") if not text else "ppfeaturemask is not a number")
     elif mask is not None and mask & _OVERDRIVE_BIT:
@@ -456,56 +386,43 @@ def _overdrive(evidence: Evidence) -> Iterator[Finding]:
             f"amdgpu.ppfeaturemask is {mask:#x}, which unlocks OverDrive (clock and voltage tables) and may enable "
             "features that were not validated; computing does not need it",
             "while you look for wrong results: remove amdgpu.ppfeaturemask, run stock clocks, and test again",
-            f"{source}; rocm-libraries#12344",
+            f"{_PARAMETERS}; rocm-libraries#12344",
         )  # fmt: skip
     elif mask is not None:
-        yield ok("clocks_stock", "stock clocks", f"amdgpu.ppfeaturemask is {mask:#x}: OverDrive is locked", source)
+        yield ok("clocks_stock", "stock clocks", f"amdgpu.ppfeaturemask is {mask:#x}", _PARAMETERS)
 
 
 # ---- memory and temperature -------------------------------------------------------------------------------------
 
 
 def _memory(evidence: Evidence) -> Iterator[Finding]:
-    host = evidence.machine.host
-    if host.memory_bytes is None:
-        yield unknown(evidence.machine.why("proc/meminfo"))
+    machine = evidence.machine
+    if machine.memory_bytes is None:
+        yield unknown(machine.why("proc/meminfo"))
         return
-    gib, free, swap = host.memory_bytes / _GIB, host.available_bytes, host.swap_bytes
+    gib, free, swap = machine.memory_bytes / _GIB, machine.available_bytes, machine.swap_bytes
     text = "free memory unknown" if free is None else f"{free / _GIB:.1f} GiB available"
     text += ", swap unknown" if swap is None else f", {swap / _GIB:.1f} GiB of swap" if swap else ", no swap"
-    if gib < 33:  # hosts of 16 and 32 GB
-        text += (
-            f". Weights are loaded through a ring of {RING_MIB} MiB of page-locked memory without a second copy of the "
-            "model, so a model larger than this memory loads, too; its files are then read from the disk each time"
-        )
+    text += "; weights pass through a small page-locked ring, so a model may be larger than this memory"
+    yield ok("host_memory", f"{gib:.0f} GiB of host memory", text, "kernel: /proc/meminfo")
+    if (limit := machine.memory_limit_bytes) is not None:
         yield note(
-            "host_memory_small", f"{gib:.0f} GiB of host memory", text,
-            "nothing to do for training on the card; do not page-lock large buffers yourself",
-            "this project: hf_rocm_tune/transfer/copies.py",
-        )  # fmt: skip
-    else:
-        yield ok("host_memory", f"{gib:.0f} GiB of host memory", text, "kernel: /proc/meminfo")
-    limit = host.memory_limit_bytes
-    if limit is not None:
-        text = (
+            "memory_limit", f"the container may use {limit / _GIB:.1f} GiB",
             f"a memory limit of {limit / _GIB:.1f} GiB is set for this process, of {gib:.0f} GiB in the machine; the "
-            "kernel kills a process that exceeds it without a message"
-        )
-        yield note(
-            "memory_limit", f"the container may use {limit / _GIB:.1f} GiB", text,
+            "kernel kills a process that exceeds it without a message",
             "raise it with `--memory` when a run is killed", "kernel documentation: cgroup v2",
         )  # fmt: skip
 
 
 def _shared_memory(evidence: Evidence) -> Iterator[Finding]:
-    host, shm = evidence.machine.host, evidence.machine.host.process.shm_bytes
-    if host.process.platform != "linux":
+    machine, source = evidence.machine, "PyTorch README: Docker image"
+    shm = machine.process.shm_bytes
+    if machine.process.platform != "linux":
         return
-    source = "PyTorch README: Docker image"
     if shm is None:
         yield unknown("the size of /dev/shm is unknown")
     elif shm < _GIB:  # our own bound; Docker's default of 64 MiB is too little for loader workers
-        where = f" in this {host.container} container" if host.container else ""
+        where = f" in this {machine.container} container" if machine.container else ""
         yield warn(
             "shm_small", "Little shared memory",
             f"/dev/shm holds {shm / _MIB:.0f} MiB{where}; loader workers pass batches through it and die of a bus "
@@ -521,30 +438,19 @@ def _vram(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
         used, total = gpu.sensors.vram_used_bytes, gpu.sensors.vram_total_bytes
         if used is None or not total:
-            yield unknown(
-                "; ".join(gpu.sensors.missing.values()) or "the driver reports no memory", subject=gpu.address
-            )
+            reason = "; ".join(gpu.sensors.missing.values()) or "the driver reports no memory"
+            yield unknown(reason, subject=gpu.address)
             continue
         text = f"{gpu.address}: {used / _GIB:.1f} of {total / _GIB:.1f} GiB are used before training"
-        fix = "log out of the desktop, or plug the display into the integrated GPU"
         if used / total < 0.02:
-            yield ok(
-                "vram_free", f"{(total - used) / _GIB:.1f} GiB free on the card",
-                f"{gpu.address}: {used / _MIB:,.0f} MiB of {total / _GIB:.1f} GiB are used", source,
-                subject=gpu.address,
-            )  # fmt: skip
-        elif used / total < 0.15:  # 3 GiB of 20 that training cannot have
-            yield note(
-                "vram_taken", f"{used / _GIB:.1f} GiB of the card in use",
-                f"{text}, for example by a desktop on this card", f"nothing if the run fits; else {fix}", source,
-                subject=gpu.address,
-            )  # fmt: skip
-        else:
-            yield warn(
-                "vram_scarce", "Other programs use much of the card's memory", text,
-                f"end the other programs on the card (`amd-smi process` lists them), {fix}", source,
-                subject=gpu.address,
-            )  # fmt: skip
+            yield ok("vram_free", f"{(total - used) / _GIB:.1f} GiB free on the card", text, source)
+            continue
+        status = note if used / total < 0.15 else warn  # 3 GiB of 20 that training cannot have
+        yield status(
+            "vram_taken", f"{used / _GIB:.1f} GiB of the card in use", f"{text}, for example by a desktop on this card",
+            "nothing if the run fits; else end the other programs on the card (`amd-smi process` lists them), log out "
+            "of the desktop, or plug the display into the integrated GPU", source, subject=gpu.address,
+        )  # fmt: skip
 
 
 def _temperature(evidence: Evidence) -> Iterator[Finding]:
@@ -581,10 +487,9 @@ def _temperature(evidence: Evidence) -> Iterator[Finding]:
                 read=[readings, f"throttle status {sensors.throttle:#x}"],
             )  # fmt: skip
         elif not hot:
-            yield ok(
-                "sensors_ok", f"{(sensors.hotspot_c or sensors.edge_c or 0):.0f} C", f"{gpu.address}: {readings}",
-                source, subject=gpu.address,
-            )  # fmt: skip
+            degrees = sensors.hotspot_c or sensors.edge_c
+            title = "temperature unknown" if degrees is None else f"{degrees:.0f} C"
+            yield ok("sensors_ok", title, f"{gpu.address}: {readings}", source, subject=gpu.address)
 
 
 CHECKS = (
@@ -593,7 +498,7 @@ CHECKS = (
     Check("cards", "access", "the model of each card", _cards),
     Check("integrated", "access", "an integrated GPU beside the card", _integrated),
     Check("platform", "access", "WSL, and integrated GPUs alone", _platform),
-    Check("variables", "variables", "variables that are harmful, ignored or missing", _variables),
+    Check("variables", "variables", "variables that are harmful or ignored", _variables),
     Check("kernel_release", "kernel", "kernels with known problems", _release),
     Check("display", "kernel", "a display on the card that computes", _display),
     Check("peer_support", "kernel", "kernel options for copies between cards", _peer_support, needs_cards=2),

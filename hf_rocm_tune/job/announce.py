@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.doctor.diagnose import all_checks, crashed, diagnose
-from hf_rocm_tune.doctor.findings import Evidence, Finding, own_environ, unknown
+from hf_rocm_tune.doctor.findings import Evidence, Finding, unknown
 from hf_rocm_tune.doctor.system import of_decision
 from hf_rocm_tune.errors import TuneError, UsageError
 from hf_rocm_tune.machine import variables
+from hf_rocm_tune.machine.process import users_environ
 from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.models import products
@@ -145,7 +146,7 @@ def check_machine(
     found: list[Finding] = []
     if doctor:
         software = read_software(in_process=True)
-        found = _within(deadline_s, software, own_environ(os.environ))
+        found = _within(deadline_s, software, users_environ(os.environ))
         known = () if software.devices else _ON_THE_PROCESSOR
         grave = [finding for finding in found if finding.status in ("warn", "fail") and finding.row not in known]
         for finding in grave:

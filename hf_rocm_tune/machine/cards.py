@@ -9,7 +9,6 @@ support (matrix instructions, FP8), for the rest of a row its own ``source``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 GIB = 1 << 30
 # The driver's reserve differs; cards of one architecture in the table differ by 4 GiB or more.
@@ -69,67 +68,27 @@ CARDS = (
 )  # fmt: skip
 
 
-class CardIdentity(NamedTuple):
-    """A card, or None, and the reason."""
-
-    card: Card | None
-    reason: str
-
-
-def identify(
-    *,
-    arch: str | None,
-    vram_bytes: int | None,
-    name: str = "",
-    device_id: int | None = None,
-    revision: int | None = None,
-) -> CardIdentity:
-    """The row of the table for a device: by PCI id first, then by name, else by architecture and memory.
+def identify(*, arch: str | None, vram_bytes: int | None, pci: tuple[int, int | None] | None = None) -> Card | None:
+    """The row of the table for a device: by PCI id, else by architecture and memory where exactly one row fits.
 
     Not by compute units: the runtime reports work-group processors (42 on a 7900 XT) where the data sheet says compute
     units (84).
 
     Args:
         arch: ``gfx1100`` and the like; feature suffixes (``:sramecc+``) are ignored.
-        name: of the kernel or the runtime; may be empty or a code name.
-        device_id, revision: PCI ids under AMD's vendor id (0x1002).
-
-    Returns:
-        A card only if exactly one row fits and nothing contradicts it.
+        pci: device and revision under AMD's vendor id (0x1002).
     """
-    plain, told, why = (arch or "").split(":")[0], None, ""
-    if device_id is not None:
-        ids = {f"{device_id:04x}"} | (set() if revision is None else {f"{device_id:04x}:{revision:02x}"})
-        told = next((card for card in CARDS if ids & set(card.pci)), None)
-        why = f"PCI device 1002:{device_id:04x}" + ("" if revision is None else f" revision {revision:02x}")
-    if told is None:
-        words = " ".join(name.lower().split())
-        # The longest key wins: "7900 xt" is also a part of "7900 xtx".
-        told = max((card for card in CARDS if card.key in words), key=lambda card: len(card.key), default=None)
-        why = f"the name {name!r}"
-    if told is None:
-        return _by_memory(plain, vram_bytes)
-    wrong = ""
-    if plain and plain != told.arch:
-        wrong = f"its architecture is {plain}, not {told.arch}"
-    elif vram_bytes is not None and told.vram_gib is not None and not _same_vram(told.vram_gib, vram_bytes):
-        wrong = f"its memory is {vram_bytes / GIB:.1f} GiB, not {told.vram_gib}"
-    return CardIdentity(None, f"{why} means {told.name}, but {wrong}") if wrong else CardIdentity(told, why)
+    if pci is not None:
+        device, revision = pci
+        ids = {f"{device:04x}"} | (set() if revision is None else {f"{device:04x}:{revision:02x}"})
+        if told := next((card for card in CARDS if ids & set(card.pci)), None):
+            return told
+    fits = [card for card in CARDS if card.arch == (arch or "").split(":")[0] and _has_memory(card, vram_bytes)]
+    return fits[0] if len(fits) == 1 else None
 
 
-def _by_memory(arch: str, vram_bytes: int | None) -> CardIdentity:
-    own = [card for card in CARDS if card.arch == arch]
-    if not arch:
-        return CardIdentity(None, "the architecture could not be read, and neither PCI id nor name is in the table")
-    if len(own) == 1 and own[0].integrated:  # the memory of an integrated GPU is a BIOS setting
-        return CardIdentity(own[0], f"{arch}, which only this chip has")
-    if vram_bytes is None:
-        return CardIdentity(None, f"{arch}, but the memory could not be read, and no PCI id or name is known")
-    fits = [card for card in own if card.vram_gib is not None and _same_vram(card.vram_gib, vram_bytes)]
-    shown = " or ".join(card.name for card in fits) or "no row of the card table"
-    why = f"{arch} with {vram_bytes / GIB:.1f} GiB"
-    return CardIdentity(fits[0], why) if len(fits) == 1 else CardIdentity(None, f"{why}: {shown}")
-
-
-def _same_vram(vram_gib: int, vram_bytes: int) -> bool:
-    return abs(vram_bytes / GIB - vram_gib) <= _TOLERANCE_GIB
+def _has_memory(card: Card, vram_bytes: int | None) -> bool:
+    if card.integrated:  # its memory is a BIOS setting
+        return True
+    known = None not in (card.vram_gib, vram_bytes)
+    return known and abs((vram_bytes or 0) / GIB - (card.vram_gib or 0)) <= _TOLERANCE_GIB

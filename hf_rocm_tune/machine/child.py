@@ -2,12 +2,8 @@
 
 Each is ``python -m MODULE`` in its own session, with a deadline, after which its whole process group is killed. The
 request is JSON on stdin, the result one JSON object in a file, so that output of native libraries cannot damage it. The
-module ends in ``sys.exit(answer(measure))``. By hand::
-
-    echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose round_trip
-
-Not covered: a process that left the group by starting its own session; and one that the kernel does not end (state D),
-which is reported and left running.
+module ends in ``sys.exit(answer(measure))``; by hand, the result is printed. Not covered: a process that left the group
+by starting its own session; and one that the kernel does not end (state D), which is reported and left running.
 """
 
 from __future__ import annotations
@@ -21,33 +17,30 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_rocm_tune.errors import TuneError, UsageError
 from hf_rocm_tune.machine.process import MARK
-from hf_rocm_tune.machine.variables import MARK_SET
 
 if TYPE_CHECKING:
     import torch
 
 DIRECTORY, PARENT = "HF_ROCM_TUNE_CHILD_DIRECTORY", "HF_ROCM_TUNE_CHILD_PARENT"
 """Variables: where the result goes, and the process id of the parent."""
-RESULT = "result.json"
+RESULT, _STEP, _OUTPUT = "result.json", "step", "output"
 ENDINGS = ("hang", "stop", "kill", "crash", "garbage", "silent")
 """Faults of the process itself, which can be injected into every child: it hangs, is stopped (SIGSTOP), is killed
 (SIGKILL), crashes (SIGSEGV), writes an invalid result and invalid output, or writes no result."""
 
-_STEP = "step"
 _FAILED = "failed"  # key of a result with only an exception
 _WHERE_SIGNAL = signal.SIGUSR1  # requests the Python stacks
-_POLL_SECONDS, _STACK_SECONDS, _LISTEN_SECONDS, _KILL_SECONDS = 0.02, 0.5, 1.0, 5.0
+_POLL_SECONDS, _STACK_SECONDS, _KILL_SECONDS = 0.02, 0.5, 5.0
 _TAIL_CHARACTERS, _STEP_CHARACTERS, _RESULT_BYTES = 4000, 200, 8 << 20
 # Variables of a launcher or of our parent process for a rank; a measuring child is not a rank of that job.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "HF_ROCM_TUNE_")
@@ -75,13 +68,12 @@ class Outcome:
 
     Attributes:
         status: ``done``: there is a result; ``timeout``: it was killed at the deadline; ``died``: it ended by a signal,
-        by
-            an exception or without a result; ``garbage``: its result is not a JSON object.
+            by an exception or without a result; ``garbage``: its result is not a JSON object.
         error: type and message of the exception that ended it, or empty.
         code: its exit code, negative for a signal; None if it could not be killed.
         seconds: from start to end, including imports.
         step: the last one reported with `step`.
-        state: of a killed child, its kernel state before: ``S (sleeping)``, and so on.
+        state: of a killed child, its kernel state before: ``sleeping``, ``stopped``, ``disk-sleep``.
         tail: the end of its output, with the Python stacks after a timeout.
     """
 
@@ -144,44 +136,32 @@ def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: 
     """
     with contextlib.ExitStack() as stack:
         try:
-            running = [_Waiting([stack.enter_context(_Child(task)) for task in group]) for group in groups]
+            running = [[stack.enter_context(_Child(task)) for task in group] for group in groups]
         except OSError as error:
             why = f"{type(error).__name__}: it could not be started: {error.strerror or error}"
             return [[Outcome(status="died", error=why) for _ in group] for group in groups]
-        ends_at = time.monotonic() + deadline_s
-        for group in running:
-            group.ends_at = ends_at
-        while sum(group.watch(grace_s) for group in running):
+        waiting = [_wait(group, time.monotonic() + deadline_s, grace_s) for group in running]
+        while waiting := [one for one in waiting if next(one, True) is None]:
             time.sleep(_POLL_SECONDS)
-        return [[child.outcome(late=child in group.late) for child in group.children] for group in running]
+        return [[child.outcome() for child in group] for group in running]
 
 
-class _Waiting:
-    def __init__(self, children: list[_Child]) -> None:
-        self.children = children
-        self.late: list[_Child] = []
-        self.ends_at = 0.0
-        self._one_failed = False
-        self._asked_at: float | None = None
-
-    def watch(self, grace_s: float) -> bool:
-        """Check once whether any child is running. After the deadline they print their stacks and are killed."""
-        running = [child for child in self.children if child.runs()]
-        now = time.monotonic()
-        if not running:
-            return False
-        if self._asked_at is not None:
-            if now < self._asked_at + _STACK_SECONDS:
-                return True
-            _kill_all(running)
-            return False
-        if not self._one_failed and any(child.failed() for child in self.children):
-            self._one_failed, self.ends_at = True, min(self.ends_at, now + grace_s)
-        if now >= self.ends_at:
-            self.late, self._asked_at = running, now
-            for child in running:
+def _wait(children: Sequence[_Child], ends_at: float, grace_s: float) -> Iterator[None]:
+    """Yields while any child of a group runs. After the deadline they print their stacks and are killed."""
+    one_failed = False
+    while any(child.runs() for child in children):
+        if not one_failed and any(child.failed() for child in children):
+            one_failed, ends_at = True, min(ends_at, time.monotonic() + grace_s)
+        if time.monotonic() >= ends_at:
+            late = [child for child in children if child.runs()]
+            for child in late:
                 child.ask_where()
-        return True
+            ends_at += _STACK_SECONDS
+            while time.monotonic() < ends_at and any(child.runs() for child in late):
+                yield
+            _kill_all(late)
+            return
+        yield
 
 
 def _kill_all(children: Sequence[_Child]) -> None:
@@ -205,28 +185,24 @@ class _Child:
         self._directory = tempfile.TemporaryDirectory(prefix="hf-rocm-tune-child-", ignore_cleanup_errors=True)
         self._folder = Path(self._directory.name)
         self._began, self.ended = time.monotonic(), 0.0
-        self.unkillable = False
+        self.unkillable = self._late = False
         self._state = ""
-        self._tail = b""
         try:
             request = self._folder / "request.json"
             request.write_text(json.dumps(dict(task.request)), encoding="utf-8")
-            with request.open("rb") as stdin:
+            with request.open("rb") as stdin, (self._folder / _OUTPUT).open("wb") as output:
                 self.process = subprocess.Popen(
                     # -P: no folder of the user's (datasets/, random.py) shadows a library.
                     [sys.executable, "-P", "-m", task.module, *task.arguments],
                     env=_environ(task, self._folder),
                     stdin=stdin,
-                    stdout=subprocess.PIPE,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
         except OSError:
             self._directory.cleanup()
             raise
-        assert self.process.stdout is not None
-        self._listener = threading.Thread(target=self._listen, args=(self.process.stdout,), daemon=True)
-        self._listener.start()
 
     def __enter__(self) -> _Child:
         return self
@@ -235,25 +211,16 @@ class _Child:
         _kill_all([self])  # also when Ctrl-C has ended the waiting
         self._directory.cleanup()
 
-    def _listen(self, pipe: IO[bytes]) -> None:
-        """Keep the end of the output."""
-        with pipe:
-            while data := pipe.read1(1 << 16):  # type: ignore[attr-defined]  # a BufferedReader has it
-                self._tail = (self._tail + data)[-4 * _TAIL_CHARACTERS :]
-
     def runs(self) -> bool:
         """Whether it is running. When it has ended, the rest of its group is killed."""
-        if self.process.returncode is None and self._has_ended():
+        if self.process.returncode is None:
             # Before it is reaped: until then its pid is not reused.
+            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return True
             self.send(signal.SIGKILL)
             self.process.wait()
             self.ended = time.monotonic()
-        return self.process.returncode is None
-
-    def _has_ended(self) -> bool:
-        if not hasattr(os, "waitid"):
-            return self.process.poll() is not None
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
 
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -264,16 +231,19 @@ class _Child:
 
     def ask_where(self) -> None:
         """Request the Python stacks of its threads; before its first step it does not handle the signal."""
-        self._state = _state(self.process.pid)
+        import psutil  # 50 ms, which most starts of the package need not pay
+
+        self._late = True
+        with contextlib.suppress(psutil.Error):
+            self._state = psutil.Process(self.process.pid).status()
         if self._step():
             self.send(_WHERE_SIGNAL)
 
-    def outcome(self, *, late: bool) -> Outcome:
-        """How it ended; ``late``: it was killed at the deadline."""
-        status, result, error = ("timeout", None, "") if late else self._result()
-        # A process that left the group may keep the pipe open.
-        self._listener.join(_LISTEN_SECONDS)
-        text = self._tail.decode("utf-8", errors="replace")
+    def outcome(self) -> Outcome:
+        status, result, error = ("timeout", None, "") if self._late else self._result()
+        with (self._folder / _OUTPUT).open("rb") as output:
+            output.seek(-min(4 * _TAIL_CHARACTERS, output.seek(0, os.SEEK_END)), os.SEEK_END)
+            text = output.read().decode("utf-8", errors="replace")
         return Outcome(
             status=status,
             result=result,
@@ -281,7 +251,7 @@ class _Child:
             code=self.process.returncode,
             seconds=self.ended - self._began,
             step=self._step(),
-            state=self._state if late else "",
+            state=self._state,
             tail="".join(c for c in text if c.isprintable() or c == "\n").strip()[-_TAIL_CHARACTERS:],
         )
 
@@ -310,24 +280,13 @@ class _Child:
 
 def _environ(task: Task, folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    # The marks of our own variables: the child decides again, for all cards.
-    kept.update({name: os.environ[name] for name in (MARK, MARK_SET) if name in os.environ})
+    if MARK in os.environ:  # of our own choice of cards: the child decides again, for all of them
+        kept[MARK] = os.environ[MARK]
     # No messages about the environment; every discrete card is visible.
     kept |= {"HF_ROCM_TUNE_QUIET": "1", "HF_ROCM_TUNE_SPLIT": "1", DIRECTORY: str(folder), PARENT: str(os.getpid())}
     kept["PYTHONPATH"] = os.pathsep.join(sys.path)  # the same import path as here
     wanted = {**kept, **task.environ}
     return {name: value for name, value in wanted.items() if value is not None}
-
-
-def _state(pid: int) -> str:
-    """The kernel's state of a process, and where in the kernel it waits; empty if unknown."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-        state = next(line.partition(":")[2].strip() for line in status.splitlines() if line.startswith("State:"))
-        waits = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8", errors="replace").strip()
-    except (OSError, StopIteration):
-        return ""
-    return f"{state}, in {waits}" if waits not in ("", "0") else state
 
 
 # ---- in the child
@@ -418,8 +377,8 @@ def _request() -> dict[str, Any]:
     text = sys.stdin.read()
     try:
         request = json.loads(text or "{}")
-    except ValueError as error:
-        raise UsageError(f"the request on stdin is not JSON ({error}): give an object") from error
+    except ValueError:
+        request = None
     if not isinstance(request, dict):
         raise UsageError(f"the request on stdin is {text[:40]!r}: give a JSON object")
     return request

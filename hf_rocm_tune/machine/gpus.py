@@ -12,8 +12,8 @@ Reading wakes a card that sleeps. ``gpu_metrics`` revision 1.3 (``kgd_pp_interfa
 throttle status of one meaning on all chips (``amdgpu_smu.h``). Its hotspot bit is left out: the firmware of Navi 31
 and 48 sets it nearly always (rocm-systems#11781). The hotspot's temperature is in hwmon.
 
-Not covered: NVIDIA and Intel GPUs but for their PCI ids; on which side of an Intel, ARM or server board a root port
-sits, which is unknown, not "the CPU"; the throttle status of other revisions.
+Not covered: NVIDIA and Intel GPUs but for their PCI ids; chipsets other than AMD's; the throttle status of other
+revisions.
 """
 
 from __future__ import annotations
@@ -38,17 +38,9 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _DISPLAY, _ACCELERATOR = 0x03, 0x1200
 _MEMORY, _BARS = 0x200, 6  # IORESOURCE_MEM; the first six lines of ``resource`` are the device's own BARs
 _AER = {"correctable": "TOTAL_ERR_COR", "nonfatal": "TOTAL_ERR_NONFATAL", "fatal": "TOTAL_ERR_FATAL"}
-# Ports of the card's own switch that do not have ATI's vendor id: pci.ids "Vega 10 PCIe Bridge".
-_VEGA_10 = frozenset({(0x1022, 0x1470), (0x1022, 0x1471)})
 # pci.ids, vendor 1022: ports of the 300, 400, 500 and 600 series; 57xx is the X570 (ROCm/ROCm#910); 43b3 an A320's.
 _CHIPSET = frozenset(
     {0x43B0, 0x43B1, 0x43B3, 0x43B4, 0x43C6, 0x43C7, 0x43E9, 0x43EA, 0x43F4, 0x43F5, 0x57A3, 0x57A4, 0x57AD}
-)
-# pci.ids, vendor 1022: "GPP Bridge" of Zen CPUs and of the EPYC families. The port to the chipset is one of these too,
-# so this says "CPU" only where no bridge of the chipset follows.
-_CPU = frozenset(
-    {0x1453, 0x1454, 0x1483, 0x1484, 0x149A, 0x14A5, 0x14A7, 0x14AA, 0x14AB, 0x14B8, 0x14B9, 0x14BA, 0x14DB, 0x14DD}
-    | {0x14EB, 0x14ED, 0x14EE, 0x150B, 0x150C, 0x153E, 0x1554, 0x1555, 0x15D3, 0x15DB, 0x1633, 0x1634, 0x1635}
 )
 _WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})  # 0: no link; a sleeping device reads as 63, an unknown one as 255
 
@@ -65,7 +57,6 @@ class GpuNode:
         index: place among the GPU nodes, from 0; ``node``: number of the topology node (CPUs are nodes too).
         arch: ``gfx_target_version`` as LLVM spells it, for example ``gfx1100``.
         vram_bytes: sum of the frame-buffer banks; None where one could not be read.
-        name: often only a code name; may be empty.
         has_cpu: the node holds CPU cores as well, as an APU's node may.
     """
 
@@ -74,7 +65,6 @@ class GpuNode:
     arch: str
     vram_bytes: int | None
     pci_address: str | None
-    name: str
     has_cpu: bool
 
 
@@ -125,10 +115,8 @@ def read_topology(files: Files | None = None) -> Topology:
 
 
 def _gpu_node(files: Files, index: int, number: int, properties: Mapping[str, int]) -> GpuNode:
-    where = f"{NODES}/{number}"
-    banks = [
-        files.properties(f"{where}/mem_banks/{one}/properties") for one in files.numbered(f"{where}/mem_banks") or ()
-    ]
+    where = f"{NODES}/{number}/mem_banks"
+    banks = [files.properties(f"{where}/{one}/properties") for one in files.numbered(where) or ()]
     sizes = [bank.get("size_in_bytes", 0) for bank in banks if bank and bank.get("heap_type") in _FRAME_BUFFER_HEAPS]
     location, address = properties.get("location_id"), None
     if location is not None:  # bus in bits 8-15, device in 3-7, function in 0-2
@@ -140,7 +128,6 @@ def _gpu_node(files: Files, index: int, number: int, properties: Mapping[str, in
         arch=decode_arch(properties["gfx_target_version"]),
         vram_bytes=(sum(sizes) or None) if all(banks) else None,  # a sum without one bank would be wrong
         pci_address=address,
-        name=files.text(f"{where}/name") or "",
         has_cpu=properties.get("cpu_cores_count", 0) > 0,
     )
 
@@ -154,6 +141,9 @@ def read_atomics(files: Files, node: GpuNode, topology: Topology) -> bool | None
     return not any(flag & _NO_ATOMICS for flag in flags) if flags else None
 
 
+# ---- PCI -----------------------------------------------------------------------------------------------------------
+
+
 class DisplayDevice(NamedTuple):
     """One display or compute device: its PCI address and ids."""
 
@@ -163,37 +153,34 @@ class DisplayDevice(NamedTuple):
     revision: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """One PCI Express link, as the device at its lower end and the port at its upper end state. None: unknown.
+class Link(NamedTuple):
+    """One PCI Express link. None: unknown.
 
     Attributes:
         device: PCI address of the device at the lower end.
         speed: in 10^9 transfers a second and lane (16.0 is PCIe 4.0). The link may be slower when idle.
         width: lanes in use.
-        speeds, widths: the limits of device and port that are known; a slot with fewer lanes shows here.
+        able: the speed that both ends are able to reach.
     """
 
     device: str
     speed: float | None
     width: int | None
-    speeds: tuple[float, ...]
-    widths: tuple[int, ...]
+    able: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Upward:
+class Upward(NamedTuple):
     """A device's path up to the CPU.
 
     Attributes:
         chain: addresses from the root port down to the device itself.
         links: outside of the card, the one at the card's connector first.
-        behind_chipset: a bridge of the path belongs to the chipset, not the CPU; None if a bridge is unknown.
+        behind_chipset: a bridge of AMD's chipsets is on the path.
     """
 
     chain: tuple[str, ...]
     links: tuple[Link, ...]
-    behind_chipset: bool | None
+    behind_chipset: bool
 
 
 def list_display_devices(files: Files) -> tuple[DisplayDevice, ...]:
@@ -235,13 +222,11 @@ def read_display(files: Files, address: str) -> bool:
 
 def read_iommu_type(files: Files, address: str) -> str | None:
     """``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating), as the kernel states of the device's group."""
-    group = parse_int(files.link(f"{DEVICES}/{address}/iommu_group") or "")
+    group = parse_int(files.last(f"{DEVICES}/{address}/iommu_group") or "")
     if group is None:
         return None
     path = f"sys/kernel/iommu_groups/{group}/type"
-    return files.parsed(
-        path, lambda text: text if re.fullmatch("[A-Za-z-]{1,24}", text) else None, "no type of a domain"
-    )
+    return files.parsed(path, lambda text: text if re.fullmatch("[A-Za-z-]{1,24}", text) else None, "no type")
 
 
 def read_aer(files: Files, addresses: Iterable[str]) -> dict[str, int]:
@@ -266,59 +251,45 @@ def read_aer(files: Files, addresses: Iterable[str]) -> dict[str, int]:
 
 def read_upward(files: Files, address: str) -> Upward:
     """Follow a device up to its root port. Never raises; unreadable parts are left out."""
-    chain = _chain(files, address)
+    # Intel's VMD begins a second hierarchy: only the part after the last host bridge counts.
+    target = re.split(r"/pci[0-9a-f]{4,8}:[0-9a-f]{2}(?=/)", "/" + files.link(f"{DEVICES}/{address}"))[-1]
+    chain = tuple(part for part in target.split("/") if part)
+    if chain[-1:] != (address,) or not all(map(_ADDRESS.fullmatch, chain)) or len(set(chain)) < len(chain):
+        chain = (address,)
     ids = [
         (files.hexadecimal(f"{DEVICES}/{one}/vendor"), files.hexadecimal(f"{DEVICES}/{one}/device")) for one in chain
     ]
     # The topmost function that belongs to the card itself.
     connector = len(ids) - 1
-    while ids[-1][0] == AMD and connector > 0 and (ids[connector - 1][0] == AMD or ids[connector - 1] in _VEGA_10):
+    while connector > 0 and ids[-1][0] == AMD == ids[connector - 1][0]:
         connector -= 1
     # From the root port down, ports alternate: root or downstream port, then upstream port or endpoint; a link has one
     # of the latter at its lower end. Where the count does not fit that (a bridge to conventional PCI), every function
     # is taken, which may list a link twice.
     lower_ends = range(connector, 0, -2 if connector % 2 else -1) if connector else range(1)
-    bridges = ids[:connector]
-    behind = None
-    if any(vendor == 0x1022 and device in _CHIPSET for vendor, device in bridges):
-        behind = True
-    elif bridges and all(vendor == 0x1022 and device in _CPU for vendor, device in bridges):
-        behind = False
     links = tuple(_link(files, chain[place], chain[place - 1] if place else None) for place in lower_ends)
+    behind = any(vendor == 0x1022 and device in _CHIPSET for vendor, device in ids[:connector])
     return Upward(chain=chain, links=links, behind_chipset=behind)
-
-
-def _chain(files: Files, address: str) -> tuple[str, ...]:
-    # Intel's VMD begins a second hierarchy: only the part after the last host bridge counts.
-    target = files.target(f"{DEVICES}/{address}") or ""
-    below = re.split(r"/pci[0-9a-f]{4,8}:[0-9a-f]{2}(?=/)", f"/{target}")[-1]
-    chain = tuple(part for part in below.split("/") if part)
-    whole = chain[-1:] == (address,) and all(map(_ADDRESS.fullmatch, chain)) and len(set(chain)) == len(chain)
-    return chain if whole else (address,)
 
 
 def _link(files: Files, lower: str, upper: str | None) -> Link:
     def speed(address: str, which: str) -> float | None:
         return files.parsed(f"{DEVICES}/{address}/{which}_link_speed", _parse_speed, "no speed")
 
-    def width(address: str, which: str) -> int | None:
-        path = f"{DEVICES}/{address}/{which}_link_width"
-        return files.parsed(path, lambda text: n if (n := parse_int(text)) in _WIDTHS else None, "no width of a link")
-
-    ends = [lower, *([upper] if upper else [])]
-    return Link(
-        device=lower,
-        speed=speed(lower, "current"),
-        width=width(lower, "current"),
-        speeds=tuple(value for end in ends if (value := speed(end, "max")) is not None),
-        widths=tuple(value for end in ends if (value := width(end, "max")) is not None),
-    )
+    path, current = f"{DEVICES}/{lower}/current_link_width", speed(lower, "current")
+    width = files.parsed(path, lambda text: n if (n := parse_int(text)) in _WIDTHS else None, "no width of a link")
+    limits = [limit for end in (lower, upper) if end and (limit := speed(end, "max")) is not None]
+    # A link that runs faster than the stated maximum of one end is able to do what it does.
+    return Link(lower, current, width, max(min(limits), current or 0.0) if limits else current)
 
 
 def _parse_speed(text: str) -> float | None:
     # "16.0 GT/s PCIe", "8 GT/s" before kernel 5.7, "Unknown" of a sleeping device.
     found = re.match(r"([0-9]{1,3}(?:\.[0-9])?) GT/s", text, re.ASCII)
     return float(found[1]) if found else None
+
+
+# ---- sensors -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,30 +322,26 @@ def read_sensors(files: Files, address: str) -> Sensors:
     """All sensors of the amdgpu card at a PCI address. Never raises."""
     device = f"{DEVICES}/{address}"
     monitors = [name for name in files.names(f"{device}/hwmon") or () if re.fullmatch("hwmon[0-9]{1,6}", name)]
-    hwmon = f"{device}/hwmon/{monitors[0]}" if monitors else ""
+    hwmon = f"{device}/hwmon/{monitors[0]}" if monitors else device
     # Which of temp1 to temp3 is which is read from their labels.
-    labels = {files.text(f"{hwmon}/temp{n}_label"): f"{hwmon}/temp{n}_input" for n in (1, 2, 3)} if hwmon else {}
-    places = {
-        name: labels.get(label, f"{hwmon or device}/temperature labelled {label}")
-        for name, label in _TEMPERATURES.items()
+    labels = {files.text(f"{hwmon}/temp{n}_label"): f"{hwmon}/temp{n}_input" for n in (1, 2, 3)} if monitors else {}
+    power = "power1_average" if monitors and "power1_average" in (files.names(hwmon) or ()) else "power1_input"
+    places: dict[str, tuple[str, Callable[[str], float | None]]] = {
+        "power_w": (f"{hwmon}/{power}", _watts),
+        "power_cap_w": (f"{hwmon}/power1_cap", _watts),
+        "utilisation": (f"{device}/gpu_busy_percent", _share),
+        "vram_used_bytes": (f"{device}/mem_info_vram_used", parse_int),
+        "vram_total_bytes": (f"{device}/mem_info_vram_total", parse_int),
     }
-    power = "power1_average" if hwmon and "power1_average" in (files.names(hwmon) or ()) else "power1_input"
-    places |= {
-        "power_w": f"{hwmon or device}/{power}",
-        "power_cap_w": f"{hwmon or device}/power1_cap",
-        "utilisation": f"{device}/gpu_busy_percent",
-        "vram_used_bytes": f"{device}/mem_info_vram_used",
-        "vram_total_bytes": f"{device}/mem_info_vram_total",
-    }
-    parsers: dict[str, Callable[[str], float | None]] = dict.fromkeys(_TEMPERATURES, _celsius)
-    parsers |= {"power_w": _watts, "power_cap_w": _watts, "utilisation": _share}
-    found = {name: files.parsed(path, parsers.get(name, parse_int), "no such value") for name, path in places.items()}
+    for name, label in _TEMPERATURES.items():
+        places[name] = (labels.get(label, f"{hwmon}/temperature labelled {label}"), _celsius)
+    found = {name: files.parsed(path, parse, "no such value") for name, (path, parse) in places.items()}
     metrics = files.content(f"{device}/gpu_metrics")
     if metrics is not None:
         throttle, reason = parse_throttle(metrics)
     else:
         throttle, reason = None, files.unread[f"{device}/gpu_metrics"]
-    missing = {name: files.unread[places[name]] for name, value in found.items() if value is None}
+    missing = {name: files.unread[places[name][0]] for name, value in found.items() if value is None}
     missing |= {"throttle": reason} if reason else {}
     return Sensors(**found, throttle=throttle, missing=missing)  # type: ignore[arg-type]
 
@@ -420,6 +387,6 @@ def core_dumps(files: Files | None = None) -> frozenset[str]:
     found = set()
     for name in files.names(where) or []:
         device = f"{where}/{name}/failing_device"
-        if files.link(f"{device}/driver") == "amdgpu":
-            found.add(f"{name} of {files.link(device) or 'an unnamed device'}")
+        if files.last(f"{device}/driver") == "amdgpu":
+            found.add(f"{name} of {files.last(device) or 'an unnamed device'}")
     return frozenset(found)

@@ -1,27 +1,21 @@
-"""The installed software: torch and its devices, related packages, ROCm's user space, and what Triton compiles with.
+"""The installed software: torch and its devices, related packages, and what Triton needs to compile.
 
 Torch is queried in a child process, because it may crash or hang; by hand: ``echo '{}' | python -m
 hf_rocm_tune.machine.software``. A ROCm build of torch brings its own user space (inside the wheel, or as the
-``rocm-sdk-*`` wheels of TheRock), so the system's one may have another version, or be missing, without harm.
-
-Not covered: whether a kernel runs. A multi-architecture wheel without the kernels of this card lists its devices and
-fails at the first kernel; only a measured check shows that.
+``rocm-sdk-*`` wheels of TheRock). Not covered: whether a kernel runs; only a measured check shows that.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.machine.child import answer, pci_address, run, step
-from hf_rocm_tune.machine.sysfs import Files
 from hf_rocm_tune.machine.toolchain import missing_for_triton
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
@@ -29,14 +23,11 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "bitsandbytes")},
     "huggingface_hub": ("huggingface_hub",),
     "triton": ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton"),
-    "flash_attn": ("flash-attn",),
     "safetensors": ("safetensors",),
 }
 """Import name, and the distributions that may provide it (ROCm wheels provide triton under another name)."""
 DEADLINE_S = 60.0
 """A cold start of a ROCm build reads gigabytes of libraries."""
-# rocm-core, and the packages of the TheRock stream.
-_VERSION_FILES = ("opt/rocm/.info/version", "opt/rocm/core/.info/version")
 _ASKING_DEVICES = "asking torch for its devices"
 
 
@@ -68,25 +59,20 @@ class Software:
         torch_rocm_version: ``torch.version.rocm``, which older builds do not have.
         arch_list: architectures of torch's kernels; empty for a CPU build.
         devices: in torch's order.
-        allocator_settings: the string in force for the caching allocator; "" if none is set.
         packages: version of every name of ``PACKAGES``; None where it is not installed.
         bitsandbytes_libraries: names of its native library files.
-        rocm_version: of the system's ROCm.
         rocm_wheels: distributions that carry ROCm itself, with their versions.
         missing_for_triton: what its driver cannot be compiled without, on ROCm, and the package that has it; or empty.
     """
 
-    python: str = ""
     torch_version: str | None = None
     hip_version: str | None = None
     torch_rocm_version: str | None = None
     cuda_version: str | None = None
     arch_list: tuple[str, ...] | None = None
     devices: tuple[TorchDevice, ...] | None = None
-    allocator_settings: str | None = None
     packages: Mapping[str, str | None] = field(default_factory=dict)
     bitsandbytes_libraries: tuple[str, ...] | None = None
-    rocm_version: str | None = None
     rocm_wheels: Mapping[str, str] = field(default_factory=dict)
     missing_for_triton: str = ""
     problems: Mapping[str, str] = field(default_factory=dict)
@@ -99,11 +85,10 @@ class Software:
         return "rocm" if self.hip_version else "cuda" if self.cuda_version else "cpu"
 
 
-def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
+def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
     """Read everything; an unreadable item does not raise.
 
     Args:
-        root: replaces ``/`` in the search for the system's ROCm.
         deadline_s: for torch's answer.
         in_process: query torch in this process, without a deadline.
     """
@@ -113,30 +98,24 @@ def read_software(*, root: Path = Path("/"), deadline_s: float = DEADLINE_S, in_
     if versions is None:
         stated, _ = read_torch_file()  # the only source for a torch that cannot be imported
         versions = {"torch": stated.get("__version__"), **stated}
-    for name in ("arch_list", "devices", "allocator_settings"):
+    for name in ("arch_list", "devices"):
         if said.get(name) is None:
             problems[name] = _one_line(said.get("problems", {}).get(name) or reason or f"torch did not tell its {name}")
     if versions["torch"] is None:
         problems["torch_version"] = reason or "torch states no version"
-    files = Files(root)
     directory = package_directory("bitsandbytes")
     libraries = None
     if directory is not None:
         libraries = tuple(name for name in sorted(os.listdir(directory)) if name.startswith("libbitsandbytes"))
     return Software(
-        python=platform.python_version(),
         torch_version=versions["torch"],
         hip_version=versions.get("hip"),
         torch_rocm_version=versions.get("rocm"),
         cuda_version=versions.get("cuda"),
         arch_list=None if said.get("arch_list") is None else tuple(said["arch_list"]),
         devices=None if said.get("devices") is None else tuple(TorchDevice(**one) for one in said["devices"]),
-        allocator_settings=said.get("allocator_settings"),
         packages=packages,
         bitsandbytes_libraries=libraries,
-        rocm_version=next(
-            (found for path in _VERSION_FILES if (found := files.parsed(path, _version, "no version"))), None
-        ),
         rocm_wheels=_read_wheels(),
         missing_for_triton=missing_for_triton() if versions.get("hip") else "",
         problems=problems,
@@ -160,12 +139,6 @@ def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _version(text: str) -> str | None:
-    """``7.2.4`` of ``7.2.4-47``."""
-    plain = re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6}){1,3}([-.+~]?[0-9A-Za-z.+~-]{0,60})?", text)
-    return text.partition("-")[0] if plain else None
 
 
 def _read_packages() -> tuple[dict[str, str | None], dict[str, str]]:
@@ -219,11 +192,6 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
         "arch_list": torch.cuda.get_arch_list(),
         "problems": {},
     }
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    try:
-        found["allocator_settings"] = read() if read else None
-    except Exception as error:  # torch parses the user's variable only now and raises various types
-        found["problems"]["allocator_settings"] = f"torch: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if request.get("devices", True):
         step(_ASKING_DEVICES)
         try:

@@ -1,8 +1,8 @@
 """The whole machine in one frozen record. Imports no torch. None: unknown, with the reason in ``Machine.unread``.
 
-A container is recognised by files of its engine (``/.dockerenv``, ``/run/.containerenv``, ``/run/systemd/container``,
-``/.singularity.d``) or by the name of its control group. The memory limit is that of a container with cgroup v2.
-Not covered: cgroup v1, limits of systemd units; a driver that hangs inside a read hangs the survey.
+A container is recognised by files of its engine (``/.dockerenv``, ``/run/.containerenv``, ``/run/systemd/container``)
+or by the name of its control group. The memory limit is that of a container with cgroup v2. Not covered: cgroup v1,
+limits of systemd units; a driver that hangs inside a read hangs the survey.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_rocm_tune.machine import gpus
-from hf_rocm_tune.machine.cards import CardIdentity, identify
+from hf_rocm_tune.machine.cards import Card, identify
 from hf_rocm_tune.machine.gpus import GpuNode, Sensors, Topology, Upward
 from hf_rocm_tune.machine.process import is_integrated, visible_nodes
 from hf_rocm_tune.machine.software import TorchDevice
@@ -25,35 +25,12 @@ from hf_rocm_tune.machine.sysfs import MAX_BYTES, Files, parse_int
 
 # What copies between cards need, see ``doctor.system``.
 PEER_OPTIONS = ("CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
-_MODULE = "sys/module/amdgpu"
+_PARAMETERS = "sys/module/amdgpu/parameters"
 # Where distributions keep the configuration of a kernel: Debian, Fedora and others; Fedora's ostree variants.
 _CONFIGS = ("boot/config-{}", "lib/modules/{}/config")
 _ENGINES = {"docker": "docker", "libpod": "podman", "kubepods": "kubernetes", "crio-": "kubernetes"}
 _ENGINES |= {"containerd": "containerd", "lxc": "lxc"}
-_MARKS = {"run/.containerenv": "podman", ".dockerenv": "docker", ".singularity.d/runscript": "apptainer"}
 _VENDORS = {gpus.AMD: "amd", 0x10DE: "nvidia", 0x8086: "intel"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """The running kernel.
-
-    Attributes:
-        release: ``uname -r``.
-        cmdline: boot parameters by name, dashes as underscores; one without a value has "".
-        config: ``PEER_OPTIONS`` of its configuration, ``n`` for "is not set".
-        amdgpu_version: of an out-of-tree driver; in-tree drivers have none.
-        pcie_p2p, ppfeaturemask: amdgpu's parameters.
-        iommu: whether the kernel lists one.
-    """
-
-    release: str | None
-    cmdline: Mapping[str, str]
-    config: Mapping[str, str] | None
-    amdgpu_version: str | None
-    pcie_p2p: str | None
-    ppfeaturemask: str | None
-    iommu: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,27 +55,6 @@ class Process:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
-    """Memory, container, and permissions of this process.
-
-    Attributes:
-        memory_limit_bytes: the container's limit where it is below the host's memory.
-        container: ``docker``, ``podman`` or the like; None outside of one.
-        nodes: ``/dev/kfd`` and every ``/dev/dri/renderD*`` that is there, with whether this process may read and write
-            it, and its group.
-    """
-
-    process: Process
-    cpu: str
-    memory_bytes: int | None
-    available_bytes: int | None
-    swap_bytes: int | None
-    memory_limit_bytes: int | None
-    container: str | None
-    nodes: Mapping[str, tuple[bool, str]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One display or compute device on the PCI bus.
 
@@ -106,7 +62,7 @@ class Gpu:
         vendor: ``amd``, ``nvidia``, ``intel`` or ``other``.
         driver: name of the bound kernel driver.
         node: its KFD node, with the true architecture; None if KFD does not list it.
-        identity: the row of the card table, or why there is none.
+        card: the row of the card table, or None.
         integrated: shares the CPU's memory (None: unknown).
         bar_bytes: of the largest memory BAR; as large as the VRAM with ReBAR.
         iommu_type: of its IOMMU group: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
@@ -120,7 +76,7 @@ class Gpu:
     device_id: int
     driver: str | None
     node: GpuNode | None
-    identity: CardIdentity
+    card: Card | None
     integrated: bool | None
     upward: Upward
     bar_bytes: int | None
@@ -133,7 +89,7 @@ class Gpu:
     @property
     def arch(self) -> str | None:
         """Architecture in the kernel's list, which no override variable reaches, or that of its model."""
-        return self.node.arch if self.node else self.identity.card.arch if self.identity.card else None
+        return self.node.arch if self.node else self.card.arch if self.card else None
 
     @property
     def vram_bytes(self) -> int | None:
@@ -142,10 +98,33 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """All of it; ``unread``: why files could not be read, by path."""
+    """All of it.
 
-    kernel: Kernel
-    host: Host
+    Attributes:
+        memory_limit_bytes: the container's limit where it is below the host's memory.
+        container: ``docker``, ``podman`` or the like; None outside of one.
+        device_nodes: ``/dev/kfd`` and every ``/dev/dri/renderD*`` that is there, with whether this process may read and
+            write it, and its group.
+        cmdline: boot parameters by name, dashes as underscores; one without a value has "".
+        config: ``PEER_OPTIONS`` of the kernel's configuration, ``n`` for "is not set".
+        pcie_p2p, ppfeaturemask: amdgpu's parameters.
+        iommu: whether the kernel lists one.
+        unread: why files could not be read, by path.
+    """
+
+    process: Process
+    cpu: str
+    memory_bytes: int | None
+    available_bytes: int | None
+    swap_bytes: int | None
+    memory_limit_bytes: int | None
+    container: str | None
+    device_nodes: Mapping[str, tuple[bool, str]]
+    cmdline: Mapping[str, str]
+    config: Mapping[str, str] | None
+    pcie_p2p: str | None
+    ppfeaturemask: str | None
+    iommu: bool | None
     topology: Topology
     gpus: tuple[Gpu, ...]
     unread: Mapping[str, str]
@@ -162,30 +141,33 @@ class Machine:
 
 def survey(root: Path = Path("/"), process: Process | None = None) -> Machine:
     """Read the machine whose files are below a root. Never raises."""
-    files = Files(root)
+    files, process = Files(root), process or Process.of_this()
     topology = gpus.read_topology(files)
+    info = dict(re.findall(r"^(\w+):[ \t]+([0-9]{1,16}) kB[ \t]*$", files.text("proc/meminfo") or "", re.MULTILINE))
+    memory, available, swap = (
+        int(info[name]) << 10 if name in info else None for name in ("MemTotal", "MemAvailable", "SwapTotal")
+    )
+    limit = parse_int(files.text("sys/fs/cgroup/memory.max") or "")
+    cpu = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", files.text("proc/cpuinfo") or "", re.MULTILINE)
+    words = re.findall(r'(?:"[^"]*"|[^\s"])+', files.text("proc/cmdline") or "")
+    classes = files.names("sys/class")
     return Machine(
+        process=process,
+        cpu=cpu[1] if cpu else platform.processor() or "unknown processor",
+        memory_bytes=memory,
+        available_bytes=available,
+        swap_bytes=swap,
+        memory_limit_bytes=limit if limit is not None and (memory is None or limit < memory) else None,
+        container=_container(files),
+        device_nodes=_device_nodes(files),
+        cmdline={word.partition("=")[0].replace("-", "_"): word.partition("=")[2].strip('"') for word in words},
+        config=_config(files, process.release),
+        pcie_p2p=files.text(f"{_PARAMETERS}/pcie_p2p"),
+        ppfeaturemask=files.text(f"{_PARAMETERS}/ppfeaturemask"),
+        iommu=None if classes is None else "iommu" in classes and bool(files.names("sys/class/iommu")),
         topology=topology,
         gpus=tuple(_gpu(files, device, topology) for device in gpus.list_display_devices(files)),
-        host=_host(files, process := process or Process.of_this()),
-        kernel=_kernel(files, process),
         unread=files.unread,
-    )
-
-
-def _kernel(files: Files, process: Process) -> Kernel:
-    words = re.findall(r'(?:"[^"]*"|[^\s"])+', files.text("proc/cmdline") or "")
-    pairs = (word.partition("=") for word in words)
-    classes = files.names("sys/class")
-    present = None if classes is None else "iommu" in classes and bool(files.names("sys/class/iommu"))
-    return Kernel(
-        release=process.release,
-        cmdline={name.replace("-", "_"): value.strip('"') for name, _, value in pairs},
-        config=_config(files, process.release),
-        amdgpu_version=files.text(f"{_MODULE}/version"),
-        pcie_p2p=files.text(f"{_MODULE}/parameters/pcie_p2p"),
-        ppfeaturemask=files.text(f"{_MODULE}/parameters/ppfeaturemask"),
-        iommu=present,
     )
 
 
@@ -198,45 +180,22 @@ def _config(files: Files, release: str | None) -> dict[str, str] | None:
             files.fail("proc/config.gz", "not a gzip file")
     if text is None and release and re.fullmatch(r"[\w.+~-]{1,128}", release, re.ASCII):
         text = next((found for place in _CONFIGS if (found := files.text(place.format(release)))), None)
-    if text is None:
-        return None
-    stated = re.findall(r"^(?:# )?(CONFIG_\w+)(?:=(\S+)| is not set)$", text, re.MULTILINE | re.ASCII)
+    stated = re.findall(r"^(?:# )?(CONFIG_\w+)(?:=(\S+)| is not set)$", text or "", re.MULTILINE | re.ASCII)
     # A missing option depends on one that is off, or the kernel is too old.
     return {name: value or "n" for name, value in stated if name in PEER_OPTIONS} or None
 
 
-def _host(files: Files, process: Process) -> Host:
-    info = dict(re.findall(r"^(\w+):[ \t]+([0-9]{1,16}) kB[ \t]*$", files.text("proc/meminfo") or "", re.MULTILINE))
-    total, free, swap = (
-        int(info[name]) << 10 if name in info else None for name in ("MemTotal", "MemAvailable", "SwapTotal")
-    )
-    limit = parse_int(files.text("sys/fs/cgroup/memory.max") or "")
+def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
     names = [name for name in files.names("dev/dri") or [] if re.fullmatch("renderD[0-9]{1,6}", name)]
-    nodes = {
-        f"/{path}": found
-        for path in ("dev/kfd", *(f"dev/dri/{name}" for name in names))
-        if (found := _node(files, path))
-    }
-    cpu = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", files.text("proc/cpuinfo") or "", re.MULTILINE)
-    return Host(
-        process=process,
-        cpu=cpu[1] if cpu else platform.processor() or "unknown processor",
-        memory_bytes=total,
-        available_bytes=free,
-        swap_bytes=swap,
-        memory_limit_bytes=limit if limit is not None and (total is None or limit < total) else None,
-        container=_container(files),
-        nodes=nodes,
-    )
-
-
-def _node(files: Files, path: str) -> tuple[bool, str] | None:
-    place = files.root / path
-    try:
-        group = _group_name(place.stat().st_gid)
-    except OSError:
-        return None
-    return os.access(place, os.R_OK | os.W_OK), group
+    found = {}
+    for path in ("dev/kfd", *(f"dev/dri/{name}" for name in names)):
+        place = files.root / path
+        try:
+            group = _group_name(place.stat().st_gid)
+        except OSError:
+            continue
+        found[f"/{path}"] = os.access(place, os.R_OK | os.W_OK), group
+    return found
 
 
 def _group_name(number: int) -> str:
@@ -252,31 +211,30 @@ def _container(files: Files) -> str | None:
     noted = files.text("run/systemd/container")  # comes first: it names any engine
     if noted and re.fullmatch("[a-z-]{1,32}", noted):
         return noted
+    for mark, engine in (("run/.containerenv", "podman"), (".dockerenv", "docker")):
+        if (files.root / mark).is_file():
+            return engine
     cgroup = files.text("proc/self/cgroup") or ""
-    by_mark = (engine for mark, engine in _MARKS.items() if (files.root / mark).is_file())
-    return next(by_mark, next((engine for part, engine in _ENGINES.items() if part in cgroup), None))
+    return next((engine for part, engine in _ENGINES.items() if part in cgroup), None)
 
 
 def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
     address, vendor = device.address, _VENDORS.get(device.vendor_id, "other")
-    driver = files.link(f"{gpus.DEVICES}/{address}/driver")
+    driver = files.last(f"{gpus.DEVICES}/{address}/driver")
     sensors = Sensors(missing={"all": f"{address}: its driver is {driver}, not amdgpu"})
     if driver == "amdgpu":
         sensors = gpus.read_sensors(files, address)
     node = next((node for node in topology.nodes if node.pci_address == address), None)
-    identity = CardIdentity(None, "not an AMD device")
+    card, integrated = None, None
     if vendor == "amd":
-        identity = identify(
-            arch=node.arch if node else None,
-            vram_bytes=node.vram_bytes if node and node.vram_bytes is not None else sensors.vram_total_bytes,
-            name=node.name if node else "",
-            device_id=device.device_id,
-            revision=device.revision,
-        )
-    integrated = identity.card.integrated if identity.card else None
-    if identity.card is None and vendor == "amd" and node:
-        # A node without a memory size may be an integrated GPU of an unlisted architecture.
-        integrated = True if is_integrated(node) else False if node.vram_bytes is not None else None
+        vram_bytes = node.vram_bytes if node and node.vram_bytes is not None else sensors.vram_total_bytes
+        pci = (device.device_id, device.revision)
+        card = identify(arch=node.arch if node else None, vram_bytes=vram_bytes, pci=pci)
+        if card:
+            integrated = card.integrated
+        elif node:
+            # A node without a memory size may be an integrated GPU of an unlisted architecture.
+            integrated = True if is_integrated(node) else False if node.vram_bytes is not None else None
     upward = gpus.read_upward(files, address)
     return Gpu(
         address=address,
@@ -284,7 +242,7 @@ def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
         device_id=device.device_id,
         driver=driver,
         node=node,
-        identity=identity,
+        card=card,
         integrated=integrated,
         upward=upward,
         bar_bytes=gpus.read_bar_bytes(files, address),
@@ -296,35 +254,17 @@ def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class JoinedDevice:
-    """A device of torch, its card (None if unknown), and how that was decided."""
-
-    device: TorchDevice
-    gpu: Gpu | None
-    reason: str
-
-    @property
-    def spoofed(self) -> bool:
-        """torch reports another architecture than the kernel: an override variable is set."""
-        return self.gpu is not None and self.gpu.node is not None and self.gpu.node.arch != self.device.arch
-
-
-def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str, str]) -> tuple[JoinedDevice, ...]:
-    """The card of each device of torch, in torch's order: by PCI address, or by order if torch gives none.
+def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str, str]) -> list[Gpu | None]:
+    """The GPU of each device of torch (None: unknown): by PCI address, or by order if torch gives none.
 
     Torch counts the devices that pass the filters in `environ`; the kernel lists all cards.
     """
     found = {gpu.address: gpu for gpu in machine.gpus}
-    nodes = visible_nodes(machine.topology.nodes, environ)
+    nodes = visible_nodes(machine.topology.nodes, environ) if machine.topology.complete else None
+    certain = nodes is not None and len(nodes) == len(devices)
 
-    def of(device: TorchDevice) -> tuple[Gpu | None, str]:
-        if device.pci_address is not None:
-            return found.get(device.pci_address.lower()), f"PCI address {device.pci_address}"
-        if not machine.topology.complete or nodes is None or len(nodes) != len(devices) or device.index >= len(nodes):
-            return None, "torch gives no PCI address, and its number of devices differs from the kernel's"
-        gpu = found.get(nodes[device.index].pci_address or "")
-        return gpu, "its position in the kernel's order, because torch gives no address"
+    def address(device: TorchDevice) -> str:
+        by_order = nodes[device.index].pci_address if nodes and certain else None
+        return (device.pci_address or by_order or "").lower()
 
-    joined = [(device, *of(device)) for device in devices]
-    return tuple(JoinedDevice(device=device, gpu=gpu, reason=reason) for device, gpu, reason in joined)
+    return [found.get(address(device)) for device in devices]

@@ -7,9 +7,7 @@ and a driver that hangs inside a read.
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -38,26 +36,18 @@ class Files:
     def content(self, path: str) -> bytes | None:
         """A whole file of 1 to `MAX_BYTES` bytes."""
         try:
-            content = self._read(path)
+            with open(self.root / path, "rb", buffering=0, opener=_open) as file:
+                content = b""
+                # One read of a sysfs or proc file may return less than there is.
+                while len(content) <= MAX_BYTES and (part := file.read(MAX_BYTES + 1 - len(content))):
+                    content += part
         except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-            self.fail(path, error.strerror or "cannot be read" if isinstance(error, OSError) else "no path")
+            self.fail(path, getattr(error, "strerror", None) or "cannot be read")
             return None
         if not content or len(content) > MAX_BYTES:
             self.fail(path, "empty" if not content else f"more than {MAX_BYTES} bytes")
             return None
         self.unread.pop(path, None)
-        return content
-
-    def _read(self, path: str) -> bytes:
-        # Non-blocking: opening a pipe would hang.
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        with open(os.open(self.root / path, flags), "rb", buffering=0) as file:
-            if stat.S_ISDIR(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
-            content = b""
-            # One read of a sysfs or proc file may return less than there is.
-            while len(content) <= MAX_BYTES and (part := file.read(MAX_BYTES + 1 - len(content))):
-                content += part
         return content
 
     def text(self, path: str) -> str | None:
@@ -108,19 +98,22 @@ class Files:
         names = self.names(path)
         return None if names is None else sorted(n for n in map(parse_int, names) if n is not None)
 
-    def target(self, path: str) -> str | None:
-        """The text of a symbolic link; None without a reason where there is no such link."""
+    def link(self, path: str) -> str:
+        """The text of a symbolic link; empty, without a reason, where there is no such link."""
         try:
             return os.readlink(self.root / path)
-        except FileNotFoundError:
-            return None
         except OSError as error:
-            self.fail(path, error.strerror or "cannot be read")
-            return None
+            if not isinstance(error, FileNotFoundError):
+                self.fail(path, error.strerror or "cannot be read")
+            return ""
 
-    def link(self, path: str) -> str | None:
-        """The last part of a symbolic link's target (a driver, a group), as `target`."""
-        return (self.target(path) or "").rstrip("/").rpartition("/")[2] or None
+    def last(self, path: str) -> str | None:
+        """The last part of a symbolic link's target: a driver, a group."""
+        return self.link(path).rstrip("/").rpartition("/")[2] or None
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # or opening a pipe would hang
 
 
 def parse_int(text: str) -> int | None:

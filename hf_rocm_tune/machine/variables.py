@@ -1,8 +1,8 @@
-"""Environment variables: set, keep or warn, each with its reason and source, before torch is imported.
+"""Environment variables that harm, hinder or do nothing: kept as the user set them, and named before torch is imported.
 
-``RULES`` is the policy. A healthy gfx1100 with a matching wheel needs no variable: the rules that set one have a
-condition, and none overrides the user's value. Where a condition depends on something unknown (torch's version, the
-GPUs' architectures), an error becomes a warning that says so, and nothing is set. Nothing here imports torch.
+``RULES`` is the policy. A healthy gfx1100 with a matching wheel needs no variable, so nothing is set but the choice of
+visible cards (`process`). Where a rule depends on something unknown (torch's build, the GPUs' architectures), an error
+becomes a warning that says so. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import re
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import Any, Literal, TextIO, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Literal, TextIO, TypeVar, get_args, get_type_hints
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.process import FILTERS
@@ -27,8 +27,6 @@ from hf_rocm_tune.machine.sources import links_of
 Spec = TypeVar("Spec")
 Action = Literal["set", "keep", "info", "warn", "error"]
 
-MARK_SET = "HF_ROCM_TUNE_SET"
-"""Variable that child processes inherit: which variables are ours and not the user's."""
 _MARK_TOLD = "HF_ROCM_TUNE_TOLD"
 _ORDER: Sequence[Action] = ("error", "warn", "set", "info", "keep")
 _LABEL: Mapping[Action, str] = {"error": "error", "warn": "warning", "info": "note"}
@@ -41,18 +39,16 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Facts that rules may depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name.
+    """Facts that rules depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name.
 
     Attributes:
         hip_version: of torch's build, for example ``7.2.26015``; None without a reason means: not a ROCm build.
         archs: visible GPUs' architectures in order, one entry a GPU.
-        flash_attn_version: None means: not installed.
     """
 
     torch_version: str | None
     hip_version: str | None
     archs: tuple[str, ...] | None
-    flash_attn_version: str | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -61,20 +57,6 @@ class MachineFacts:
         if self.hip_version is not None:
             return True
         return None if "hip_version" in self.reasons else False
-
-    def torch(self, low: str, high: str = "") -> bool | None:
-        return None if self.torch_version is None else within(self.torch_version, low, high)
-
-    def rocm(self, low: str, high: str = "") -> bool | None:
-        return None if self.hip_version is None else within(self.hip_version, low, high)
-
-    def has(self, arch: str) -> bool | None:
-        return None if self.archs is None else arch in self.archs
-
-
-def every(*conditions: bool | None) -> bool | None:
-    """Whether all hold; None where that depends on an unknown one."""
-    return False if False in conditions else None if None in conditions else True
 
 
 def package_directory(package: str) -> Path | None:
@@ -105,40 +87,15 @@ def read_torch_file() -> tuple[dict[str, str | None], str]:
 
 
 def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
-    """Read the versions of torch and flash-attn without importing them; `archs`: of the visible GPUs, or None."""
+    """Read torch's version without importing it; `archs`: of the visible GPUs, or None."""
     reasons: dict[str, str] = {} if archs is not None else {"archs": "the visible GPUs were not read"}
     stated, reason = read_torch_file()
     if not stated:
         reasons["torch_version"] = reason
     if "hip" not in stated:
         reasons["hip_version"] = reason or "torch/version.py does not tell the build"
-    flash_attn = None
-    if package_directory("flash_attn") is not None:
-        from importlib import metadata  # takes a moment that every start of the package would pay
-
-        try:
-            flash_attn = metadata.version("flash-attn")
-        except metadata.PackageNotFoundError:
-            reasons["flash_attn_version"] = "flash_attn exists, but no distribution of that name"
-    return MachineFacts(
-        torch_version=stated.get("__version__"),
-        hip_version=stated.get("hip"),
-        archs=archs,
-        flash_attn_version=flash_attn,
-        reasons=reasons,
-    )
-
-
-def version_numbers(version: str) -> tuple[int, ...] | None:
-    """``2.13.0+rocm7.2`` as (2, 13, 0, 0), padded so that equal versions compare equal; None where it is no version."""
-    match = re.match(r"\s*([0-9]+(?:\.[0-9]+)*)", version)
-    return None if match is None else tuple([*map(int, match[1].split(".")[:4]), 0, 0, 0][:4])
-
-
-def within(version: str, low: str | None, high: str | None) -> bool:
-    """Whether ``low <= version < high``; an open end is None or empty, and what is no version is in no range."""
-    value, first, end = (version_numbers(one) if one else None for one in (version, low, high))
-    return value is not None and (first is None or value >= first) and (end is None or value < end)
+    version, hip = stated.get("__version__"), stated.get("hip")
+    return MachineFacts(torch_version=version, hip_version=hip, archs=archs, reasons=reasons)
 
 
 # ---- the policy ---------------------------------------------------------------------------------------------------
@@ -150,32 +107,29 @@ def _options(value: str) -> dict[str, str]:
     return {name.strip(): setting.strip() for name, _, setting in pairs if name.strip()}
 
 
-def _on(value: str) -> bool:
+def _expandable(value: str) -> bool:
+    return _options(value).get("expandable_segments") == "true"
+
+
+def _on(value: str, facts: MachineFacts) -> bool:
     return value.strip().lower() not in ("", "0", "false", "off", "no")
 
 
-def _off(value: str) -> bool:
+def _off(value: str, facts: MachineFacts) -> bool:
     return value.strip().lower() in ("0", "false", "off", "no")
-
-
-def _expandable(value: str, facts: MachineFacts, *, effective: bool) -> bool | None:
-    """Whether it is set, and torch heeds it (``effective``) or ignores it."""
-    if _options(value).get("expandable_segments") != "true":
-        return False
-    heeded = every(facts.torch("2.12"), facts.rocm("7"))
-    return heeded if effective else None if heeded is None else not heeded
 
 
 def _own_arch(value: str, facts: MachineFacts) -> bool | None:
     """Whether an override names the architecture that all visible GPUs have: 11.0.0 is gfx1100."""
-    numbers = value.strip().split(".")
-    if len(numbers) != 3 or not all(part.isdecimal() and part.isascii() for part in numbers):
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){2}", value.strip()):
         return False
-    major, minor, stepping = map(int, numbers)
+    major, minor, stepping = map(int, value.split("."))
     return None if facts.archs is None else set(facts.archs) == {f"gfx{major}{minor:x}{stepping:x}"}
 
 
-Condition = Callable[[str, MachineFacts], bool | None]
+def _other_arch(value: str, facts: MachineFacts) -> bool | None:
+    own = _own_arch(value, facts)
+    return False if not value.strip() else None if own is None else not own
 
 
 @dataclass(frozen=True)
@@ -184,10 +138,8 @@ class Rule:
 
     Attributes:
         names: variables, separated by spaces; a ``*`` stands for any rest of a name that is not empty.
-        action: ``info``, ``warn`` or ``error``; ``set`` unless the user has a value.
-        reason, fix, source: one line each; the rules that set have no fix.
-        when: whether it applies to a value (of a variable to set: ""), None: unknown.
-        value: what to set.
+        reason, fix, source: one line each.
+        when: whether it applies to a value, None: unknown.
         rocm: only if torch is a ROCm build.
     """
 
@@ -196,50 +148,27 @@ class Rule:
     reason: str
     fix: str
     source: str
-    when: Condition = lambda value, facts: True
-    value: str = ""
+    when: Callable[[str, MachineFacts], bool | None] = lambda value, facts: True
     rocm: bool = True
 
     def covers(self, variable: str) -> bool:
         return any(fnmatchcase(variable, pattern.replace("*", "?*")) for pattern in self.names.split())
 
     def applies(self, value: str, facts: MachineFacts) -> bool | None:
-        return every(facts.is_rocm if self.rocm else True, self.when(value, facts))
+        conditions = (facts.is_rocm if self.rocm else True, self.when(value, facts))
+        return False if False in conditions else None if None in conditions else True
 
 
-_ALLOCATOR, _AOTRITON = " ".join(ALLOCATOR), "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+_ALLOCATOR = " ".join(ALLOCATOR)
+_OVERRIDE = "HSA_OVERRIDE_GFX_VERSION HSA_OVERRIDE_GFX_VERSION_*"
 
 RULES = (
     Rule(
-        _AOTRITON, "set",
-        "this torch release has gfx1100 on AOTriton's experimental list: without it SDPA falls back to the O(N^2) math "
-        "path",
-        "", "aotriton util.cc; pytorch#134498; unsloth#8821",
-        lambda value, facts: every(facts.torch("2.5", "2.7"), facts.has("gfx1100")), value="1",
-    ),
-    Rule(
-        _AOTRITON, "warn",
-        "attention by AOTriton 0.11b, which torch 2.9 brings, gives NaN on gfx1100",
-        "unset it (attention then takes the slow math path), or use torch 2.10 or newer",
-        "aotriton#123; pytorch#166397",
-        lambda value, facts: every(_on(value), facts.torch("2.9", "2.10"), facts.has("gfx1100")),
-    ),
-    Rule(
-        "FLASH_ATTENTION_TRITON_AMD_ENABLE", "set",
-        "this flash-attn release has only its Triton backend on gfx1100, and reads the variable when it is built, too",
-        "", "flash-attention README",
-        lambda value, facts: every(
-            facts.flash_attn_version is not None and within(facts.flash_attn_version, "", "2.9"), facts.has("gfx1100")
-        ),
-        value="TRUE",
-    ),
-    Rule(
         _ALLOCATOR, "error",
         "expandable_segments:True with max_split_size_mb: with this pair, live tensors read back as zeros on an RX "
-        "7900 "
-        "XT, and from torch 2.12 on reserved memory grew until the card was full (gfx1201); both were reported",
+        "7900 XT, and reserved memory grew until the card was full (gfx1201); both were reported",
         "unset both", "ROCm/ROCm#6603; pytorch#193400",
-        lambda value, facts: every("max_split_size_mb" in _options(value), _expandable(value, facts, effective=True)),
+        lambda value, facts: _expandable(value) and "max_split_size_mb" in _options(value),
     ),
     Rule(
         _ALLOCATOR, "error",
@@ -248,25 +177,11 @@ RULES = (
         lambda value, facts: _options(value).get("backend") in ("cudamallocasync", "hipmallocasync"),
     ),
     Rule(
-        _ALLOCATOR, "error",
-        "expandable_segments:True alone: on gfx1201, bf16 training of models with a depthwise conv1d gave NaN although "
-        "every call reported success",
-        "unset it: the same runs stayed finite with the default allocator", "pytorch#195202",
-        lambda value, facts: every(facts.archs is not None and "gfx1201" in facts.archs,
-                                   _expandable(value, facts, effective=True)),
-    ),
-    Rule(
-        _ALLOCATOR, "info",
-        "expandable_segments:True is ignored on ROCm by torch below 2.12 and below ROCm 7",
-        "unset it: newer releases read it", "pytorch#177974",
-        lambda value, facts: _expandable(value, facts, effective=False) or False,
-    ),
-    Rule(
         _ALLOCATOR, "warn",
-        "expandable_segments:True uses HIP virtual memory, with which zeroed tensors, NaN in training, hangs and "
-        "crashes were reported; whether it is safe by itself on gfx1100 is unknown",
+        "expandable_segments:True uses HIP virtual memory, with which zeroed tensors, NaN in training (gfx1201), hangs "
+        "and crashes were reported; whether it is safe by itself on gfx1100 is unknown",
         "unset it", "ROCm/ROCm#6603; pytorch#192259; pytorch#187343; pytorch#195202; rocm-systems#11693",
-        lambda value, facts: _expandable(value, facts, effective=True),
+        lambda value, facts: _expandable(value),
     ),
     Rule(
         "PYTORCH_NO_HIP_MEMORY_CACHING PYTORCH_NO_CUDA_MEMORY_CACHING", "warn",
@@ -274,39 +189,37 @@ RULES = (
         "unset it: it is for debugging only", "pytorch hip.rst", rocm=False,
     ),
     Rule(
-        "HSA_OVERRIDE_GFX_VERSION HSA_OVERRIDE_GFX_VERSION_*", "info",
+        _OVERRIDE, "info",
         "the visible GPUs have this version already: no effect here, but any other GPU would be reported as one of "
         "them",
         "unset it", "libhsakmt topology.c; unsloth install.sh", lambda value, facts: _own_arch(value, facts) or False,
     ),
     Rule(
-        "HSA_OVERRIDE_GFX_VERSION HSA_OVERRIDE_GFX_VERSION_*", "error",
+        _OVERRIDE, "error",
         "GPUs are reported with another architecture than they have: code for the wrong one runs, with crashes or "
-        "wrong "
-        "results",
-        "unset it", "libhsakmt topology.c; TheRock#5543",
-        lambda value, facts: every(bool(value.strip()), None if (own := _own_arch(value, facts)) is None else not own),
+        "wrong results",
+        "unset it", "libhsakmt topology.c; TheRock#5543", _other_arch,
     ),
     Rule(
         "AMD_SERIALIZE_KERNEL AMD_SERIALIZE_COPY HIP_LAUNCH_BLOCKING", "warn",
         "serialises kernels or copies for debugging: slow, and may hide a race condition",
-        "unset it for training", "clr flags.hpp", lambda value, facts: _on(value),
+        "unset it for training", "clr flags.hpp", _on,
     ),
     Rule(
         "HSA_ENABLE_SDMA HSA_ENABLE_PEER_SDMA", "info",
         "copies run as kernels instead of on the copy engines, at the cost of bandwidth and overlap: a diagnostic, not "
         "a fix",
-        "unset it, except to compare the two", "rocr flag.h; rocm-systems#10943", lambda value, facts: _off(value),
+        "unset it, except to compare the two", "rocr flag.h; rocm-systems#10943", _off,
     ),
     Rule(
         "HIP_FORCE_DEV_KERNARG", "info",
         "not a memory setting: on gfx1100, kernel arguments are written through the BAR",
-        "unset it while searching for a cause of corruption", "clr rocsettings.cpp", lambda value, facts: _on(value),
+        "unset it while searching for a cause of corruption", "clr rocsettings.cpp", _on,
     ),
     Rule(
         "HSA_ENABLE_IPC_MODE_LEGACY", "warn",
         "hipIpcGetMemHandle was reported to fail with it; some container images set it",
-        "unset it, or set it to 0", "rocm-systems#2209", lambda value, facts: _on(value),
+        "unset it, or set it to 0", "rocm-systems#2209", _on,
     ),
     Rule(
         "BNB_ROCM_VERSION", "info",
@@ -329,10 +242,26 @@ RULES = (
     ),
 )  # fmt: skip
 
+# Real names about which no rule says anything; names whose value is code to load (NCCL_NET_PLUGIN, HSA_TOOLS_LIB) stay
+# out.
+PLAIN = (
+    "NCCL_ALGO NCCL_BUFFSIZE NCCL_DEBUG NCCL_IB_DISABLE NCCL_MAX_NCHANNELS NCCL_NET_GDR_LEVEL NCCL_P2P_DISABLE "
+    "NCCL_PROTO NCCL_SOCKET_IFNAME RCCL_LL128_FORCE_ENABLE RCCL_LOG_LEVEL RCCL_MSCCL_ENABLE RCCL_P2P_NET_DISABLE "
+    "HSA_FORCE_FINE_GRAIN_PCIE HSA_NO_SCRATCH_RECLAIM PAL_HIP_IPC_FLAG MIOPEN_CUSTOM_CACHE_DIR MIOPEN_DISABLE_CACHE "
+    "MIOPEN_ENABLE_LOGGING MIOPEN_LOG_LEVEL MIOPEN_USER_DB_PATH PYTORCH_TUNABLEOP_ENABLED TORCH_BLAS_PREFER_HIPBLASLT "
+    "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL FLASH_ATTENTION_TRITON_AMD_ENABLE TORCH_CUDA_SANITIZER OMP_NUM_THREADS "
+    "KMP_AFFINITY"
+)
+
+
+def covers(name: str) -> bool:
+    """Whether a recipe may set it."""
+    return name in FILTERS or name in PLAIN.split() or any(rule.covers(name) for rule in RULES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The decision on one variable.
+    """What was decided on one variable, or found of it.
 
     Attributes:
         variable: its name, or several with commas.
@@ -361,38 +290,9 @@ DECISIONS: list[Decision] = []
 _FACTS: dict[tuple[str | None, ...], MachineFacts] = {}
 
 
-# Real names about which no rule says anything; names whose value is code to load (NCCL_NET_PLUGIN, HSA_TOOLS_LIB) stay
-# out.
-PLAIN = (
-    "NCCL_ALGO NCCL_BUFFSIZE NCCL_DEBUG NCCL_IB_DISABLE NCCL_MAX_NCHANNELS NCCL_NET_GDR_LEVEL NCCL_P2P_DISABLE "
-    "NCCL_PROTO NCCL_SOCKET_IFNAME RCCL_LL128_FORCE_ENABLE RCCL_LOG_LEVEL RCCL_MSCCL_ENABLE RCCL_P2P_NET_DISABLE "
-    "HSA_FORCE_FINE_GRAIN_PCIE HSA_NO_SCRATCH_RECLAIM PAL_HIP_IPC_FLAG MIOPEN_CUSTOM_CACHE_DIR MIOPEN_DISABLE_CACHE "
-    "MIOPEN_ENABLE_LOGGING MIOPEN_LOG_LEVEL MIOPEN_USER_DB_PATH PYTORCH_TUNABLEOP_ENABLED TORCH_BLAS_PREFER_HIPBLASLT "
-    "TORCH_CUDA_SANITIZER OMP_NUM_THREADS KMP_AFFINITY"
-)
-
-
-def covers(name: str) -> bool:
-    """Whether a recipe may set it."""
-    return name in FILTERS or name in PLAIN.split() or any(rule.covers(name) for rule in RULES)
-
-
 def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
-    """The decisions of the policy on ``environ``. Changes nothing."""
-    return [*_to_set(environ, facts), *_combined(environ), *_found(environ, facts)]
-
-
-def _to_set(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
-    ours = environ.get(MARK_SET, "").split(",")
-    for rule in RULES:
-        if rule.action != "set" or not (applies := rule.applies("", facts)):
-            continue  # nothing is set on a guess
-        there = environ.get(rule.names)
-        if there is not None and not (rule.names in ours and there == rule.value):
-            reason = f"the user's value is kept; {rule.value} would be set, because {rule.reason}"
-            yield Decision(variable=rule.names, action="keep", value=there, reason=reason, source=rule.source)
-        elif applies:
-            yield Decision(variable=rule.names, action="set", value=rule.value, reason=rule.reason, source=rule.source)
+    """What the policy finds in ``environ``. Changes nothing."""
+    return [*_combined(environ), *_found(environ, facts)]
 
 
 def _combined(environ: Mapping[str, str]) -> Iterator[Decision]:
@@ -417,7 +317,7 @@ def _combined(environ: Mapping[str, str]) -> Iterator[Decision]:
 def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
     for name, value in environ.items():
         for rule in RULES:
-            if rule.action == "set" or not rule.covers(name) or (applies := rule.applies(value, facts)) is False:
+            if not rule.covers(name) or (applies := rule.applies(value, facts)) is False:
                 continue
             action, reason = rule.action, rule.reason
             if applies is None:
@@ -428,7 +328,7 @@ def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision
 
 
 def known_facts() -> MachineFacts | None:
-    """The facts of the last evaluation of ``os.environ``, or None."""
+    """The facts of the last review of ``os.environ``, or None."""
     return next(iter(_FACTS.values()), None)
 
 
@@ -443,39 +343,20 @@ def remember(decisions: Iterable[Decision]) -> None:
     DECISIONS.extend(one for one in dict.fromkeys(decisions) if one not in DECISIONS)
 
 
-def apply(
-    environ: MutableMapping[str, str] | None = None,
-    facts: MachineFacts | None = None,
-    *,
-    torch_loaded: bool | None = None,
-) -> list[Decision]:
-    """Evaluate, set variables, and append the decisions to ``DECISIONS``.
+def review(facts: MachineFacts | None = None) -> list[Decision]:
+    """Evaluate ``os.environ`` and append the decisions to ``DECISIONS``.
 
     Args:
-        environ: ``os.environ`` unless given.
-        facts: by default those of the last call on ``os.environ`` with the same filters of visible GPUs, else read now,
-            without the GPUs' architectures.
-        torch_loaded: torch has been imported and has read its variables: nothing is set.
+        facts: by default those of the last call with the same filters of visible GPUs, else read now, without the GPUs'
+            architectures.
     """
-    environ = os.environ if environ is None else environ
-    filters = tuple(environ.get(name) for name in FILTERS)
+    filters = tuple(os.environ.get(name) for name in FILTERS)
     if facts is None:
         facts = _FACTS.get(filters) or read_facts()
-    elif environ is os.environ:
+    else:
         _FACTS.clear()
         _FACTS[filters] = facts
-    loaded = "torch" in sys.modules if torch_loaded is None else torch_loaded
-    made: list[Decision] = []
-    for decision in evaluate(environ, facts):
-        name, value = decision.variable, decision.value
-        if decision.action == "set" and value is not None and name not in environ:
-            if loaded:
-                decision = too_late(decision)
-            else:
-                environ[name] = value
-                ours = [other for other in environ.get(MARK_SET, "").split(",") if other]
-                environ[MARK_SET] = ",".join(dict.fromkeys([*ours, name]))
-        made.append(decision)
+    made = evaluate(os.environ, facts)
     remember(made)
     return made
 
@@ -534,7 +415,7 @@ def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) ->
         build = {True: f"a ROCm {facts.hip_version} build", False: "not a ROCm build", None: "build unknown"}
         seen = "unknown" if facts.archs is None else ", ".join(facts.archs) or "none"
         unknown = "; ".join(dict.fromkeys(facts.reasons.values()))
-        why = f"unknown: {unknown}; rules that depend on it are marked as uncertain and set nothing\n"
+        why = f"unknown: {unknown}; rules that depend on it are marked as uncertain\n"
         torch = f"torch {facts.torch_version or 'unknown'}, {build[facts.is_rocm]}"
         lines = [f"{torch}; visible AMD GPUs: {seen}\n{why if unknown else ''}"]
     for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
@@ -550,37 +431,12 @@ def to_json(decisions: Sequence[Decision]) -> str:
 
 
 def exports(decisions: Iterable[Decision]) -> str:
-    """Shell lines that set the policy's variables, for use before a launcher."""
+    """Shell lines that set the variables that were set, for use before a launcher."""
     made = [(one.variable, one.value) for one in decisions if one.action == "set" and one.value is not None]
     return "".join(f"export {variable}={shlex.quote(value)}\n" for variable, value in made)
 
 
-# ---- variables of our own ---------------------------------------------------------------------------------------
-
-
-def read_pairs(variable: str, text: str, keys: Iterable[str], *, required: Mapping[str, str]) -> dict[str, str]:
-    """Read ``key=value`` pairs joined by commas, the form of every variable that injects faults.
-
-    Args:
-        variable, text: its name, for messages, and its value.
-        keys: that are valid.
-        required: mandatory keys, and their expected values.
-
-    Raises:
-        UsageError: an unknown, repeated or missing key; names the valid ones.
-    """
-    valid, values = tuple(keys), dict[str, str]()
-    for item in filter(None, (piece.strip() for piece in text.split(","))):
-        key, separator, value = (piece.strip() for piece in item.partition("="))
-        if not separator or key not in valid:
-            raise UsageError(f"{variable}: '{item}' is not understood; valid keys: {' '.join(valid)}")
-        if key in values:
-            raise UsageError(f"{variable}: '{key}' is given twice; give it once")
-        values[key] = value
-    for key, expected in required.items():
-        if key not in values:
-            raise UsageError(f"{variable}: '{key}' is missing; give {expected}")
-    return values
+# ---- variables of our own that inject faults --------------------------------------------------------------------
 
 
 def read_spec(
@@ -588,24 +444,29 @@ def read_spec(
     variable: str,
     text: str,
     *,
-    allowed: Mapping[str, tuple[str, ...]],
-    least: Mapping[str, int] | None = None,
+    allowed: Mapping[str, Sequence[str]],
+    least: Mapping[str, int],
     required: Mapping[str, str] | None = None,
 ) -> Spec:
-    """Read a specification of faults: a dataclass from ``key=value`` pairs, a key for each field.
+    """Read a specification of faults: a dataclass from ``key=value`` pairs joined by commas, a key for each field.
 
     Args:
         spec: with fields of `str`, `bool` (0 or 1), `float` (0 to 1) and `int`.
-        variable, text, required: as for `read_pairs`; required is ``kind`` unless given.
+        variable, text: its name, for messages, and its value.
         allowed: the values that a key of text may have.
         least: the least value of a key of a number.
+        required: mandatory keys, and their expected values; ``kind`` unless given.
 
     Raises:
-        UsageError: see `read_pairs`; or a value is not valid, with what is.
+        UsageError: an unknown, repeated or missing key, or a value that is not valid; names the valid ones.
     """
-    hints, values, least = get_type_hints(spec), dict[str, Any](), least or {}
-    required = required or {"kind": f"kind= one of {' '.join(allowed['kind'])}"}
-    for key, value in read_pairs(variable, text, hints, required=required).items():
+    hints, values = get_type_hints(spec), dict[str, Any]()
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        key, separator, value = (piece.strip() for piece in item.partition("="))
+        if not separator or key not in hints:
+            raise UsageError(f"{variable}: '{item}' is not understood; valid keys: {' '.join(hints)}")
+        if key in values:
+            raise UsageError(f"{variable}: '{key}' is given twice; give it once")
         kind = next(one for one in (bool, float, int, str) if one in (hints[key], *get_args(hints[key])))
         try:
             found: Any = value == "1" if kind is bool else kind(value)
@@ -623,35 +484,7 @@ def read_spec(
         if not right:
             raise UsageError(f"{variable}: {key}={value} is not valid; expected {expected}")
         values[key] = found
+    for key, expected in (required or {"kind": f"kind= one of {' '.join(allowed.get('kind', ()))}"}).items():
+        if key not in values:
+            raise UsageError(f"{variable}: '{key}' is missing; give {expected}")
     return spec(**values)
-
-
-def read_fault(
-    spec: type[Spec],
-    variable: str,
-    environ: Mapping[str, str],
-    *,
-    by: str,
-    kinds: Mapping[str, Collection[str]],
-    example: str,
-    least: Mapping[str, int] | None = None,
-) -> Spec | None:
-    """The fault that a variable asks for; None where it is unset or empty.
-
-    Args:
-        spec, variable, least: as for `read_spec`; both of the fields ``by`` and ``kind`` have to be given.
-        kinds: the values of the field ``by``, and for each those of ``kind``.
-        example: for the message.
-
-    Raises:
-        UsageError: names what is unknown, missing, given twice or not valid, and what is valid.
-    """
-    if not (text := environ.get(variable, "").strip()):
-        return None
-    required = dict.fromkeys((by, "kind"), f"both, for example {example}")
-    found: Any = read_spec(spec, variable, text, allowed={by: tuple(kinds)}, least=least, required=required)
-    where = getattr(found, by)
-    if found.kind not in kinds[where]:
-        valid = " ".join(kinds[where])
-        raise UsageError(f"{variable}: kind={found.kind} is not valid for {where}; expected one of {valid}")
-    return cast("Spec", found)

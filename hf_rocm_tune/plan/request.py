@@ -213,7 +213,7 @@ def card_memory(
     gpus = (survey() if machine is None else machine).gpus
     described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
     here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes or 0, default=None)
-    known = _named(name) if name else here.identity.card if here and vram_gib is None else None
+    known = _named(name) if name else here.card if here and vram_gib is None else None
     if known is None and vram_gib is None:
         known = _named("rx7900xt")
     size: float | None = vram_gib if vram_gib is not None else known.vram_gib if known else None

@@ -21,7 +21,6 @@ def nodes_of(*gpus: tuple[int, int], has_cpu: bool = False) -> tuple[GpuNode, ..
             arch=decode_arch(version),
             vram_bytes=mib << 20,
             pci_address=f"0000:{index + 1:02x}:00.0",
-            name="",
             has_cpu=has_cpu and index == 0,
         )
         for index, (version, mib) in enumerate(gpus)

@@ -41,7 +41,6 @@ HEALTHY = """
 from types import SimpleNamespace
 from torch import version
 __version__ = version.__version__
-_C = SimpleNamespace(_accelerator_getAllocatorSettings=lambda: "max_split_size_mb:512")
 _CARDS = [
     SimpleNamespace(name="Radeon RX 7900 XT", gcnArchName="gfx1100", total_memory=21458059264,
                     pci_domain_id=0, pci_bus_id=0x2d, pci_device_id=0),
@@ -89,7 +88,6 @@ def test_a_healthy_rocm_build_is_read_whole(tmp_path: Path, checkout: Path) -> N
     assert software.torch_version == "2.13.0+rocm10.0.0"
     assert (software.hip_version, software.torch_rocm_version, software.cuda_version) == ("7.15.26333", "10.0.0", None)
     assert software.arch_list == ["gfx1030", "gfx1100"]
-    assert software.allocator_settings == "max_split_size_mb:512"
     assert software.devices is not None
     first, second = software.devices
     assert (first.index, first.arch, first.total_bytes) == (0, "gfx1100", 21458059264)
@@ -97,10 +95,10 @@ def test_a_healthy_rocm_build_is_read_whole(tmp_path: Path, checkout: Path) -> N
     assert (second.arch, second.pci_address) == ("gfx90a", None), "features are no architecture; no address is invented"
 
 
-def test_this_installation_is_read(tmp_path: Path) -> None:
+def test_this_installation_is_read() -> None:
     import torch
 
-    software = read_software(root=tmp_path)
+    software = read_software()
     assert software.torch_version == torch.__version__
     assert software.packages["transformers"] and software.packages.keys() == PACKAGES.keys()
     assert software.arch_list == tuple(torch.cuda.get_arch_list())
@@ -110,8 +108,8 @@ def test_this_installation_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_device_has_the_address_that_the_kernel_lists(tmp_path: Path) -> None:
-    devices = read_software(root=tmp_path).devices
+def test_a_device_has_the_address_that_the_kernel_lists() -> None:
+    devices = read_software().devices
     assert devices
     for device in devices:
         assert device.total_bytes > 1 << 30
@@ -142,7 +140,7 @@ def test_without_torch_the_rest_is_read_and_torch_is_said_to_be_missing(
 ) -> None:
     software = without_site_packages[name]
     assert software.build is None
-    asked = ("torch_version", "arch_list", "devices", "allocator_settings")
+    asked = ("torch_version", "arch_list", "devices")
     assert software.problems == dict.fromkeys(asked, "torch is not installed")
     assert set(software.packages.values()) == {None} and software.bitsandbytes_libraries is None
 
@@ -171,8 +169,8 @@ def test_what_fails_at_import_leaves_the_versions_of_its_files(tmp_path: Path, c
     folders = [stand_in(tmp_path / str(number), code) for number, (code, _) in enumerate(AT_IMPORT)]
     for software, (_, said) in zip(read_all(folders, checkout), AT_IMPORT, strict=True):
         assert software.torch_version == "2.13.0+rocm10.0.0" and software.hip_version == "7.15.26333"
-        assert software.arch_list is software.devices is software.allocator_settings is None
-        for name in ("arch_list", "devices", "allocator_settings"):
+        assert software.arch_list is software.devices is None
+        for name in ("arch_list", "devices"):
             assert said in software.problems[name] and software.problems[name].isprintable()
 
 
@@ -202,7 +200,6 @@ def test_what_fails_at_the_devices_leaves_what_was_said_before(tmp_path: Path, c
     for software, (_, said) in zip(read_all(folders, checkout, deadline_s=3), AT_DEVICES, strict=True):
         assert software.devices is None and said in software.problems["devices"]
         assert software.arch_list == ["gfx1030", "gfx1100"]
-        assert software.allocator_settings == "max_split_size_mb:512"
 
 
 def test_a_version_file_of_another_form_is_unknown_and_no_cpu_build(tmp_path: Path, checkout: Path) -> None:
@@ -211,31 +208,6 @@ def test_a_version_file_of_another_form_is_unknown_and_no_cpu_build(tmp_path: Pa
     for software in read_all(folders, checkout):
         assert software.torch_version is None and "broken" in software.problems["torch_version"]
         assert software.build is None and software.hip_version is None
-
-
-@pytest.mark.parametrize(
-    ("contents", "version"),
-    [
-        ((b"7.2.4\n", None), "7.2.4"),
-        ((b"6.4.0-47", None), "6.4.0"),
-        ((None, b"10.0.0"), "10.0.0"),
-        ((b"7.14.0a20260728\n", b"10.0.0"), "7.14.0a20260728"),
-        *(
-            ((content, b"10.0.0"), "10.0.0")
-            for content in (b"", b"\x00\xff", b"rocm", b"7", b"7.2.4\n10.0.0", b"1.2 3")
-        ),
-        ((None, None), None),
-    ],
-)
-def test_either_layout_gives_the_version_of_rocm(
-    contents: tuple[bytes | None, ...], version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for path, content in zip(("opt/rocm/.info", "opt/rocm/core/.info"), contents, strict=True):
-        if content is not None:
-            (tmp_path / path).mkdir(parents=True)
-            (tmp_path / path / "version").write_bytes(content)
-    monkeypatch.setattr("hf_rocm_tune.machine.software._ask_torch", lambda deadline_s: ({}, "not asked"))
-    assert read_software(root=tmp_path).rocm_version == version
 
 
 def test_what_triton_lacks_is_asked_of_a_rocm_build(tmp_path: Path, checkout: Path, monkeypatch: Any) -> None:

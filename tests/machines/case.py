@@ -49,49 +49,38 @@ def device(
 
 
 def stack(
-    *,
     torch: str = "2.13.0+rocm7.2",
     hip: str | None = "7.2.26015",
-    rocm: str | None = None,
-    cuda: str | None = None,
+    *,
     archs: str = ROCM72,
     devices: Sequence[TorchDevice] | str = (device(),),
     packages: Mapping[str, str | None] | None = None,
     libraries: tuple[str, ...] | None = BNB,
-    system_rocm: str | None = "7.2.4",
     wheels: Mapping[str, str] | None = None,
-    allocator: str = "",
     **more: Any,
 ) -> Software:
     """One installation; by default a good one for one RX 7900 XT. ``devices`` as a text is why there are none."""
-    return Software(
-        **{
-            "python": "3.12.3",
-            "torch_version": torch,
-            "hip_version": hip,
-            "torch_rocm_version": rocm,
-            "cuda_version": cuda,
-            "arch_list": tuple(archs.split()),
-            "devices": None if isinstance(devices, str) else tuple(devices),
-            "allocator_settings": allocator,
-            "packages": {**PACKAGES, "torch": torch, **(packages or {})},
-            "bitsandbytes_libraries": libraries,
-            "rocm_version": system_rocm,
-            "rocm_wheels": dict(wheels or {}),
-            "problems": {"devices": devices} if isinstance(devices, str) else {},
-            **more,
-        }
-    )
+    values: dict[str, Any] = {
+        "torch_version": torch,
+        "hip_version": hip,
+        "arch_list": tuple(archs.split()),
+        "devices": None if isinstance(devices, str) else tuple(devices),
+        "packages": {**PACKAGES, "torch": torch, **(packages or {})},
+        "bitsandbytes_libraries": libraries,
+        "rocm_wheels": dict(wheels or {}),
+        "problems": {"devices": devices} if isinstance(devices, str) else {},
+    }
+    return Software(**(values | more))
 
 
-def cpu_stack(torch: str = "2.13.0+cpu") -> Software:
+def cpu_stack() -> Software:
     """A torch that computes on processors only."""
-    return stack(torch=torch, hip=None, archs="", devices=())
+    return stack("2.13.0+cpu", None, archs="", devices=())
 
 
 def broken(reason: str, **other: Any) -> Software:
     """A torch that does not tell anything."""
-    asked = ("torch_version", "arch_list", "devices", "allocator_settings")
+    asked = ("torch_version", "arch_list", "devices")
     return replace(stack(hip=None, **other), **dict.fromkeys(asked), problems=dict.fromkeys(asked, reason))
 
 
@@ -100,21 +89,16 @@ def pair(second: str = "0000:06:00.0", **of_second: Any) -> tuple[TorchDevice, T
     return device(), device(second, index=1, **of_second)
 
 
-def rocm_stack(torch: str, hip: str, **other: Any) -> Software:
-    """A ROCm build, with the same ROCm on the system."""
-    return stack(torch=torch, hip=hip, **{"system_rocm": torch.partition("+rocm")[2], **other})
-
-
-def multi_arch_stack(*wheels: str, **other: Any) -> Software:
+def multi_arch_stack(*wheels: str) -> Software:
     """ROCm 10.0 from AMD's multi-architecture index: kernels come in wheels of their own (TheRock RELEASES.md)."""
     carried = dict.fromkeys(("rocm-sdk-core", "rocm-sdk-libraries", *wheels), "10.0.0")
-    return rocm_stack("2.13.0+rocm10.0.0", "7.15.26333", wheels=carried, system_rocm=None, **other)
+    return stack("2.13.0+rocm10.0.0", "7.15.26333", wheels=carried)
 
 
 def cuda_stack(*devices: TorchDevice) -> Software:
     """What plain ``pip install torch`` brings on Linux."""
     archs = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 sm_89"
-    return stack(torch="2.13.0+cu130", hip=None, cuda="13.0", archs=archs, devices=devices, system_rocm=None)
+    return stack("2.13.0+cu130", None, cuda_version="13.0", archs=archs, devices=devices)
 
 
 STATUSES = ("fail", "warn", "info")

@@ -67,7 +67,9 @@ def command(*flags: str, evidence: Evidence | None = None) -> tuple[int, str, st
         stack.enter_context(contextlib.redirect_stderr(err))
         if evidence is not None:
             stack.enter_context(mock.patch.object(doctor_command, "read_here", return_value=evidence))
-            stack.enter_context(mock.patch.object(diagnose, "run_measured", return_value=[skipped("not here")]))
+            stack.enter_context(
+                mock.patch.object(diagnose, "run_measured", return_value=[skipped(diagnose.NOTHING_THERE)])
+            )
         code = main(["doctor", *flags])
     return code, out.getvalue(), err.getvalue()
 

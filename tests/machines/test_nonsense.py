@@ -101,7 +101,7 @@ def test_a_machine_of_which_a_part_is_missing_or_spoilt_is_still_told_of(
 @pytest.mark.parametrize(
     "software",
     [
-        stack(torch="", hip="", system_rocm="", allocator="\x1b[2J"),
+        stack(torch="", hip=""),
         stack(torch="not a version", hip="x.y", packages=dict.fromkeys(stack().packages, "?")),
         stack(archs="", libraries=(), devices=()),
         stack(hip="9" * 300, libraries=("libbitsandbytes_rocm.so", "libbitsandbytes_rocm7x.so", "\ud800")),

@@ -312,8 +312,8 @@ def _machine_with_a_card(
     from hf_rocm_tune.machine.gpus import Sensors
 
     sensors = Sensors(vram_used_bytes=used, vram_total_bytes=total)
-    identity = identify(arch=arch, vram_bytes=total, name=name)
-    card = Mock(sensors=sensors, identity=identity, integrated=False, address="0000:03:00.0")
+    known = identify(arch=arch, vram_bytes=total)
+    card = Mock(sensors=sensors, card=known, integrated=False, address="0000:03:00.0")
     return replace(machine, gpus=(card,))
 
 
