@@ -298,21 +298,19 @@ def test_what_a_desktop_holds_is_read_where_the_card_is_there(nothing_there: Mac
 
 
 def test_memory_that_the_card_table_lacks_is_read_from_the_card(nothing_there: Machine) -> None:
-    recorded = _machine_with_a_card(nothing_there, used=0, total=12 << 30, arch="gfx1201", name="Radeon RX 9070 GRE")
+    recorded = _machine_with_a_card(nothing_there, used=0, total=12 << 30, pci=(0x7550, 0xC2))
     found = card_memory(machine=recorded)
     assert (found.name, found.usable / GIB) == ("Radeon RX 9070 GRE", pytest.approx(12, rel=0.01))
 
 
-def _machine_with_a_card(
-    machine: Machine, *, used: int, total: int, arch: str = "gfx1100", name: str = "Radeon RX 7900 XT"
-) -> Machine:
+def _machine_with_a_card(machine: Machine, *, used: int, total: int, pci: tuple[int, int] = (0x744C, 0xCC)) -> Machine:
     from unittest.mock import Mock
 
     from hf_rocm_tune.machine.cards import identify
     from hf_rocm_tune.machine.gpus import Sensors
 
     sensors = Sensors(vram_used_bytes=used, vram_total_bytes=total)
-    known = identify(arch=arch, vram_bytes=total)
+    known = identify(arch=None, vram_bytes=total, pci=pci)
     card = Mock(sensors=sensors, card=known, integrated=False, address="0000:03:00.0")
     return replace(machine, gpus=(card,))
 
