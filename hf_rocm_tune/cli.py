@@ -15,13 +15,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.settings import names
+from hf_rocm_tune.survive.heartbeat import outlive_reader
 
 if TYPE_CHECKING:
     from hf_rocm_tune.configs import NamedFiles
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (``sys.argv`` unless given), and give the exit code (see ``errors``)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in [["run"], *([verb] for verb in get_args(Method))]:
+        outlive_reader()  # of a job, whose end waits for its checkpoint
     return run_guarded(lambda: _until_read(arguments), argv=arguments, process_ends=argv is None)
 
 

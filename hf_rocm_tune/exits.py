@@ -33,7 +33,6 @@ from typing import NoReturn
 from hf_rocm_tune import redaction
 from hf_rocm_tune.errors import RUNTIME_OUT_OF_MEMORY, OutOfMemoryError, TuneError, device_shortage
 from hf_rocm_tune.machine.process import start_ticks
-from hf_rocm_tune.survive.heartbeat import leave_terminal
 
 PROGRAM = "hf-rocm-tune"
 INTERRUPTED = 130
@@ -213,7 +212,6 @@ class _Terminated(KeyboardInterrupt):
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     said = f"stopped by {signal.Signals(number).name}"
     if number == signal.SIGHUP:
-        leave_terminal()
         raise KeyboardInterrupt(said)
     raise _Terminated(said)
 

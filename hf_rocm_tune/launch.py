@@ -43,7 +43,6 @@ from hf_rocm_tune.exits import (
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.settings import names
-from hf_rocm_tune.survive.heartbeat import leave_terminal
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _NEVER_SEVERAL = ("NO", "MULTI_CPU")
@@ -308,8 +307,6 @@ def _signals_passed_on(asked: Path) -> Iterator[None]:
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         asked.touch()
-        if number == signal.SIGHUP:
-            leave_terminal()
         children = psutil.Process().children()
         if not children:
             raise SystemExit(128 + number)

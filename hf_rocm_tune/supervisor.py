@@ -1,7 +1,7 @@
 """``hf-rocm-tune run -- COMMAND``: watches a training job and restarts it from its newest verified checkpoint.
 
 The command runs in its own session, so Ctrl-C in the terminal reaches only the supervisor, which passes it on once.
-Every process of the job inherits `supervised.VARIABLE` with a unique value, by which remaining processes of an attempt
+Every process of the job inherits `heartbeat.VARIABLE` with a unique value, by which remaining processes of an attempt
 are found: a rank or a loader worker that outlives its launcher would hold the card's memory and the output directory.
 
 Not covered: a process in an uninterruptible sleep in the driver, which no signal ends; it is named. If the supervisor
@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import psutil
 
@@ -38,19 +38,16 @@ from hf_rocm_tune.redaction import one_line, redact
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.heartbeat import (
     BEGUN_FILE,
-    EARLIER_FILE,
     JOURNAL_FILE,
     PULSE_FILE,
     VARIABLE,
     Begun,
-    Patience,
     Phase,
     Pulse,
+    Supervised,
     enter,
-    leave_terminal,
     read_begun,
     read_pulse,
-    tell_patience,
 )
 from hf_rocm_tune.survive.run_directory import list_checkpoints, read_record, skip_step
 
@@ -61,18 +58,12 @@ DEATHS_TO_STOP = 4
 EXCEPTIONS_TO_STOP = 2
 
 _PACKAGE = "hf_rocm_tune"
-# accelerate's launcher of a single process does not forward signals and dies before its job, so ours wraps it.
-_LAUNCHER = [sys.executable, "-m", f"{_PACKAGE}.launch"]
-_FORMS = (
-    "`accelerate launch ... -m hf_rocm_tune.sft ...`, `hf-rocm-tune sft ...`, `torchrun ... -m hf_rocm_tune.sft ...` "
-    "or `python -m hf_rocm_tune.sft ...` (or another training verb)"
-)
-_POLL_SECONDS, _LOOK_SECONDS, _LONGEST_LOOK_SECONDS, _SAME_PRESS_SECONDS = 0.05, 0.2, 1.0, 1.0
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS, _SAME_PRESS_SECONDS = 0.2, 1.0, 1.0
 _KILL_SECONDS = 30.0
 """How long SIGKILL may take: the kernel first releases the process's resources."""
 _LONGEST_WAIT_SECONDS = 300.0
 # torch's agent kills its workers this long after a signal, 30 seconds unless told: a checkpoint may take longer.
-_AGENT_TIMEOUT = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+_AGENT_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +88,9 @@ class Settings:
     grace_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"--{name} must be 0 or more, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise UsageError(f"--{name} must be 0 or more, got {value}")
 
 
 def supervise(words: Sequence[str], settings: Settings) -> int:
@@ -117,56 +108,36 @@ def supervise(words: Sequence[str], settings: Settings) -> int:
         return _Supervision(argv, shown(words), settings, Path(directory), asked).run()
 
 
-# ---- which command lines can be supervised ------------------------------------------------------------------
-
-
 def to_start(words: Sequence[str]) -> list[str]:
-    """The command line to start for the user's one, which must be a training job of this package."""
+    """The command line to start for the user's one, which must be a training job of this package.
+
+    accelerate's launcher of a single process does not forward signals and dies before its job, so ours wraps it.
+    """
     program, rest = os.path.basename(words[0]) if words else "", list(words[1:])
-    found: list[str] | None = None
-    if program == "hf-rocm-tune" and rest[:1] and rest[0] in ENTRIES:
-        found = [sys.executable, "-m", _PACKAGE, *rest]
-    elif program == "accelerate-launch" and _runs_ours(rest):
-        found = [*_LAUNCHER, *rest]
-    elif program == "accelerate" and rest[:1] == ["launch"] and _runs_ours(rest):
-        found = [*_LAUNCHER, *rest[1:]]
-    elif program == "torchrun" and _runs_ours(rest):
-        found = list(words)
-    elif program.startswith("python"):
-        found = _python(list(words))
-    if found is None:
-        given = shown(words) if words else "nothing"
-        raise UsageError(f"run supervises {_FORMS}; got: {given[:200]}")
-    return found
+    modules = [module for flag, module in pairwise(words) if flag in ("-m", "--module")]
+    trains = any(module.partition(".")[::2] in {(_PACKAGE, entry) for entry in ENTRIES} for module in modules)
+    verb = next((after for module, after in pairwise(words) if module == _PACKAGE), "") if _PACKAGE in modules else ""
+    launcher = [sys.executable, "-m", f"{_PACKAGE}.launch"]
+    if program == PROGRAM and rest[:1] and rest[0] in ENTRIES:
+        return [sys.executable, "-m", _PACKAGE, *rest]
+    if program == "accelerate" and rest[:1] == ["launch"] and trains:
+        return [*launcher, *rest[1:]]
+    if program == "accelerate-launch" and trains:
+        return [*launcher, *rest]
+    if (program == "torchrun" and trains) or (program.startswith("python") and (trains or verb in ENTRIES)):
+        if modules[0] == "accelerate.commands.launch":
+            return [*launcher, *words[words.index(modules[0]) + 1 :]]
+        return list(words)
+    raise UsageError(
+        "run supervises `accelerate launch ... -m hf_rocm_tune.sft ...`, `hf-rocm-tune sft ...`, `torchrun ... -m "
+        "hf_rocm_tune.sft ...` or `python -m hf_rocm_tune.sft ...` (or another training verb); got: "
+        f"{(shown(words) or 'nothing')[:200]}"
+    )
 
 
 def shown(words: Sequence[str]) -> str:
     """The command line without secrets, for messages."""
     return redact(shlex.join(words))
-
-
-def _python(words: list[str]) -> list[str] | None:
-    """``python [options] -m MODULE ...``."""
-    if "-m" not in words[:-1]:
-        return None
-    place = words.index("-m") + 1
-    module, rest = words[place], words[place + 1 :]
-    if module == _PACKAGE:
-        return words if rest[:1] and rest[0] in ENTRIES else None
-    if module in ("accelerate.commands.launch", "accelerate.commands.accelerate_cli"):
-        return to_start(["accelerate", *(["launch"] if module.endswith("launch") else []), *rest])
-    if module == "torch.distributed.run":
-        return words if _runs_ours(rest) else None
-    return words if _is_ours(module) else None
-
-
-def _runs_ours(words: Sequence[str]) -> bool:
-    return any(flag in ("-m", "--module") and _is_ours(module) for flag, module in pairwise(words))
-
-
-def _is_ours(module: str) -> bool:
-    package, _, entry = module.partition(".")
-    return package == _PACKAGE and entry in ENTRIES
 
 
 # ---- what to do after a death -------------------------------------------------------------------------------
@@ -176,7 +147,6 @@ def _is_ours(module: str) -> bool:
 class Death:
     """How an attempt ended that should have continued."""
 
-    how: str  # for people: "ended by SIGKILL"
     code: int  # the supervisor's exit code for it
     phase: Phase | None  # at the last heartbeat; None before the first one
     step: int  # optimizer steps done by then
@@ -184,48 +154,41 @@ class Death:
     checkpoint: int  # step of the newest verified checkpoint now; 0 for none
     cut: int = 1  # parts of a micro-batch in the next attempt, after running out of memory
 
+    @property
+    def suspect(self) -> int | None:
+        """The optimizer step that may be the cause: the current one, or the last one, whose kernels may still have been
+        running; None where no step can be."""
+        if self.phase == "step":
+            return self.step + 1
+        return self.step if self.phase == "between" and self.step != self.resumed_at else None
+
+    @property
+    def place(self) -> str:
+        if self.suspect is not None:
+            return f"in step {self.suspect}"
+        names = {
+            "evaluate": f"in the evaluation after step {self.step}",
+            "save": f"in the checkpoint of step {self.step}",
+            "end": "in the save of the result",
+            "publish": "in the upload of the result",
+        }
+        return names.get(str(self.phase), _AT_THE_START)
+
+
+_AT_THE_START = "before the first step"
+
 
 @dataclass(frozen=True, kw_only=True)
-class RestartDecision:
+class Decision:
     """What to do now, and why."""
 
-    action: Literal["restart", "stop"]
     reason: str
+    restart: bool = False
     skip: int | None = None  # an optimizer step to skip from now on
     wait_seconds: float = 0.0  # before the restart
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where an attempt died, and the optimizer step that may be the cause: the current one, or the last one, whose
-    kernels may still have been running."""
-
-    name: str
-    step: int | None = None
-
-
-_AT_THE_START = Place(name="before the first step")
-
-
-def place_of(death: Death) -> Place:
-    if death.phase in (None, "start"):
-        return _AT_THE_START
-    if death.phase == "step":
-        return Place(name=f"in step {death.step + 1}", step=death.step + 1)
-    if death.phase == "between" and death.step == death.resumed_at:
-        return _AT_THE_START
-    if death.phase == "between":
-        return Place(name=f"in step {death.step}", step=death.step)
-    names = {
-        "evaluate": f"in the evaluation after step {death.step}",
-        "save": f"in the checkpoint of step {death.step}",
-        "end": "in the save of the result",
-        "publish": "in the upload of the result",
-    }
-    return Place(name=names[str(death.phase)])
-
-
-def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> RestartDecision:
+def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> Decision:
     """The decision after the last of these deaths (oldest first). Codes 0, 2, 3 and 130 are not deaths.
 
     Rules, in this order: died in the upload: stop, the result is complete; the second exception (code 1) before the
@@ -233,43 +196,38 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
     the second death at the same step: skip that step from now on. Only deaths since the newest checkpoint count, and at
     one place only those with the same size of micro-batches.
     """
-    last, place = deaths[-1], place_of(deaths[-1])
+    last, place = deaths[-1], deaths[-1].place
     if last.phase == "publish":
-        return RestartDecision(action="stop", reason="the result is complete on disk, only its upload failed")
+        return Decision(reason="the result is complete on disk, only its upload failed")
     recent = [death for death in deaths if death.checkpoint == last.checkpoint]
-    here = sum(place_of(death) == place and death.cut == last.cut for death in recent)
-    raised = sum(death.code == 1 and place_of(death) == _AT_THE_START for death in recent)
+    here = sum(death.place == place and death.cut == last.cut for death in recent)
+    raised = sum(death.code == 1 and death.place == _AT_THE_START for death in recent)
     if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
-        also = ", although it is skipped" if place.step in skipped else ""
-        return RestartDecision(action="stop", reason=f"died {here} times {place.name}{also}")
+        return Decision(reason=f"died {here} times {place}{', although it is skipped' * (last.suspect in skipped)}")
     if len(recent) > settings.max_restarts:
-        return RestartDecision(action="stop", reason=f"{settings.max_restarts} restarts without a new checkpoint")
+        return Decision(reason=f"{settings.max_restarts} restarts without a new checkpoint")
     wait = min(settings.backoff_seconds * 2 ** (len(recent) - 1), _LONGEST_WAIT_SECONDS)
-    if here >= DEATHS_TO_SKIP and place.step is not None and place.step not in skipped:
-        if len(skipped) >= settings.max_skips:
-            steps = ", ".join(map(str, sorted(skipped)))
-            why = f"steps {steps} are skipped already" if skipped else "no step may be skipped"
-            return RestartDecision(action="stop", reason=f"died {here} times {place.name}, and {why} (--max_skips)")
-        return RestartDecision(
-            action="restart",
-            skip=place.step,
-            wait_seconds=wait,
-            reason=f"died {here} times {place.name}: the step is skipped, its batches are not trained on",
-        )
-    return RestartDecision(action="restart", wait_seconds=wait, reason=f"died {place.name}")
+    if here < DEATHS_TO_SKIP or last.suspect is None or last.suspect in skipped:
+        return Decision(restart=True, wait_seconds=wait, reason=f"died {place}")
+    if len(skipped) >= settings.max_skips:
+        steps = ", ".join(map(str, sorted(skipped)))
+        why = f"steps {steps} are skipped already" if skipped else "no step may be skipped"
+        return Decision(reason=f"died {here} times {place}, and {why} (--max_skips)")
+    reason = f"died {here} times {place}: the step is skipped, its batches are not trained on"
+    return Decision(restart=True, skip=last.suspect, wait_seconds=wait, reason=reason)
 
 
 # ---- one attempt: its processes, heartbeats and journal ------------------------------------------------
 
 
 class Child:
-    """A started command; ``directory`` marks all its processes."""
+    """A started command; ``mark`` is in the environment of all its processes."""
 
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], directory: Path) -> None:
-        self._mark = str(directory)
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], mark: str) -> None:
+        self._mark = mark
         try:
             self._process = subprocess.Popen(
-                list(argv), env={**environ, VARIABLE: self._mark}, start_new_session=True, stdin=subprocess.DEVNULL
+                list(argv), env={**environ, VARIABLE: mark}, start_new_session=True, stdin=subprocess.DEVNULL
             )
         except OSError as error:
             raise UsageError(f"{argv[0]} cannot be started: {error.strerror}") from error
@@ -279,58 +237,50 @@ class Child:
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     def end(self, grace_seconds: float) -> list[int]:
         """SIGTERM, then SIGKILL to its remaining processes. Returns the ids of processes that survived."""
         self.send(signal.SIGTERM)
-        _wait(lambda: self.poll() is not None, grace_seconds)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_seconds)
         left = self._left()
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        _wait(lambda: self.poll() is not None and not self._left(), _KILL_SECONDS if left else 0.0)
-        return self._left()
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        deadline = time.monotonic() + _KILL_SECONDS
+        while (left := self._left() if left else []) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._process.poll()
+        return [process.pid for process in left]
 
-    def _left(self) -> list[int]:
+    def _left(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(VARIABLE) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
+                    found.append(process)
         return found
 
 
-def _wait(happened: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-
-
 class Watch:
-    """Progress of one attempt, from the files that it writes into ``directory``.
+    """Progress of one attempt, from the files that it writes into ``directory``; those of an earlier one are deleted.
 
-    Files of an earlier attempt are moved away first. Time counts only while this process looks: a job may be stopped
-    as a whole, with its supervisor.
+    Time counts only while this process looks: a job may be stopped as a whole, with its supervisor.
     """
 
     def __init__(self, directory: Path, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._settings, self._clock = directory, settings, clock
-        (directory / PULSE_FILE).unlink(missing_ok=True)
-        if (directory / BEGUN_FILE).exists():
-            (directory / BEGUN_FILE).replace(directory / EARLIER_FILE)
-        limits = Patience(start_seconds=settings.start_seconds, stall_seconds=settings.stall_seconds)
-        tell_patience(directory, limits)
+        for name in (PULSE_FILE, BEGUN_FILE):
+            (directory / name).unlink(missing_ok=True)
         self.begun: Begun | None = None
         self.pulse: Pulse | None = None
         self._stamp = 0
         self._silent, self._looked = 0.0, clock()
 
     def look(self) -> None:
-        if self.begun is None:
-            self.begun = read_begun(self._directory / BEGUN_FILE)
+        self.begun = self.begun or read_begun(self._directory)
         passed, self._looked = self._clock() - self._looked, self._clock()
         self._silent += min(passed, _LONGEST_LOOK_SECONDS)
         pulse, stamp = read_pulse(self._directory / PULSE_FILE)
@@ -339,47 +289,39 @@ class Watch:
 
     def silence(self) -> float | None:
         """Seconds without a heartbeat if above the limit; else None."""
-        if self.pulse is not None and self.pulse.phase == "publish":
-            return None  # an upload has no heartbeats
-        starting = self.pulse is None or self.pulse.phase == "start"
-        limit = self._settings.start_seconds if starting else self._settings.stall_seconds
-        return self._silent if limit and self._silent > limit else None
+        phase = self.pulse.phase if self.pulse is not None else "start"
+        limit = self._settings.start_seconds if phase == "start" else self._settings.stall_seconds
+        # An upload has no heartbeats.
+        return self._silent if limit and self._silent > limit and phase != "publish" else None
 
 
 class Ledger:
     """The journal, ``survival.jsonl``: kept in memory until the job has begun, because a refused job (another run's
-    directory, wrong flags) must not write there. Of several machines one supervisor writes, see `belongs_to`.
+    directory, wrong flags) must not write there. Of several machines the supervisor of rank 0 writes.
     ``failure``: why the last entry could not be written.
     """
 
     def __init__(self) -> None:
         self._begun: Begun | None = None
-        self._is_kept_elsewhere = False
         self._waiting: list[dict[str, Any]] = []
         self.failure: OSError | None = None
 
     def add(self, event: str, **details: Any) -> None:
-        """Add an entry, without None values, unless another machine's supervisor keeps the journal."""
-        if self._is_kept_elsewhere:
-            return
+        """Add an entry, without None values."""
         told = {key: value for key, value in details.items() if value is not None}
         self._waiting.append({"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
         self._write()
 
     def belongs_to(self, begun: Begun) -> None:
-        """Set the run and its directory; the supervisor of rank 0 keeps the journal."""
         self._begun = begun
-        self._is_kept_elsewhere = not begun.leads
-        if self._is_kept_elsewhere:
-            self._waiting.clear()
         self._write()
 
     def _write(self) -> None:
         self.failure = None
         while self._begun is not None and self._waiting:
             try:
-                entry = {"run_id": self._begun.run_id, **self._waiting[0]}
-                enter(Path(self._begun.output_dir), entry)
+                if self._begun.leads:
+                    enter(Path(self._begun.output_dir), {"run_id": self._begun.run_id, **self._waiting[0]})
             except OSError as error:
                 self.failure = error
                 return
@@ -389,94 +331,79 @@ class Ledger:
 # ---- all attempts ---------------------------------------------------------------------------------------------
 
 
-class _Asked:
-    """Signals to the supervisor: the first one and the second Ctrl-C are passed on, the third Ctrl-C kills."""
-
-    def __init__(self) -> None:
-        self.signals: list[int] = []
-        self._last = -_SAME_PRESS_SECONDS
-
-    def hear(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            leave_terminal()
-        now = time.monotonic()
-        if not self.signals or (number == signal.SIGINT and now - self._last > _SAME_PRESS_SECONDS):
-            self.signals.append(number)
-            self._last = now
-
-
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """How one attempt ended."""
+    """How one attempt ended; ``may_restart``: not by its own decision or a request."""
 
     code: int
     how: str
     message: str | None = None
-    stalled: bool = False
+    may_restart: bool = True
 
 
 class _Supervision:
-    def __init__(self, argv: list[str], shown: str, settings: Settings, directory: Path, asked: _Asked) -> None:
+    def __init__(self, argv: list[str], shown: str, settings: Settings, directory: Path, asked: list[int]) -> None:
         self._argv, self._shown, self._settings, self._directory, self._asked = argv, shown, settings, directory, asked
         self._ledger = Ledger()
         self._deaths: list[Death] = []
         self._begun: Begun | None = None
-        self._dumps: frozenset[str] = frozenset()
 
     def run(self) -> int:
         while True:
-            number = len(self._deaths) + 1
-            _say(f"start {number}: {self._shown}")
-            self._dumps = core_dumps()
+            _say(f"start {len(self._deaths) + 1}: {self._shown}")
+            dumps = core_dumps()
             watch = Watch(self._directory, self._settings)
-            record, (name, value) = self._directory / "exit.json", _AGENT_TIMEOUT
-            record.unlink(missing_ok=True)
-            environ = {name: value, **os.environ, EXIT_FILE_VARIABLE: str(record)}
-            end = self._see_through(Child(self._argv, environ, self._directory), watch)
-            decision = self._judge(end, watch)
-            self._enter(end, watch, decision)
+            end = self._see_through(watch)
+            decision = self._judge(end, watch) if end.may_restart else None
+            self._enter(end, watch, decision, sorted(core_dumps() - dumps))
             if decision is None:
                 if end.code in FINAL_CODES:
                     _say(f"not restarted: {end.how} is final")
-                asked = self._asked.signals and end.code not in {0, *FINAL_CODES}
-                return INTERRUPTED if asked else end.code
+                return INTERRUPTED if self._asked and end.code not in {0, *FINAL_CODES} else end.code
             self._carry_out(decision, end)
-            if decision.action == "stop":
+            if not decision.restart:
                 return end.code
             deadline = time.monotonic() + decision.wait_seconds
-            while not self._asked.signals and time.monotonic() < deadline:
+            while not self._asked and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
-            if self._asked.signals:
+            if self._asked:
                 _say("not restarted, as requested; the same command continues from the newest checkpoint")
                 return INTERRUPTED
 
-    def _see_through(self, child: Child, watch: Watch) -> _End:
-        passed_on, stalled, cut_short = 0, None, False
-        while child.poll() is None:
+    def _see_through(self, watch: Watch) -> _End:
+        """Start the job and wait for its end, or end it where it stalls or the user insists."""
+        record = self._directory / "exit.json"
+        record.unlink(missing_ok=True)
+        told = Supervised(
+            directory=str(self._directory),
+            start_seconds=self._settings.start_seconds,
+            stall_seconds=self._settings.stall_seconds,
+            restart_of=self._begun.run_id if self._begun else None,
+        )
+        child = Child(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, told.to_json())
+        passed_on, stalled = 0, None
+        while child.poll() is None and stalled is None and passed_on <= 2:
             time.sleep(_LOOK_SECONDS)
             self._look(watch)
-            if len(self._asked.signals) > passed_on:
+            if len(self._asked) > passed_on:
                 passed_on += 1
-                if cut_short := passed_on > 2:
-                    break
-                child.send(self._asked.signals[passed_on - 1])
+                if passed_on <= 2:
+                    child.send(self._asked[passed_on - 1])
             elif (stalled := watch.silence()) is not None:
                 _say(f"no heartbeat for {stalled:.0f} s: ending the job")
-                break
-        if cut_short or stalled is not None or child.poll() not in (0, INTERRUPTED):
-            self._clean_up(child, self._settings.grace_seconds if stalled is not None else 0.0)
-        self._look(watch)
-        if stalled is not None:
-            return _End(code=StallError.exit_code, how=f"no heartbeat for {stalled:.0f} s", stalled=True)
-        return self._ending(child.poll())
-
-    def _clean_up(self, child: Child, grace_seconds: float) -> None:
-        """End all processes of this attempt, which would hold the card's memory and the output directory."""
-        survivors = child.end(grace_seconds)
-        if survivors:
+        # All processes of this attempt, which would hold the card's memory and the output directory.
+        grace_seconds = self._settings.grace_seconds if stalled is not None else 0.0
+        if child.poll() not in (0, INTERRUPTED) and (survivors := child.end(grace_seconds)):
             what = f"processes {survivors} of the job survive SIGKILL, so they hang in the driver"
             self._ledger.add("end", how=what, code=StallError.exit_code)
             raise StallError(f"{what} and hold the GPU: restart the machine, then repeat the command")
+        self._look(watch)
+        if stalled is not None:
+            how = f"no heartbeat for {stalled:.0f} s"
+            return _End(code=StallError.exit_code, how=how, may_restart=not self._asked)
+        status = child.poll()
+        assert status is not None
+        return self._ending(status, record)
 
     def _look(self, watch: Watch) -> None:
         known = watch.begun
@@ -487,28 +414,23 @@ class _Supervision:
             start = len(self._deaths) + 1
             self._ledger.add("start", start=start, resumed_from=watch.begun.resumed_from or "the start")
 
-    def _ending(self, status: int | None) -> _End:
-        assert status is not None
-        try:
-            told = json.loads((self._directory / "exit.json").read_text(encoding="utf-8"))
+    def _ending(self, status: int, record: Path) -> _End:
+        number, message = -status if status < 0 else status - 128, None
+        signalled = number in set(signal.Signals) and status != INTERRUPTED
+        code, how = (128 + number, f"ended by {signal.Signals(number).name}") if signalled else (status, "")
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            told = json.loads(record.read_text(encoding="utf-8"))
             if told.get("follows"):  # a rank without our launcher lost its peer, which was not printed yet
                 _complain(str(told["message"]))
-            if int(told["code"]) != 0 or status == 0 or self._asked.signals:  # else it died after success
-                return _End(code=int(told["code"]), how=f"exit code {told['code']}", message=str(told["message"]))
-        except (OSError, ValueError, KeyError):
-            pass
-        number = -status if status < 0 else status - 128
-        if number in set(signal.Signals) and status != INTERRUPTED:
-            return _End(code=128 + number, how=f"ended by {signal.Signals(number).name}")
-        return _End(code=status, how=f"exit code {status}")
+            if int(told["code"]) != 0 or status == 0 or self._asked:  # else it died after success
+                code, how, message = int(told["code"]), "", str(told["message"])
+        may_restart = not self._asked and code not in {0, INTERRUPTED, *FINAL_CODES}
+        return _End(code=code, how=how or f"exit code {code}", message=message, may_restart=may_restart)
 
-    def _judge(self, end: _End, watch: Watch) -> RestartDecision | None:
-        if self._asked.signals or (not end.stalled and end.code in {0, INTERRUPTED, *FINAL_CODES}):
-            return None
+    def _judge(self, end: _End, watch: Watch) -> Decision:
         pulse = watch.pulse if watch.begun else None
         resumed = ((watch.begun.resumed_from if watch.begun else None) or "").rpartition("-")[2]
         death = Death(
-            how=end.how,
             code=end.code,
             phase=pulse.phase if pulse else None,
             step=pulse.step if pulse else 0,
@@ -521,16 +443,15 @@ class _Supervision:
         return decide(self._deaths, record.skipped_steps if record else (), self._settings)
 
     def _cut(self) -> int:
-        if self._begun is None:
-            return 1
-        try:
-            found = json.loads((Path(self._begun.output_dir) / "_step_down.json").read_text(encoding="utf-8"))
-            return int(found["divisor"]) if found["run_id"] == self._begun.run_id else 1
-        except (OSError, ValueError, KeyError, TypeError):
-            return 1  # missing, or the job itself will report the error
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # or the job itself will report the error
+            if self._begun is not None:
+                found = json.loads((Path(self._begun.output_dir) / "_step_down.json").read_text(encoding="utf-8"))
+                return int(found["divisor"]) if found["run_id"] == self._begun.run_id else 1
+        return 1
 
-    def _enter(self, end: _End, watch: Watch, decision: RestartDecision | None) -> None:
-        evidence = [f"amdgpu left the device core dump {name}" for name in sorted(core_dumps() - self._dumps)]
+    def _enter(self, end: _End, watch: Watch, decision: Decision | None, dumps: Sequence[str]) -> None:
+        evidence = [f"amdgpu left the device core dump {name}" for name in dumps]
+        said = f"{'restart' if decision.restart else 'stop'}: {decision.reason}" if decision is not None else None
         self._ledger.add(
             "end",
             how=end.how,
@@ -539,7 +460,7 @@ class _Supervision:
             step=watch.pulse.step if watch.pulse else None,
             phase=watch.pulse.phase if watch.pulse else "start",
             evidence=evidence or None,
-            decision=None if decision is None else f"{decision.action}: {decision.reason}",
+            decision=said,
             skipped_step=None if decision is None else decision.skip,
         )
         for line in evidence:
@@ -547,40 +468,46 @@ class _Supervision:
         if self._ledger.failure is not None:
             _say(f"{JOURNAL_FILE} could not be written: {self._ledger.failure.strerror}")
 
-    def _carry_out(self, decision: RestartDecision, end: _End) -> None:
+    def _carry_out(self, decision: Decision, end: _End) -> None:
         newest = self._deaths[-1].checkpoint
-        place = f"checkpoint-{newest}" if newest else "the start, because there is no checkpoint yet (see --save_steps)"
-        if decision.action == "stop":
+        if not decision.restart:
             where = f"; see {Path(self._begun.output_dir) / JOURNAL_FILE}" if self._begun else ""
             kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
             _complain(f"run: stopped: {end.how}, {decision.reason}; {kept}{where}")
             return
-        if decision.skip is not None:
-            assert self._begun is not None  # a step was computed
-            if self._begun.leads:
-                skip_step(Path(self._begun.output_dir), decision.skip)
+        if decision.skip is not None and self._begun is not None and self._begun.leads:
+            skip_step(Path(self._begun.output_dir), decision.skip)
+        place = f"checkpoint-{newest}" if newest else "the start, because there is no checkpoint yet (see --save_steps)"
         _say(f"{end.how}; {decision.reason}; restarting in {decision.wait_seconds:.0f} s from {place}")
 
     def _newest_checkpoint(self) -> int:
-        if self._begun is None:
-            return 0
-        for step, path in reversed(list_checkpoints(Path(self._begun.output_dir))):
+        for step, path in reversed(list_checkpoints(Path(self._begun.output_dir)) if self._begun else []):
             found = manifest.read(path)
-            if isinstance(found, manifest.Manifest) and found.run_id == self._begun.run_id:
+            if isinstance(found, manifest.Manifest) and self._begun and found.run_id == self._begun.run_id:
                 return step
         return 0
 
 
 @contextlib.contextmanager
-def _asked_to_end() -> Iterator[_Asked]:
-    """Within the block Ctrl-C, SIGTERM and SIGHUP are recorded, if this is the main thread."""
-    asked = _Asked()
+def _asked_to_end() -> Iterator[list[int]]:
+    """The signals to the supervisor within the block: the first one and further Ctrl-Cs. Of these the first two are
+    passed on, the third kills."""
+    asked: list[int] = []
+    last = -_SAME_PRESS_SECONDS
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if not asked or (number == signal.SIGINT and now - last > _SAME_PRESS_SECONDS):
+            asked.append(number)
+            last = now
+
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
     numbers = (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
-    before = {number: signal.signal(number, asked.hear) for number in numbers}
+    before = {number: signal.signal(number, hear) for number in numbers}
     try:
         yield asked
     finally:

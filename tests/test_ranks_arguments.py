@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +82,7 @@ def decide(environ: dict[str, str], said: list[str], *, accelerator: bool = Fals
     def say(*lines: str) -> None:
         said.extend(lines)
 
-    return refusals.decide(RanksArguments(**flags), accelerator, 4, environ=environ, place=Path("place"), say=say)
+    return refusals.decide(RanksArguments(**flags), accelerator, 4, environ=environ, say=say)
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
     heartbeat.enter(tmp_path, {"run_id": "a", "event": "end", "code": 1, "how": "x"})
     heartbeat.enter(tmp_path, {"run_id": "b", "event": "start"})
     assert [entry["event"] for entry in heartbeat.journal_of(tmp_path, "a")] == ["start", "end"]
-    summary = heartbeat.survival(tmp_path, "a", skipped_steps=[4], supervised=True, crash_injection=None)
+    summary = heartbeat.survival(tmp_path, "a", skipped_steps=[4], crash_injection=None)
     assert (summary["starts"], summary["ends"]) == (1, [{"how": "x", "code": 1}])
 
 
@@ -311,18 +311,6 @@ def test_the_journal_of_another_run_is_another_story(place: Path) -> None:
     assert [entry["event"] for entry in told(place)] == ["start", "end"]
 
 
-def test_only_a_restart_of_the_same_run_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = {heartbeat.VARIABLE: str(tmp_path)}
-    assert heartbeat.is_supervised(environ) and not heartbeat.is_restart_of("a", environ)
-    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path))
-    heartbeat.tell_begun(run_id="a", output_dir=tmp_path, resumed_from=None)
-    assert not heartbeat.is_restart_of("a", environ), "it is this start that has begun"
-    (tmp_path / heartbeat.BEGUN_FILE).rename(tmp_path / heartbeat.EARLIER_FILE)
-    assert heartbeat.is_restart_of("a", environ) and not heartbeat.is_restart_of("b", environ)
-    assert not heartbeat.is_restart_of("a", {heartbeat.VARIABLE: str(tmp_path / "gone")})
-    assert not heartbeat.is_restart_of("a", {})
-
-
 @pytest.mark.parametrize("content", [b"", b"3", b"3 dancing", b"x step", b"\xff\xfe step", b"3 step 4", None])
 def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
@@ -331,12 +319,13 @@ def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path, content: bytes
 
 
 def test_a_beat_is_read_as_it_was_written(tmp_path: Path) -> None:
-    heart = heartbeat.Heartbeat({heartbeat.VARIABLE: str(tmp_path), "LOCAL_RANK": "0"})
+    told = heartbeat.Supervised(directory=str(tmp_path), start_seconds=0, stall_seconds=0).to_json()
+    heart = heartbeat.Heartbeat({heartbeat.VARIABLE: told, "LOCAL_RANK": "0"})
     for step, phase in ((123456, "evaluate"), (7, "step")):  # the second one is shorter
         heart.beat(step=step, phase=phase)  # type: ignore[arg-type]
         found, stamp = heartbeat.read_pulse(tmp_path / heartbeat.PULSE_FILE)
         assert found == heartbeat.Pulse(step=step, phase=phase) and stamp > 0  # type: ignore[arg-type]
-    other = heartbeat.Heartbeat({heartbeat.VARIABLE: str(tmp_path), "LOCAL_RANK": "1"})
+    other = heartbeat.Heartbeat({heartbeat.VARIABLE: told, "LOCAL_RANK": "1"})
     other.beat(step=9, phase="step")
     assert found == heartbeat.read_pulse(tmp_path / heartbeat.PULSE_FILE)[0]
 

@@ -1,16 +1,14 @@
 """The preflight of a job with several ranks: one rank of each machine tries its cards and chooses how to average.
 
 It runs before any process group is created, since a hanging RCCL is what it looks for, and takes under 30 seconds once
-all ranks have joined: the trials run in child processes that are killed at deadlines within that time (`LIMIT_S`). A
-rank that never joins, or that is killed or stopped during the trials, ends the run with exit code 4 and one line.
+all ranks have joined: the trials run in child processes that are killed at deadlines within that time (`LIMIT_S`).
 
-From the fastest way to the safest: RCCL (NCCL) as the environment has it; RCCL without peer copies
-(``NCCL_P2P_DISABLE=1``); through host memory over gloo; one card. A way is chosen if its sums were right. RCCL as it is
-also needs right copies between all pairs of cards, because it uses them; and every way needs gloo, over which averages
-are checked during the run (`gradients`). Trials that could not run in time are ignored.
+Tried in turn: gloo, over which averages are checked during the run (`gradients`) and which every way needs; RCCL (NCCL)
+as the environment has it; RCCL without peer copies (``NCCL_P2P_DISABLE=1``). The fastest way whose sums were right is
+chosen; without any, the run ends. Trials that could not run in time are ignored.
 
-The ranks communicate through a directory, so each machine decides for its own cards. Not covered: RCCL between
-machines; peer copies of a model that is split over cards. Imports no torch.
+The ranks communicate through the store at which they meet later, so each machine decides for its own cards. Not
+covered: RCCL between machines; peer copies of a model that is split over cards (the doctor tries these).
 
 Each trial runs in child processes, ``python -m hf_rocm_tune.cards.preflight pair|rank`` with the request on stdin,
 which run `trial_measures` and are killed at a deadline. The doctor uses them too.
@@ -18,25 +16,21 @@ which run `trial_measures` and are killed at a deadline. The doctor uses them to
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import shutil
-import signal
 import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_rocm_tune.cards.watchdog import is_alive, make_private
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
-from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, answer, run_groups, run_together, step
-from hf_rocm_tune.machine.process import start_ticks
+from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, answer, run_together, step
 from hf_rocm_tune.machine.variables import read_spec
 
 # ---- trials --------------------------------------------------------------------------------------------------
@@ -80,31 +74,19 @@ class _Trial(ABC):
         return "wrong" if wrong else "right"
 
     @property
-    def seconds(self) -> float:
-        """Time of the slowest child, including imports."""
-        return max(outcome.seconds for outcome in self.outcomes)
-
-    @property
-    def problem(self) -> dict[str, Any] | None:
-        """The first wrong copy or sum, see `trial_measures`."""
-        problems = (self.telling.result or {}).get("problems")
-        return problems[0] if problems else None
-
-    @property
     @abstractmethod
     def reason(self) -> str:
         """The outcome in one line."""
 
     def told(self) -> str:
-        """The outcome, the wrong bytes if any, and the time."""
-        damage = (self.problem or {}).get("damage")
-        instead = ""
-        if damage:
+        """The outcome, the first wrong bytes if any, and the time of the slowest child, including imports."""
+        problems, instead = (self.telling.result or {}).get("problems"), ""
+        if problems and (damage := problems[0].get("damage")):
             instead = (
                 f"; {damage['wrong']:,} of {damage['nbytes']:,} bytes ({damage['kind']}) from offset "
                 f"{damage['first_offset']:,}: {damage['found']} instead of {damage['right']}"
             )
-        return f"{self.reason}{instead} ({self.seconds:.1f} s)"
+        return f"{self.reason}{instead} ({max(outcome.seconds for outcome in self.outcomes):.1f} s)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,45 +169,12 @@ def try_pairs(
     """
     trials = []
     for source, destination in itertools.permutations(devices, 2):
-        task = _pair_task(source, destination, {"largest": largest, "repeats": repeats}, environ, fault)
+        common = {"source": dict(source), "destination": dict(destination), "largest": largest, "repeats": repeats}
+        request = {**common, "fault": dict(fault or {}) or None}
+        task = Task(module=_MODULE, arguments=("pair",), request=request, environ=environ or {})
         outcome = run_together([task], deadline_s=deadline_s)[0]
         trials.append(PairTrial(source=source["device"], destination=destination["device"], outcome=outcome))
     return trials
-
-
-def try_at_once(
-    devices: Sequence[Mapping[str, Any]],
-    *,
-    pairs: bool,
-    sums: Mapping[str, Way],
-    deadline_s: float,
-    largest: int,
-    repeats: int,
-    faults: Mapping[str, Mapping[str, Any] | None] | None = None,
-) -> tuple[list[PairTrial], dict[str, ReduceTrial]]:
-    """Copy between every ordered pair and sum over all ranks, all at the same time.
-
-    Successful trials do not disturb each other. A hanging trial may block others on its card, so a trial that fails
-    beside a failed pair should be repeated alone.
-
-    Returns:
-        The trials of the pairs, and those of the sums by name.
-    """
-    injected = faults or {}
-    couples = list(itertools.permutations(devices, 2)) if pairs else []
-    common = {"largest": largest, "repeats": repeats}
-    groups = [[_pair_task(*couple, common, _threads(), injected.get("pairs"))] for couple in couples]
-    with contextlib.ExitStack() as stack:
-        for name, way in sums.items():
-            groups.append(stack.enter_context(_rank_tasks(devices, way, deadline_s, common, None, injected.get(name))))
-        outcomes = run_groups(groups, deadline_s=deadline_s)
-    copied, summed = outcomes[: len(couples)], outcomes[len(couples) :]
-    trials = [
-        PairTrial(source=source["device"], destination=destination["device"], outcome=outcome)
-        for (source, destination), [outcome] in zip(couples, copied, strict=True)
-    ]
-    found = zip(sums.items(), summed, strict=True)
-    return trials, {name: ReduceTrial(way=way, outcomes=tuple(outcome)) for (name, way), outcome in found}
 
 
 def try_all_reduce(
@@ -249,35 +198,9 @@ def try_all_reduce(
         environ: additional environment variables of the children.
         fault: see `trial_measures.measure_sums`; ``rank``: the rank that gets it, by default the last.
     """
-    common = {"largest": largest, "repeats": repeats}
-    with _rank_tasks(devices, way, deadline_s, common, environ, fault) as tasks:
-        return ReduceTrial(way=way, outcomes=tuple(run_together(tasks, deadline_s=deadline_s)))
-
-
-def _pair_task(
-    source: Mapping[str, Any],
-    destination: Mapping[str, Any],
-    common: Mapping[str, int],
-    environ: _Environ | None,
-    fault: Mapping[str, Any] | None,
-) -> Task:
-    request = {"source": dict(source), "destination": dict(destination), **common, "fault": dict(fault or {}) or None}
-    return Task(module=_MODULE, arguments=("pair",), request=request, environ=environ or {})
-
-
-@contextlib.contextmanager
-def _rank_tasks(
-    devices: Sequence[Mapping[str, Any]],
-    way: Way,
-    deadline_s: float,
-    common: Mapping[str, int],
-    environ: _Environ | None,
-    fault: Mapping[str, Any] | None,
-) -> Iterator[list[Task]]:
-    """The tasks of all ranks; the directory of their store exists within the block."""
-    variables = _threads()
-    if "NCCL_DEBUG" not in os.environ:
-        variables["NCCL_DEBUG"] = "WARN"  # RCCL's own warnings, such as those on the IOMMU, are evidence
+    # One thread per process, as torchrun sets it; RCCL's own warnings, such as those on the IOMMU, are evidence.
+    ours = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN"}
+    variables = {name: value for name, value in ours.items() if name not in os.environ}
     if way == "rccl_without_p2p":
         variables["NCCL_P2P_DISABLE"] = "1"
     victim = int((fault or {}).get("rank", len(devices) - 1))
@@ -288,9 +211,10 @@ def _rank_tasks(
             "store": str(Path(folder) / "store"),
             # Longer than the deadline: the children are killed by the parent, which then knows their last step.
             "timeout_s": 2 * deadline_s,
-            **common,
+            "largest": largest,
+            "repeats": repeats,
         }
-        yield [
+        tasks = [
             Task(
                 module=_MODULE,
                 arguments=("rank",),
@@ -299,11 +223,7 @@ def _rank_tasks(
             )
             for rank, device in enumerate(devices)
         ]
-
-
-def _threads() -> dict[str, str | None]:
-    """One thread per process, as torchrun sets it, unless the user has set OMP_NUM_THREADS."""
-    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+        return ReduceTrial(way=way, outcomes=tuple(run_together(tasks, deadline_s=deadline_s)))
 
 
 def _measure(request: dict[str, Any]) -> dict[str, Any]:
@@ -327,11 +247,10 @@ VARIABLE = "HF_ROCM_TUNE_PREFLIGHT_FAULT"
 
 _SPARE_S = 5.0  # beyond LIMIT_S, for passing on the decision, and for children that the kernel holds
 _KILLING_S = 1.5  # for killing a trial at its deadline
-_SHORTEST_S = 7.0  # least useful time of a trial: imports of a ROCm build, RCCL's start, the sums
-_LARGEST = 25 << 20  # bytes of the largest copy and sum: a bucket of DistributedDataParallel
+_SHORTEST_S = 3.0  # a shorter trial is not begun
+_LARGEST = 25 << 20  # bytes of the largest sum: a bucket of DistributedDataParallel
 _LARGEST_ON_CPU = (1 << 20) + 4  # bytes; there the patterns take most of the time
 _REPEATS = 3
-_POLL_S = 0.05
 
 _NOT_CURED = (
     f"{P2P_VARIABLE}=1 does not help against page faults of RCCL in training (ROCm/legacy-rocm-build#6505): if a run "
@@ -340,50 +259,30 @@ _NOT_CURED = (
 
 Asked = Literal["auto", "ddp", "host"]
 SyncWay = Literal["ddp", "ddp_without_p2p", "host", "one_card"]
-WAYS: tuple[SyncWay, ...] = ("ddp", "ddp_without_p2p", "host", "one_card")
-"""From the strongest to the weakest."""
 _NAMES: Mapping[SyncWay, str] = {
     "ddp": "over the process group as it is",
     "ddp_without_p2p": f"over RCCL with {P2P_VARIABLE}=1",
     "host": "through host memory, over gloo",
     "one_card": "not at all: only one card can train",
 }
+_stores: list[Any] = []  # keeps the store of this job's ranks alive, if this process hosts it
 
-# The kinds of transfer.damage and of trial_measures, which import torch.
-_COPY_FAULTS = ("zeros", "zero_range", "flip", "stale", "drop", "unstable", *ENDINGS)
-_SUM_FAULTS = ("wrong", "zeros", "own", "absent", *ENDINGS)
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    "pairs": _COPY_FAULTS,
-    "ddp": _SUM_FAULTS,
-    "ddp_without_p2p": _SUM_FAULTS,
-    "host": _SUM_FAULTS,
-    "ranks": ("absent", "kill", "stop"),
-}
+# The kinds of trial_measures, which imports torch.
+_ALLOWED = {"trial": ("ddp", "ddp_without_p2p", "host"), "kind": ("wrong", "zeros", "own", "absent", *ENDINGS)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightFault:
     """An injected fault in the preflight of a real run, to see what it would decide.
 
-    ``HF_ROCM_TUNE_PREFLIGHT_FAULT="trial=ddp,kind=hang"`` lets one kind of trial fail:
-
-    ==================== =========================================================================================
-    trial                kinds
-    ==================== =========================================================================================
-    ``pairs``            a copy from card to card: ``zeros zero_range flip stale drop unstable``, or an ending
-    ``ddp``              the sums over the process group as it is: ``wrong zeros own absent``, or an ending
-    ``ddp_without_p2p``  the same with ``NCCL_P2P_DISABLE=1``
-    ``host``             the same over gloo
-    ``ranks``            the ranks of the run themselves: ``absent``: one never joins; ``kill``, ``stop``: the one that
-                         runs the trials of its machine is killed, or stopped
-    ==================== =========================================================================================
-
-    Endings of the trial's child: ``hang stop kill crash garbage silent`` (see ``machine.child``). Without cards
-    there are no pairs: ``trial=pairs`` then copies within host memory through the same code.
+    ``HF_ROCM_TUNE_PREFLIGHT_FAULT="trial=ddp,kind=hang"`` lets one kind of trial fail: ``ddp``, the sums over the
+    process group as it is, ``ddp_without_p2p``, the same with ``NCCL_P2P_DISABLE=1``, or ``host``, the same over gloo.
+    Kinds: ``wrong zeros own absent``, or an ending of the trial's child: ``hang stop kill crash garbage silent`` (see
+    ``machine.child``).
 
     Attributes:
         trial, kind: see above.
-        where: only cases whose description contains this text: ``cuda:0 to cuda:1``, ``cold``, ``repeat 1``.
+        where: only cases whose description contains this text: ``cold``, ``repeat 1``.
         rank: the rank that gets the fault; None: the last.
     """
 
@@ -398,19 +297,14 @@ class PreflightFault:
         if not (text := environ.get(VARIABLE, "").strip()):
             return None
         required = dict.fromkeys(("trial", "kind"), "both, for example trial=ddp,kind=hang")
-        fault = read_spec(cls, VARIABLE, text, allowed={"trial": tuple(_KINDS)}, least={"rank": 0}, required=required)
-        if fault.kind not in _KINDS[fault.trial]:
-            valid = " ".join(_KINDS[fault.trial])
-            raise UsageError(f"{VARIABLE}: kind={fault.kind} is not valid for {fault.trial}; expected one of {valid}")
-        return fault
+        return read_spec(cls, VARIABLE, text, allowed=_ALLOWED, least={"rank": 0}, required=required)
 
     def of(self, trial: str) -> dict[str, Any] | None:
         """The fault in the form that the child of a trial expects; None if it is for another trial."""
         if trial != self.trial:
             return None
         # Without ``where`` an ending would come before anything was tried.
-        first = "copying" if trial == "pairs" else "summing"
-        where = self.where or (first if self.kind in ENDINGS else "")
+        where = self.where or ("summing" if self.kind in ENDINGS else "")
         return {"kind": self.kind, "where": where} | ({} if self.rank is None else {"rank": self.rank})
 
 
@@ -428,10 +322,6 @@ class GradSyncChoice:
         """The way in words, to follow "gradients are averaged"."""
         return _NAMES[self.way]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"way": self.way, "reason": self.reason, "evidence": list(self.evidence), "shown": self.shown}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
@@ -446,7 +336,7 @@ class Preflight:
         """For the report, as plain JSON values."""
         return {
             "asked": self.asked,
-            **self.choice.to_dict(),
+            **vars(self.choice),
             "seconds": round(self.seconds, 1),
             "fault_injection": self.fault or None,
         }
@@ -466,121 +356,53 @@ def run(
     asked: Asked,
     device: Mapping[str, Any],
     environ: Mapping[str, str],
-    place: Path,
     meet_s: float = MEET_S,
     limit_s: float = LIMIT_S,
 ) -> Preflight:
-    """Run the preflight. Every rank of the job calls it before it joins a process group."""
+    """Run the preflight. Every rank of the job calls it before it joins a process group; it meets the others at the
+    address in ``os.environ``. Imports torch."""
+    from torch import distributed
+
     fault = PreflightFault.from_environment(environ)
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     here = int(environ.get("LOCAL_WORLD_SIZE", world))
-    injected = fault if fault is not None and fault.trial == "ranks" else None
-    while injected and injected.kind == "absent" and rank == (world - 1 if injected.rank is None else injected.rank):
-        time.sleep(0.2)
-    make_private(place)
-    (place / f"left-{rank}").unlink(missing_ok=True)  # of an earlier job that was killed
-    mine = {"rank": rank, "pid": os.getpid(), "born": start_ticks(os.getpid()), "device": dict(device)}
-    _write_note(place / f"rank-{rank}", mine)
-    ranks = range(rank // here * here, rank // here * here + here)
+    first = rank // here * here
     try:
-        members = _join(place, ranks, world, meet_s)
-        began = time.monotonic()
-        if rank != ranks[0]:
-            said = _await_choice(place, members[0], limit_s + _SPARE_S)
-        else:
-            if injected is not None:
-                os.kill(os.getpid(), signal.SIGKILL if injected.kind == "kill" else signal.SIGSTOP)
-            devices = [member["device"] for member in members]
-            said = _try_and_publish(place, devices, asked=asked, environ=environ, fault=fault, limit_s=limit_s)
-    finally:
-        _leave(place, rank, ranks)
-    if "error" in said:
-        raise StallError(said["error"])
-    choice = GradSyncChoice(**{**said, "evidence": tuple(said["evidence"])})
-    seconds = time.monotonic() - began
-    return Preflight(asked=asked, choice=choice, seconds=seconds, fault=environ.get(VARIABLE, "").strip())
-
-
-def _try_and_publish(place: Path, devices: Sequence[Mapping[str, Any]], **wanted: Any) -> dict[str, Any]:
-    """Make the choice for all ranks of this machine and write it, or the error, for the others."""
+        store = next(distributed.rendezvous("env://", timeout=timedelta(seconds=meet_s)))[0]  # type: ignore[attr-defined]
+        _stores.append(store)
+        store.set(f"preflight-device-{rank}", json.dumps(dict(device)))
+        devices = [json.loads(store.get(f"preflight-device-{each}")) for each in range(first, first + here)]
+    except distributed.DistError as error:
+        raise StallError(
+            f"not all of {world} ranks joined the preflight within {meet_s:.0f} s: see what the others printed, and "
+            "whether they see a card as this one does; --preflight off starts without the preflight"
+        ) from error
+    began, name = time.monotonic(), f"preflight-choice-{first}"
+    if rank == first:
+        try:
+            found = vars(try_machine(devices, asked=asked, environ=environ, fault=fault, limit_s=limit_s))
+        except TuneError as error:
+            found = {"error": str(error)}
+        store.set(name, json.dumps(found))
     try:
-        said = try_machine(devices, **wanted).to_dict()
-    except TuneError as error:
-        said = {"error": str(error)}
-    _write_note(place / "choice", {"pid": os.getpid(), "choice": said})
-    return said
-
-
-def _write_note(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file atomically: a reader sees the old or the new content."""
-    temporary = file.with_name(f".{file.name}")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
-    temporary.replace(file)
-
-
-def _read_note(file: Path) -> dict[str, Any] | None:
-    """The content of a file of `_write_note`; None without one."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _leave(place: Path, rank: int, ranks: range) -> None:
-    """Mark this rank as done; the last one deletes the directory."""
-    with contextlib.suppress(OSError):
-        (place / f"left-{rank}").touch()
-    files = {other: _read_note(place / f"rank-{other}") for other in ranks if not (place / f"left-{other}").exists()}
-    if not any(said is not None and is_alive(said["pid"], said["born"]) for said in files.values()):
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _join(place: Path, ranks: range, world: int, limit_s: float) -> list[dict[str, Any]]:
-    """Wait for the notes of all ranks of this machine; those of processes that have ended do not count."""
-    ends_at = time.monotonic() + limit_s
-    found: dict[int, dict[str, Any]] = {}
-    while missing := [rank for rank in ranks if rank not in found]:
-        for rank in missing:
-            said = _read_note(place / f"rank-{rank}")
-            if said is not None and is_alive(said["pid"], said["born"]):
-                found[rank] = said
-        if time.monotonic() > ends_at:
-            raise StallError(
-                f"rank {', '.join(map(str, missing))} of {world} did not join the preflight within {limit_s:.0f} s: "
-                "see what it printed, and whether it sees a card as the others do (a rank on the CPU does not join); "
-                "--preflight off starts without the preflight"
-            )
-        time.sleep(_POLL_S)
-    return [found[rank] for rank in ranks]
-
-
-def _await_choice(place: Path, first: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """Wait for the decision of the rank that tries the cards."""
-    who, ends_at = f"rank {first['rank']} (process {first['pid']})", time.monotonic() + limit_s
-    try:
-        while True:
-            alive = is_alive(first["pid"], first["born"])  # checked before its file is read
-            note = _read_note(place / "choice")
-            if note is not None and note["pid"] == first["pid"]:
-                return dict(note["choice"])
-            if not alive:
+        while not store.check([name]):
+            if time.monotonic() > began + limit_s + _SPARE_S:
                 raise StallError(
-                    f"{who} ended while it tried the cards for the preflight, without a message: it was killed, or the "
-                    "system was out of memory (see `dmesg`); start the job again"
+                    f"rank {first} tries the cards of this machine and made no decision within "
+                    f"{limit_s + _SPARE_S:.0f} s: train on one card, or start again after a reboot"
                 )
-            if time.monotonic() > ends_at:
-                raise StallError(
-                    f"{who} tries the cards of this machine and made no decision within {limit_s:.0f} s: it is stopped "
-                    f"or stuck in the driver (`cat /proc/{first['pid']}/status`); train on one card, or start again "
-                    "after a reboot"
-                )
-            time.sleep(_POLL_S)
-    except KeyboardInterrupt:
-        # A launcher whose rank has died ends the others: the reason is that rank.
-        if is_alive(first["pid"], first["born"]):
-            raise
-        raise StallError(f"{who} ended while it tried the cards for the preflight; start the job again") from None
+            time.sleep(0.05)
+        found = json.loads(store.get(name))
+    except distributed.DistError as error:
+        raise StallError(
+            f"rank {first} ended while it tried the cards for the preflight, or rank 0 did: start the job again"
+        ) from error
+    if "error" in found:
+        raise StallError(found["error"])
+    choice = GradSyncChoice(**{**found, "evidence": tuple(found["evidence"])})
+    return Preflight(
+        asked=asked, choice=choice, seconds=time.monotonic() - began, fault=environ.get(VARIABLE, "").strip()
+    )
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
@@ -593,13 +415,10 @@ def insist(done: Preflight, *, one_card: str) -> None:
             "`hf-rocm-tune doctor` has more details"
         )
     if done.asked == "ddp" and way != "ddp":
-        fix = (
-            f"set {P2P_VARIABLE}=1, or leave --grad_sync at auto, which does"
-            if way == "ddp_without_p2p"
-            else "leave --grad_sync at auto, or give --grad_sync host"
-        )
+        fix = f"set {P2P_VARIABLE}=1" if way == "ddp_without_p2p" else "give --grad_sync host"
         raise StallError(
-            f"--grad_sync ddp failed the preflight, while averaging {done.choice.name} works: {fix} ({reason})"
+            f"--grad_sync ddp failed the preflight, while averaging {done.choice.name} works: leave --grad_sync at "
+            f"auto, or {fix} ({reason})"
         )
 
 
@@ -612,83 +431,50 @@ def try_machine(
     limit_s: float = LIMIT_S,
 ) -> GradSyncChoice:
     """Try the cards of this machine and choose how to average. Imports no torch."""
+    otherwise: SyncWay = "host" if asked == "host" else "ddp"
     if len(devices) < 2:
-        way: SyncWay = "host" if asked == "host" else "ddp"
-        return GradSyncChoice(way=way, reason="one rank on this machine: no pair to try", shown=False)
+        return GradSyncChoice(way=otherwise, reason="one rank on this machine: no pair to try", shown=False)
     on_cards = any(device["device"] != "cpu" for device in devices)
-    limits: dict[str, Any] = {"largest": _LARGEST if on_cards else _LARGEST_ON_CPU, "repeats": _REPEATS}
-    said = environ.get(P2P_VARIABLE, "").strip()
-    peers, may_disable = said in ("", "0"), said == "" and on_cards
+    over: dict[SyncWay, Way] = {"ddp": "gloo", "host": "gloo"}
+    if on_cards:
+        over = {"host": "gloo", "ddp": "rccl", "ddp_without_p2p": "rccl_without_p2p"}
+    if asked == "host":
+        over = {"host": "gloo"}
+    if environ.get(P2P_VARIABLE, "").strip():
+        over.pop("ddp_without_p2p", None)  # the user has decided
     ends_at = time.monotonic() + limit_s
     sums: dict[SyncWay, ReduceTrial] = {}
-
-    def fault_of(trial: str) -> dict[str, Any] | None:
-        return None if fault is None else fault.of(trial)
-
-    def left(later: int) -> float:
-        """Seconds for a trial, if ``later`` more trials may have to follow it."""
-        return ends_at - time.monotonic() - _KILLING_S - later * (_SHORTEST_S + _KILLING_S)
-
-    def sum_over(way: SyncWay, later: int = 0) -> None:
-        over: dict[str, Way] = {"ddp": "rccl" if on_cards else "gloo", "ddp_without_p2p": "rccl_without_p2p"}
-        if (deadline_s := left(later)) >= _SHORTEST_S / 2:
-            over_way = over.get(way, "gloo")
-            sums[way] = try_all_reduce(devices, over_way, deadline_s=deadline_s, fault=fault_of(way), **limits)
-
-    if asked == "host":
-        sum_over("host")
-        return choose((), sums, otherwise="host")
-    # At the same time: on cards everything but RCCL, which may block the others when it hangs; without cards all.
-    ways: dict[str, Way] = {"host": "gloo"} if on_cards else {"ddp": "gloo", "host": "gloo"}
-    pairs, found = try_at_once(
-        devices,
-        pairs=on_cards or (fault is not None and fault.trial == "pairs"),
-        sums=ways,
-        deadline_s=left(later=1 + may_disable if on_cards else 0),
-        faults={trial: fault_of(trial) for trial in ("pairs", *ways)},
-        **limits,
-    )
-    sums.update({way: found[way] for way in WAYS if way in found})
-    peers_fail = peers and any(trial.verdict in FAILED for trial in pairs)
-    # Beside a card that hangs, gloo may have failed although it works: it is tried again alone.
-    again = on_cards and sums["host"].verdict != "right"
-    if "ddp" not in sums and not peers_fail:
-        sum_over("ddp", later=may_disable + again)
-    if may_disable and (peers_fail or ("ddp" in sums and sums["ddp"].verdict in FAILED)):
-        sum_over("ddp_without_p2p", later=int(again))
-    if again:
-        sum_over("host")
-    return choose(pairs, sums, peers=peers)
+    for later, (way, backend) in zip(reversed(range(len(over))), over.items(), strict=True):
+        # Time for those that may have to follow.
+        deadline_s = (ends_at - time.monotonic()) / (later + 1) - _KILLING_S
+        if deadline_s >= _SHORTEST_S:
+            sums[way] = try_all_reduce(
+                devices,
+                backend,
+                deadline_s=deadline_s,
+                largest=_LARGEST if on_cards else _LARGEST_ON_CPU,
+                repeats=_REPEATS,
+                fault=fault.of(way) if fault else None,
+            )
+            verdict = sums[way].verdict
+            if (verdict in FAILED and way == "host") or (verdict not in FAILED and way != "host"):
+                break  # nothing works without gloo; and what was not shown to fail needs no other way
+    return choose(sums, otherwise=otherwise)
 
 
-def choose(
-    pairs: Sequence[PairTrial],
-    sums: Mapping[SyncWay, ReduceTrial],
-    *,
-    peers: bool = True,
-    otherwise: SyncWay = "ddp",
-) -> GradSyncChoice:
+def choose(sums: Mapping[SyncWay, ReduceTrial], *, otherwise: SyncWay = "ddp") -> GradSyncChoice:
     """The fastest way that the trials have shown to work."""
-    trials: list[PairTrial | ReduceTrial] = [*pairs, *sums.values()]
-    evidence = tuple(trial.told() for trial in trials)
-    bad_pairs = [trial for trial in pairs if trial.verdict in FAILED] if peers else []
-    # Reasons against a way: a failed pair explains a failed all-reduce, so it comes first.
-    against = [trial.reason for trial in [*bad_pairs, *(trial for trial in sums.values() if trial.verdict in FAILED)]]
-    untried = [trial.reason for trial in trials if trial.verdict == "untried"]
-    ruled_out: set[SyncWay] = {"ddp"} if bad_pairs else set()
+    evidence = tuple(trial.told() for trial in sums.values())
+    against = [trial.reason for trial in sums.values() if trial.verdict in FAILED]
+    untried = [trial.reason for trial in sums.values() if trial.verdict == "untried"]
     if "host" in sums and sums["host"].verdict in FAILED:
-        ruled_out = {"ddp", "ddp_without_p2p", "host"}
-        against = [f"gloo, over which averages are checked, does not work: {sums['host'].reason}"]
-    for way, trial in sorted(sums.items(), key=lambda one: WAYS.index(one[0])):
-        if trial.verdict == "right" and way not in ruled_out:
-            also = (against or untried)[:1]
-            if way == "ddp" and pairs:
-                few = sum(pair.verdict == "untried" for pair in pairs)
-                all_right = f"all {len(pairs)} pairs copy right"
-                also = [f"{few} of {len(pairs)} pairs not tried in time" if few else all_right]
-            elif way == "ddp":
-                also = []
-            return GradSyncChoice(way=way, reason="; ".join([trial.reason, *also]), evidence=evidence)
+        reason = f"gloo, over which averages are checked, does not work: {sums['host'].reason}"
+        return GradSyncChoice(way="one_card", reason=reason, evidence=evidence, shown=False)
+    ways: tuple[SyncWay, ...] = ("ddp", "ddp_without_p2p", "host")
+    for way in ways:
+        if way in sums and sums[way].verdict == "right":
+            also = [] if way == "ddp" else [*against, *untried][:1]
+            return GradSyncChoice(way=way, reason="; ".join([sums[way].reason, *also]), evidence=evidence)
     if against:
         return GradSyncChoice(way="one_card", reason=against[0], evidence=evidence, shown=False)
     reason = f"the trials gave no result for these cards: {[*untried, 'there was no time for any'][0]}"

@@ -154,15 +154,14 @@ def decide(
     accumulation: int,
     *,
     environ: MutableMapping[str, str],
-    place: Path | None,
     say: Callable[..., None],
 ) -> preflight.Preflight | None:
     """Run the preflight if there are several ranks and it is enabled. Every rank calls it."""
     world = int(environ.get("WORLD_SIZE", "1"))
-    if world < 2 or place is None or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):
+    if world < 2 or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):
         return None
     device = _device(int(environ["LOCAL_RANK"]), accelerator)
-    done = preflight.run(asked=ranks.grad_sync, device=device, environ=environ, place=place)
+    done = preflight.run(asked=ranks.grad_sync, device=device, environ=environ)
     say(*done.lines())
     config = "single_rx7900xt" if accelerator else "cpu"
     one_card = (

@@ -111,8 +111,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     """Runs one job."""
     group = exits.RankGroup.of(os.environ)
     met_at = group.meeting_place() if group else None
-    place = met_at.with_name(f"{met_at.name}-preflight") if met_at is not None else None
-    preflight = partial(decide, environ=os.environ, place=place, say=announce.say)
+    preflight = partial(decide, environ=os.environ, say=announce.say)
     arguments = command_line.parse(argv, method=method, before_meeting=preflight)
     if arguments.tune.print_config:
         print(arguments.to_yaml(), end="")

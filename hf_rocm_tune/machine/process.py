@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import socket
+import stat
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -266,10 +269,36 @@ def _host_store(port: int) -> None:
 def start_ticks(pid: int) -> int:
     """When a process started, in clock ticks since boot, which identifies it beside its pid; 0 if there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def state_of(pid: int) -> str:
+    """The state of a process's main thread: R runs, S sleeps, D hangs in a driver, T stopped, t held by a debugger, Z
+    ended; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2][1:2]
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int, born: int) -> bool:
+    """Whether the process that started at ``born``, see `start_ticks`, is still running (a zombie is not)."""
+    return state_of(pid) not in ("", "Z", "X") and start_ticks(pid) == born
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory, or check that an existing one is private to this user."""
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UsageError(
+            f"{directory}, which the ranks of this job share, is not a directory that only you can access: remove it, "
+            "or set TMPDIR to a directory of your own"
+        )
 
 
 _LAUNCH_NUMBERS = (("WORLD_SIZE", 1, 10**9), ("RANK", 0, 10**9), ("LOCAL_RANK", 0, 10**9), ("MASTER_PORT", 0, 65535))

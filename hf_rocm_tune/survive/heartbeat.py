@@ -17,7 +17,6 @@ import json
 import os
 import stat
 import sys
-import termios
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,19 +29,37 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 VARIABLE = "HF_ROCM_TUNE_SUPERVISED"
-"""Environment variable with the directory's path, inherited by every process of a supervised job."""
+"""Environment variable of every process of a supervised job: a `Supervised` as JSON."""
 
-PULSE_FILE = "pulse"
-BEGUN_FILE = "begun.json"
-EARLIER_FILE = "earlier.json"
-"""``begun.json`` of the previous start: if it is the same run, its files must not be overwritten."""
-PATIENCE_FILE = "patience.json"
+PULSE_FILE, BEGUN_FILE = "pulse", "begun.json"
 
 Phase = Literal["start", "step", "between", "evaluate", "save", "end", "publish"]
 """Before the first step, in a step (its number is one more than the completed steps), between steps (log, next batch),
 in an evaluation or a save after a step, in the final save, in an upload."""
 
 _PULSE_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """What a supervisor tells its job: where to write, and how long it waits for a heartbeat, in seconds (0 for ever),
+    because the job's own watchdog must act first: only it knows the cause of a stall."""
+
+    directory: str
+    start_seconds: float  # before the first heartbeat
+    stall_seconds: float  # after it
+    restart_of: str | None = None  # id of the run that an earlier start began, whose files must not be overwritten
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str] = os.environ) -> Supervised | None:
+        """As this process was told; None without a supervisor, or if it no longer exists."""
+        with contextlib.suppress(ValueError, TypeError):
+            found = cls(**json.loads(environ.get(VARIABLE, "")))
+            return found if Path(found.directory).is_dir() else None
+        return None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,59 +80,18 @@ class Pulse:
     phase: Phase
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long the supervisor waits for a heartbeat, in seconds; 0 for ever."""
-
-    start_seconds: float  # before the first
-    stall_seconds: float  # after it
-
-
-def tell_patience(directory: Path, patience: Patience) -> None:
-    """Called by the supervisor: the job's own watchdog must act first, since only it knows the cause of a stall."""
-    write_text_atomic(directory / PATIENCE_FILE, json.dumps(asdict(patience)))
-
-
-def patience(environ: Mapping[str, str] = os.environ) -> Patience | None:
-    """How long this process's supervisor waits; None without a supervisor."""
-    try:
-        directory = _directory(environ)
-        return Patience(**json.loads((directory / PATIENCE_FILE).read_text(encoding="utf-8"))) if directory else None
-    except (OSError, ValueError, TypeError):
-        return None
-
-
 def touch_pulse(environ: Mapping[str, str] = os.environ) -> None:
     """Renew the last heartbeat's time stamp while the watchdog determines the cause of a stall."""
-    if directory := _directory(environ):
-        file = directory / PULSE_FILE
+    if (supervised := Supervised.of(environ)) is not None:
         with contextlib.suppress(OSError):
-            if read_pulse(file)[0] is None:
-                file.write_text("0 start", encoding="ascii")
-            os.utime(file)
+            os.utime(Path(supervised.directory) / PULSE_FILE)
 
 
 def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None, leads: bool = True) -> None:
     """Tell the supervisor, if there is one, which run this is."""
-    if directory := _directory(os.environ):
-        begun = Begun(
-            run_id=run_id,
-            output_dir=str(output_dir.absolute()),
-            resumed_from=resumed_from,
-            leads=leads,
-        )
-        write_text_atomic(directory / BEGUN_FILE, json.dumps(asdict(begun)))
-
-
-def is_restart_of(run_id: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process's supervisor has started this run before."""
-    directory = _directory(environ)
-    earlier = read_begun(directory / EARLIER_FILE) if directory else None
-    return earlier is not None and earlier.run_id == run_id
-
-
-def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
-    return _directory(environ) is not None
+    if (supervised := Supervised.of()) is not None:
+        begun = Begun(run_id=run_id, output_dir=str(output_dir.absolute()), resumed_from=resumed_from, leads=leads)
+        write_text_atomic(Path(supervised.directory) / BEGUN_FILE, json.dumps(asdict(begun)))
 
 
 class PulseListener(Protocol):
@@ -132,10 +108,10 @@ class Heartbeat:
 
     def __init__(self, environ: Mapping[str, str] = os.environ, listener: PulseListener | None = None) -> None:
         self._listener = listener
-        directory = _directory(environ)
         self._file: int | None = None
-        if directory is not None and environ.get("LOCAL_RANK", "0") == "0":
-            self._file = os.open(directory / PULSE_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if (supervised := Supervised.of(environ)) is not None and environ.get("LOCAL_RANK", "0") == "0":
+            file = Path(supervised.directory) / PULSE_FILE
+            self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def beat(self, *, step: int, phase: Phase, fresh: bool = False) -> None:
         """Send one heartbeat; ``step``: completed steps.
@@ -150,34 +126,18 @@ class Heartbeat:
 
 def read_pulse(file: Path) -> tuple[Pulse | None, int]:
     """The last heartbeat and its time stamp (nanoseconds); (None, 0) before the first."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         stamp = file.stat().st_mtime_ns
         step, phase = file.read_text(encoding="ascii").split()
-        if phase not in get_args(Phase):
-            return None, 0
-        return Pulse(step=int(step), phase=phase), stamp  # type: ignore[arg-type]  # it is one of them
-    except (OSError, ValueError):
-        return None, 0
+        if phase in get_args(Phase):
+            return Pulse(step=int(step), phase=phase), stamp  # type: ignore[arg-type]  # it is one of them
+    return None, 0
 
 
-def read_begun(file: Path) -> Begun | None:
-    try:
-        return Begun(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def leave_terminal() -> None:
-    """After the terminal has closed (SIGHUP), redirect output to /dev/null: writing to it would end the process."""
-    for stream in (1, 2):
-        try:
-            if stat.S_ISCHR(os.fstat(stream).st_mode):
-                termios.tcgetattr(stream)
-        except termios.error as error:
-            if error.args[0] == errno.EIO:
-                _discard(stream)
-        except OSError:
-            pass  # closed
+def read_begun(directory: Path) -> Begun | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Begun(**json.loads((directory / BEGUN_FILE).read_text(encoding="utf-8")))
+    return None
 
 
 def _discard(stream: int) -> None:
@@ -217,12 +177,6 @@ def outlive_reader() -> None:
             setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, stream.errors, line_buffering=True))
 
 
-def _directory(environ: Mapping[str, str]) -> Path | None:
-    """The supervisor's directory; None without one, or if it no longer exists."""
-    path = Path(environ.get(VARIABLE, ""))
-    return path if environ.get(VARIABLE) and path.is_dir() else None
-
-
 # ---- the journal --------------------------------------------------------------------------------------------
 
 JOURNAL_FILE = "survival.jsonl"
@@ -246,24 +200,20 @@ def journal_of(directory: Path, run_id: str) -> list[dict[str, Any]]:
         return []
     found = []
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError):
             entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and entry.get("run_id") == run_id:
-            found.append(entry)
+            if isinstance(entry, dict) and entry.get("run_id") == run_id:
+                found.append(entry)
     return found
 
 
-def survival(
-    directory: Path, run_id: str, *, skipped_steps: list[int], supervised: bool, crash_injection: str | None
-) -> dict[str, Any]:
+def survival(directory: Path, run_id: str, *, skipped_steps: list[int], crash_injection: str | None) -> dict[str, Any]:
     """The report's section ``survival``: starts and ends of this run as recorded by the supervisor."""
     entries = journal_of(directory, run_id)
     ends = [entry for entry in entries if entry.get("event") == "end"]
     keys = ("time", "how", "code", "phase", "step", "message", "evidence", "decision")
     return {
-        "supervised": supervised,
+        "supervised": Supervised.of() is not None,
         "starts": sum(entry.get("event") == "start" for entry in entries),
         "ends": [{key: entry[key] for key in keys if key in entry} for entry in ends],
         "skipped_steps": skipped_steps,

@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from hf_rocm_tune.errors import UsageError, listed
 from hf_rocm_tune.redaction import redact_json, without_secrets
-from hf_rocm_tune.survive import heartbeat, manifest
+from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import (
     clean_leftovers,
     delete_directory,
@@ -41,6 +41,7 @@ from hf_rocm_tune.survive.atomic import (
     read_plain,
     write_text_atomic,
 )
+from hf_rocm_tune.survive.heartbeat import Supervised
 
 logger = logging.getLogger(__name__)
 
@@ -511,8 +512,9 @@ class _Start:
         record = read_record(self.directory)
         same = record is not None and record.fingerprint == fingerprint(self._settings)
         if restarted is None:
+            supervised = Supervised.of()
             restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (
-                record is not None and heartbeat.is_restart_of(record.run_id)
+                record is not None and supervised is not None and supervised.restart_of == record.run_id
             )
         if self._overwrite and not (same and restarted):
             return self._begin_again(record)

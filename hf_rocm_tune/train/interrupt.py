@@ -30,7 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_rocm_tune.cards.agree import highest
 from hf_rocm_tune.errors import Interrupted
-from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, leave_terminal
+from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -80,8 +80,6 @@ class StopRequests:
         if os.getpid() != self._owner:
             _in_a_forked_worker(number)
             return
-        if number == signal.SIGHUP:
-            leave_terminal()
         now = time.monotonic()
         if not self.received:
             self.received, self._since = number, now

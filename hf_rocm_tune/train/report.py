@@ -17,7 +17,7 @@ from hf_rocm_tune.errors import listed
 from hf_rocm_tune.models import products
 from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.survive.atomic import write_text_atomic
-from hf_rocm_tune.survive.heartbeat import is_supervised, survival
+from hf_rocm_tune.survive.heartbeat import survival
 from hf_rocm_tune.train.telemetry import describe_device
 from hf_rocm_tune.transfer import STAGES, TransferReport
 from hf_rocm_tune.transfer.digest import device_method, host_method
@@ -96,7 +96,6 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
             Path(trainer.args.output_dir),
             facts.run_id,
             skipped_steps=sorted(trainer.skip_steps),
-            supervised=is_supervised(),
             crash_injection=described["crash_injection"],
         ),
         "findings": [found for _, findings, _ in everyone for found in findings],

@@ -1,13 +1,15 @@
-"""A rank that only makes the preflight: ``python -m tests.cards.preflight_rank '{"asked": "auto"}'``, the rest of
-what it needs from the environment, as a launcher sets it. Prints the decision as JSON, or the message of its end.
+"""A rank that only makes the preflight: ``python -m tests.cards.preflight_rank '{"limit_s": 9}'``, the rest of what it
+needs from the environment, as a launcher sets it; rank 0 ``dies`` where it would try the cards. Prints the decision as
+JSON, or the message of its end.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from pathlib import Path
+from typing import Any
 
 from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.errors import TuneError
@@ -15,14 +17,13 @@ from hf_rocm_tune.errors import TuneError
 ONE_CARD = "`one card`"
 
 
-def main(settings: dict[str, str]) -> int:
+def main(settings: dict[str, Any]) -> int:
     device = {"device": "cpu", "address": None}
     limits = {name: float(settings[name]) for name in ("meet_s", "limit_s") if name in settings}
     try:
-        place = Path(settings["place"])
-        done = preflight.run(
-            asked=settings.get("asked", "auto"), device=device, environ=os.environ, place=place, **limits
-        )  # type: ignore[arg-type]
+        if settings.get("dies") and os.environ["RANK"] == "0":
+            preflight.try_machine = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        done = preflight.run(asked="auto", device=device, environ=os.environ, **limits)
         preflight.insist(done, one_card=ONE_CARD)
     except TuneError as error:
         print(json.dumps({"code": error.exit_code, "message": str(error)}))

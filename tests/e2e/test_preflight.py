@@ -78,27 +78,19 @@ def test_what_the_user_insists_on_ends_the_run_before_a_model_is_loaded(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("fault", "code", "words"),
+    ("fault", "words"),
     [
-        ("", 0, "averaged over the process group as it is"),
-        ("trial=ddp,kind=hang", 0, "rank 1 had not ended after"),
-        ("trial=ddp,kind=crash,rank=0", 0, "rank 0 was ended by SIGSEGV"),
-        ("trial=pairs,kind=zeros,where=cold", 0, "copies cpu -> cpu: 1 of"),
-        ("trial=ranks,kind=kill", 4, "ended while it tried the cards"),
-        ("trial=ranks,kind=stop", 4, "no decision within 35 s"),
-        ("trial=ranks,kind=absent", 4, "rank 1 of 2 did not join the preflight within 90 s"),
+        ("", "averaged over the process group as it is"),
+        ("trial=ddp,kind=hang", "rank 1 had not ended after"),
+        ("trial=ddp,kind=crash,rank=0", "rank 0 was ended by SIGSEGV"),
     ],
 )
-def test_the_launcher_ends_as_the_preflight_decides(
-    fault: str, code: int, words: str, argv: list[str], tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--num_processes", "2", *argv]
-    done = launched(command, {FAULT: fault})
-    assert done.returncode == code, done.stderr[-3000:]
-    said = preflight_lines(done.stdout) if code == 0 else error_lines(done.stderr)
-    assert len(said) == 1 and words in said[0]
-    if code == 0:
-        assert report_of(tmp_path / "out")["preflight"]["way"] == ("host" if fault else "ddp")
+def test_the_launcher_ends_as_the_preflight_decides(fault: str, words: str, argv: list[str], tmp_path: Path) -> None:
+    done = launched([sys.executable, "-m", "hf_rocm_tune", "sft", "--num_processes", "2", *argv], {FAULT: fault})
+    assert done.returncode == 0, done.stderr[-3000:]
+    (said,) = preflight_lines(done.stdout)
+    assert words in said
+    assert report_of(tmp_path / "out")["preflight"]["way"] == ("host" if fault else "ddp")
 
 
 @pytest.mark.long

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.survive import heartbeat, manifest
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.heartbeat import VARIABLE, Supervised
 from hf_rocm_tune.survive.run_directory import (
     StartPlan,
     claim,
@@ -386,22 +387,14 @@ def test_a_killed_save_is_cleaned_up_and_reported(tmp_path: Path) -> None:
 # ---- started again by the supervisor: what was overwritten or named before stays as it is now ------------------
 
 
-@pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The supervisor's directory."""
-    (tmp_path / "supervisor").mkdir()
-    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "supervisor"))
-    return tmp_path / "supervisor"
-
-
-def began(told: Path, plan: StartPlan) -> None:
+def began(plan: StartPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run began, and its supervisor starts it once more."""
     plan.commit()
-    heartbeat.tell_begun(run_id=plan.run_id, output_dir=plan.directory, resumed_from=None)
-    (told / heartbeat.BEGUN_FILE).replace(told / heartbeat.EARLIER_FILE)
+    told = Supervised(directory=str(tmp_path), start_seconds=0, stall_seconds=0, restart_of=plan.run_id)
+    monkeypatch.setenv(VARIABLE, told.to_json())
 
 
-def test_a_directory_is_overwritten_once(tmp_path: Path, told: Path) -> None:
+def test_a_directory_is_overwritten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     earlier = _start(out)
     earlier.commit()
@@ -410,7 +403,7 @@ def test_a_directory_is_overwritten_once(tmp_path: Path, told: Path) -> None:
     assert first.action == "fresh" and first.overwritten
     # it died before it began: what is there is still the earlier run, and the wish still stands
     assert _start(out, overwrite=True).action == "fresh"
-    began(told, first)
+    began(first, tmp_path, monkeypatch)
     assert not (out / "checkpoint-8").exists()
     _checkpoint(out / "checkpoint-2", first.run_id, 2)
     again = _start(out, overwrite=True)
@@ -418,11 +411,13 @@ def test_a_directory_is_overwritten_once(tmp_path: Path, told: Path) -> None:
     assert again.run_id == first.run_id
 
 
-def test_a_checkpoint_that_is_named_is_where_it_began_and_not_where_it_goes_on(tmp_path: Path, told: Path) -> None:
+def test_a_checkpoint_that_is_named_is_where_it_began_and_not_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, other = tmp_path / "out", _checkpoint(tmp_path / "other" / "checkpoint-50", "other", 50)
     first = _start(out, resume=str(other))
     assert first.checkpoint == other
-    began(told, first)
+    began(first, tmp_path, monkeypatch)
     assert _start(out, resume=str(other)).checkpoint == other, "nothing newer is there yet"
     _checkpoint(out / "checkpoint-60", first.run_id, 60)
     assert _start(out, resume=str(other)).checkpoint == out / "checkpoint-60"

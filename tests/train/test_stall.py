@@ -1,4 +1,4 @@
-"""How long each phase may take, and that the watchdog speaks before the supervisor."""
+"""How long each phase may take, that the watchdog speaks first, and what a broken connection becomes."""
 
 from __future__ import annotations
 
@@ -12,177 +12,102 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch.distributed as dist
 
 from hf_rocm_tune import exits
-from hf_rocm_tune.cards.watchdog import PeerLostError
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.settings.arguments import RanksArguments
-from hf_rocm_tune.supervisor import Settings, Watch
-from hf_rocm_tune.survive import heartbeat
-from hf_rocm_tune.survive.heartbeat import Heartbeat, Patience, Phase, read_pulse, touch_pulse
-from hf_rocm_tune.train.stall import Limits, Progress, watched
-
-AUTO = Limits.of("auto", None)
-assert AUTO is not None
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from hf_rocm_tune.survive.heartbeat import Phase, Supervised
+from hf_rocm_tune.train.stall import Limits, PeerLostError, TrainingProgress, is_lost_peer, watched
 
 
 class Run:
     """A training whose steps take as long as told."""
 
-    def __init__(self, limits: Limits = AUTO) -> None:
-        self.clock, self.marks = Clock(), list[str]()
-        self.progress = Progress(limits, self.marks.append, self.clock)
-        self.done = 0
+    def __init__(self, setting: str = "auto", supervisor: Supervised | None = None, **more: float) -> None:
+        limits = Limits.of(setting, supervisor, **more)
+        assert limits is not None
+        self.now, self.done = 0.0, 0
+        self.progress = TrainingProgress(limits, lambda: self.now)
 
-    def beat(self, phase: Phase, *, after: float = 0.0, fresh: bool = False) -> None:
-        self.clock.now += after
+    def beat(self, phase: Phase, *, after: float = 0.0, fresh: bool = False) -> float | None:
+        self.now += after
         self.progress.beat(step=self.done, phase=phase, fresh=fresh)
+        return self.progress.limit_s
 
-    def steps(self, count: int, seconds: float) -> None:
+    def steps(self, count: int, seconds: float) -> float | None:
         for _ in range(count):
             self.beat("step")
-            self.clock.now += seconds
             self.done += 1
-            self.beat("between")
-
-    @property
-    def limit(self) -> float | None:
-        return self.progress.look().limit_s
+            self.beat("between", after=seconds)
+        return self.progress.limit_s
 
 
-def test_before_the_training_and_in_the_first_steps_it_is_patient() -> None:
+def test_a_step_is_held_to_the_median_of_the_last_ones_and_what_is_not_measured_gets_longer() -> None:
     run = Run()
-    assert run.limit == 7200
-    run.beat("between", fresh=True)
-    assert run.limit == 1200
-    run.steps(1, 500.0)  # kernels are compiled
-    assert run.limit == 1200
-    run.steps(2, 1.0)
-    assert run.limit == 300
-
-
-def test_a_step_is_held_to_the_median_of_the_last_ones() -> None:
-    run = Run()
-    run.beat("between", fresh=True)
-    run.steps(9, 50.0)
-    run.beat("step")
-    assert run.limit == 500
-    run.steps(100, 1.0)
-    assert run.limit == 300
-    run.steps(3, 900.0)  # a few slow ones do not count
-    assert run.limit == 300
-
-
-@pytest.mark.parametrize("phase", ["evaluate", "save", "end"])
-def test_what_is_not_measured_gets_longer(phase: Phase) -> None:
-    run = Run()
-    run.steps(9, 1.0)
-    run.beat(phase)
-    assert run.limit == 1200
-    run.beat("between")
-    assert run.limit == 300
+    assert run.progress.limit_s == 7200
+    assert run.beat("between", fresh=True) == 1200
+    assert run.steps(1, 500.0) == 1200  # kernels are compiled
+    assert run.steps(2, 1.0) == 300
+    assert run.steps(9, 50.0) == 500
+    assert run.steps(100, 1.0) == 300
+    assert run.steps(3, 900.0) == 300  # a few slow ones do not count
+    assert [run.beat(phase) for phase in ("evaluate", "save", "end", "publish")] == [1200, 1200, 1200, None]
 
 
 def test_a_new_pass_over_the_data_gets_longer_until_its_first_step_is_done() -> None:
     run = Run()
     run.steps(9, 1.0)
-    run.beat("between", fresh=True)
-    assert run.limit == 1200
+    assert run.beat("between", fresh=True) == 1200
     run.beat("step")
-    run.beat("step", after=1.0)  # one of several micro-steps
-    assert run.limit == 1200
-    run.beat("between", after=1.0)
-    assert run.limit == 300
+    assert run.beat("step", after=1.0) == 1200  # one of several micro-steps
+    assert run.beat("between", after=1.0) == 300
 
 
-def test_an_upload_has_no_limit() -> None:
-    run = Run()
-    run.beat("publish")
-    assert run.limit is None
-
-
-def test_every_phase_has_a_place_and_every_beat_is_marked() -> None:
-    run = Run()
+def test_every_phase_has_a_place() -> None:
+    run, places = Run(), set()
     for number, phase in enumerate(get_args(Phase)):
         run.done = number
         run.beat(phase)
-        assert run.progress.look().where == run.marks[-1]
-    assert "in step 2" in run.marks and "between steps 2 and 3" in run.marks
-    assert len(set(run.marks)) == len(get_args(Phase)) == run.progress.look().beats
+        places.add(run.progress.where)
+    assert {"in step 2", "between steps 2 and 3"} < places
+    assert len(places) == len(get_args(Phase)) == run.progress.beats
 
 
-def test_seconds_of_the_user_are_the_limit_of_a_step() -> None:
-    limits = Limits.of("20", None)
-    assert limits is not None
-    run = Run(limits)
-    run.steps(9, 50.0)
-    assert run.limit == 20
-    run.beat("save")
-    assert run.limit == 80
-    assert limits.tick_s == 1.0
-    short = Limits.of("0.5", None)
-    assert short is not None and short.tick_s == 0.05
+def test_seconds_of_the_user_are_the_limit_of_a_step_and_the_supervisor_comes_later() -> None:
+    run = Run("20")
+    assert (run.steps(9, 50.0), run.beat("save")) == (20, 80)
     assert Limits.of("0", None) is None
-
-
-def test_the_supervisor_comes_after_the_watchdog() -> None:
     for setting in ("auto", "5000"):
-        limits = Limits.of(setting, Patience(start_seconds=100.0, stall_seconds=50.0))
-        assert limits is not None
-        run = Run(limits)
-        assert run.limit is not None and run.limit < 100
-        run.beat("between", fresh=True)
-        assert run.limit < 50
-        run.steps(9, 40.0)
-        assert run.limit < 50
-    alone = Limits.of("auto", None, collective_s=1800)
-    assert alone is not None and alone.most_s == 1440, "before RCCL gives up by itself"
-    never = Limits.of("auto", Patience(start_seconds=0.0, stall_seconds=0.0))
-    assert never is not None and (never.start_s, never.most_s) == (7200, float("inf"))
+        run = Run(setting, Supervised(directory="", start_seconds=100.0, stall_seconds=50.0))
+        limits = [run.progress.limit_s, run.beat("between", fresh=True), run.steps(9, 40.0)]
+        assert all(each is not None and each < most for each, most in zip(limits, (100, 50, 50), strict=True))
+    assert Run(collective_s=1000).beat("save") == 800, "before RCCL gives up by itself"
+    assert Run(supervisor=Supervised(directory="", start_seconds=0.0, stall_seconds=0.0)).progress.limit_s == 7200
+    for text in ("never", "-1", "nan", "inf", "", "5s"):
+        with pytest.raises(UsageError, match="--stall_timeout"):
+            RanksArguments(stall_timeout=text)
 
 
-@pytest.mark.parametrize("text", ["never", "-1", "nan", "inf", "", "5s"])
-def test_a_wrong_setting_is_one_message(text: str) -> None:
-    with pytest.raises(UsageError, match="--stall_timeout"):
-        RanksArguments(stall_timeout=text)
-
-
-def test_the_supervisor_says_how_long_it_waits_and_holds_on_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = Clock()
-    watch = Watch(tmp_path, Settings(start_seconds=100, stall_seconds=10), now)
-    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path))
-    assert heartbeat.patience() == Patience(start_seconds=100, stall_seconds=10)
-
-    def look(seconds: int) -> None:
-        for _ in range(seconds):
-            now.now += 1.0
-            watch.look()
-
-    look(99)
-    touch_pulse()
-    look(100)
-    assert watch.silence() is None, "it waits as long again"
-    Heartbeat().beat(step=3, phase="step")
-    watch.look()
-    look(11)
-    assert watch.silence() == 11.0
-    touch_pulse()
-    watch.look()
-    assert watch.silence() is None
-    assert read_pulse(tmp_path / heartbeat.PULSE_FILE)[0] == heartbeat.Pulse(step=3, phase="step")
-
+# ---- broken connections -------------------------------------------------------------------------------------
 
 LOST = RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:38547")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (LOST, True),
+        (RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv"), True),
+        (dist.DistNetworkError("The client socket has failed to connect"), True),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (dist.DistBackendError("NCCL error: invalid usage"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_a_broken_connection_is_told_from_a_bug(error: Exception, lost: bool) -> None:
+    assert is_lost_peer(error) == lost
 
 
 def ended_while_it_unwinds() -> None:
@@ -207,13 +132,24 @@ def watch(work: Callable[[], None], place: Path | None = None, setting: str = "a
 
 @pytest.mark.parametrize("setting", ["auto", "0"])
 @pytest.mark.parametrize("work", [raising(LOST), ended_while_it_unwinds])
-def test_a_broken_connection_is_one_line(work: Callable[[], None], setting: str, tmp_path: Path) -> None:
+def test_a_broken_connection_is_one_line_that_names_the_rank_that_is_gone(
+    work: Callable[[], None], setting: str, tmp_path: Path
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
+    code = (
+        "import sys; from pathlib import Path; from hf_rocm_tune.survive.watchdog import Board\n"
+        "Board(Path(sys.argv[1]), 1)"
+    )
+    place = tmp_path / "ranks"
+    subprocess.run([sys.executable, "-c", code, str(place)], check=True, timeout=60)  # it joins, and dies
     try:
-        with pytest.raises(PeerLostError):
-            watch(work, tmp_path / "ranks", setting)
+        with pytest.raises(
+            PeerLostError, match=r"before the training: rank 1 \(pid \d+\) ended|in this job: rank 1"
+        ) as told:
+            watch(work, place, setting)
     finally:
         signal.signal(signal.SIGTERM, before)
+    assert told.value.exit_code == 4 and told.value.follows
     assert list(tmp_path.iterdir()) == []
 
 
@@ -235,7 +171,7 @@ def test_before_the_run_owns_its_directory_the_report_goes_to_the_temporary_one(
 
         def hang() -> None:
             with watched("0.2", place=None, tell=exits.speak, environ={}) as guard:
-                guard._progress.beat(step=0, phase="save")  # no trainer yet
+                guard.beat(step=0, phase="save", fresh=False)  # no trainer yet
                 time.sleep(60)
 
         exits.run_guarded(hang, environ={})

@@ -1,8 +1,8 @@
-"""One process under the stall watchdog, without torch: ``python -m tests.cards.watched_rank JSON``.
+"""One process under the stall watchdog, without torch: ``python -m tests.survive.watched_rank JSON``.
 
 Keys of the JSON: ``rank``, ``place`` (null: alone), ``report`` (the file for a stall's report), ``limits`` (seconds by
-phase), ``script`` (a list of steps, see `_STEPS`), ``on_stall`` ("write", "raise", "the first dies", "hold"). Ranks
-with a place begin once ``all-joined`` stands beside the report: a busy machine starts them seconds apart.
+phase), ``script`` (a list of steps, see `_STEPS`), ``on_stall`` ("write", "raise", "hold"). Ranks with a place begin
+once ``all-joined`` stands beside the report: a busy machine starts them seconds apart.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.cards import watchdog as watchdogs
-from hf_rocm_tune.cards.watchdog import Board, Look, Stall, Watchdog
+from hf_rocm_tune.survive import watchdog as watchdogs
+from hf_rocm_tune.survive.watchdog import Board, Watchdog
 
 
 class Progress:
     """What the watchdog looks at."""
 
-    def __init__(self, limits: dict[str, float | None], board: Board | None) -> None:
-        self.beats, self.phase = 0, "step"
-        self._limits, self._board = limits, board
+    def __init__(self, limits: dict[str, float | None]) -> None:
+        self.beats, self.phase, self._limits = 0, "step", limits
 
     def beat(self, phase: str) -> None:
         self.phase = phase
         self.beats += 1
-        if self._board is not None:
-            self._board.mark(f"in {phase} {self.beats}")
 
-    def look(self) -> Look:
-        return Look(beats=self.beats, where=f"in {self.phase} {self.beats}", limit_s=self._limits[self.phase])
+    @property
+    def where(self) -> str:
+        return f"in {self.phase} {self.beats}"
+
+    @property
+    def limit_s(self) -> float | None:
+        return self._limits[self.phase]
 
 
 def stuck_here() -> None:
@@ -45,8 +47,8 @@ def stuck_here() -> None:
         pass
 
 
-def _leave_a_stopped_child() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def _leave_a_stopped_child(apart: bool) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=apart)
     child.send_signal(signal.SIGSTOP)
 
 
@@ -65,7 +67,7 @@ _STEPS: dict[str, Callable[..., Any]] = {
     "wait": lambda _: threading.Event().wait(),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "child": lambda _: _leave_a_stopped_child(),
+    "child": lambda _, apart: _leave_a_stopped_child(apart),
 }
 
 
@@ -73,20 +75,17 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     report = Path(given["report"])
 
-    def on_stall(stall: Stall) -> None:
+    def on_stall(cause: str, silent_s: float, page: str) -> None:
         if given.get("on_stall") == "raise":
             raise ValueError("a bug in what tells of a stall")
         if given.get("on_stall") == "hold":
             ctypes.PyDLL(None).sleep(600)  # it keeps the interpreter's lock
-        if given.get("on_stall") == "the first dies" and not report.with_name("dead").exists():
-            report.with_name("dead").touch()
-            os._exit(7)
-        report.write_text(json.dumps({"cause": stall.cause, "page": stall.page}))
+        report.write_text(json.dumps({"cause": cause, "page": page}))
 
     watchdogs.LAST_SECONDS = given.get("last_s", watchdogs.LAST_SECONDS)
     board = Board(Path(given["place"]), given["rank"]) if given["place"] else None
-    progress = Progress(given["limits"], board)
-    watchdog = Watchdog(look=progress.look, on_suspicion=lambda: None, on_stall=on_stall, board=board, tick_s=0.05)
+    progress = Progress(given["limits"])
+    watchdog = Watchdog(progress=progress, on_stall=on_stall, board=board, tick_s=0.05)
     while board is not None and not report.with_name("all-joined").exists():
         time.sleep(0.01)
     watchdog.start()

@@ -1,0 +1,361 @@
+"""The watchdog: ends a job that makes no progress, names the rank that hangs, and exits with code 4.
+
+A daemon thread in each rank watches its main thread. Time counts only while this thread itself runs, so a suspended
+machine, or a job that was stopped as a whole, does not count as stalled. A rank declares a stall when it and every
+other rank of its machine that can answer have exceeded their limits. Then those that can answer write the Python stacks
+of their threads; the state of the others is read from the kernel, and SIGKILL ends them, because a stopped process
+handles no other signal. The ranks exchange small files in a private directory, independent of any process group.
+
+Not covered: a call that hangs while it holds the interpreter's lock, in a job of one process (the supervisor detects
+that); ranks on other machines. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import psutil
+
+from hf_rocm_tune.errors import StallError
+from hf_rocm_tune.machine.process import is_alive, make_private, start_ticks, state_of
+
+_TICK_SECONDS = 3.0
+"""A rank whose tick has not changed for this long is not waited for."""
+_ANSWER_SECONDS, _VERDICT_SECONDS = 5.0, 40.0
+"""How long the rank that declares a stall waits for stacks, and how long the others wait for it."""
+LAST_SECONDS = 60.0
+"""The process ends after this time even if the diagnosis hangs."""
+_BLOCK_BYTES = 256
+_BACKWARD = "the backward pass"
+
+
+class Progress(Protocol):
+    """The main thread's progress: the number of heartbeats, its phase ("in step 12"), and the seconds that may pass
+    until the next heartbeat (None: no limit). Read in another thread."""
+
+    @property
+    def beats(self) -> int: ...
+    @property
+    def where(self) -> str: ...
+    @property
+    def limit_s(self) -> float | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """The published state of a rank. ``tick`` grows while its watchdog runs, so not in a stopped process; ``overdue``:
+    it has exceeded its limit."""
+
+    rank: int
+    pid: int
+    born: int
+    tick: int = 0
+    overdue: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+    @property
+    def alive(self) -> bool:
+        return is_alive(self.pid, self.born)
+
+    @property
+    def can_answer(self) -> bool:
+        """Not if it is stopped or held by a debugger; if the main thread hangs in a driver (D), the watchdog can."""
+        return self.alive and state_of(self.pid) not in "Tt"
+
+
+class Board:
+    """One rank's access to the directory through which the watchdogs of one machine communicate, until `leave`.
+
+    Every rank rewrites its file in place, so that a full disk does not matter, and reads those of the others. The last
+    rank to leave deletes the directory, with the files of killed ranks.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        make_private(directory)
+        self._directory, self.rank = directory, rank
+        self._me = {"rank": rank, "pid": os.getpid(), "born": start_ticks(os.getpid())}
+        self._file = os.open(directory / f"rank-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.show(tick=0, overdue=False)
+
+    def show(self, *, tick: int, overdue: bool) -> None:
+        text = json.dumps({**self._me, "tick": tick, "overdue": overdue})
+        os.pwrite(self._file, text.encode("ascii").ljust(_BLOCK_BYTES), 0)
+
+    def others(self) -> list[Rank]:
+        """The other ranks that have joined and not left, alive or not."""
+        found = []
+        for file in sorted(self._directory.glob("rank-*")):
+            with suppress(OSError, ValueError, TypeError):  # gone, or being written
+                found.append(Rank(**json.loads(file.read_bytes())))
+        return [each for each in found if each.rank != self.rank]
+
+    def declare(self) -> bool:
+        """Declare a stall; False if another rank was first."""
+        with suppress(FileExistsError):
+            os.close(os.open(self._directory / "declared", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            return True
+        return False
+
+    @property
+    def is_declared(self) -> bool:
+        return (self._directory / "declared").exists()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether ranks that have written their stacks may end."""
+        return not self._directory.exists() or (self._directory / "finished").exists()
+
+    def write(self, name: str, content: object) -> None:
+        """Write a file for the other ranks; on a full disk they do not get it."""
+        with suppress(OSError):
+            (self._directory / f".{name}").write_text(json.dumps(content), encoding="utf-8")
+            (self._directory / f".{name}").replace(self._directory / name)
+
+    def stacks(self, rank: Rank) -> dict[str, str] | None:
+        """What a rank has answered, see `stacks`; None before that."""
+        with suppress(OSError):
+            found: dict[str, str] = json.loads((self._directory / f"stacks-{rank.rank}").read_text(encoding="utf-8"))
+            return found
+        return None
+
+    def leave(self) -> None:
+        """Remove this rank; if no other living rank is left, delete the directory."""
+        (self._directory / f"rank-{self.rank}").unlink(missing_ok=True)
+        if not any(each.alive for each in self.others()):
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class Watchdog:
+    """Watches this process from `start` to `stop`.
+
+    Args:
+        progress: of the main thread.
+        on_stall: called with the cause (one line), the seconds without progress and a page with the stacks and states
+            of all ranks, before the job is ended; it must return.
+        board: shared by the ranks of this machine; None for a single process.
+        elsewhere: number of ranks on other machines.
+        tick_s: seconds between two checks.
+    """
+
+    def __init__(
+        self,
+        *,
+        progress: Progress,
+        on_stall: Callable[[str, float, str], None],
+        board: Board | None,
+        elsewhere: int = 0,
+        tick_s: float = 1.0,
+    ) -> None:
+        self._progress, self._on_stall = progress, on_stall
+        self._board, self._elsewhere, self._tick_s = board, elsewhere, tick_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stall watchdog", daemon=True)
+        self._silent_s = 0.0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()  # if it has declared a stall, it ends the process
+
+    def _watch(self) -> None:
+        before, tick, beats = time.monotonic(), 0, -1
+        seen: dict[int, tuple[int, float]] = {}  # by rank: its last tick, and the seconds since it changed
+        while not self._stopped.wait(self._tick_s):
+            now = time.monotonic()
+            # Time beyond two ticks is time in which this process was suspended.
+            passed, before, tick = min(now - before, 2 * self._tick_s), now, tick + 1
+            limit_s = self._progress.limit_s
+            self._silent_s = self._silent_s + passed if self._progress.beats == beats else 0.0
+            beats = self._progress.beats
+            overdue = limit_s is not None and self._silent_s > limit_s
+            others = self._board.others() if self._board is not None else []
+            for each in others:
+                last, seconds = seen.get(each.rank, (-1, 0.0))
+                seen[each.rank] = each.tick, seconds + passed if each.tick == last else 0.0
+            if self._board is not None:
+                self._board.show(tick=tick, overdue=overdue)
+                if self._board.is_declared:
+                    self._answer(self._board)
+            patience = max(_TICK_SECONDS, 4 * self._tick_s)
+            # Another rank that may still make progress is rightly waited for.
+            if overdue and all(
+                each.overdue or seen[each.rank][1] >= patience or not each.can_answer for each in others
+            ):
+                if self._board is not None and not self._board.declare():
+                    self._answer(self._board)
+                self._conclude(others)
+
+    def _answer(self, board: Board) -> NoReturn:
+        """After another rank has declared a stall: write this rank's stacks, and end when that rank has reported."""
+        _end_in_any_case(LAST_SECONDS)
+        board.write(f"stacks-{board.rank}", stacks())
+        _wait(lambda: board.is_finished, _VERDICT_SECONDS)
+        self._end([])
+
+    def _conclude(self, others: Sequence[Rank]) -> NoReturn:
+        """Collect the stacks, name the cause, and end the job."""
+        _end_in_any_case(LAST_SECONDS)
+        mute: list[Rank] = []
+        try:
+            answers: dict[int, dict[str, str] | None] = {}
+            if (board := self._board) is not None:
+                _wait(lambda: all(board.stacks(each) for each in others if each.can_answer), _ANSWER_SECONDS)
+                answers = {each.rank: board.stacks(each) for each in others}
+            mute = [each for each in others if answers[each.rank] is None]
+            mine = Rank(rank=board.rank if board is not None else 0, pid=os.getpid(), born=0)
+            answers[mine.rank] = stacks()
+            ranks = sorted([mine, *others], key=lambda each: each.rank)
+            cause, where = explain(ranks, answers, elsewhere=self._elsewhere), self._progress.where
+            pages = [f"no progress for {self._silent_s:.0f} s {where}\n{cause}\n"]
+            for each in ranks:
+                answer = answers[each.rank]
+                pages.append(f"==== {each.name} {_what(each, answer)}\n{answer['text'] if answer else ''}")
+            self._on_stall(cause, round(self._silent_s, 1), "\n".join(pages))
+        except Exception:
+            traceback.print_exc()  # a bug of ours must not keep the job running
+        finally:
+            self._end(mute)
+
+    def _end(self, mute: Sequence[Rank]) -> NoReturn:
+        """End this process, its children, and the ranks that cannot end themselves."""
+        doomed = [*_children(os.getpid()), *(child for each in mute for child in [*_children(each.pid), each.pid])]
+        for pid in doomed:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if self._board is not None:
+            self._board.write("finished", True)
+            _wait(lambda: not any(each.alive for each in mute), 1.0)
+            self._board.leave()
+        briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()), 1.0)
+        os._exit(StallError.exit_code)
+
+
+def briefly(work: Callable[[], object], seconds: float) -> bool:
+    """Call something that may hang, such as a call into a device, in a thread. Returns whether it returned in time."""
+    thread = threading.Thread(target=work, name="stall watchdog's work", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def _wait(happened: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _end_in_any_case(seconds: float) -> None:
+    """End this process with code 4 after that time, without the interpreter's lock, which a hanging call may hold.
+
+    ``faulthandler.dump_traceback_later(exit=True)`` would end it with 1. The kernel's timer sends this thread signal 4,
+    whose handler is the C function ``_exit``: it gets the signal's number as its argument, and that is the exit code.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(StallError.exit_code, ctypes.cast(libc._exit, ctypes.c_void_p))
+    # ``struct sigevent`` of 64 bytes: value, signal, SIGEV_THREAD_ID, thread; ``struct itimerspec``: interval, first
+    event = (ctypes.c_int * 16)(0, 0, StallError.exit_code, 4, threading.get_native_id())
+    timer, once = ctypes.c_void_p(), (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))
+    libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer))  # CLOCK_MONOTONIC
+    libc.timer_settime(timer, 0, once, None)
+
+
+def _children(pid: int) -> list[int]:
+    """The pids of a process's descendants in its own session: a logging service leaves it to outlive its parent."""
+    with suppress(psutil.Error, OSError):
+        return [
+            each.pid for each in psutil.Process(pid).children(recursive=True) if os.getsid(each.pid) == os.getsid(pid)
+        ]
+    return []
+
+
+# ---- the cause ----------------------------------------------------------------------------------------------
+
+
+def stacks() -> dict[str, str]:
+    """Of this process: ``text``: the stacks of all other threads, the main thread first; ``waits``: the collective in
+    which the main thread waits, for people, empty if it does not wait in one; ``at``: where it is."""
+    main, names = threading.main_thread().ident, {each.ident: each.name for each in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    text = "\n".join(
+        f"{names.get(number, number)} (most recent call last):\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in frames
+        if number != threading.get_ident()
+    )
+    inner_first = traceback.extract_stack(frames[0][1])[::-1]
+    last, ours = inner_first[0], next((each for each in inner_first if "/hf_rocm_tune/" in each.filename), None)
+    called = f" (called by {_place(ours)})" if ours is not None and ours is not last else ""
+    waits = ""
+    if last.name == "_engine_run_backward":
+        waits = _BACKWARD
+    elif "torch/distributed/" in last.filename:
+        waits = next(each.name for each in inner_first if each.name != "wrapper") + called
+    return {"text": text, "waits": waits, "at": f"{_place(last)}{called}"}
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    file = re.sub(r".*/(?:(?:site|dist)-packages/|(?=hf_rocm_tune/))", "", frame.filename)
+    return f"{frame.name}() in {file}:{frame.lineno}"
+
+
+def explain(ranks: Sequence[Rank], answers: Mapping[int, Mapping[str, Any] | None], *, elsewhere: int) -> str:
+    """The cause of a stall, in one line: the ranks that do not wait for others, and those that do.
+
+    Args:
+        ranks: those of this machine.
+        answers: their `stacks`; None for those that did not answer.
+        elsewhere: number of ranks on other machines, whose state is unknown.
+    """
+    if len(ranks) == 1 and not elsewhere:
+        return f"the process (pid {ranks[0].pid}) {_what(ranks[0], answers[ranks[0].rank])}"
+    waits = {each: "" if state_of(each.pid) in "DTt" else (answers[each.rank] or {}).get("waits", "") for each in ranks}
+    causes = [each for each in ranks if not waits[each]]
+    if not causes and not elsewhere:  # a backward pass may compute, or wait for gradients of the others
+        causes = [each for each in ranks if waits[each] == _BACKWARD and len(set(waits.values())) > 1]
+    causes.sort(key=lambda each: answers[each.rank] is not None)  # those that cannot answer first
+    parts = [f"{each.name} {_what(each, answers[each.rank])}" for each in causes]
+    what = "waits" if not causes else "waits for it" if len(causes) == 1 else "waits for them"
+    parts += [f"{each.name} {what} in {waits[each]}" for each in ranks if each not in causes]
+    if elsewhere:
+        parts.append(f"the state of {elsewhere} ranks on other machines is unknown here: see their own messages")
+    elif not causes:
+        parts.append("all of them wait: in different collectives, or the connection between them does not deliver")
+    return "; ".join(parts)
+
+
+def _what(rank: Rank, answer: Mapping[str, str] | None) -> str:
+    """The state of a rank that does not wait in a collective."""
+    state, at = state_of(rank.pid), (answer or {}).get("at", "")
+    if state in ("", "Z", "X"):
+        return "has ended: it was killed, or it crashed"
+    if state in "Tt":
+        return "is stopped (state T)" if state == "T" else "is held by a debugger (state t)"
+    if state == "D":
+        return f"hangs in the kernel (state D), in {at or 'a driver'}: if it does not end, restart the machine"
+    if not at:
+        return f"is in a call that does not let Python answer (state {state})"
+    stuck = [
+        f"; its child process {pid} is in state {state_of(pid)}"
+        for pid in _children(rank.pid)
+        if state_of(pid) in "DTt"
+    ]
+    return f"is in {at}{''.join(stuck)}"
