@@ -1,10 +1,9 @@
 """Exit codes: one line and a code for every error that we raise on purpose.
 
-``run_guarded`` is the only place that turns an exception into an exit code. Of the ranks that were started together on
-one machine, the first one that records its exit in the temporary directory prints the line. With this record a worker
-that torchrun restarts after wrong input (2), corruption (3) or an interruption (130) ends at once. Ranks without an
-agent (mpirun, srun, a shell) are not restarted, and one shell may start several jobs: there a record counts only if it
-is newer than the process.
+``run_guarded`` is the only place that turns an exception into an exit code. Of the ranks that one agent started on a
+machine, the first one that records its exit beside the exit file, or in the temporary directory, prints the line. With
+this record a worker that torchrun restarts after wrong input (2), corruption (3) or an interruption (130) ends at once.
+Ranks without an agent (mpirun, srun, a shell) each print their own.
 
 SIGTERM and SIGHUP end a run like Ctrl-C, with 130. But torch's agent sends SIGTERM, too, to the remaining ranks after
 one has died, before it restarts the group. Before training a rank cannot distinguish the two; our launcher writes a
@@ -21,7 +20,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -84,10 +82,9 @@ def run_guarded(
     group = RankGroup.of(environ)
     if group is not None and (earlier := group.final_ending()) is not None:
         return earlier.code  # its line has been printed
-    if (wanted := environ.get(EXIT_FILE_VARIABLE)) and number(environ, "TORCHELASTIC_RESTART_COUNT"):
+    if number(environ, "TORCHELASTIC_RESTART_COUNT") and not number(environ, "LOCAL_RANK"):
         with suppress(OSError):  # what an earlier attempt recorded is not how this one ends
-            if Path(wanted).stat().st_mtime_ns < _own_start_ns():
-                Path(wanted).unlink()
+            Path(environ.get(EXIT_FILE_VARIABLE, "")).unlink()
     rank = number(environ, "RANK")
     if process_ends:
         _tell_native_exits()
@@ -274,13 +271,14 @@ class RankGroup:
     the agent's count and the port of its ranks: either alone may repeat.
     """
 
-    def __init__(self, directory: Path, key: str, attempt: str, newer_than_ns: int) -> None:
-        self._directory, self._key, self._attempt, self._newer_than_ns = directory, key, attempt, newer_than_ns
+    def __init__(self, directory: Path, key: str, attempt: str, *, has_agent: bool) -> None:
+        self._directory, self._key, self._attempt, self._has_agent = directory, key, attempt, has_agent
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankGroup | None:
         """The group of this process, or None for a single process."""
-        if "TORCHELASTIC_RUN_ID" not in environ and number(environ, "WORLD_SIZE", 1) < 2:
+        has_agent = "TORCHELASTIC_RUN_ID" in environ
+        if not has_agent and number(environ, "WORLD_SIZE", 1) < 2:
             return None
         launched = environ.get("TORCHELASTIC_RUN_ID", "mpi")
         if log := environ.get("TORCHELASTIC_ERROR_FILE"):  # DIRECTORY/RUN_RANDOM/attempt_N/RANK/error.json
@@ -292,76 +290,51 @@ class RankGroup:
         wanted = environ.get(EXIT_FILE_VARIABLE)
         directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
         count = number(environ, "TORCHELASTIC_RESTART_COUNT")
-        newer_than_ns = 0 if "TORCHELASTIC_RUN_ID" in environ else _own_start_ns()
-        return cls(directory, key, f"{count}.{number(environ, 'MASTER_PORT')}", newer_than_ns)
+        return cls(directory, key, f"{count}.{number(environ, 'MASTER_PORT')}", has_agent=has_agent)
 
     def claim(self, ending: Ending) -> bool:
         """Record ``ending`` as the group's; False if another rank of this attempt was first."""
-        path = self._path()
-        if path.exists() and not self._counts(path):
-            with suppress(OSError):  # another user's
-                path.unlink()
-        temporary = None
+        if not self._has_agent:
+            return True
         try:
-            descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}-", dir=self._directory)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            with tempfile.NamedTemporaryFile("w", prefix=f"{self._path.name}-", dir=self._directory) as file:
                 json.dump(asdict(ending), file)
-            os.link(temporary, path)
+                file.flush()
+                os.link(file.name, self._path)
         except FileExistsError:
-            # A file of another user is not our group's: print the line rather twice than never.
-            return not self._counts(path)
+            return False
         except OSError:
-            return True  # no room for the record, or no hard links: rather twice than never, too
-        finally:
-            if temporary is not None:
-                os.unlink(temporary)
+            pass  # no room for the record, or no hard links: print the line rather twice than never
         return True
 
     def spoken(self) -> bool:
         """Whether a rank of this attempt has recorded its exit."""
-        return self._counts(self._path())
+        return self._path.exists()
 
     def final_ending(self) -> Ending | None:
         """The final exit of an earlier attempt, or None."""
-        endings = (Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in self._earlier())
-        return next((ending for ending in endings if ending.code in REFUSED_CODES), None)
+        return next((ending for ending in self._earlier() if ending.code in REFUSED_CODES), None)
 
     def last_message(self) -> str | None:
         """The message of the previous attempt."""
-        newest = max(self._earlier(), key=lambda path: path.stat().st_mtime_ns, default=None)
-        return str(json.loads(newest.read_text(encoding="utf-8"))["message"]) if newest else None
+        return next((ending.message for ending in self._earlier()), None)
 
-    def _earlier(self) -> list[Path]:
-        found = self._directory.glob(f"{self._key}-*.json")
-        return [path for path in found if path != self._path() and self._counts(path)]
+    def _earlier(self) -> list[Ending]:
+        """What earlier attempts have recorded, the newest first."""
+        found = [path for path in self._directory.glob(f"{self._key}-*.json") if path != self._path]
+        found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        return [Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in found]
 
     def meeting_place(self) -> Path:
         """The path of a common directory of this attempt's ranks on this machine (not created)."""
         return self._directory / f"{self._key}-{self._attempt}-ranks"
 
+    @property
     def _path(self) -> Path:
         return self._directory / f"{self._key}-{self._attempt}.json"
-
-    def _counts(self, path: Path) -> bool:
-        """Whether a file exists, is this user's, and not of an earlier job."""
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            return False
-        return found.st_uid == os.getuid() and found.st_mtime_ns >= self._newer_than_ns
 
 
 def number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     """A number from the environment; the default for an invalid one, which the entry point refuses."""
     text = environ.get(name, "")
     return int(text) if text.isdecimal() else default
-
-
-def _own_start_ns() -> int:
-    """When this process started, in nanoseconds of the wall clock; 0 if unknown."""
-    try:
-        uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-    except OSError:
-        return 0
-    age_s = uptime_s - start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - int(age_s * 1e9)

@@ -172,37 +172,16 @@ def test_a_record_of_another_launcher_does_not_silence_this_one(tmp_path: Path) 
         assert (done.returncode, done.stderr) == (2, "hf-rocm-tune: error: said\n")
 
 
-def test_an_earlier_job_from_the_same_shell_neither_silences_nor_refuses_the_next(tmp_path: Path) -> None:
-    """Ranks that are started by hand, with the same port each time: no agent starts one again, so each job is new."""
-    code = (
-        "import sys, time; from pathlib import Path; from hf_rocm_tune import errors, exits\n"
-        "go = Path(sys.argv[1])\n"
-        "def main():\n"
-        "    Path(f'{go}-{sys.argv[3]}').touch()\n"
-        "    while not go.exists(): time.sleep(0.01)\n"
-        "    if sys.argv[2]: raise errors.UsageError(sys.argv[2])\n"
-        "    return 0\n"
-        "sys.exit(exits.run_guarded(main))\n"
-    )
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TMPDIR": str(tmp_path)}
-    for number, wrong in enumerate(("first", "second", "")):
-        go = tmp_path / f"go-{number}"
-        running = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(go), wrong, rank],
-                env={**os.environ, **common, "RANK": rank},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in "01"
-        ]
-        deadline = time.monotonic() + 60
-        while not all(Path(f"{go}-{rank}").exists() for rank in "01") and time.monotonic() < deadline:
-            time.sleep(0.01)
-        go.touch()
-        said = [process.communicate(timeout=60)[1] for process in running]
-        assert {process.returncode for process in running} == {2 if wrong else 0}
-        assert [line.rpartition(" ")[2] for line in "".join(said).splitlines()] == ([wrong] if wrong else [])
+def test_ranks_without_an_agent_each_speak_and_their_next_job_is_not_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Started by mpirun or a shell, with the same port each time."""
+    for number, wrong in enumerate(("first", "second")):
+        environ = {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "RANK": str(number)}
+        assert exits.run_guarded(raising(errors.UsageError(wrong)), environ=environ) == 2
+        assert wrong in capsys.readouterr().err
+        assert exits.run_guarded(lambda: 0, environ=environ) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_jobs_of_one_notebook_are_not_one_group(capsys: pytest.CaptureFixture[str]) -> None:

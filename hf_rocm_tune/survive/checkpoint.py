@@ -38,7 +38,7 @@ from hf_rocm_tune.models.adapter import plain_lora, write_plain_lora
 from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import create_staging, move_files, replace_directory
-from hf_rocm_tune.survive.run_directory import claim, move_aside, rotate
+from hf_rocm_tune.survive.run_directory import move_aside, rotate
 from hf_rocm_tune.survive.saved_state import Readback
 from hf_rocm_tune.transfer import host_copy, map_tensors
 
@@ -424,7 +424,6 @@ class Checkpoints:
                 entries[name] = known or manifest.entry_of(root / name)
             else:
                 (root / name).unlink()
-        claim(root, destination)
         (destination / manifest.MANIFEST_NAME).unlink(missing_ok=True)
         move_files(root, destination)
         self._saved = entries if only is None else {**self._saved, **entries}

@@ -4,16 +4,15 @@ The same command in the same directory continues from its newest verified checkp
 crash has to do. Another run is refused unless it may overwrite. Two runs are the same if the settings that determine
 the trained model are the same; settings for display, reports, pushes, retention and checks may change (`IGNORED`).
 
-A run owns the files that its ``run.json`` and its manifests list. Other files belong to the user and are never touched,
-whatever their names. Nothing here imports torch. Before `StartPlan.commit` nothing changes in the directory, except
-that half-written files of killed processes are removed. Only rank 0 calls `prepare_output_dir`.
+A directory that has files and no record of ours is refused. In a run's directory only what its manifests list is ever
+deleted. Nothing here imports torch. Before `StartPlan.commit` nothing changes in the directory, except that
+half-written files of killed processes are removed. Only rank 0 calls `prepare_output_dir`.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import filecmp
 import hashlib
 import json
 import logging
@@ -21,10 +20,7 @@ import os
 import re
 import secrets
 import socket
-import stat
-import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -64,19 +60,13 @@ IGNORED = frozenset([
 """Settings that do not affect the trajectory, beside those that begin with one of `IGNORED_PREFIXES`."""
 IGNORED_PREFIXES = ("logging_", "log_", "hub_", "trackio_", "verify", "transfer_", "sentinel", "consent_")
 
-_OWN = frozenset([
-    "run.json", "integrity.json", "transfer_report.json", "training_log.json", "loss.png", "survival.jsonl",
-    "stall_report.txt", "_crashes.json", "_step_down.json",
-])  # fmt: skip
+_OWN = (
+    "transfer_report.json", "training_log.json", "loss.png", "survival.jsonl", "stall_report.txt", "_crashes.json",
+    "_step_down.json",
+)  # fmt: skip
 """Files that any run may write at the top of its directory, beside its result."""
-_WEIGHTS = re.compile(
-    r"^(adapter_model\.(safetensors|bin)"
-    r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
-    r"|pytorch_model(-\d+-of-\d+)?\.bin|pytorch_model\.bin\.index\.json)$"
-)
-_MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|_(probe|staging|replaced|deleted).*")
+_MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|_(staging|replaced|deleted).*")
 """Names in a directory without a run that count as none: hidden ones, those of a volume, and ours before a run."""
-_LISTED_DIRECTORY = re.compile(r"^(damaged-|kept-)?checkpoint-\d+(\.\d+)?$")
 _LOCK_HOLDER = re.compile(rb"process \d+ on [^\n]*")
 
 
@@ -93,7 +83,6 @@ class RunRecord:
     started: str  # UTC time, ISO 8601
     skipped_steps: tuple[int, ...] = ()  # optimizer steps that are left out; see `skip_step`
     auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit, kept when the run resumes
-    files: tuple[str, ...] = ()  # names of the result's files in the directory, or that are about to be written
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:
@@ -119,12 +108,12 @@ def read_record(directory: Path) -> RunRecord | None:
         body = json.loads(read_plain(path))
         if body.pop("schema") != SCHEMA:
             raise ValueError("another schema")
-        body.pop("status", None)  # of earlier versions; whether a run is finished is what its manifest says
+        for name in ("status", "files"):  # of earlier versions
+            body.pop(name, None)
         record = RunRecord(**body)
         if not isinstance(record.settings, dict):
             raise ValueError("fields of the wrong kind")
-        steps, files = map(int, record.skipped_steps), map(str, record.files)
-        return replace(record, skipped_steps=tuple(steps), files=tuple(files))
+        return replace(record, skipped_steps=tuple(map(int, record.skipped_steps)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -154,7 +143,11 @@ def deciding_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     # How the rows are divided over processes decides how they are packed; older runs did not record it.
     if not kept.get("packing") or kept.get("dataset_num_proc") is None:
         kept.pop("dataset_num_proc", None)
-    plain: dict[str, Any] = json.loads(json.dumps(_plain(without_secrets(kept))))
+    # NaN equals itself only as text.
+    text = json.dumps(
+        without_secrets(kept), default=lambda each: sorted(each, key=repr) if isinstance(each, set) else str(each)
+    )
+    plain: dict[str, Any] = json.loads(text, parse_constant=str)
     return plain
 
 
@@ -165,209 +158,69 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return listed([f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed], 5)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(item) for item in value), key=repr)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    # A string enum is its value in a settings file; NaN equals itself only as text.
-    if isinstance(value, str):
-        return str.__str__(value)
-    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and value - value == 0):
-        return value
-    return str(value)
-
-
 # ---- the lock -----------------------------------------------------------------------------------------------
 
 
 class RunLock:
     """An exclusive lock on an output directory, until `release` or the end of the process, however it ends.
 
-    A pickled copy holds no lock.
+    It belongs to this process alone (POSIX record lock): neither a forked worker that outlives it nor a pickled copy
+    holds it.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock."""
         self.supported = True
         self._path = directory / LOCK_FILE
         self._descriptor: int | None = None
-        while not self._taken():
-            self._close()  # the previous holder has deleted the file meanwhile
-        # A data loader worker that outlives a killed parent by seconds must not block the restart.
-        os.register_at_fork(after_in_child=self._close)
-        assert self._descriptor is not None
-        with suppress(OSError):  # on a full disk only the holder's name is missing
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        while not self._taken():  # the previous holder has deleted the file meanwhile
+            self._close()
 
     def _taken(self) -> bool:
         """Open and lock the file. Returns whether it is still the file in the directory."""
         descriptor = self._descriptor = open_in_place(self._path, os.O_RDWR)
-        content = os.pread(descriptor, 400, 0)
-        if content and not _LOCK_HOLDER.fullmatch(content):
-            self._close()
-            raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock file of this program: move it elsewhere")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = content.decode("utf-8", "replace") or "another process"
+            content = os.pread(descriptor, 400, 0)
+            if content and not _LOCK_HOLDER.fullmatch(content):
+                raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock file of this program: move it elsewhere")
+            self._lock(descriptor, content.decode("utf-8", "replace") or "another process")
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.lstat(self._path)):
+                    # Permission bits do not show whether a disk takes this (quotas, read-only mounts).
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                    os.fsync(descriptor)
+                    return True
+            return False
+        except BaseException:
             self._close()
+            raise
+
+    def _lock(self, descriptor: int, holder: str) -> None:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
             raise UsageError(
                 f"{self._path.parent} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                self._close()
                 raise
             self.supported = False  # some network file systems have no locks
-        return self._is_there()
-
-    def _is_there(self) -> bool:
-        assert self._descriptor is not None
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
 
     def release(self) -> None:
-        """Release the lock, even if a forked process lives on. May be called more than once."""
+        """Release the lock. May be called more than once."""
         if self._descriptor is not None:
-            with suppress(OSError):  # no locks on this file system, or the disk is gone
-                if self.supported and self._is_there():
-                    self._path.unlink()
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            with suppress(OSError):  # the disk is gone
+                self._path.unlink()
         self._close()
 
     def _close(self) -> None:
-        """Close this process's descriptor; processes that share it keep theirs."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"supported": self.supported, "_path": self._path, "_descriptor": None}
-
-
-# ---- which files belong to the run --------------------------------------------------------------------------
-
-
-def written_by(directory: Path, run_id: str, names: Iterable[str]) -> list[Path]:
-    """The files in ``directory`` that a run has written: ``names`` at the top and those in its checkpoints' manifests.
-
-    The manifest of the result comes first, so that a half-deleted result does not look finished. Excluded are links and
-    what they point to, ``run.json``, which identifies the rest, and ``README.md``, which the user may have edited.
-    """
-    found = [directory / name for name in sorted({*names, *_OWN} - {"README.md", RUN_FILE, manifest.MANIFEST_NAME})]
-    if listed_by(directory, run_id) is not None:
-        found.insert(0, directory / manifest.MANIFEST_NAME)
-    for path in sorted(directory.iterdir()):
-        if path.is_symlink() or not path.is_dir():
-            continue
-        if _LISTED_DIRECTORY.match(path.name) and (inside := listed_by(path, run_id)) is not None:
-            found += [path / name for name in (manifest.MANIFEST_NAME, *inside)]
-    return [path for path in found if _is_plain(path)]
-
-
-def listed_by(directory: Path, run_id: str) -> tuple[str, ...] | None:
-    """Names inside ``directory`` in its manifest of this run; None without such a manifest."""
-    found = manifest.read(directory)
-    if not isinstance(found, manifest.Manifest) or found.run_id != run_id:
-        return None
-    inside = directory.resolve()
-    return tuple(name for name in found.files if "\0" not in name and (inside / name).resolve().is_relative_to(inside))
-
-
-def remove(paths: Sequence[Path], top: Path) -> None:
-    """Delete files, and the directories below ``top`` that become empty."""
-    for path in paths:
-        path.unlink(missing_ok=True)
-    folders = {parent for path in paths for parent in path.parents if parent != top and top in parent.parents}
-    for folder in sorted(folders, key=lambda each: len(each.parts), reverse=True):
-        with suppress(OSError):  # other files are in it
-            folder.rmdir()
-
-
-def move_aside(final: Path, run_id: str) -> Path | None:
-    """Rename what is in the place of a new checkpoint, unless the run has written all of it. Returns the new path."""
-    if not os.path.lexists(final) or (not final.is_symlink() and not unlisted(final, run_id)):
-        return None
-    aside = free_name(final.with_name(f"kept-{final.name}"))
-    final.rename(aside)
-    return aside
-
-
-def unlisted(directory: Path, run_id: str) -> list[str]:
-    """Names below a directory that are not in its manifest of this run; all of them without such a manifest."""
-    if not directory.is_dir():
-        return [directory.name]
-    inside = listed_by(directory, run_id)
-    ours = set() if inside is None else {*inside, manifest.MANIFEST_NAME}
-    found = []
-    for folder, folders, files in os.walk(directory):
-        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        found += [Path(folder, name).relative_to(directory).as_posix() for name in (*files, *links)]
-    return sorted(name for name in found if name not in ours)
-
-
-def free_name(path: Path) -> Path:
-    """``path``, or the first of ``path.1``, ``path.2`` ... that does not exist."""
-    number, candidate = 1, path
-    while os.path.lexists(candidate):
-        candidate, number = path.with_name(f"{path.name}.{number}"), number + 1
-    return candidate
-
-
-def claim(staging: Path, directory: Path) -> None:
-    """Record in ``run.json`` the files that are about to be moved from ``staging`` to ``directory``, if it holds a run.
-
-    A file that is already there with the same bytes (a card edited by the user) is kept and removed from ``staging``.
-    """
-    record = read_record(directory)
-    if record is None:
-        return
-    names = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
-    foreign, in_place = [], []
-    for name in names:
-        if name in record.files or not os.path.lexists(directory / name):
-            continue
-        if _is_plain(directory / name) and filecmp.cmp(staging / name, directory / name, shallow=False):
-            (staging / name).unlink()
-            in_place.append(name)
-        else:
-            foreign.append(name)
-    if foreign:
-        raise UsageError(f"{_would_replace(directory, foreign)}; then start the same command again")
-    ours = {*record.files, *names} - set(in_place)
-    write_record(directory, replace(record, files=tuple(sorted(ours))))
-
-
-def _would_replace(directory: Path, names: Sequence[str]) -> str:
-    return (
-        f"{directory} holds files that no run of hf-rocm-tune has written and that this one would replace "
-        f"({listed(names, 6)}): choose another --output_dir, or move them elsewhere"
-    )
-
-
-def _is_plain(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
-
-
-def is_checkpoint(directory: Path) -> bool:
-    """Whether the directory can be resumed from: it has a trainer state, and weights in a format the Trainer reads."""
-    if not (directory / "trainer_state.json").is_file():
-        return False
-    for path in directory.iterdir():
-        if _WEIGHTS.match(path.name) or path.name.startswith(("pytorch_model_fsdp", "global_step")):
-            return True
-        if path.is_dir() and any(_WEIGHTS.match(inner.name) for inner in path.iterdir()):
-            return True
-    return False
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -390,23 +243,34 @@ def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
     if limit is None or limit < 1 or not isinstance(written, manifest.Manifest):
         return
     protected = {newest.name} | ({Path(best).name} if best else set())
-    here = [path for _, path in list_checkpoints(newest.parent) if not path.is_symlink()]
-    checkpoints = [path for path in here if listed_by(path, written.run_id) is not None]
+    checkpoints = [path for _, path in list_checkpoints(newest.parent) if is_wholly_of(path, written.run_id)]
     surplus = len(checkpoints) - max(limit, len(protected))
     for path in [path for path in checkpoints if path.name not in protected][: max(surplus, 0)]:
-        _delete(path, written.run_id)
+        delete_directory(path)
 
 
-def _delete(checkpoint: Path, run_id: str) -> None:
-    foreign = unlisted(checkpoint, run_id)
-    if not foreign:
-        delete_directory(checkpoint)
-        return
-    ours = [manifest.MANIFEST_NAME, *(listed_by(checkpoint, run_id) or ())]
-    remove([checkpoint / name for name in ours], checkpoint)
-    logger.warning(
-        "%s was deleted, except for files that the run has not written: %s", checkpoint.name, ", ".join(foreign[:6])
-    )
+def is_wholly_of(directory: Path, run_id: str) -> bool:
+    """Whether a run has written all that is in a directory, by its manifest."""
+    found = manifest.read(directory)
+    ours = isinstance(found, manifest.Manifest) and found.run_id == run_id and not directory.is_symlink()
+    return ours and {*manifest.list_files(directory)} <= {*found.files}  # type: ignore[union-attr]
+
+
+def move_aside(final: Path, run_id: str) -> Path | None:
+    """Rename what is in the place of a new checkpoint, unless the run has written all of it. Returns the new path."""
+    if not os.path.lexists(final) or is_wholly_of(final, run_id):
+        return None
+    aside = _free_name(final.with_name(f"kept-{final.name}"))
+    final.rename(aside)
+    return aside
+
+
+def _free_name(path: Path) -> Path:
+    """``path``, or the first of ``path.1``, ``path.2`` ... that does not exist."""
+    number, candidate = 1, path
+    while os.path.lexists(candidate):
+        candidate, number = path.with_name(f"{path.name}.{number}"), number + 1
+    return candidate
 
 
 # ---- the start of a run -------------------------------------------------------------------------------------
@@ -421,9 +285,9 @@ class StartPlan:
     checkpoint: Path | None  # to resume from
     record: RunRecord  # present or future content of run.json
     notes: tuple[str, ...]  # for the user: damaged checkpoints, fallbacks, files without a recorded hash
-    damaged: tuple[Path, ...] = ()  # checkpoints of this run that fail verification; `commit` renames them
-    overwritten: tuple[Path, ...] = ()  # files that `commit` deletes
     lock: RunLock  # held by this process until `close`
+    damaged: tuple[Path, ...] = ()  # checkpoints of this run that fail verification; `commit` renames them
+    overwritten: tuple[Path, ...] = ()  # what `commit` deletes
     made: tuple[Path, ...] = ()  # directories that were created for the run, the outermost first
 
     @property
@@ -435,12 +299,14 @@ class StartPlan:
         if self.action == "finished":
             return
         try:
-            remove(self.overwritten, self.directory)
+            for path in self.overwritten:
+                delete_directory(path) if path.is_dir() else path.unlink(missing_ok=True)
             for path in self.damaged:
-                path.rename(free_name(path.with_name(f"damaged-{path.name}")))
+                path.rename(_free_name(path.with_name(f"damaged-{path.name}")))
             write_record(self.directory, self.record)
             # A damaged result must not look finished while it is trained again.
-            if listed_by(self.directory, self.run_id) is not None:
+            found = manifest.read(self.directory)
+            if isinstance(found, manifest.Manifest) and found.run_id == self.run_id:
                 (self.directory / manifest.MANIFEST_NAME).unlink()
         except OSError as error:
             raise _unusable(self.directory, error) from error
@@ -466,50 +332,57 @@ def prepare_output_dir(
         overwrite: ``--overwrite_output_dir``: delete the run in ``path`` and begin again.
         resume: ``--resume_from_checkpoint``: a checkpoint, or true for the newest one, which must then exist.
         restarted: whether a launcher or our supervisor started this command again, so that ``overwrite`` and a named
-            checkpoint have been applied already; None: as their environment variables and files say.
+            checkpoint have been applied already; None: as their environment variables say.
 
     Raises:
         UsageError: the directory cannot be used, holds another run or is in use; the named checkpoint is damaged or
             not a checkpoint; or overwriting would delete what the run reads.
     """
-    start = _Start(Path(path), settings, overwrite, resume)
-    _refuse_inputs(start.directory, settings)
-    if os.path.isdir(start.directory) and read_record(start.directory) is None:
-        _refuse_files(start.directory)
-    made: list[Path] = []
-    lock = None
+    directory, made = Path(path), list[Path]()
+    lock: RunLock | None = None
     try:
-        _probe(start.directory, made)
-        try:
-            lock = RunLock(start.directory)
-        except OSError as error:
-            raise _unusable(start.directory, error) from error
-        plan = start.decide(lock, restarted)
+        _refuse_inputs(directory, settings)
+        if directory.is_dir() and read_record(directory) is None:
+            _refuse_files(directory)
+        for each in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
+            each.mkdir()
+            made.append(each)
+        lock = RunLock(directory)
+        plan = _Start(directory, settings, lock, overwrite, resume).decide(restarted)
         return replace(plan, made=tuple(made))
-    except BaseException:
+    except BaseException as error:
         if lock is not None:
             lock.release()
         _remove_empty(made)
+        if isinstance(error, OSError | ValueError):
+            raise _unusable(directory, error) from error
         raise
 
 
 class _Start:
     """One start in a directory: the request, and what is found there."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, Any], overwrite: bool, resume: str | bool | None):
-        self.directory, self._settings, self._overwrite = directory, settings, overwrite
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, Any],
+        lock: RunLock,
+        overwrite: bool,
+        resume: str | bool | None,
+    ) -> None:
+        self._directory, self._settings, self._lock, self._overwrite = directory, settings, lock, overwrite
         value = str(resume or False).strip().lower()
         self._newest_wanted = value in ("true", "yes", "1")
         self._named = None if self._newest_wanted or value in ("false", "no", "0", "") else Path(str(resume))
         self._notes: list[str] = []
 
-    def decide(self, lock: RunLock, restarted: bool | None) -> StartPlan:
-        self._lock = lock
-        left = clean_leftovers(self.directory)
-        self._notes += [f"{self.directory}: {line} (left by a process that was killed)" for line in left]
-        if not lock.supported:
-            self._notes.append(f"{self.directory} is on a file system without locks: a second run would not be noticed")
-        record = read_record(self.directory)
+    def decide(self, restarted: bool | None) -> StartPlan:
+        directory = self._directory
+        left = clean_leftovers(directory)
+        self._notes += [f"{directory}: {line} (left by a process that was killed)" for line in left]
+        if not self._lock.supported:
+            self._notes.append(f"{directory} is on a file system without locks: a second run would not be noticed")
+        record = read_record(directory)
         same = record is not None and record.fingerprint == fingerprint(self._settings)
         if restarted is None:
             supervised = Supervised.of()
@@ -521,43 +394,34 @@ class _Start:
         if record is not None and not same:
             changed = differences(record.settings, deciding_settings(self._settings))
             raise UsageError(
-                f"{self.directory} holds another run, which differs in {changed}: choose another --output_dir, or give "
+                f"{directory} holds another run, which differs in {changed}: choose another --output_dir, or give "
                 "--overwrite_output_dir to delete that run"
             )
+        ours = record or new_record(self._settings)
         if self._named is None:
-            return self._continue(record or new_record(self._settings), newest_wanted=self._newest_wanted)
-        if record is not None and restarted:
-            continued = self._continue(record, newest_wanted=False)
-            if continued.action != "fresh":
-                return continued
-        return self._resume(self._named, record or new_record(self._settings))
-
-    def _owned(self, record: RunRecord) -> tuple[str, ...]:
-        """Names at the top that the run there has written, besides those that every run writes."""
-        return (*record.files, *(listed_by(self.directory, record.run_id) or ()))
+            return self._continue(ours)
+        if restarted and (continued := self._continue(ours)).action != "fresh":
+            return continued
+        return self._resume(self._named, ours)
 
     def _plan(self, action: Literal["fresh", "resume", "finished"], record: RunRecord, **more: Any) -> StartPlan:
         if record.skipped_steps and action != "finished":
             steps = ", ".join(map(str, record.skipped_steps))
             self._notes.append(f"left out, because the run died in them twice (run.json): steps {steps}")
-        rest = {"checkpoint": None, **more}
-        return StartPlan(
-            directory=self.directory, action=action, record=record, notes=tuple(self._notes), lock=self._lock, **rest
-        )
+        common = {"directory": self._directory, "notes": tuple(self._notes), "lock": self._lock, "checkpoint": None}
+        return StartPlan(action=action, record=record, **{**common, **more})
 
-    def _continue(self, record: RunRecord, *, newest_wanted: bool) -> StartPlan:
+    def _continue(self, record: RunRecord) -> StartPlan:
         """Plan for the same command: finished, or from the newest verified checkpoint, or from the beginning."""
-        if not newest_wanted and self._is_finished(record):
+        if not self._newest_wanted and self._is_finished(record):
             return self._plan("finished", record)
         newest, damaged = self._newest_verified(record)
-        if newest is None and newest_wanted:
-            found = (
-                f"none of its checkpoints is usable ({self._notes[-1]})"
-                if damaged
-                else "it holds no checkpoint of this run"
-            )
+        if newest is None and self._newest_wanted:
+            found = "it holds no checkpoint of this run"
+            if damaged:
+                found = f"none of its checkpoints is usable ({self._notes[-1]})"
             raise UsageError(
-                f"--resume_from_checkpoint true: {self.directory}: {found}; leave the flag out to start at step 0"
+                f"--resume_from_checkpoint true: {self._directory}: {found}; leave the flag out to start at step 0"
             )
         if damaged:
             kept = f"continuing from {newest.name}" if newest else "no intact checkpoint is left: starting at step 0"
@@ -567,7 +431,7 @@ class _Start:
     def _newest_verified(self, record: RunRecord) -> tuple[Path | None, list[Path]]:
         """The newest intact checkpoint, and the damaged ones that are newer. Adds a note on each skipped one."""
         damaged = []
-        for _, path in reversed(list_checkpoints(self.directory)):
+        for _, path in reversed(list_checkpoints(self._directory)):
             found = manifest.inspect(path)
             if found.manifest is None and found.problems[0].kind == "missing":
                 self._notes.append(
@@ -584,17 +448,17 @@ class _Start:
         return None, damaged
 
     def _is_finished(self, record: RunRecord) -> bool:
-        found = manifest.inspect(self.directory)
+        found = manifest.inspect(self._directory)
         if found.manifest is None or found.manifest.status != "final" or found.manifest.run_id != record.run_id:
             return False
         # Users may edit the model card.
         lost = [problem for problem in found.problems if not problem.file.endswith(".md")]
         if lost:
-            self._notes.append(f"the result in {self.directory} is damaged and is trained again: {lost[0]}")
+            self._notes.append(f"the result in {self._directory} is damaged and is trained again: {lost[0]}")
         return not lost
 
     def _resume(self, checkpoint: Path, record: RunRecord, **more: Any) -> StartPlan:
-        if not os.path.isdir(checkpoint) or not is_checkpoint(checkpoint):
+        if not (checkpoint / "trainer_state.json").is_file():
             inside = list_checkpoints(checkpoint)
             hint = (
                 f"did you mean {inside[-1][1]}?" if inside else "give a checkpoint-N directory that a run has written"
@@ -615,24 +479,34 @@ class _Start:
             raise UsageError(
                 "--overwrite_output_dir deletes what --resume_from_checkpoint true asks for: give one of them"
             )
-        deleted = written_by(self.directory, old.run_id, self._owned(old)) if old is not None else []
-        if self._named is not None and any(self._named.resolve() in path.resolve().parents for path in deleted):
+        deleted = tuple(self._written_by(old.run_id)) if old is not None else ()
+        if self._named is not None and any(self._named.resolve() == path.resolve() for path in deleted):
             raise UsageError(
                 f"--overwrite_output_dir would delete --resume_from_checkpoint {self._named}: choose another "
                 "--output_dir"
             )
         if deleted:
-            counts = Counter(path.relative_to(self.directory).parts[0] for path in deleted)
-            listed = ", ".join(
-                name if (self.directory / name).is_file() else f"{name} ({count} files)"
-                for name, count in counts.items()
-            )
-            self._notes.append(f"--overwrite_output_dir deletes in {self.directory}: {listed}")
-        kept = {"README.md"} & set(old.files if old is not None else ())
-        record = replace(new_record(self._settings), files=tuple(kept))
+            what = ", ".join(path.relative_to(self._directory).as_posix() for path in deleted)
+            self._notes.append(f"--overwrite_output_dir deletes in {self._directory}: {what}")
+        record = new_record(self._settings)
         if self._named is None:
-            return self._plan("fresh", record, overwritten=tuple(deleted))
-        return self._resume(self._named, record, overwritten=tuple(deleted))
+            return self._plan("fresh", record, overwritten=deleted)
+        return self._resume(self._named, record, overwritten=deleted)
+
+    def _written_by(self, run_id: str) -> Iterator[Path]:
+        """What a run has written. Its result's manifest comes first, so that a half-deleted result does not look
+        finished; ``README.md``, which the user may have edited, is excluded."""
+        found, inside = manifest.read(self._directory), self._directory.resolve()
+        names: set[str] = set()
+        if isinstance(found, manifest.Manifest) and found.run_id == run_id:
+            yield self._directory / manifest.MANIFEST_NAME
+            names = {name for name in found.files if (inside / name).resolve().is_relative_to(inside)}
+        files = [self._directory / name for name in sorted({*names, *_OWN} - {"README.md"})]
+        yield from (path for path in files if path.is_file() and not path.is_symlink())
+        for path in sorted(self._directory.iterdir()):
+            name = re.sub(r"^(damaged|kept)-|\.\d+$", "", path.name)
+            if path.is_dir() and CHECKPOINT_NAME.match(name) and is_wholly_of(path, run_id):
+                yield path
 
 
 _MODELS = ("model_name_or_path", "adapter_name_or_path", "reward_model_name_or_path")
@@ -641,22 +515,30 @@ _MODELS = ("model_name_or_path", "adapter_name_or_path", "reward_model_name_or_p
 def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
     """Raise if the run would read what it writes, now or when it resumes."""
     out = directory.resolve()
-    for flag, text in _inputs(settings):
-        before_pattern, *pattern = re.split(r"[*?\[]", text, maxsplit=1)
-        source = os.path.expanduser(os.path.dirname(before_pattern) if pattern else text)
-        if not source or not os.path.exists(source):  # unlike Path.exists, never raises: it may be an id of the Hub
+    named = [(name, settings.get(name)) for name in (*_MODELS, "dataset_name", "chat_template_path")]
+    for flag, text in [*named, *(("datasets", text) for text in _texts(settings.get("datasets")))]:
+        if not isinstance(text, str) or not text or not os.path.exists(os.path.expanduser(text)):  # an id of the Hub
             continue
-        found = Path(source).resolve()
-        if not pattern and (found == out or out in found.parents):
+        found = Path(os.path.expanduser(text)).resolve()
+        if found == out or out in found.parents:
             raise UsageError(
                 f"--{flag} {text} lies in --output_dir {directory}, where a run replaces and deletes files: choose "
                 "another --output_dir"
             )
-        if flag not in _MODELS and found in (out, *out.parents):
+        if flag not in _MODELS and found in out.parents:
             raise UsageError(
                 f"--output_dir {directory} lies in --{flag} {text}: what the run writes would be read as data when it "
                 "resumes; choose another --output_dir"
             )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in nested mappings and sequences."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Iterable):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)
 
 
 def _refuse_files(directory: Path) -> None:
@@ -668,37 +550,6 @@ def _refuse_files(directory: Path) -> None:
         )
 
 
-def _inputs(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(flag, value) of all settings that may name a file or a directory to read."""
-    for name in (*_MODELS, "dataset_name", "chat_template_path"):
-        if isinstance(value := settings.get(name), str) and value:
-            yield name, value
-    for part in settings.get("datasets") or ():
-        for key in ("path", "data_dir", "data_files"):
-            yield from (("datasets", text) for text in _texts(part.get(key) if isinstance(part, Mapping) else part))
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value] if value else []
-    each: Iterable[Any] = value.values() if isinstance(value, Mapping) else value or ()
-    return [text for one in each for text in _texts(one)] if isinstance(each, Iterable) else []
-
-
-def _probe(directory: Path, made: list[Path]) -> None:
-    """Create the directory and write to it: permission bits are not enough (quotas, read-only mounts, root)."""
-    try:
-        for path in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
-            path.mkdir(exist_ok=True)
-            made.append(path)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix="_probe") as file:
-            file.write(b"\0" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, ValueError) as error:
-        raise _unusable(directory, error) from error
-
-
 def _remove_empty(made: Iterable[Path]) -> None:
     for path in reversed(tuple(made)):
         with suppress(OSError):  # it is in use
@@ -706,14 +557,5 @@ def _remove_empty(made: Iterable[Path]) -> None:
 
 
 def _unusable(directory: Path, error: OSError | ValueError) -> UsageError:
-    code, said = (error.errno, error.strerror or error) if isinstance(error, OSError) else (None, error)
-    reasons = {
-        errno.EEXIST: "it, or a part of its path, is a file",
-        errno.ENOTDIR: "it, or a part of its path, is a file",
-        errno.EACCES: "no permission to write there",
-        errno.EPERM: "no permission to write there",
-        errno.EROFS: "the file system is read-only",
-        errno.ENOSPC: "no space left on the device",
-        errno.EDQUOT: "the disk quota is used up",
-    }
-    return UsageError(f"--output_dir {directory} cannot be written: {reasons.get(code or 0, said)}; choose another one")
+    said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return UsageError(f"--output_dir {directory} cannot be written: {said}; choose another one")

@@ -150,7 +150,7 @@ def test_overwriting_and_rotation_delete_what_the_run_wrote_and_nothing_else(pla
     again = place.run("--overwrite_output_dir", learning_rate=0.1, save_total_limit=1)
     assert again.code == 0, again.stderr[-3000:]
     told = next(line for line in again.stdout.splitlines() if "--overwrite_output_dir deletes" in line)
-    assert "adapter_model.safetensors" in told and "checkpoint-2 (" in told
+    assert "adapter_model.safetensors" in told
     left = {path.relative_to(place.out).as_posix() for path in place.out.rglob("thesis.tex")}
     assert left == {"kept-checkpoint-1/thesis.tex", "kept-checkpoint-2/thesis.tex", "checkpoint-99/thesis.tex"}
     assert (place.out / "notes" / "model.txt").read_text() == place.thesis.read_text() == THESIS

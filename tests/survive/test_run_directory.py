@@ -18,7 +18,6 @@ from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.heartbeat import VARIABLE, Supervised
 from hf_rocm_tune.survive.run_directory import (
     StartPlan,
-    claim,
     fingerprint,
     prepare_output_dir,
     read_record,
@@ -188,30 +187,12 @@ def test_overwriting_deletes_runs_and_nothing_foreign(tmp_path: Path) -> None:
     (out / "checkpoint-2" / "thesis.tex").write_text("mine")
     plan = _start(out, overwrite=True)
     assert plan.action == "fresh" and plan.run_id != first.run_id
-    assert plan.notes[-1].endswith(
-        "deletes in " + f"{out}: integrity.json, adapter_model.safetensors, checkpoint-1 (3 files), "
-        "checkpoint-2 (3 files)"
-    )
+    assert plan.notes[-1].endswith(f"deletes in {out}: integrity.json, adapter_model.safetensors, checkpoint-1")
     plan.commit()
-    left = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir() or path.is_symlink()}
-    mine = {"notes.txt", "checkpoint-final", "my.safetensors", "checkpoint-12b", "checkpoint-7"}
-    assert left == mine | {"README.md", "run.json", "checkpoint-2/thesis.tex"} and (elsewhere / "data").is_dir()
-
-
-def test_a_file_that_the_user_has_put_there_since_is_not_replaced_by_the_result(tmp_path: Path) -> None:
-    out, staging = tmp_path / "out", tmp_path / "staging"
-    _begin(out, 1)
-    staging.mkdir()
-    for name in ("tokenizer.json", "adapter_config.json"):
-        (staging / name).write_text("of the run")
-    (out / "tokenizer.json").write_text("mine")
-    with pytest.raises(UsageError, match=r"no run of hf-rocm-tune has written .*\(tokenizer\.json\)"):
-        claim(staging, out)
-    assert (out / "tokenizer.json").read_text() == "mine"
-    (out / "tokenizer.json").unlink()
-    claim(staging, out)
-    record = read_record(out)
-    assert record is not None and set(record.files) >= {"tokenizer.json", "adapter_config.json"}
+    left = {path.name for path in out.iterdir()}
+    mine = {"notes.txt", "checkpoint-final", "my.safetensors", "checkpoint-12b", "checkpoint-7", "checkpoint-2"}
+    assert left == mine | {"README.md", "run.json"} and (elsewhere / "data").is_dir()
+    assert (out / "checkpoint-2" / "thesis.tex").read_text() == "mine", "what is not all ours stays as it is"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -231,7 +212,6 @@ def test_what_a_run_reads_is_not_where_it_writes(tmp_path: Path, overwrite: bool
             _start(out, {**SETTINGS, **reads}, overwrite=overwrite)
     for reads in (
         {"dataset_name": str(data)},
-        {"datasets": [{"path": "json", "data_files": f"{data}/**/*.json*"}]},
         {"datasets": [{"path": str(tmp_path)}]},
     ):
         with pytest.raises(UsageError, match="would be read as data when it resumes"):
@@ -318,7 +298,7 @@ except OSError:
 try:
     prepare_output_dir(disk, {{}})
 except UsageError as error:
-    assert "no space left" in str(error), error
+    assert "No space left" in str(error), error
 else:
     raise SystemExit("a full disk was accepted")
 assert "torch" not in sys.modules
@@ -328,51 +308,39 @@ assert "torch" not in sys.modules
 
 
 _HOLD = """
-import sys, time
+import os, sys, time
 from hf_rocm_tune.survive.run_directory import prepare_output_dir
 plan = prepare_output_dir(sys.argv[1], {"seed": 1})
-print("holding", flush=True)
+worker = os.fork()
+print(worker if worker else "in the worker", flush=True)
 time.sleep(60)
 """
 
 
-def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
-    first = subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+def test_a_second_process_is_refused_until_the_first_is_dead_although_a_forked_worker_lives(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    (worker,) = {first.stdout.readline().strip() for _ in range(2)} - {"in the worker"}
     try:
-        assert first.stdout is not None and first.stdout.readline() == b"holding\n"
         with pytest.raises(UsageError, match=f"in use by process {first.pid} on "):
             _start(tmp_path, {"seed": 1})
-    finally:
         first.send_signal(signal.SIGKILL)
-        first.communicate()
-    assert _start(tmp_path, {"seed": 1}).action == "fresh"
-
-
-@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_a_forked_worker_that_outlives_the_run_does_not_hold_the_lock(tmp_path: Path) -> None:
-    plan = prepare_output_dir(tmp_path, SETTINGS)
-    worker = os.fork()
-    if worker == 0:
-        signal.pause()
-    try:
-        with pytest.raises(UsageError, match="in use"):
-            _start(tmp_path)
-        plan.lock.release()
-        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG)  # the worker is still there
-        assert _start(tmp_path).action == "fresh"
+        first.wait()
+        assert _start(tmp_path, {"seed": 1}).action == "fresh"
     finally:
-        os.kill(worker, signal.SIGKILL)
-        os.waitpid(worker, 0)
+        first.kill()
+        os.kill(int(worker), signal.SIGKILL)
+        first.communicate()
 
 
 def test_a_plan_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
     plan = prepare_output_dir(tmp_path, SETTINGS)
     copy = pickle.loads(pickle.dumps(plan))
     copy.lock.release()
+    assert (tmp_path / "_run.lock").exists(), "only the holder releases it"
     assert (copy.run_id, copy.action, copy.checkpoint) == (plan.run_id, plan.action, plan.checkpoint)
-    with pytest.raises(UsageError, match="in use"):
-        _start(tmp_path)
-    plan.lock.release()
+    plan.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_save_is_cleaned_up_and_reported(tmp_path: Path) -> None:
