@@ -1,16 +1,15 @@
 """Averages of one bucket of gradients over the ranks: by the process group, or staged through the host over gloo.
 
-The path through the host does not use the link between cards. Each bucket is copied to the host in pieces of at most a
-page-locked slot (verified), averaged over gloo, and copied back by the mover (verified). Two threads do this during
-backward: one verifies what has arrived and starts the collectives, in the order of the buckets, which is the same on
-all ranks; the other waits for them and copies the averages back. At most as many pieces as slots are in progress.
+The path through the host does not use the link between cards. Each bucket is copied to the host (verified), averaged
+over gloo, and copied back by the mover (verified), in a thread beside backward, in the order of the buckets, which is
+the same on all ranks. DistributedDataParallel over gloo with tensors on cards would do the same, unverified.
 
 A rank with an error still takes part in every collective, returns its own gradients instead of the average, and records
 the error (`failure`, `check`), which `gradients.GradientCheck` reads before anything is used.
 
 Two ranks get bit-identical results to DistributedDataParallel over gloo: the same division and the same sum, in the
-same dtype. With more ranks the order of a sum may differ if a bucket is larger than a slot. Cost: page-locked memory of
-the slots, host memory for casts, and device memory for the averages only.
+same dtype. Cost: page-locked memory of the mover's slots, host memory for casts and for buckets that are larger than a
+slot, and device memory for the averages only.
 """
 
 from __future__ import annotations
@@ -43,9 +42,6 @@ GradBucket = Any
 """``torch.distributed.GradBucket``, which torch's annotations do not declare."""
 
 STAGE = "buckets"
-_WAYS = ("ddp", "host")
-_COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
-_ALIGNMENT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +56,7 @@ class SyncSettings:
         powersgd_after: steps with plain averages before PowerSGD begins, at least 2.
 
     Raises:
-        UsageError: a value is not valid, or PowerSGD is combined with ``host``.
+        UsageError: PowerSGD is combined with ``host``.
     """
 
     way: Way = "ddp"
@@ -68,16 +64,10 @@ class SyncSettings:
     powersgd_after: int = 100
 
     def __post_init__(self) -> None:
-        if self.way not in _WAYS:
-            raise UsageError(f"grad_sync is '{self.way}'; choose one of {', '.join(_WAYS)}")
-        if self.compression not in _COMPRESSIONS:
-            raise UsageError(f"grad_compression is '{self.compression}'; choose one of {', '.join(_COMPRESSIONS)}")
         if self.way == "host" and self.compression == "powersgd":
             raise UsageError(
                 "--grad_compression powersgd does not go with --grad_sync host: choose fp16 or bf16, or --grad_sync ddp"
             )
-        if self.powersgd_after < 2:
-            raise UsageError(f"powersgd_after is {self.powersgd_after}; give a whole number of at least 2")
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` are sent and summed."""
@@ -90,21 +80,23 @@ class GroupAveraging:
 
     Attributes:
         keeps_buckets: whether the memory of a bucket still holds the local gradients after backward.
+        between, crossed, waited_s: bytes given to collectives (None: unknown), bytes copied to the host and back, and
+            seconds from the start of the last bucket until the last average was on the device (None: not measured).
     """
 
     keeps_buckets = False
+    crossed, waited_s = 0, None
 
     def __init__(self, model: DistributedDataParallel, settings: SyncSettings) -> None:
         self._group, self._settings = model.process_group, settings
-        self._powersgd = (
-            PowerSGDState(self._group, start_powerSGD_iter=settings.powersgd_after)
-            if settings.compression == "powersgd"
-            else None
-        )
+        self.between: int | None = 0
+        self._powersgd: PowerSGDState | None = None
+        if settings.compression == "powersgd":
+            self._powersgd = PowerSGDState(self._group, start_powerSGD_iter=settings.powersgd_after)
+            self.between = None
         # PowerSGD waits for further collectives in callbacks of gloo's threads: with several buckets in progress, all
         # of gloo's threads would wait for one another.
         self._one_by_one = self._powersgd is not None and dist.get_backend(self._group) != "nccl"
-        self._bytes = 0
 
     def wire(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which gradients are summed; None if the result only approximates their average."""
@@ -122,7 +114,8 @@ class GroupAveraging:
             return average
         buffer = bucket.buffer()
         wire = self._settings.wire_dtype(buffer.dtype)
-        self._bytes += buffer.numel() * wire.itemsize
+        assert self.between is not None
+        self.between += buffer.numel() * wire.itemsize
         if wire == buffer.dtype:
             return default_hooks.allreduce_hook(self._group, bucket)
         hooks = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
@@ -140,42 +133,9 @@ class GroupAveraging:
         if self._powersgd is not None:
             self._powersgd.error_dict.pop(index, None)
 
-    def facts(self) -> dict[str, Any]:
-        """As `HostAveraging.facts`; None for unknown values."""
-        unknown = self._powersgd is not None
-        return {"bytes_between_ranks": None if unknown else self._bytes, "bytes_crossed": 0, "wait_seconds": None}
-
-
-@dataclass(kw_only=True, eq=False)
-class _Average:
-    """One bucket in progress: its gradients on the device, the dtype of the sum, the result so far."""
-
-    local: Tensor
-    name: str
-    number: int
-    wire: torch.dtype
-    pieces_left: int
-    begun: float
-    is_last: bool
-    landed: torch.futures.Future[Tensor]
-    result: Tensor | None = None
-
-
-@dataclass(kw_only=True, eq=False)
-class _Piece:
-    """Elements ``start`` to ``stop`` of a bucket."""
-
-    average: _Average
-    start: int
-    stop: int
-    name: str
-    fetched: Fetched
-    summed: Tensor | None = None
-    work: Any = None
-
 
 class HostAveraging:
-    """Averages on the host; see the module's description. The constructor is collective."""
+    """Averages on the host; see the module's description, and `GroupAveraging`. The constructor is collective."""
 
     keeps_buckets = True
 
@@ -183,12 +143,11 @@ class HostAveraging:
         self._mover, self._settings = mover, settings
         averages_group()  # created here, on every rank, not in the middle of a step
         self._fetcher: Fetcher | None = None
-        self._lanes: tuple[_Lane, ...] | None = None
-        self._stream: Any = None
+        self._worker: _Worker | None = None
         self._failures: dict[int, str] = {}
         self._error: BaseException | None = None
-        self._bytes = self._bytes_crossed = 0
-        self._wait_seconds = 0.0
+        self.between = self.crossed = 0
+        self.waited_s = 0.0
 
     def wire(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which gradients are summed."""
@@ -215,16 +174,6 @@ class HostAveraging:
     def forget(self, index: int) -> None:
         """Nothing is kept from one step to the next."""
 
-    def facts(self) -> dict[str, Any]:
-        """For the report, on this rank: ``bytes_between_ranks``: given to collectives; ``bytes_crossed``: copied to the
-        host and back; ``wait_seconds``: from the start of the last bucket until the last average was on the device.
-        """
-        return {
-            "bytes_between_ranks": self._bytes,
-            "bytes_crossed": self._bytes_crossed,
-            "wait_seconds": round(self._wait_seconds, 6),
-        }
-
     def begin(self, local: Tensor, *, name: str, number: int, is_last: bool) -> torch.futures.Future[Tensor]:
         """Begin to average gradients. Collective; all ranks call this for the same buckets in the same order.
 
@@ -232,93 +181,53 @@ class HostAveraging:
             Future of the average, of the dtype of ``local`` and on its device. After an error (see `failure` and
             `check`) its value is undefined, but the other ranks are not kept waiting.
         """
-        if self._lanes is None or self._fetcher is None:
-            self._fetcher = self._mover.another_fetcher()
-            self._stream = torch.cuda.Stream(device=local.device) if local.is_cuda else None
-            self._lanes = _Lane("gradients-average", local.device), _Lane("gradients-return", local.device)
-        step = self._fetcher.slot_bytes // _ALIGNMENT * _ALIGNMENT // local.element_size()
-        starts = range(0, local.numel(), step)
-        average = _Average(
-            local=local,
-            name=name,
-            number=number,
-            wire=self._settings.wire_dtype(local.dtype),
-            pieces_left=len(starts),
-            begun=time.perf_counter(),
-            is_last=is_last,
-            landed=torch.futures.Future(devices=[local.device] if local.is_cuda else None),
-        )
-        for start in starts:
-            stop = min(start + step, local.numel())
-            part = name if len(starts) == 1 else f"{name} from {start}"
-            fetched = self._fetcher.begin(local[start:stop], name=f"{part} to host", stage=STAGE)
-            piece = _Piece(average=average, start=start, stop=stop, name=part, fetched=fetched)
-            self._lanes[0].put(partial(self._average_piece, piece))
-        return average.landed
+        if self._fetcher is None or self._worker is None:
+            self._fetcher, self._worker = self._mover.another_fetcher(), _Worker(local.device)
+        landed: torch.futures.Future[Tensor] = torch.futures.Future(devices=[local.device] if local.is_cuda else None)
+        fetched = self._fetcher.begin(local, name=f"{name} to host", stage=STAGE)
+        begun = time.perf_counter() if is_last else None
+        self._worker.put(partial(self._average, local, fetched, name, number, begun, landed))
+        return landed
 
-    def _average_piece(self, piece: _Piece) -> None:
-        """In the first thread: verify what has arrived, and start its average."""
-        average = piece.average
+    def _average(
+        self,
+        local: Tensor,
+        fetched: Fetched,
+        name: str,
+        number: int,
+        begun: float | None,
+        landed: torch.futures.Future[Tensor],
+    ) -> None:
+        """In the thread: verify what has arrived, average it, and copy the average to the device."""
+        average = local
         try:
             try:
-                piece.fetched.settle()
+                fetched.settle()
             except CorruptionError as failure:
-                self._failures.setdefault(average.number, str(failure))
-            group = averages_group()
-            host = piece.fetched.host
-            piece.summed = (host if host.dtype == average.wire else host.to(average.wire)).div_(group.size())
-            self._bytes += piece.summed.nbytes
-            self._bytes_crossed += host.nbytes + piece.summed.nbytes
-            piece.work = dist.all_reduce(piece.summed, group=group, async_op=True)
+                self._failures[number] = str(failure)
+            group, host = averages_group(), fetched.host
+            summed = host.to(self._settings.wire_dtype(host.dtype)).div_(group.size())
+            self.between += summed.nbytes
+            self.crossed += host.nbytes + summed.nbytes
+            dist.all_reduce(summed, group=group)
+            if number not in self._failures and self._error is None:
+                average = self._mover.move(summed, name=f"{name} to device", stage=STAGE).to(local.dtype)
+        except CorruptionError:  # the mover has reported the incident
+            self._failures[number] = f"the average could not be copied back to {self._mover.device}"
         except BaseException as error:  # `check` raises it where it can end the run: this thread must continue
             self._error = self._error or error
-        assert self._lanes is not None
-        self._lanes[1].put(partial(self._return_piece, piece))
-
-    def _return_piece(self, piece: _Piece) -> None:
-        """In the second thread: wait for the average, and copy it to the device."""
-        average = piece.average
-        try:
-            if piece.work is not None:
-                piece.work.wait()
-            if self._error is None:
-                with self._own_stream():
-                    self._copy_back(piece)
-        except CorruptionError:  # the mover has reported the incident
-            text = f"the average could not be copied back to {self._mover.device}"
-            self._failures.setdefault(average.number, text)
-        except BaseException as error:  # as above
-            self._error = self._error or error
-        piece.fetched.release()
-        average.pieces_left -= 1
-        if not average.pieces_left:
-            if average.is_last:
-                self._wait_seconds += time.perf_counter() - average.begun
-            failed = average.number in self._failures or self._error is not None
-            with self._own_stream():
-                average.landed.set_result(average.local if average.result is None or failed else average.result)
-
-    def _copy_back(self, piece: _Piece) -> None:
-        average = piece.average
-        assert piece.summed is not None
-        moved = self._mover.move(piece.summed, name=f"{piece.name} to device", stage=STAGE).to(average.local.dtype)
-        if moved.numel() == average.local.numel():
-            average.result = moved
-            return
-        if average.result is None:
-            average.result = torch.empty_like(average.local)
-        average.result[piece.start : piece.stop] = moved
-
-    def _own_stream(self) -> Any:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        fetched.release()
+        if begun is not None:
+            self.waited_s += time.perf_counter() - begun
+        landed.set_result(average)
 
 
-class _Lane:
+class _Worker:
     """A thread that runs tasks in order. It ends with this object, and does not keep the interpreter alive."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._tasks, device), name=name, daemon=True)
+        thread = threading.Thread(target=_work, args=(self._tasks, device), name="gradients-average", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._tasks, thread)
 
@@ -334,8 +243,10 @@ def _end(tasks: SimpleQueue[Callable[[], None] | None], thread: threading.Thread
 
 
 def _work(tasks: SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:
-    if device.type == "cuda":
+    on_card = device.type == "cuda"
+    if on_card:
         torch.cuda.set_device(device)  # a new thread's device is card 0, where it would create a context
-    while (task := tasks.get()) is not None:
-        task()
-        del task  # it refers to gradients
+    with torch.cuda.stream(torch.cuda.Stream(device=device)) if on_card else nullcontext():
+        while (task := tasks.get()) is not None:
+            task()
+            del task  # it refers to gradients

