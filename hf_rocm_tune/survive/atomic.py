@@ -1,7 +1,7 @@
 """Directories and files that are written atomically.
 
 Everything is written beside its destination, on the same file system, under a name that says who is writing
-(``_staging.<final name>.<boot>-<pid>-<start>-<n>``), flushed to the device, and renamed into place. A killed
+(``_staging.<final name>.<pid>-<start>-<n>``), flushed to the device, and renamed into place. A killed
 process leaves only such a name behind; `clean_leftovers` tells from the name whether its writer is gone.
 
 The names begin with an underscore, not a dot, because transformers uploads ``output_dir`` to the Hub with the ignore
@@ -21,15 +21,16 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+
+from hf_rocm_tune.machine.process import is_alive, start_ticks
 
 _BEING_WRITTEN = "_staging"
 _BEING_REPLACED = "_replaced"
 _BEING_DELETED = "_deleted"
 _LEFTOVER = re.compile(
     rf"^(?P<kind>{_BEING_WRITTEN}|{_BEING_REPLACED}|{_BEING_DELETED})\.(?P<final>.+)"
-    r"\.(?P<boot>[0-9a-f]+)-(?P<pid>\d+)-(?P<start>\d+)-\d+$"
+    r"\.(?P<pid>\d+)-(?P<start>\d+)-\d+$"
 )
 _counter = itertools.count()
 
@@ -149,7 +150,7 @@ def clean_leftovers(parent: Path) -> list[str]:
     done = []
     for path in sorted(parent.iterdir()):
         match = _LEFTOVER.match(path.name)
-        if match is None or _alive(match["boot"], int(match["pid"]), match["start"]):
+        if match is None or is_alive(int(match["pid"]), int(match["start"])):
             continue
         final = parent / match["final"]
         if match["kind"] == _BEING_REPLACED and not final.exists():
@@ -181,35 +182,4 @@ def flush(path: Path) -> None:
 
 def _private_name(kind: str, final: Path) -> Path:
     pid = os.getpid()
-    return final.with_name(f"{kind}.{final.name}.{_boot()}-{pid}-{_start_of(pid)}-{next(_counter)}")
-
-
-@cache
-def _boot() -> str:
-    """The id of this boot, shortened: the same pid after a reboot is another process. "0" where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:12].strip()
-    except OSError:
-        return "0"
-
-
-def _start_of(pid: int) -> str:
-    """When a process began, in clock ticks since boot (field 22 of proc(5) stat): pids are used again. "0": unknown."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "0"
-    # The second field is the command in brackets and may hold spaces and brackets itself.
-    return stat.rpartition(")")[2].split()[19]
-
-
-def _alive(boot: str, pid: int, start: str) -> bool:
-    if boot != _boot():
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return _start_of(pid) == start
+    return final.with_name(f"{kind}.{final.name}.{pid}-{start_ticks(pid)}-{next(_counter)}")

@@ -91,7 +91,7 @@ with staged_directory(final) as staging:
 
 def test_leftovers_of_a_living_process_and_foreign_names_are_left_alone(tmp_path: Path) -> None:
     mine = create_staging(tmp_path / "checkpoint-3")
-    foreign = [tmp_path / name for name in ("_staging", "_staging.notes", ".staging.x.1-2-3-4", "_other.a.0-1-1-1")]
+    foreign = [tmp_path / name for name in ("_staging", "_staging.notes", ".staging.x.1-2-3", "_other.a.1-1-1")]
     for path in foreign:
         path.mkdir()
     assert clean_leftovers(tmp_path) == []
@@ -101,8 +101,8 @@ def test_leftovers_of_a_living_process_and_foreign_names_are_left_alone(tmp_path
 def test_a_reused_pid_does_not_protect_a_leftover(tmp_path: Path) -> None:
     mine = create_staging(tmp_path / "checkpoint-3")
     stem, _, token = mine.name.rpartition(".")
-    boot, pid, _, number = token.split("-")
-    other = mine.with_name(f"{stem}.{boot}-{pid}-12345-{number}")
+    pid, _, number = token.split("-")
+    other = mine.with_name(f"{stem}.{pid}-12345-{number}")
     mine.rename(other)
     assert len(clean_leftovers(tmp_path)) == 1 and not other.exists()
 

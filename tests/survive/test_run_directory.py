@@ -346,7 +346,7 @@ def test_a_plan_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
 def test_a_killed_save_is_cleaned_up_and_reported(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _begin(out, 1)
-    (out / "_staging.checkpoint-2.0123456789ab-999999-5-0").mkdir()
+    (out / "_staging.checkpoint-2.999999-5-0").mkdir()
     plan = _start(out)
     assert plan.checkpoint == out / "checkpoint-1" and "removed (left by a process that was killed)" in plan.notes[0]
     assert json.loads((out / "run.json").read_text())["run_id"] == plan.run_id
