@@ -85,8 +85,8 @@ SOURCES = {
 QV = {"rank": 32, "targets": ("q_proj", "v_proj"), "dropout": 0.05}
 ALL = {"rank": 8, "dropout": 0.05}
 MORE = {"rank": 16, "dropout": 0.1}
-XTX = {"rank": 32, "alpha": 64, "dropout": 0.05, "attention": "eager", "autocast": False, "optim": "adamw_torch"}
-TUNE = {"rank": 8, "alpha": 16, "targets": ("q_proj", "v_proj", "o_proj"), "packing": True, "checkpointing": True}
+XTX = {"rank": 32, "dropout": 0.05, "attention": "eager", "autocast": False, "optim": "adamw_torch"}
+TUNE = {"rank": 8, "targets": ("q_proj", "v_proj", "o_proj"), "packing": True, "checkpointing": True}
 #: Source, model, method, micro-batch, length, settings, published peak in GB and tokens a second.
 SETUPS: tuple[tuple[Any, ...], ...] = (
     ("xtx", "Qwen2.5-3B", "lora", 2, 256, XTX, 12.47, 1492.6),

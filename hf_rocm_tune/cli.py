@@ -246,11 +246,10 @@ def push(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """plots of a run, and its verification and incidents as one HTML page"""
-    from hf_rocm_tune.machine.sources import link_of
+    """a run, or several side by side, as one HTML page: curves, verification, incidents"""
     from hf_rocm_tune.publish.page import main as run_report
 
-    return run_report(argv, link_of=link_of)
+    return run_report(argv)
 
 
 def merge(argv: Sequence[str]) -> int:

@@ -148,11 +148,11 @@ def items(content: Any, *path: str) -> list[Any]:
 
 
 def plain(value: Any, *, depth: int = 4) -> str:
-    """One value in a line: numbers to six digits, lists and objects written out to a depth."""
+    """One value in a line: numbers to four digits, lists and objects written out to a depth."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:.4g}"
     if isinstance(value, list | tuple | dict) and not depth:
         return "..."
     if isinstance(value, list | tuple):
@@ -182,8 +182,8 @@ def duration(seconds: float) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A number to five digits; empty for None."""
-    return "" if value is None else f"{value:,.5g}"
+    """A number to four digits, whole ones in full; empty for None."""
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def figures(rows: Iterable[Row]) -> list[tuple[str, str]]:
@@ -196,7 +196,8 @@ def figures(rows: Iterable[Row]) -> list[tuple[str, str]]:
         ("training loss, last", figure(last(rows, "loss"))),
         ("evaluation loss, last", figure(last(rows, "eval_loss"))),
         ("evaluation loss, best", figure(best)),
-        ("evaluation, mean token accuracy", figure(last(rows, "eval_mean_token_accuracy"))),
+        ("token accuracy, last", figure(last(rows, "mean_token_accuracy"))),
+        ("evaluation, token accuracy", figure(last(rows, "eval_mean_token_accuracy"))),
         ("epochs", figure(last(rows, "epoch"))),
         ("tokens", f"{tokens:,.0f}" if (tokens := last(rows, "num_tokens")) is not None else ""),
         ("tokens a second, median", figure(speeds[len(speeds) // 2] if speeds else None)),
@@ -420,8 +421,8 @@ _CHECKS = {
 class Verdict:
     """The verdict on a run.
 
-    "good": finished, all of it verified, no corruption was used; "note": good with remarks; "bad": the result contains
-    corruption or differs from what was written; "unknown": no evidence.
+    "good": finished, all of it verified, nothing was wrong; "note": corruption that was recovered, or other remarks;
+    "bad": the result contains corruption or differs from what was written; "unknown": no evidence.
     """
 
     level: Literal["good", "note", "bad", "unknown"]
@@ -464,7 +465,7 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
         return verdict("unknown", "Transfers were not verified in this run.")
     times = "once" if mismatches == 1 else f"{mismatches:,} times"
     found = f". Corruption was found {times} and recovered before it was used."
-    complete = finished and share >= 100 and text(report, "verify") == "full"
+    complete = finished and share >= 100 and text(report, "verify") == "full" and not mismatches
     end = found if mismatches else ", and none of them was wrong."
     return verdict("good" if complete else "note", f"{share:g} % of the bytes on the device were verified{end}")
 

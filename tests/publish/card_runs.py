@@ -96,6 +96,7 @@ def rows(count: int = 6) -> list[dict[str, Any]]:
         {"step": step, "epoch": step / count, "loss": 3.0 / step, "learning_rate": 1e-4, "num_tokens": 100.0 * step}
         for step in range(1, count + 1)
     ]
+    logged += [{"step": count, "samples": [{"prompt": "What is a sum?", "text": "A number."}]}]
     return [*logged, {"step": count, "eval_loss": 0.75}, {"step": count, "train_runtime": 90.0, "train_loss": 1.0}]
 
 

@@ -346,7 +346,7 @@ WRONG = stage(mismatches=2, recovered=1)
     ("changed", "level", "words"),
     [
         ({}, "good", "100 % of the bytes on the device were verified, and none of them was wrong."),
-        ({"batches": stage(mismatches=1, recovered=1)}, "good", "Corruption was found once and recovered"),
+        ({"batches": stage(mismatches=1, recovered=1)}, "note", "Corruption was found once and recovered"),
         ({"batches": WRONG}, "bad", "could not be recovered: batches: 1 of 2 mismatches"),
         ({"gradients": WRONG}, "bad", "gradients: 1 of 2"),
         ({"incidents": [incident(outcome="stopped")]}, "bad", "batches input_ids at step 2"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import struct
 import sys
 import time
@@ -27,6 +26,8 @@ from hf_rocm_tune.publish.page import loss_panel, panels, write_png
 from hf_rocm_tune.survive import manifest
 from tests.publish.card_runs import RUN_ID, incident, report, rows, stage, write_run
 
+DATA = {"split": "train", "rows": 300, "tokens": 41230, "median": 132, "p95": 201, "longest": 412, "cut": 12}
+DATA |= {"lost": 903, "dropped": 2, "trained": 20100, "kept": 40327}
 HOSTILE = "\"><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>'&amp;\x00\x1b[31m\ud800"
 
 
@@ -57,6 +58,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         findings=[finding, {**finding, "status": "ok", "title": "All is well"}],
         telemetry=[telemetry],
         fault_injection={"kind": "zero", "injected": 1},
+        data=[DATA],
     )
     (directory / "survival.jsonl").write_text(
         json.dumps({"run_id": RUN_ID, "time": "2026-01-01T00:00:00+00:00", "event": "start"})
@@ -65,13 +67,19 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     code, out, err = run(capsys, "report", directory)
     assert code == 0
-    names = ["loss", "learning_rate"]
-    written = [directory / "report.html", *(directory / "report_plots" / f"{name}.png" for name in names)]
-    assert out.splitlines() == [str(file) for file in written]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written[1:])
-    seen = check_harmless(written[0].read_text(encoding="utf-8"))
-    assert len([name for name, _ in seen.tags if name == "img"]) == len(names)
+    assert out.splitlines() == [str(directory / "report.html")]
+    seen = check_harmless((directory / "report.html").read_text(encoding="utf-8"))
+    drawn = [dict(each)["aria-label"] for name, each in seen.tags if name == "svg"]
+    assert drawn == [
+        "Loss (loss) from step 1 to 6; newest: training 0.5, evaluation 0.75",
+        "Learning rate (learning rate) from step 1 to 6; newest: learning rate 0.0001",
+    ]
     for words in (
+        "base on rows",
+        "Verified, with remarks",
+        "step 4: training 0.75",
+        "What is a sum? step 6 A number.",
+        "train 300 41,230 132 201 412 12 903 2 49.8 %",
         "100 % of the bytes on the device were verified. Corruption was found once and recovered",
         "Faults were injected on request: kind=zero, injected=1.",
         "1,024 bytes from byte 64",
@@ -91,9 +99,21 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert words in seen.words, words
     assert "never" not in seen.words  # another run's journal
     assert link_of("ROCm/ROCm#6603") in [dict(a).get("href") for n, a in seen.tags if n == "a"]
-    assert [dict(a).get("open") for n, a in seen.tags if n == "details"][:2] == ["", None]
+    assert [dict(a).get("open") for n, a in seen.tags if n == "details"][1:3] == ["", None]
     assert err.startswith("hf-rocm-tune: ") and "recovered before it was used" in err
-    assert manifest.inspect(directory).problems == []
+
+
+def test_runs_side_by_side_show_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    record = json.loads((runs[1] / "run.json").read_text())
+    record["settings"]["learning_rate"] = 1e-4
+    (runs[1] / "run.json").write_text(json.dumps(record))
+    code, out, err = run(capsys, "report", *runs, "--out", tmp_path / "both.html")
+    assert (code, out) == (0, f"{tmp_path / 'both.html'}\n") and "two: good: 100 %" in err
+    seen = check_harmless((tmp_path / "both.html").read_text())
+    for words in ("one and two", "Settings that differ one two learning_rate 0.0002 0.0001", "one, evaluation 0.75"):
+        assert words in seen.words, words
+    assert "lora_r" not in seen.words
 
 
 def test_the_page_goes_where_it_is_told_and_the_run_stays_as_it_is(
@@ -103,7 +123,7 @@ def test_the_page_goes_where_it_is_told_and_the_run_stays_as_it_is(
     before = {path: path.read_bytes() for path in directory.iterdir()}
     assert run(capsys, "report", directory, "--out", tmp_path / "a page.htm")[0] == 0
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a page.htm", "a page_plots", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a page.htm", "run"]
 
 
 def test_no_path_user_or_secret_gets_onto_the_page(
@@ -158,7 +178,7 @@ def spoiled(value: Any) -> Any:
     return value
 
 
-def test_hostile_strings_everywhere_stay_text(tmp_path: Path) -> None:
+def test_hostile_strings_everywhere_stay_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_run(tmp_path / "run", incidents=[incident()], findings=[{"title": "x", "read": ["x"]}])
     files = collect(directory)
     worst = RunFiles(
@@ -174,7 +194,9 @@ def test_hostile_strings_everywhere_stay_text(tmp_path: Path) -> None:
         missing=[HOSTILE],
     )
     for link in (link_of, lambda _: "javascript:alert(1)", lambda _: 'https://x.example/"><script>'):
-        check_harmless(page_of(worst, link=link))
+        monkeypatch.setattr(page, "link_of", link)
+        check_harmless(page_of(worst))
+        check_harmless(page.build({HOSTILE: worst, "two": worst}))
 
 
 JSON = st.recursive(
@@ -202,7 +224,7 @@ def test_a_report_of_any_form_gives_a_page(data: st.DataObject) -> None:
         trained=data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
         inspection=manifest.Inspection(problems=[], unlisted=[], manifest=None),
     )
-    check_harmless(page.build(files, [], title="a run"))
+    check_harmless(page_of(files))
 
 
 # ---- nonsense -----------------------------------------------------------------------------------------------
@@ -239,22 +261,8 @@ def test_nonsense_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_half_written_page_never_takes_the_place_of_a_whole_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = write_run(tmp_path / "run")
-    assert run(capsys, "report", directory)[0] == 0
-    whole = (directory / "report.html").read_bytes()
-    shutil.rmtree(directory / "report_plots")
-    (directory / "report_plots").touch()  # the pictures cannot be written
-    assert run(capsys, "report", directory)[0] == 2
-    assert (directory / "report.html").read_bytes() == whole
-
-
-@pytest.mark.parametrize("name", ["report.html", "report_plots/loss.png"])
-def test_a_file_of_the_users_is_not_replaced(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_run(tmp_path / "run") / name
-    file.parent.mkdir(exist_ok=True)
+def test_a_file_of_the_users_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path / "run") / "report.html"
     file.write_text("mine")
     code, _, err = run(capsys, "report", tmp_path / "run")
     assert code == 2 and f"{file} exists and is not of an earlier" in err and len(err.splitlines()) == 1
@@ -365,7 +373,7 @@ def check_harmless(content: str) -> Seen:
     assert {name for name, _ in seen.tags}.isdisjoint({"script", "iframe", "object", "embed", "link", "form"})
     for name, attributes in seen.tags:
         assert not [key for key in attributes if key.startswith("on")]
-        assert "srcset" not in attributes and (attributes.get("src") or "data:image/png;").startswith("data:image/png;")
+        assert "srcset" not in attributes and not attributes.get("src")
         address = attributes.get("href")
         if name == "a":
             assert address is not None and re.match(r"https?://", address)
@@ -378,9 +386,9 @@ def check_harmless(content: str) -> Seen:
     return seen
 
 
-def page_of(files: RunFiles, *, link: Callable[[str], str] = link_of) -> str:
+def page_of(files: RunFiles) -> str:
     """The page without the command around it."""
-    return page.build(files, panels(files.rows, files.report), title="a run", link_of=link)
+    return page.build({"a run": files})
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -402,6 +410,7 @@ def training(count: int = 20) -> list[dict[str, Any]]:
             "step": step,
             "loss": 2.0 / step,
             "grad_norm": 1.0,
+            "mean_token_accuracy": 0.5,
             "learning_rate": 1e-4 / step,
             "speed/tokens_per_second": 1000.0 + step,
             "speed/seconds_per_step": 2.0,
@@ -416,12 +425,16 @@ def training(count: int = 20) -> list[dict[str, Any]]:
 
 
 def test_every_metric_has_its_panel_and_what_was_not_logged_has_none() -> None:
-    everything = ["loss", "learning_rate", "gradient_norm", "tokens_per_second", "step_time"]
-    everything += ["memory", "temperature", "power"]
-    assert [panel.name for panel in panels(training())] == everything
-    assert [panel.name for panel in panels([{"step": 1, "loss": 1.0}])] == ["loss"]
-    assert panels([]) == []
-    assert panels([{"step": 1, "loss": NAN, "grad_norm": "high", "learning_rate": None}]) == []
+    everything = ["Loss", "Token accuracy", "Learning rate", "Gradient norm", "Throughput", "Time of a step"]
+    everything += ["Memory of the card", "Temperature", "Power of the card"]
+
+    def titles(rows: list[dict[str, Any]]) -> list[str]:
+        return [panel.title for panel in panels({"run": rows}, {})]
+
+    assert titles(training()) == everything
+    assert titles([{"step": 1, "loss": 1.0}]) == ["Loss"]
+    assert titles([]) == []
+    assert titles([{"step": 1, "loss": NAN, "grad_norm": "high", "learning_rate": None}]) == []
 
 
 def test_series_keeps_steps_in_order_the_newest_value_and_gaps() -> None:
