@@ -112,8 +112,8 @@ def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:
     share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
     return (
         f"model {trainer.model.config._name_or_path}: {method(trainer)}, {trainable:,} of {total:,} parameters "
-        f"({100 * trainable / max(total, 1):.3g} %) trained; loaded in {facts.load_seconds:.1f} s, {share:.4g} % of "
-        "the bytes on the device verified"
+        f"({100 * trainable / max(total, 1):.3g} %) trained; loaded in {facts.load_seconds or 0:.1f} s, {share:.4g} % "
+        "of the bytes on the device verified"
     )
 
 
@@ -201,6 +201,7 @@ class Cards:
     columns: tuple[str, ...]
     trainer: VerifiedTransferMixin
     facts: report.RunFacts
+    content: Mapping[str, Any] = field(default_factory=dict)  # of the final report
     _reported: set[str] = field(default_factory=set)
 
     def write_card(self, directory: Path) -> None:
@@ -223,11 +224,13 @@ class Cards:
         except OSError as also:
             error.add_note(f"{LOG_NAME} could not be written either: {also}")
 
-    def finish(self, content: Mapping[str, Any]) -> list[str]:
-        """Write log, picture and card of the finished run."""
+    def write_result(self, directory: Path) -> list[str]:
+        """Write report, log, picture and card of the finished run; returns their names. Collective."""
+        content = self.content = report.build(self.trainer, self.facts, gather=True)
         if not self.trainer.is_world_process_zero():
             return []
-        written = []
+        report.write(content, directory)
+        written = [report.FILE_NAME]
         with self._failures_reported(LOG_NAME):
             written.append(self._write_log().name)
         self.trainer.beat("save")  # the first picture takes seconds on a busy machine

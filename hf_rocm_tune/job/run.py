@@ -106,6 +106,10 @@ class Job:
         if self.cards is not None:
             self.cards.write_card(directory)
 
+    def write_result(self, directory: Path) -> list[str]:
+        """Write what belongs to the result besides the model; returns the names of the files. Collective."""
+        return [] if self.cards is None else self.cards.write_result(directory)
+
 
 def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     """Runs one job."""
@@ -257,7 +261,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     )
     try:
         with trainer.stop_requests.installed():  # so that Ctrl-C does not interrupt the final save
-            _train(job, trainer, facts, cards)
+            _train(job, trainer, cards)
             if not job.arguments.training.push_to_hub:
                 exits.complete()
     except BaseException as error:
@@ -285,7 +289,7 @@ def _plan(
     )
 
 
-def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, cards: announce.Cards) -> None:
+def _train(job: Job, trainer: VerifiedTransferMixin, cards: announce.Cards) -> None:
     training = job.arguments.training
     trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
     if not trainer.state.global_step:
@@ -293,12 +297,8 @@ def _train(job: Job, trainer: VerifiedTransferMixin, facts: report.RunFacts, car
             "nothing was trained: no batch could be made; give more rows, a larger --max_length or smaller batches"
         )
     trainer.save_model(training.output_dir)
-    content = report.build(trainer, facts, gather=True)
-    if trainer.is_world_process_zero():
-        report.write(content, Path(training.output_dir))
-    trainer.seal_output(also=[report.FILE_NAME, *cards.finish(content)])
     what = "adapter" if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config") else "model"
-    announce.say(f"{what} and report are in {training.output_dir}", report.closing_line(content))
+    announce.say(f"{what} and report are in {training.output_dir}", report.closing_line(cards.content))
     if training.push_to_hub:
         trainer.beat("publish")  # everything is on disk and verified before the push
     trainer.end()
@@ -472,6 +472,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             skip_steps=job.plan.record.skipped_steps,
             publisher=job.publisher,
             card_writer=job.write_card,
+            result_writer=job.write_result,
             telemetry=job.telemetry,
             listener=job.guard.beat,
             plain_lora=tune.rewrites_base,

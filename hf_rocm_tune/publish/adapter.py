@@ -104,7 +104,8 @@ class Adapter:
         """Name, method and whether its files are attested, in one phrase."""
         if (found := self.written) is None:
             return f"adapter {self.name} ({self.method}), not attested: it has no integrity.json"
-        return f"adapter {self.name} ({self.method}), equal to its manifest (run id {found.run_id}, step {found.step})"
+        run = f"run id {found.run_id}, " if found.run_id else ""  # a user's own script may give none
+        return f"adapter {self.name} ({self.method}), equal to its manifest ({run}step {found.step})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -337,17 +337,24 @@ class Checkpoints:
 
     # ---- the result -----------------------------------------------------------------------------------------
 
-    def save_model(self, output_dir: str | None, *, for_push: bool) -> None:
-        """See the trainer's; for a push, a sealed directory that holds the live tensors is not written again."""
+    def save_model(self, directory: Path, *, for_push: bool) -> bool:
+        """See the trainer's; for a push, a sealed directory that holds the live tensors is not written again.
+
+        Returns whether a result was written, which has to be sealed; False for a part of a checkpoint.
+        """
         if self._stage is not None:
-            self._stage.attempt(self._trainer.write_model, output_dir)
-            return
-        destination = Path(output_dir or self._trainer.args.output_dir)
-        if not (for_push and self._is_sealed(destination)):
-            self._save_result(destination)
+            self._stage.attempt(self._trainer.write_model, str(directory))
+            return False
+        if for_push and self._is_sealed(directory):
+            return False
+        self._save_result(directory)
+        return True
 
     def seal(self, directory: Path, also: Iterable[str]) -> None:
-        """See the trainer's `seal_output`; files that have changed since `save_model` verified them are saved again."""
+        """Write the manifest over the files of the last `save_model` and ``also``: the run is finished.
+
+        Files that have changed since they were verified are saved again.
+        """
         trainer, entries = self._trainer, {}
         if trainer.is_world_process_zero():
             entries = {name: manifest.entry_of(directory / name) for name in also}
@@ -445,9 +452,7 @@ class Checkpoints:
         """Save and seal the result if that has not been done, and have the publisher upload it. Collective."""
         trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
         self._require_publisher()
-        if not self._is_sealed(output_dir):
-            trainer.save_model(_internal_call=True)
-            self.seal(output_dir, ())
+        trainer.save_model(_internal_call=True)
         if self._publisher is None or not trainer.is_world_process_zero():
             return None
         trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)

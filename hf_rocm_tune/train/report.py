@@ -39,7 +39,7 @@ class RunFacts:
     """What the report contains besides the counters."""
 
     run_id: str
-    load_seconds: float  # from the first byte of the model's weights until all are verified
+    load_seconds: float | None = None  # until all weights are verified; None: not loaded here
     attested_files: int = 0  # model files whose content has its recorded SHA-256
     not_attested: tuple[str, ...] = ()  # names of model files without a recorded SHA-256
     findings: tuple[dict[str, Any], ...] = ()  # of the doctor and the environment policy, on one rank per machine
@@ -83,7 +83,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
         "grad_sync": described["grad_sync"],
         "weights": {
             **counters["weights"],
-            "load_seconds": round(facts.load_seconds, 4),
+            "load_seconds": None if facts.load_seconds is None else round(facts.load_seconds, 4),
             "attested_files": facts.attested_files,
             "not_attested": list(facts.not_attested),
         },
@@ -107,6 +107,14 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
     target = output_dir / FILE_NAME
     write_text_atomic(target, json.dumps(redact_json(report), indent=2, sort_keys=False) + "\n")
     return target
+
+
+def write_report(trainer: VerifiedTransferMixin, directory: Path) -> list[str]:
+    """Write the report of a result that a user's own script saves; returns its name. Collective."""
+    content = build(trainer, RunFacts(run_id=trainer.run_id), gather=True)
+    if trainer.is_world_process_zero():
+        write(content, directory)
+    return [FILE_NAME]
 
 
 def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseException) -> None:

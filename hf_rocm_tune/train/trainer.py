@@ -72,6 +72,7 @@ from hf_rocm_tune.train.refusals import (
     own_arguments,
     with_offloads,
 )
+from hf_rocm_tune.train.report import write_report
 from hf_rocm_tune.train.sentinels import SentinelCallback, has_writer, is_foreign
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry
 from hf_rocm_tune.transfer import (
@@ -124,6 +125,8 @@ class VerifiedTransferMixin(_Base):
         publisher: uploads, on the first rank; required for ``push_to_hub``.
         card_writer: writes ``README.md`` into each saved directory, on rank 0, after its tensors were compared and
             before its manifest is written; None: upstream's cards.
+        result_writer: writes what else belongs to a result that is being saved, on all ranks, and returns the names of
+            its files; None: ``transfer_report.json``.
         telemetry: of this process's card, for the logs.
         listener: receives each heartbeat, in addition to the supervisor.
         plain_lora: save the result of an adapter that was initialised from the weights (PiSSA, OLoRA) as plain LoRA
@@ -163,6 +166,7 @@ class VerifiedTransferMixin(_Base):
         skip_steps: Collection[int] = (),
         publisher: Uploader | None = None,
         card_writer: Callable[[Path], None] | None = None,
+        result_writer: Callable[[Path], Iterable[str]] | None = None,
         telemetry: Telemetry | None = None,
         listener: PulseListener | None = None,
         plain_lora: bool = False,
@@ -185,6 +189,7 @@ class VerifiedTransferMixin(_Base):
             loss.install()
             self._loss_way = loss.one_pass_loss
         self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer
+        self._result_writer = result_writer or partial(write_report, self)
         self._consent_unverified, self._on_oom = consent_unverified, on_oom
         self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
         self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
@@ -547,12 +552,16 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model, tokenizer and arguments: written to a staging directory, compared with the live tensors, renamed.
+        """Save model, tokenizer, arguments and report: written to a staging directory, compared with the live tensors,
+        renamed, and listed in ``integrity.json``, which marks the run as finished. Collective.
 
-        A manifest that marks ``output_dir`` as finished is removed first; `seal_output` writes the new one. Nothing is
-        pushed here, because files without a manifest are not published: see `push_to_hub`.
+        Raises:
+            CorruptionError: the files do not hold the live tensors, or keep changing.
+            UsageError: the disk is full; the directory does not look finished then.
         """
-        self._checkpoints.save_model(output_dir, for_push=_internal_call)
+        directory = Path(output_dir or self.args.output_dir)
+        if self._checkpoints.save_model(directory, for_push=_internal_call):
+            self._checkpoints.seal(directory, self._result_writer(directory))
 
     @override
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -585,15 +594,6 @@ class VerifiedTransferMixin(_Base):
         for model in self._references:
             found += coverage(model, self.mover)
         return with_offloads(found, self.args, deepspeed=self.is_deepspeed_enabled)
-
-    def seal_output(self, output_dir: str | None = None, *, also: Iterable[str] = ()) -> None:
-        """Write the final ``integrity.json`` over the files of the last `save_model` and ``also``: the run is finished.
-
-        Raises:
-            OSError: a named file does not exist, or the disk is full; then the directory does not look finished.
-            CorruptionError: files of the result keep changing.
-        """
-        self._checkpoints.seal(Path(output_dir or self.args.output_dir), also)
 
     def beat(self, phase: Phase) -> None:
         """Send one heartbeat to the watchdog, and to the supervisor if there is one."""

@@ -122,7 +122,7 @@ def test_a_push_is_of_a_sealed_result_and_needs_a_publisher(saver: Make, tmp_pat
     trainer.args.push_to_hub = True
     trainer.train()
     trainer.save_model()
-    assert recorder.results == [], "a save alone publishes nothing: its files have no manifest yet"
+    assert recorder.results == [], "a save alone publishes nothing"
     trainer.push_to_hub()
     sealed = (tmp_path / "out" / manifest.MANIFEST_NAME).read_bytes()
     trainer.push_to_hub(commit_message="again")
@@ -143,10 +143,13 @@ def test_result_is_sealed_last_and_a_failed_save_does_not_look_finished(
     trainer = saver(max_steps=1)
     trainer.train()
     out = tmp_path / "out"
-    trainer.save_model()
+    with monkeypatch.context() as broken:
+        broken.setattr(json, "dumps", lambda *_, **__: (_ for _ in ()).throw(OSError("no report")))
+        with pytest.raises(OSError, match="no report"):
+            trainer.save_model()
     assert not (out / manifest.MANIFEST_NAME).exists(), "finished before the report was written"
-    (out / "transfer_report.json").write_text("{}")
-    trainer.seal_output(also=["transfer_report.json"])
+    trainer.save_model()
+    assert json.loads((out / "transfer_report.json").read_text())["coverage"]["unverified"] == []
     sealed = manifest.read(out)
     assert isinstance(sealed, Manifest) and sealed.status == "final" and manifest.verify(out) == []
     wanted = {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json", "transfer_report.json"}

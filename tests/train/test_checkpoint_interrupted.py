@@ -149,7 +149,6 @@ def _save_with_full_disks(rank: int, model_path: Path, tmp_path: Path) -> None:
     trainer = VerifiedPlain(model=model, args=args, train_dataset=rows, eval_dataset=rows, run_id="run-2")
     trainer.train()
     trainer.save_model()
-    trainer.seal_output()
 
 
 def _full_disk(owner: type, name: str, when: Callable[[Any], bool]) -> None:
