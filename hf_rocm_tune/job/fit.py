@@ -37,7 +37,7 @@ from hf_rocm_tune.plan import (
     split_plan,
 )
 from hf_rocm_tune.settings.arguments import Arguments
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, triton_refusal
 
 if TYPE_CHECKING:
     from hf_rocm_tune.models.factory import ModelSource
@@ -195,6 +195,7 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int) -> tuple[Choice,
         effective_batch=wanted.effective_batch,
         micro_batch=wanted.micro_batch,
         checkpointing=wanted.checkpointing,
+        triton=not triton_refusal(arguments.training.device),
         one_pass_loss=arguments.one_pass_loss,
         evaluates=evaluates,
         eval_batch=arguments.training.per_device_eval_batch_size if given else None,
@@ -351,6 +352,7 @@ def _planned_counts(
     try:
         request = replace(
             from_training(arguments.resolved(), platform=_platform(devices[0])),
+            triton=not triton_refusal(devices[0]),
             micro_batch=arguments.training.per_device_train_batch_size,
             checkpointing=bool(arguments.training.activation_checkpointing),
         )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError
+from hf_rocm_tune.machine.toolchain import missing_for_triton
 from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, CardMemory, Case, Estimate, host
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
@@ -51,9 +52,10 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
     fields = {name: value for name, value in vars(wanted).items() if name in PlanRequest.__dataclass_fields__}
     fields |= {"targets": as_targets(wanted.targets), "modules_to_save": tuple(wanted.modules_to_save)}
     fields["methods"] = wanted.method and (wanted.method,)
+    card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
+    fields["triton"] = card.desktop_source != "read" or not missing_for_triton()  # read: from a card that is here
     request = PlanRequest(**{name: value for name, value in fields.items() if value is not None})
     prepare()
-    card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
     with quiet():
         if wanted.largest:
             table = {"schema": 2, "length": request.length, "card": card.name, "largest": _largest(request, card)}

@@ -156,8 +156,8 @@ class Recordings:
         from hf_rocm_tune.plan import recorder
 
         asked = self.request
-        how: dict[str, Any] = {"platform": asked.platform, "autocast": asked.autocast, "one_pass": asked.one_pass_loss}
-        return recorder.record(sample, case, batch, length, **how)
+        how: dict[str, Any] = {"platform": asked.platform, "autocast": asked.autocast, "triton": asked.triton}
+        return recorder.record(sample, case, batch, length, one_pass=asked.one_pass_loss, **how)
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -290,6 +290,8 @@ def plan_for(
         if limit is not None and request.length > limit:
             raise UsageError(f"{first}; it was made for {limit} tokens, and {request.length} are more") from first
         raise first
+    if not request.triton and request.platform != "cpu":
+        notes.append("planned without Triton's kernels, which do not run here: see `hf-rocm-tune doctor`")
     notes += [f"{name}: {why}" for name, why in refused.items()]
     notes += dict.fromkeys(note for each in recordings.values() for note in each.sample.notes)
     return Plan(

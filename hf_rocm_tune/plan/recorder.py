@@ -49,6 +49,7 @@ def record(
     *,
     platform: str = "hip",
     autocast: bool = True,
+    triton: bool = True,
     one_pass: bool = False,
 ) -> Tape:
     """Records one training step of a sample.
@@ -60,6 +61,7 @@ def record(
         batch, length: rows, and tokens of each.
         platform: ``hip``, ``cuda`` or ``cpu``: the device whose kernels are recorded.
         autocast: mixed precision in bfloat16.
+        triton: whether Triton's kernels run on the device.
         one_pass: the gradient of the loss is computed in forward (`models.loss`).
 
     Raises:
@@ -77,8 +79,9 @@ def record(
     try:
         with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
             warnings.simplefilter("ignore")
-            head = partial(FusedHead.apply, recorder, platform == "cpu", one_pass)
-            forward = partial(_forward, sample, (batch, length), case.packing, head, cpu=platform == "cpu")
+            kernels = "cpu" if platform == "cpu" else "triton" if triton else "plain"
+            head = partial(FusedHead.apply, recorder, kernels, one_pass)
+            forward = partial(_forward, sample, (batch, length), case.packing, head, compact=kernels == "triton")
             loss = other = None
             if not case.evaluation:
                 with mode:
@@ -112,7 +115,9 @@ def record(
             parameter.grad = None
 
 
-def _forward(sample: Sample, shape: tuple[int, int], packed: bool, head: Callable[..., Tensor], *, cpu: bool) -> Tensor:
+def _forward(
+    sample: Sample, shape: tuple[int, int], packed: bool, head: Callable[..., Tensor], *, compact: bool
+) -> Tensor:
     ids, labels, second = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
     extra: dict[str, Any] = {"position_ids" if packed else "attention_mask": second}
     config = sample.config
@@ -122,7 +127,7 @@ def _forward(sample: Sample, shape: tuple[int, int], packed: bool, head: Callabl
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
     projection = sample.base.get_output_embeddings()
     project = partial(head, projection.weight, getattr(projection, "bias", None))
-    loss = _loss_of(outputs.last_hidden_state, labels, project, cpu=cpu)
+    loss = _loss_of(outputs.last_hidden_state, labels, project, compact=compact)
     if balanced and outputs.router_logits:  # the auxiliary loss of experts, by the function that TRL calls
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -631,6 +636,8 @@ def _is_low(value: Any) -> bool:
 # ---- the head and the loss -------------------------------------------------------------------------------------------
 
 TILE_TOKENS = 4096
+PLAIN_TOKENS = 1024
+"""On a card without Triton, see `models.loss.fit_to`."""
 TILE_WIDTH = 32768
 IGNORED = -100
 _STATISTICS = 7  # float32 values a token: running maximum, sums, the target's logit
@@ -645,13 +652,16 @@ class FusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorder: Recorder, cpu: bool, one_pass: bool, weight: Tensor, bias: Tensor | None, hidden: Tensor
+        ctx: Any, recorder: Recorder, kernels: str, one_pass: bool, weight: Tensor, bias: Tensor | None, hidden: Tensor
     ) -> Tensor:
-        """``hidden`` (N, H), ``weight`` (V, H), ``bias`` (V) or None; returns (N,) in float32."""
-        ctx.recorder, ctx.cpu = recorder, cpu
+        """``hidden`` (N, H), ``weight`` (V, H), ``bias`` (V) or None; returns (N,) in float32.
+
+        ``kernels``: ``triton``, or those of torch on a card (``plain``) or on the ``cpu``.
+        """
+        ctx.recorder, ctx.kernels = recorder, kernels
         tokens = hidden.shape[0]
         trained = any(each is not None and each.requires_grad for each in (weight, bias))
-        ctx.one_pass = one_pass and not trained and weight.dtype == _computed_in(hidden, cpu) != torch.float16
+        ctx.one_pass = one_pass and not trained and weight.dtype == _computed_in(hidden, kernels) != torch.float16
         statistics = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(_STATISTICS)]
         if ctx.one_pass:
             ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.float32))
@@ -682,32 +692,33 @@ class FusedHead(torch.autograd.Function):
         return (*[None] * 3, *cast)
 
 
-def _computed_in(hidden: Tensor, cpu: bool) -> torch.dtype:
-    return torch.bfloat16 if torch.is_autocast_enabled(autocast_device("cpu" if cpu else "hip")) else hidden.dtype
+def _computed_in(hidden: Tensor, kernels: str) -> torch.dtype:
+    return torch.bfloat16 if torch.is_autocast_enabled(autocast_device(kernels)) else hidden.dtype
 
 
 def _project(ctx: Any, hidden: Tensor, weight: Tensor, *, products: int, copies: int, width: int = TILE_WIDTH) -> None:
     """The tiles of logits, one at a time, ``width`` words wide, and their products."""
-    (tokens, inner), vocabulary, dtype = hidden.shape, weight.shape[0], _computed_in(hidden, ctx.cpu)
-    rows, columns = max(1, min(tokens, TILE_TOKENS) * TILE_WIDTH // max(width, TILE_WIDTH)), min(vocabulary, width)
+    (tokens, inner), vocabulary, dtype = hidden.shape, weight.shape[0], _computed_in(hidden, ctx.kernels)
+    most = min(tokens, PLAIN_TOKENS if ctx.kernels == "plain" else TILE_TOKENS)
+    rows, columns = max(1, most * TILE_WIDTH // max(width, TILE_WIDTH)), min(vocabulary, width)
     tiles = [hidden.new_empty((rows, width), dtype=dtype)]
     casts = [piece.to(dtype) for piece in (hidden[:rows], weight[:columns])]
-    if ctx.cpu:
+    if ctx.kernels != "triton":
         tiles += [hidden.new_empty((rows, columns), dtype=torch.float32) for _ in range(copies)]
         tiles.append(hidden.new_empty((rows, columns), dtype=torch.bool))
     ctx.recorder.count_products(products, tokens, inner, vocabulary, -(-tokens // rows) * -(-vocabulary // width))
     del casts, tiles
 
 
-def _loss_of(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], *, cpu: bool) -> Tensor:
+def _loss_of(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], *, compact: bool) -> Tensor:
     """The loss of a batch from the last hidden states (B, S, H) and int64 labels (B, S), as in TRL's fused forward.
 
-    Without Triton every position is projected, with it only those that have a label, here all.
+    Without Triton every position is projected, with it (``compact``) only those that have a label, here all.
     """
     states, targets = hidden[:, :-1], labels[:, 1:]
     mask = targets != IGNORED
     # not `states[mask]`: the number of selected ones is unknown on the meta device
-    per_token = head(states.reshape(-1, states.shape[-1]) if cpu else _Selected.apply(states))
+    per_token = head(_Selected.apply(states) if compact else states.reshape(-1, states.shape[-1]))
     log_probs = per_token.view(mask.shape) * mask
     return -log_probs.sum()
 

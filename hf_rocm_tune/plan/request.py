@@ -61,6 +61,7 @@ class PlanRequest:
     attention: str = "sdpa"  # ``sdpa`` or ``eager``
     optim: str = DEFAULT_OPTIMIZER  # optimizer, by transformers' name
     platform: str = "hip"  # whose kernels count
+    triton: bool = True  # whether Triton's run there
     workers: int = 0  # data loader workers, for the host's memory
     rows: int = 0  # of the dataset, to estimate hours; 0: unknown
     micro_batch: int | None = None  # only this one; None: all divisors of the effective batch

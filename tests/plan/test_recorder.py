@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.plan import recorder as shapes_device
 from hf_rocm_tune.plan.estimate import Case, Step, StepRecording, Tape, Weights
@@ -240,6 +241,13 @@ def test_the_products_of_the_head_are_counted(one_pass: bool, products: tuple[in
     flops = [sum(each.flops for each in tape.segments if each.role == role) for role in ("head", "loss")]
     product = 2 * (2 * 511) * SIZES["hidden_size"] * vocabulary
     assert flops == [number * product for number in products]
+
+
+def test_the_loss_of_a_card_without_triton_has_tiles_of_its_own() -> None:
+    assert shapes_device.PLAIN_TOKENS == loss.PLAIN_TOKENS
+    sample, tile = sample_of({**LLAMA, "vocab_size": 32768}), 32768 * 1022
+    largest = [max(record(sample, PLAIN, 2, 512, triton=triton).sizes) for triton in (True, False)]
+    assert largest == [2 * tile, 4 * tile]  # bfloat16, and float32 beside it
 
 
 def _kept(tape: Tape) -> int:

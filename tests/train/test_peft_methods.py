@@ -75,6 +75,8 @@ def trainer_of(make: Any, place: Path, **settings: Any) -> Verified:
     return Verified(model, args, sentinel_every=2, **data)
 
 
+# Of torch's compiler; compiled, it takes 20 s of this process and more of its compiler's.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize(
     ("make", "compiled"), [(cpt, False), (oft, False), pytest.param(oft, True, marks=pytest.mark.long)]
 )

@@ -225,12 +225,12 @@ def test_on_two_cards_whose_kernels_and_copies_are_late(on_two_cards: dict[str, 
 def test_the_memory_of_each_card_is_what_was_planned(on_two_cards: dict[str, Any], flights: int) -> None:
     """Of torch's allocator at the peak. Planned is every flight at its highest: on a busy machine fewer coincide.
 
-    The loss of a card without Triton runs in smaller tiles, which the plan does not count: the first card needs less.
+    The other card's mask, of all pairs of tokens for "eager", is counted once too often: 4 % of so small a model.
     """
     found = on_two_cards[f"memory of {flights}"]
-    for measured, planned in zip(found["measured"], found["planned"], strict=True):
-        assert 0.55 * planned <= measured <= 1.03 * planned, found
-    assert flights > 1 or found["measured"][1] >= 0.94 * found["planned"][1], found
+    for card, (measured, planned) in enumerate(zip(found["measured"], found["planned"], strict=True)):
+        least = 0.6 if flights > 1 else 0.95 if card else 0.97
+        assert least * planned <= measured <= 1.03 * planned, found
 
 
 def main(place: Path) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _memory(place: Path, flights: int) -> dict[str, Any]:
     request = PlanRequest(
         methods=("lora",), length=length, effective_batch=batch * steps, micro_batch=batch, checkpointing=False, rank=4,
         dtype="float32", autocast=False,
-        platform="cpu",  # the simulated card has no Triton, and its loss is the CPU's
+        platform="cuda", triton=False,
         attention="eager", evaluates=False,
     )  # fmt: skip
     cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
