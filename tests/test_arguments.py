@@ -280,6 +280,7 @@ FINITE += ("loraplus_lr_ratio", "embedding_learning_rate", "telemetry_every")
         (["--sentinel_every", "-1"], ["--sentinel_every"]),
         (["--prefetch_batches", "-1"], ["--prefetch_batches"]),
         (["--early_stopping_patience", "0"], ["--early_stopping_patience"]),
+        (["--sample_every", "5"], ["--sample_every and --sample_prompts belong together"]),
         *(([f"--{name}", "inf"], [f"--{name} must be", "finite, got inf"]) for name in FINITE),
         (["--eval_split_size", "inf"], ["--eval_split_size", "got inf"]),
         (["--pad_to_multiple_of", "0"], ["--pad_to_multiple_of must be 1 or more, or auto, got 0"]),

@@ -16,7 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerControl, TrainerState, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    set_seed,
+)
 from trl import get_peft_config, get_quantization_config
 from typing_extensions import override
 
@@ -69,6 +76,7 @@ from hf_rocm_tune.train.refusals import (
     check_rows,
     check_scheduler,
 )
+from hf_rocm_tune.train.samples import Samples
 from hf_rocm_tune.train.stall import StallGuard
 from hf_rocm_tune.train.telemetry import Telemetry
 from hf_rocm_tune.train.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
@@ -237,9 +245,9 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
     if job.fit is not None:
-        chosen = dict(vars(job.fit))  # for a resumed run
-        job.plan = replace(job.plan, record=replace(job.plan.record, auto_fit=chosen))
-        facts = replace(facts, auto_fit=chosen)
+        facts = replace(facts, auto_fit=dict(vars(job.fit)))
+    record = replace(job.plan.record, auto_fit=facts.auto_fit, data=facts.data)  # the choice is for a resumed run
+    job.plan = replace(job.plan, record=record)
     if trainer.is_world_process_zero():
         job.plan.commit()
     if trainer.is_local_process_zero():  # each machine may have a supervisor
@@ -447,9 +455,11 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     if job.rewards is not None:
         extra["reward_funcs"] = list(job.rewards)
     training.model_init_kwargs = None  # they are in the model
-    callbacks = []
+    callbacks: list[TrainerCallback] = []
     if tune.early_stopping_patience is not None:
         callbacks.append(_EarlyStopping(tune.early_stopping_patience, tune.early_stopping_threshold))
+    if tune.sample_every is not None:
+        callbacks.append(Samples(tune.sample_every, tune.sample_prompts or (), job.mover, announce.say))
     with as_usage_errors():
         trainer = _trainer_class(job.arguments.method)(
             model=model,

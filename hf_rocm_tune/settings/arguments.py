@@ -143,6 +143,8 @@ class TuneArguments:
         None, "Stop after this many evaluations without improvement of the metric."
     )
     early_stopping_threshold: float = _option(0.0, "Smallest improvement of the metric that counts for early stopping.")
+    sample_every: int | None = _option(None, "Answer --sample_prompts every so many steps, in the log and the report.")
+    sample_prompts: list[str] | None = _option(None, "Prompts for --sample_every.")  # noqa: RUF009
     hub_base_model_id: str | None = _option(
         None,
         "Hub id of the base model (ORG/NAME) to name in a pushed adapter when --model_name_or_path is a directory. "
@@ -691,6 +693,8 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
     ]
     if given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no":
         faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
+    if (given.get("sample_every") is None) != (given.get("sample_prompts") is None):
+        faults.append("--sample_every and --sample_prompts belong together: give both, or neither")
     if given.get("fp16") and not accelerator:
         faults.append("--fp16 needs a GPU, and this job runs on the CPU: drop it")
     if given.get("fp16") and given.get("bf16"):

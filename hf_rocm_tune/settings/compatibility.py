@@ -45,6 +45,7 @@ USES: Mapping[str, Uses] = {
     "--adapter_name_or_path": lambda job: job.tune.adapter_name_or_path is not None,
     "--mask_thinking": lambda job: job.tune.mask_thinking,
     "--one_pass_loss": lambda job: bool(job.tune.one_pass_loss),
+    "--sample_every": lambda job: job.tune.sample_every is not None,
     "--stream_weights": lambda job: job.tune.stream_weights != "off",
     "--use_peft false": lambda job: not job.model.use_peft,
     "--use_dora": _model("use_dora"),
@@ -93,6 +94,10 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "--activation_checkpointing_kwargs": "they apply to all layers",
         "--torch_compile": "it was never tried",
     },
+    "--sample_every": dict.fromkeys(
+        ("FSDP", "DeepSpeed", "--split_layers", "--tensor_parallel", "--stream_weights"),
+        "no process can answer alone there; use `hf-rocm-tune generate` on a checkpoint",
+    ),
     "--stream_weights": {
         "--use_peft false": "what is streamed cannot be trained",
         "--init_lora_weights": "it rewrites the weights",
@@ -104,7 +109,11 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "--torch_compile": "compiled layers do not wait for their weights",
     },
     **dict.fromkeys(("dpo", "kto", "orpo", "grpo"), _OTHER_METHODS),
-    "reward": {**_OTHER_METHODS, "--init_lora_weights": "the saved adapter would lack the reward head"},
+    "reward": {
+        **_OTHER_METHODS,
+        "--sample_every": "a reward model gives no text",
+        "--init_lora_weights": "the saved adapter would lack the reward head",
+    },
 }
 """For each flag or training method: what it does not go with, and why."""
 

@@ -31,6 +31,7 @@ BOUNDS: dict[str, _Bound] = {
     "sentinel_every": _OFF_OR_MORE,
     "prefetch_batches": _OFF_OR_MORE,
     "telemetry_every": _NOT_NEGATIVE,
+    "sample_every": _AT_LEAST_ONE,
     "effective_batch": _AT_LEAST_ONE,
     "loraplus_lr_ratio": _POSITIVE,
     "embedding_learning_rate": _NOT_NEGATIVE,

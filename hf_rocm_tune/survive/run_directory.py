@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -52,7 +52,7 @@ IGNORED = frozenset([
     "on_corruption", "on_oom", "pipeline",
     "auto_fit_gib", "max_skipped_steps", "prefetch_batches", "doctor", "stall_timeout",
     "preflight", "grad_sync", "ddp_backend", "telemetry_every", "split_layers", "recompute_layers", "save_strategy",
-    "one_pass_loss", "stream_weights",
+    "one_pass_loss", "stream_weights", "sample_every", "sample_prompts",
     "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
     "include_num_input_tokens_seen", "do_train", "do_eval", "do_predict", "local_rank", "ddp_timeout",
     "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
@@ -83,6 +83,7 @@ class RunRecord:
     started: str  # UTC time, ISO 8601
     skipped_steps: tuple[int, ...] = ()  # optimizer steps that are left out; see `skip_step`
     auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit, kept when the run resumes
+    data: Sequence[Mapping[str, Any]] = ()  # what each split is trained on; see `data.summary.DataSummary`
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:

@@ -226,6 +226,25 @@ def test_a_run_that_fails_leaves_its_log_and_a_report_that_says_so(
     assert "bad: Wrong bytes were found" in capsys.readouterr().err
 
 
+def test_samples_and_data_are_in_log_and_page_and_change_nothing(
+    run: Run, trained: dict[str, Path], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    result = run(output, "--sample_every", "1", "--sample_prompts", "Hello there", "What is a <sum>?")
+    assert result.code == 0, result.stderr[-2000:]
+    assert "step 1, 'Hello there': " in result.stdout and "step 2, 'What is a <sum>?': " in result.stdout
+    adapters = [(each / "adapter_model.safetensors").read_bytes() for each in (output, trained["lora"])]
+    assert adapters[0] == adapters[1]
+    log = json.loads((output / "training_log.json").read_text())["log"]
+    assert [row["step"] for row in log if "samples" in row] == [1, 2]
+    assert cli.main(["report", str(output)]) == 0
+    page = (output / "report.html").read_text()
+    assert "<h3>What is a &lt;sum&gt;?</h3>" in page and "95 % up to" in page
+    recorded = json.loads((output / "run.json").read_text())["data"]
+    assert recorded == json.loads((output / "transfer_report.json").read_text())["data"]
+    assert [each["split"] for each in recorded] == ["train", "eval"]
+
+
 def test_a_killed_run_can_be_reported(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "out"
     result = run(output, max_steps=8, env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
