@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.gradients import (
@@ -51,10 +52,6 @@ GATHERED = "gathered"
 _READS = 3
 _SUMS = 2
 _SENT, _AVERAGED = 3, 2  # projections of a block, before and after averaging
-_ADVICE = (
-    "The step was not used and the checkpoints already written are intact: run the doctor, then start the same command "
-    "again to continue from the newest one, or train without FSDP2"
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +89,7 @@ class _Reduction:
         return torch.cat([flag, *(each.flatten().view(torch.int64) for each in (self.projected, got.contiguous()))])
 
 
-class _Gathers(DefaultAllGather):
+class _AllGather(DefaultAllGather):
     """FSDP2's all-gather of one unit's weights, with a record of each call."""
 
     def __init__(self, name: str, records: list[Gather], mover: Mover, numbers: Iterator[int]) -> None:
@@ -111,7 +108,7 @@ class _Gathers(DefaultAllGather):
         return work
 
 
-class _Reduces(DefaultReduceScatter):
+class _ReduceScatter(DefaultReduceScatter):
     """FSDP2's reduce-scatter of one unit's gradients, with a record of each call."""
 
     def __init__(self, name: str, records: list[_Reduction], mover: Mover, numbers: Iterator[int]) -> None:
@@ -136,9 +133,84 @@ class _Reduces(DefaultReduceScatter):
         return work
 
 
-class Traffic(AverageJudge):
-    """Checks the collectives of one sharded model. The constructor is collective."""
+class Gathers(AverageJudge):
+    """Checks what was gathered from the other ranks, in `records`. The constructor is collective.
 
+    A subclass says how it is called (``way``, in reports), what it gathers (``message``, ``%s`` for the name of the
+    first wrong one) and how to do without (``_advice``).
+    """
+
+    way, message = "", ""
+
+    def __init__(self, mover: Mover) -> None:
+        super().__init__(mover)
+        self.records: list[Gather] = []
+        self.made = 0  # averages or sums since the start
+        self.numbers = itertools.count()  # counts the collectives of the run, the same on all ranks
+        self._made_before = self._steps = self._bytes = 0
+        host_group()  # created here, on every rank, not in the middle of a step
+
+    @property
+    def pending(self) -> bool:
+        """Whether any collective has not been checked yet."""
+        return bool(self.records)
+
+    def require_averages(self) -> None:
+        """Called before gradients are clipped."""
+        self._steps += 1
+        made, self._made_before = self.made - self._made_before, self.made
+        if made == 0:
+            raise SeamError(
+                "cannot verify: the ranks exchanged no gradients in a step that ends with the optimizer; use the "
+                f"library versions that this package was tested with{self._advice}"
+            )
+
+    def settle(self, *, step: int) -> None:
+        """Check all collectives since the last call. Collective."""
+        self._settle([], step)
+
+    def _settle(self, others: Sequence[_Reduction], step: int) -> list[Tensor]:
+        """Check what was gathered, with the same result on all ranks; the remaining words, by rank."""
+        gathers, self.records[:] = list(self.records), []
+        records: list[Gather | _Reduction] = [*gathers, *others]
+        self._bytes += sum(record.nbytes for record in records)
+        everyone = exchange(joined([record.words() for record in records]))
+        report = self._mover.report
+        report.count(GATHERED, checked=len(gathers))
+        ranks = len(everyone)
+        end = len(gathers) * _SUMS * (1 + ranks)
+        table = torch.stack([mine[:end] for mine in everyone]).view(ranks, len(gathers), 1 + ranks, _SUMS)
+        sent, arrived = table[:, :, 0], table[:, :, 1:]  # [from, gather, sums], [at, gather, from, sums]
+        right = (arrived == sent.transpose(0, 1)[None]).all(dim=3).all(dim=2)  # [at, gather]
+        bad = [(gathers[number].name, list(marked(~right[:, number]))) for number in marked((~right).any(dim=0))]
+        for name, at in bad:
+            row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": at, "kind": "other bytes"}
+            report.incident({**row, "rung": "all_gather", "outcome": "stopped"})
+        if bad:
+            report.count(GATHERED, mismatches=len(bad))
+            (name, at), *more = bad
+            also = f" (and {len(more)} more times)" if more else ""
+            raise CorruptionError(
+                f"{self.message % name} at step {step} on ranks {at}{also}. The step was not used and the checkpoints "
+                "already written are intact: run the doctor, then start the same command again to continue from the "
+                f"newest one{self._advice}"
+            )
+        return [mine[end:] for mine in everyone]
+
+    def describe(self) -> dict[str, Any]:
+        """For the report: how the ranks exchanged gradients and sums, and the bytes that each sent for them."""
+        return {
+            "way": self.way,
+            "compression": "none",
+            "process_group": dist.get_backend(),
+            "bytes_between_ranks_per_step": round(self._bytes / max(self._steps, 1)),
+        }
+
+
+class Traffic(Gathers):
+    """Checks the collectives of a model that FSDP2 has sharded."""
+
+    way, message = "fsdp2", "weights of %s that FSDP2 gathered from the other cards arrived wrong"
     _rung, _advice = "reduce_scatter", ", or train without FSDP2"
 
     def __init__(self, model: nn.Module, units: Sequence[tuple[str, Any]], mover: Mover) -> None:
@@ -146,56 +218,28 @@ class Traffic(AverageJudge):
         for seam in ("fsdp2_gather", "fsdp2_reduce"):
             upstream.resolve(seam)
         self._model = model
-        self._gathers: list[Gather] = []
         self._reductions: list[_Reduction] = []
-        self._averaged = self._reductions_made = self._steps = self._bytes = 0
-        host_group()  # created here, on every rank, not in the middle of a step
-        numbers = itertools.count()  # counts the collectives of the run, the same on all ranks
         for name, module in units:
-            module.set_custom_all_gather(_Gathers(name or "root", self._gathers, mover, numbers))
-            module.set_custom_reduce_scatter(_Reduces(name or "root", self._reductions, mover, numbers))
+            module.set_custom_all_gather(_AllGather(name or "root", self.records, mover, self.numbers))
+            module.set_custom_reduce_scatter(_ReduceScatter(name or "root", self._reductions, mover, self.numbers))
 
     @property
+    @override
     def pending(self) -> bool:
-        """Whether any collective has not been checked yet."""
-        return bool(self._gathers or self._reductions)
+        return bool(self.records or self._reductions)
 
-    def require_averages(self) -> None:
-        """Called before gradients are clipped."""
-        self._steps += 1
-        averaged, self._averaged = self._averaged, 0
-        if averaged == 0:
-            raise SeamError(
-                "cannot verify: FSDP2 averaged no gradients in a step that ends with the optimizer; use the library "
-                "versions that this package was tested with, or report the trainer that does this"
-            )
-
+    @override
     def settle(self, *, step: int) -> None:
         """Check all collectives since the last call, and compute wrong averages again. Collective."""
-        gathers, reductions = list(self._gathers), list(self._reductions)
-        self._gathers.clear()
-        self._reductions.clear()
-        records: list[Gather | _Reduction] = [*gathers, *reductions]
-        words = exchange(joined([record.words() for record in records]))
+        reductions, self._reductions[:] = list(self._reductions), []
         self._mover.report.count(STAGE, buckets=len(reductions))
-        self._averaged += len(reductions)
-        self._reductions_made += len(reductions)
-        self._bytes += sum(record.nbytes for record in records)
-        wrong = f"weights of %s that FSDP2 gathered from the other cards arrived wrong at step {step} on ranks %s. "
-        words = require_right(gathers, words, self._mover, step=step, message=wrong + _ADVICE)
-        self._conclude(_judge_reductions(reductions, words), step)
+        self.made += len(reductions)
+        self._conclude(_judge_reductions(reductions, self._settle(reductions, step)), step)
 
+    @override
     def describe(self) -> dict[str, Any]:
-        """For the report: how gradients were averaged, and the bytes between the ranks for them and for weights."""
-        return {
-            "way": "fsdp2",
-            "compression": "none",
-            "process_group": dist.get_backend(),
-            "judged": "projections",
-            "gathered_judged": "digests",
-            "averages": self._reductions_made,
-            "bytes_between_ranks_per_step": round(self._bytes / max(self._steps, 1)),
-        }
+        judged = {"judged": "projections", "gathered_judged": "digests", "averages": self.made}
+        return {**super().describe(), **judged}
 
     def _judge_again(self, records: Sequence[_Reduction], failed: Sequence[bool]) -> list[WrongAverage]:
         mine = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
@@ -242,41 +286,6 @@ def joined(words: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(words)).cpu() if words else torch.zeros(0, dtype=torch.int64)
 
 
-def require_right(
-    gathers: Sequence[Gather], words: Sequence[Tensor], mover: Mover, *, step: int, message: str
-) -> list[Tensor]:
-    """Check what was gathered, with the same result on all ranks, and count it.
-
-    Args:
-        gathers: of this rank.
-        words: by rank, the words of all its records, `gathers` first.
-        mover: holds the report.
-        step: for incidents.
-        message: with ``%s`` for the name of the first wrong gather and for the ranks where it is wrong.
-
-    Returns:
-        The remaining words, by rank.
-
-    Raises:
-        CorruptionError: something arrived wrong.
-    """
-    mover.report.count(GATHERED, checked=len(gathers))
-    ranks = len(words)
-    end = len(gathers) * _SUMS * (1 + ranks)
-    table = torch.stack([mine[:end] for mine in words]).view(ranks, len(gathers), 1 + ranks, _SUMS)
-    sent, arrived = table[:, :, 0], table[:, :, 1:]  # [from, gather, sums], [at, gather, from, sums]
-    right = (arrived == sent.transpose(0, 1)[None]).all(dim=3).all(dim=2)  # [at, gather]
-    bad = [(gathers[number].name, list(marked(~right[:, number]))) for number in marked((~right).any(dim=0))]
-    for name, at in bad:
-        row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": at, "kind": "other bytes"}
-        mover.report.incident({**row, "rung": "all_gather", "outcome": "stopped"})
-    if bad:
-        mover.report.count(GATHERED, mismatches=len(bad))
-        (name, at), *others = bad
-        raise CorruptionError(message % (name, f"{at}{_more(others)}"))
-    return [mine[end:] for mine in words]
-
-
 def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor]) -> list[WrongAverage]:
     """The averages that are wrong on some rank, or could not be checked.
 
@@ -302,7 +311,3 @@ def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor])
         elif (wrong := beyond_rounding(got, expected, dtype=record.sent.dtype, ranks=ranks)).any():
             found.append(WrongAverage(record=record, ranks=marked(wrong.any(dim=1)), kind=kind_of(got[wrong])))
     return found
-
-
-def _more(others: Sequence[Any]) -> str:
-    return f" (and {len(others)} more times)" if others else ""

@@ -12,13 +12,12 @@ exactly: by digests of what was sent and of what arrived, which one exchange ove
 micro-step. Results of a wrong partial sum cannot be corrected: every rank stops before the optimizer.
 
 Upstream's own ``from_pretrained(distributed_config=...)`` followed by PEFT is not used: its reductions are not checked,
-and peft 0.21.2 builds A of a rowwise layer with the input size of one rank, so that its forward fails
-(tests/cards/test_upstream_tensor_parallel.py shows this, and that 4-bit and 8-bit bases fail).
+and peft 0.21.2 builds A of a rowwise layer with the input size of one rank, so that its forward fails, as with 4-bit and
+8-bit bases.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -27,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.distributed.tensor_parallel import ColwiseParallel, LocalParamsParallel, RowwiseParallel
+from typing_extensions import override
 
-from hf_rocm_tune.cards.fsdp_traffic import GATHERED, Gather, joined, require_right
-from hf_rocm_tune.cards.gradients import digest_words, exchange
-from hf_rocm_tune.errors import SeamError, UsageError
+from hf_rocm_tune.cards.fsdp_traffic import GATHERED, Gather, Gathers
+from hf_rocm_tune.cards.gradients import digest_words
+from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
@@ -51,29 +51,30 @@ _LEFT_WHOLE = frozenset(
 )  # styles whose module may be replicated instead: its inputs and outputs are not cut
 
 
-class Reductions:
+class Reductions(Gathers):
     """Sums over the ranks in forward and backward. The constructor is collective."""
 
+    way, message = "tensor_parallel", "partial sums of %s from the other card arrived wrong"
+    _advice = ", or train without --tensor_parallel"
+
     def __init__(self, mover: Mover, *, through_host: bool) -> None:
-        self._mover, self._through_host = mover, through_host
+        super().__init__(mover)
+        self._through_host = through_host
         self._judging = mover.settings.verify != "off"
-        self._records: list[Gather] = []
-        self._numbers = itertools.count()  # counts the sums of the run, the same on all ranks
-        self._made = self._made_before = self._steps = self._bytes = 0
-        host_group()  # created here, on every rank, not in the middle of a step
 
     def total(self, summand: Tensor, name: str) -> Tensor:
         """The sum of all ranks' partial sums, bit-identical on each rank. Collective."""
         mine = summand.detach().contiguous()
         sent = digest_words(mine) if self._judging else None
         parts = self._exchanged(mine, name)
-        self._mover.inject(parts, name=name, stage=GATHERED, number=next(self._numbers), attempt=0)
+        self._mover.inject(parts, name=name, stage=GATHERED, number=next(self.numbers), attempt=0)
+        self.made += 1
         nbytes = parts.nbytes - mine.nbytes
-        self._made += 1
-        self._bytes += nbytes
-        if sent is not None:
+        if sent is None:
+            self._bytes += nbytes
+        else:
             arrived = torch.stack([digest_words(part) for part in parts])
-            self._records.append(Gather(name=name, sent=sent, arrived=arrived, nbytes=nbytes))
+            self.records.append(Gather(name=name, sent=sent, arrived=arrived, nbytes=nbytes))
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -92,44 +93,10 @@ class Reductions:
             _gather(host.view(-1), fetched.host.view(-1), group=group)
         return self._mover.move(host, name=f"{name} to device", stage=BETWEEN_CARDS, transient=True)
 
-    # ---- as `Traffic` of FSDP2 ------------------------------------------------------------------------------
-
-    @property
-    def pending(self) -> bool:
-        """Whether any sum has not been checked yet."""
-        return bool(self._records)
-
-    def require_averages(self) -> None:
-        """Called before gradients are clipped."""
-        self._steps += 1
-        made, self._made_before = self._made - self._made_before, self._made
-        if made == 0:
-            raise SeamError(
-                "cannot verify: nothing was summed over the ranks in a step that ends with the optimizer; use the "
-                "library versions that this package was tested with, or train without --tensor_parallel"
-            )
-
-    def settle(self, *, step: int) -> None:
-        """Check all sums since the last call. Collective."""
-        records, self._records = self._records, []
-        words = exchange(joined([record.words() for record in records]))
-        message = (
-            f"partial sums of %s from the other card arrived wrong at step {step} on ranks %s. The step was not used "
-            "and the checkpoints already written are intact: run the doctor, then start the same command again to "
-            "continue from the newest one, or train without --tensor_parallel"
-        )
-        require_right(records, words, self._mover, step=step, message=message)
-
+    @override
     def describe(self) -> dict[str, Any]:
-        """For the report: how the ranks computed sums, and the bytes that each sent for them."""
-        return {
-            "way": "tensor_parallel",
-            "compression": "none",
-            "process_group": "gloo" if self._through_host else dist.get_backend(),
-            "judged": "digests" if self._judging else "no",
-            "sums": self._made,
-            "bytes_between_ranks_per_step": round(self._bytes / max(self._steps, 1)),
-        }
+        group = {"process_group": "gloo"} if self._through_host else {}
+        return {**super().describe(), **group, "judged": "digests" if self._judging else "no", "sums": self.made}
 
 
 class _Total(torch.autograd.Function):

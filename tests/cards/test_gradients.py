@@ -1,20 +1,27 @@
-"""No wrong average of gradients reaches the optimizer, and no right one is accused: two real ranks over gloo.
-
-Averages that are made again through the host must give bit for bit the weights of the undisturbed run: it is the same
-division and the same sum of two numbers in the same dtype. Then the rounding bound: it holds for whatever may happen
-when gradients are averaged honestly, not for a wrong average.
+"""No wrong average of gradients reaches the optimizer, and no right one is accused: two real ranks over gloo, averages
+over the group and through the host. Those that are made again must give bit for bit the weights of plain averages: it
+is the same division and the same sum of two numbers in the same dtype. Then the rounding bound: it holds for whatever
+may happen when gradients are averaged honestly, not for a wrong average.
 """
 
 from __future__ import annotations
 
+import gc
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_rocm_tune.cards.gradients import MAGNITUDE, block_elements, project, rounding_bound
-from tests.cards.pair import Outcomes, run_pair
+from hf_rocm_tune.cards.averaging import HostAveraging, SyncSettings
+from hf_rocm_tune.cards.gradients import MAGNITUDE, block_elements, project, rounding_bound, watch
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
+from tests.cards.gradient_rank import CLEAN, MADE_AGAIN, NOT_FINITE, PLAIN, SENT_AGAIN, STEPS, STOPS, Net
+from tests.cards.pair import Outcomes, run_pair, start_pair, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -23,50 +30,66 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcom
     return run_pair("tests.cards.gradient_rank", tmp_path_factory.mktemp("gradients") / "store", checkout)
 
 
-@pytest.mark.parametrize(
-    ("case", "plain"),
-    [("clean", "unchecked"), ("clean long", "clean long unchecked"), ("clean views", "unchecked")],
-)
-def test_checking_changes_nothing_and_raises_no_false_alarm(outcomes: Outcomes, case: str, plain: str) -> None:
+@pytest.mark.parametrize("case", CLEAN)
+def test_checking_changes_nothing_and_raises_no_false_alarm(outcomes: Outcomes, case: str) -> None:
+    for rank in outcomes:
+        row = rank[case]
+        assert row["incidents"] == [] and row["gradients"]["mismatches"] == 0 and row["done"] == STEPS
+        assert (row["gradients"]["buckets"] >= STEPS) == CLEAN[case].checked
+        # an unused parameter makes other buckets, and one more weight
+        assert {**row["weights"], "unused": 0} == {**rank[CLEAN[case].like]["weights"], "unused": 0}
+        if CLEAN[case].way == "host" and CLEAN[case].checked:
+            crossed = row["buckets"]
+            assert crossed["tensors"] >= 2 * row["gradients"]["buckets"]
+            assert crossed["verified_bytes"] == crossed["bytes"] > 0
+
+
+def test_the_report_says_how_and_how_much_and_compression_is_in_effect(outcomes: Outcomes) -> None:
+    none, bf16, ddp, powersgd = (
+        outcomes[0][case]["sync"] for case in ("host", "host bf16", "ddp fp16", "ddp powersgd")
+    )
+    assert (none["way"], none["compression"], none["judged"], none["averages"]) == (
+        "host",
+        "none",
+        "projections",
+        STEPS,
+    )
+    assert none["process_group"] == "gloo" and none["wait_seconds"] > 0
+    assert none["bytes_to_host_and_back_per_step"] == 2 * none["bytes_between_ranks_per_step"]
+    assert bf16["bytes_between_ranks_per_step"] * 2 == none["bytes_between_ranks_per_step"]
+    assert outcomes[0]["host unverified"]["sync"]["judged"] == "no"
+    assert ddp["way"] == "ddp" and ddp["wait_seconds"] is None
+    assert ddp["bytes_between_ranks_per_step"] == bf16["bytes_between_ranks_per_step"]
+    assert powersgd["judged"] == "equal on all ranks" and powersgd["bytes_between_ranks_per_step"] is None
+    assert outcomes[0]["plain"]["sync"] is None
+    weights = {outcomes[0][case]["weights"]["wide.weight"] for case in PLAIN}
+    assert len(weights) == len(PLAIN)
+
+
+@pytest.mark.parametrize("case", SENT_AGAIN)
+def test_a_bucket_that_arrives_wrong_is_sent_again(outcomes: Outcomes, case: str) -> None:
+    for rank in outcomes:
+        crossed = rank[case]["buckets"]
+        assert crossed["mismatches"] == crossed["recovered"] == len(rank[case]["incidents"])
+        assert rank[case]["gradients"]["mismatches"] == 0  # it never came to an average
+        assert rank[case]["weights"] == rank[SENT_AGAIN[case].like]["weights"]
+    harmed, wanted = outcomes[1][case], case.partition(",")[0]
+    assert harmed["injected"] >= harmed["buckets"]["recovered"] > 0
+    assert all(row["tensor"].endswith(wanted) and row["length"] > 0 for row in harmed["incidents"])
+
+
+@pytest.mark.parametrize("case", MADE_AGAIN)
+def test_a_wrong_average_is_made_again_bit_for_bit(outcomes: Outcomes, case: str) -> None:
     for rank in outcomes:
         found = rank[case]["gradients"]
-        assert found["buckets"] > rank[case]["done"] and found["mismatches"] == 0
-        assert rank[case]["incidents"] == []
-        assert rank[case]["weights"] == rank[plain]["weights"]
-
-
-@pytest.mark.parametrize("case", ["clean bf16", "clean unused"])
-def test_no_false_alarm(outcomes: Outcomes, case: str) -> None:
-    for rank in outcomes:
-        assert rank[case]["gradients"]["buckets"] > 0 == rank[case]["gradients"]["mismatches"]
-
-
-def test_unchecked_counts_nothing(outcomes: Outcomes) -> None:
-    assert all(rank["unchecked"]["gradients"]["buckets"] == 0 for rank in outcomes)
-
-
-@pytest.mark.parametrize(
-    ("case", "plain"),
-    [
-        ("zero on one", "unchecked"),
-        ("flip on one", "unchecked"),
-        ("zero on both", "unchecked"),
-        ("zero_range on both", "unchecked"),
-        ("swap on both", "unchecked"),
-        ("stale on both", "unchecked"),
-        ("every bucket of both", "unchecked"),
-        ("views, zero on both", "unchecked"),
-        ("bf16, zero on both", "bf16, unchecked"),
-    ],
-)
-def test_a_wrong_average_is_made_again_bit_for_bit(outcomes: Outcomes, case: str, plain: str) -> None:
-    faults = max(rank[case]["injected"] or 0 for rank in outcomes)
-    assert faults > 0
-    for rank in outcomes:
-        found = rank[case]["gradients"]
-        assert found["mismatches"] == found["recovered"] == faults == len(rank[case]["incidents"])
-        assert {(row["stage"], row["outcome"]) for row in rank[case]["incidents"]} == {("gradients", "recovered")}
-        assert rank[case]["weights"] == rank[plain]["weights"]
+        assert found["mismatches"] == found["recovered"] > 0
+        assert {row["outcome"] for row in rank[case]["incidents"]} == {"recovered"}
+        assert rank[case]["weights"] == rank[MADE_AGAIN[case].like]["weights"]
+        if not case.startswith(("host", "way back")):
+            injected = max(each[case]["injected"] or 0 for each in outcomes)
+            assert found["mismatches"] == len(rank[case]["incidents"]) == injected
+    if case == "way back":  # the harmed rank's copies of the average that was made again
+        assert outcomes[1][case]["buckets"]["recovered"] > 0
 
 
 def test_the_incident_says_which_rank_what_and_where(outcomes: Outcomes) -> None:
@@ -81,59 +104,56 @@ def test_the_incident_says_which_rank_what_and_where(outcomes: Outcomes) -> None
         assert ranged["tensor"] and ranged["step"] == 2
 
 
-def test_a_fault_on_the_way_back_is_recovered_as_well(outcomes: Outcomes) -> None:
-    healthy, harmed = (rank["way back"] for rank in outcomes)
-    assert healthy["done"] == harmed["done"] == 1
-    assert harmed["buckets"]["mismatches"] == harmed["buckets"]["recovered"] == 1
-    assert harmed["gradients"]["recovered"] == 1
-    assert harmed["weights"] == healthy["weights"]
-
-
-@pytest.mark.parametrize(
-    ("case", "before"),
-    [
-        ("persistent on both", 1),
-        ("persistent on one", 1),
-        ("persistent everywhere on one", 1),
-        ("asked to stop", 1),
-        ("copy spoilt", 0),
-    ],
-)
-def test_what_cannot_be_made_right_stops_every_rank_in_the_same_step(
-    outcomes: Outcomes, case: str, before: int
-) -> None:
+@pytest.mark.parametrize("case", STOPS)
+def test_what_cannot_be_made_right_stops_every_rank_in_the_same_step(outcomes: Outcomes, case: str) -> None:
     weights = [rank[case]["weights"] for rank in outcomes]
     assert weights[0] == weights[1]  # both stopped before the optimizer took the wrong average
+    assert STOPS[case].said in outcomes[1][case]["error"], "the reason is told by the rank that has it"
     for rank in outcomes:
-        assert rank[case]["done"] == before
         line = rank[case]["error"]
-        assert f"at step {before + 1} on ranks" in line and "was not used" in line and "\n" not in line
-        last = rank[case]["incidents"][-1]
-        assert last["outcome"] == ("stopped" if case == "asked to stop" else "failed")
-        assert rank[case]["gradients"]["recovered"] == 0
+        assert rank[case]["done"] == 1 and rank[case]["gradients"]["recovered"] == 0
+        assert "at step 2 on ranks" in line and "was not used" in line and "\n" not in line
+        assert rank[case]["incidents"][-1]["outcome"] == ("stopped" if STOPS[case].stop else "failed")
 
 
-def test_the_reason_is_told_by_the_rank_that_has_it(outcomes: Outcomes) -> None:
-    _, second = outcomes
-    assert "--on_corruption stop" in second["asked to stop"]["error"]
-    assert "changed in memory" in second["copy spoilt"]["error"]
-    assert "from cpu arrived wrong on the host" in second["persistent everywhere on one"]["error"]
-
-
-def test_nan_that_backward_made_is_named_once_and_passed_on(outcomes: Outcomes) -> None:
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_nan_that_backward_or_a_cast_made_is_named_and_passed_on(outcomes: Outcomes, case: str) -> None:
     for rank in outcomes:
-        case = rank["not finite"]
-        assert case["done"] == 4 and case["gradients"]["mismatches"] == 0
-        assert {(row["kind"], row["outcome"]) for row in case["incidents"]} == {("not finite", "passed on")}
-        assert {row["step"] for row in case["incidents"]} == {2}
-        assert {tuple(row["ranks"]) for row in case["incidents"]} == {(1,)}
+        row = rank[case]
+        assert row["done"] == STEPS and row["gradients"]["mismatches"] == row["buckets"]["mismatches"] == 0
+        assert {(each["kind"], each["outcome"]) for each in row["incidents"]} == {("not finite", "passed on")}
+        if NOT_FINITE[case].poison:
+            assert {(each["step"], *each["ranks"]) for each in row["incidents"]} == {(2, 1)}, (
+                "once, and not of its sequel"
+            )
 
 
-def test_a_kind_that_needs_a_copy_harms_no_average(outcomes: Outcomes) -> None:
+def test_of_powersgd_what_differs_between_the_ranks_is_replaced_by_the_average(outcomes: Outcomes) -> None:
+    case = "powersgd, flip on one"
     for rank in outcomes:
-        assert rank["kind of a copy"]["injected"] == rank["kind of a copy"]["gradients"]["mismatches"] == 0
-        assert rank["kind of a copy"]["weights"] == rank["unchecked"]["weights"]
+        assert rank[case]["gradients"]["mismatches"] == rank[case]["gradients"]["recovered"] == 1
+        assert [row["kind"] for row in rank[case]["incidents"]] == ["differs between ranks"]
+    assert outcomes[0][case]["weights"] == outcomes[1][case]["weights"] != outcomes[0]["plain powersgd"]["weights"]
 
+
+# Each summand is rounded once by the cast, and by the one addition of two ranks; its spacing is 2^-23, 2^-10, 2^-7.
+@pytest.mark.parametrize(("compression", "spacing"), [("none", 2**-23), ("fp16", 2**-10), ("bf16", 2**-7)])
+def test_an_average_is_as_near_as_its_dtype_allows(outcomes: Outcomes, compression: str, spacing: float) -> None:
+    for rank in outcomes:
+        worst = rank[f"average {compression}"]["worst"]
+        assert worst <= 2 * spacing and (compression == "none" or worst > spacing / 16), "it was not cast"
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_in_a_step_leaves_no_other_waiting(tmp_path: Path, checkout: Path) -> None:
+    ranks = start_pair("tests.cards.gradient_rank", tmp_path / "store", checkout, "dying")
+    (said, complaint), (_, other) = wait_for(ranks)
+    assert ranks[1].returncode == -signal.SIGKILL, other
+    assert ranks[0].returncode == 0, complaint
+    assert said.startswith("RuntimeError")
+
+
+# ---- the rounding bound ---------------------------------------------------------------------------------------
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 RANKS = (2, 3, 4, 7)
@@ -265,3 +285,65 @@ def test_a_bucket_longer_than_a_slab_is_cut_like_a_short_one() -> None:
     flat = torch.randn((1 << 18) + 5000)
     joined = torch.cat([project(flat[: 1 << 18]), project(flat[1 << 18 :])])
     torch.testing.assert_close(project(flat), joined, rtol=1e-12, atol=1e-9)
+
+
+# ---- on an accelerator, one rank ------------------------------------------------------------------------------
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A gloo process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    gc.collect()  # a process group held in a cycle may abort the interpreter at its end
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.gpu
+@pytest.mark.usefixtures("alone")
+def test_what_the_compute_stream_is_still_writing_is_waited_for(dtype: torch.dtype) -> None:
+    settings = TransferSettings(slot_bytes=64 << 10)
+    with Mover(DEVICE, settings=settings) as mover:
+        averaging = HostAveraging(mover, SyncSettings(way="host"))
+        slow = torch.randn(4096, 4096, device=DEVICE)
+        for size in (1, 1000, 32_768, 300_001):
+            for _ in range(20):
+                slow = torch.tanh(slow @ slow)
+            local = slow.flatten()[:size].to(dtype)
+            average = averaging.begin(local, name="bucket", number=0, is_last=True).wait()
+            twice = average * 2  # on the compute stream, which must have waited
+            averaging.check()
+            assert torch.equal(twice, local * 2)
+        crossed = mover.report.to_dict()["buckets"]
+    assert crossed["mismatches"] == 0 and crossed["verified_bytes"] == crossed["bytes"] > 0
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize("fault", [None, "stage=buckets,kind=zero,rate=0.5", "stage=gradients,kind=flip,rate=0.5"])
+@pytest.mark.gpu
+@pytest.mark.usefixtures("alone")
+def test_training_is_that_of_stock_averages(fault: str | None, compression: str) -> None:
+    weights = []
+    for way in ("ddp", "host"):
+        torch.manual_seed(0)
+        net = Net()
+        net.unused.requires_grad_(False)
+        model = DistributedDataParallel(net.to(DEVICE), bucket_cap_mb=0.02)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        faults = FaultSpec.parse(fault) if fault and way == "host" else None
+        with Mover(DEVICE, faults=faults) as mover:
+            check = watch(model, mover, None, SyncSettings(way=way, compression=compression))  # type: ignore[arg-type]
+            assert check is not None
+            for step in range(1, 6):
+                model(
+                    torch.randn(8, 64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(step))
+                ).square().mean().backward()
+                check.settle(step=step)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert (mover.report.incidents != []) == (faults is not None)
+        weights.append({name: digest(weight.detach()).hex() for name, weight in net.named_parameters()})
+    assert weights[0] == weights[1]
