@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from hf_rocm_tune import supervisor as supervision
-from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.errors import StallError
 from hf_rocm_tune.supervisor import Settings
 from hf_rocm_tune.survive import heartbeat
-from hf_rocm_tune.survive.run_directory import new_record, read_record, write_record
+from hf_rocm_tune.survive.run_directory import read_record
 
 QUICK = Settings(backoff_seconds=0, stall_seconds=3, start_seconds=30, grace_seconds=0.3)
 STUB = Path(__file__).with_name("stub_job.py")
@@ -135,19 +135,6 @@ def test_deaths_before_the_run_began_are_told_once_it_has(place: Path) -> None:
     assert [entry["event"] for entry in told(place)] == ["end", "end", "start", "end"]
 
 
-def test_as_long_as_there_is_progress_it_goes_on(place: Path) -> None:
-    story = [{"step": 2 * n + 1, "saves": [2 * n], "end": "SIGKILL"} for n in range(1, 7)]
-    assert run(place, *story, DONE, settings=Settings(max_restarts=1, backoff_seconds=0)) == 0
-    assert attempts(place) == 7
-
-
-def test_without_progress_restarts_are_limited(place: Path) -> None:
-    story = [{"step": n, "end": 1} for n in range(9)]
-    assert run(place, *story, settings=Settings(max_restarts=2, backoff_seconds=0)) == 1
-    assert attempts(place) == 3
-    assert "stop: 2 restarts without a new checkpoint" in told(place)[-1]["decision"]
-
-
 @pytest.mark.parametrize("silent", [False, True], ids=["training", "starting"])
 def test_a_hang_is_ended_with_everything_it_started(place: Path, silent: bool) -> None:
     story = {"step": 3, "silent": silent, "orphan": True, "end": "hang"}
@@ -157,12 +144,6 @@ def test_a_hang_is_ended_with_everything_it_started(place: Path, silent: bool) -
     death = next(entry for entry in told(place) if entry["event"] == "end")
     assert death["code"] == 4 and "no heartbeat" in death["how"]
     assert death["phase"] == ("start" if silent else "step")
-
-
-def test_a_job_that_stops_in_time_after_a_stall_is_started_again(place: Path) -> None:
-    """It was slow, not dead: asked to end, it wrote its checkpoint and ended with 130."""
-    assert run(place, {"step": 3, "end": "wait"}, DONE, settings=Settings(stall_seconds=1, backoff_seconds=0)) == 0
-    assert attempts(place) == 2
 
 
 def test_an_upload_may_take_its_time_and_is_not_repeated(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -262,15 +243,6 @@ def test_a_job_that_was_stopped_as_a_whole_has_not_hung(place: Path) -> None:
     assert attempts(place) == 1 and json.loads((place / "heard").read_text()) == [signal.SIGINT]
 
 
-def test_a_stalled_job_is_ended_though_nobody_reads_its_supervisor(place: Path) -> None:
-    command = supervisor(*words(place, {"step": 3, "orphan": True, "end": "hang"}), max_restarts="0")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.wait(30) == 4
-    assert not _alive(int((place / "orphan").read_text()))
-
-
 def test_a_signal_while_it_waits_ends_it(place: Path) -> None:
     command = supervisor(*words(place, {"step": 3, "end": 1}), backoff_seconds="60")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -303,14 +275,6 @@ def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
     assert (summary["starts"], summary["ends"]) == (1, [{"how": "x", "code": 1}])
 
 
-def test_the_journal_of_another_run_is_another_story(place: Path) -> None:
-    (place / "out").mkdir()
-    write_record(place / "out", new_record({"stub": 1}))
-    heartbeat.enter(place / "out", {"run_id": "other", "event": "start"})
-    assert run(place, DONE) == 0
-    assert [entry["event"] for entry in told(place)] == ["start", "end"]
-
-
 @pytest.mark.parametrize("content", [b"", b"3", b"3 dancing", b"x step", b"\xff\xfe step", b"3 step 4", None])
 def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
@@ -328,8 +292,3 @@ def test_a_beat_is_read_as_it_was_written(tmp_path: Path) -> None:
     other = heartbeat.Heartbeat({heartbeat.VARIABLE: told, "LOCAL_RANK": "1"})
     other.beat(step=9, phase="step")
     assert found == heartbeat.read_pulse(tmp_path / heartbeat.PULSE_FILE)[0]
-
-
-def test_a_program_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be started"):
-        supervision.supervise([str(tmp_path / "python"), "-m", "hf_rocm_tune.sft"], QUICK)

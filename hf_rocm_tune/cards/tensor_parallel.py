@@ -12,8 +12,8 @@ exactly: by digests of what was sent and of what arrived, which one exchange ove
 micro-step. Results of a wrong partial sum cannot be corrected: every rank stops before the optimizer.
 
 Upstream's own ``from_pretrained(distributed_config=...)`` followed by PEFT is not used: its reductions are not checked,
-and peft 0.21.2 builds A of a rowwise layer with the input size of one rank, so that its forward fails, as with 4-bit and
-8-bit bases.
+and peft 0.21.2 builds A of a rowwise layer with the input size of one rank, so that its forward fails, as do bases in 4
+and 8 bits.
 """
 
 from __future__ import annotations

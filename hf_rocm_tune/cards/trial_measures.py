@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -42,22 +42,8 @@ SIZES = (4 << 10, 512 << 10, (1 << 20) - 4, (1 << 20) + 4, 64 << 20, 1 << 30)
 """Bytes of copies: a page, both sides of the threshold, and sizes of weights."""
 
 _KERNEL_BYTES = (1 << 20) + 4
-_REPEATED_BYTES = (1 << 20) + 4
 _READ_BYTES = 64 << 20
-_KEPT_COPIES = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """One copy; ``shape``: ``contiguous``, ``strided source``, ``strided destination`` or ``cast``."""
-
-    nbytes: int
-    shape: str = "contiguous"
-    non_blocking: bool = False
-    label: str = "warm"
-
-    def __str__(self) -> str:
-        return f"{self.label}, {self.nbytes:,} bytes, {self.shape}{', non_blocking' if self.non_blocking else ''}"
+_KEPT = 8
 
 
 def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,39 +61,37 @@ def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
     step("waking both devices")
     destination, source = device_of(request["destination"]), device_of(request["source"])
     bench = _Bench(source, destination, copies_for(request))
-    problems: list[dict[str, Any]] = []
-    cases = wrong = 0
-    for number, case in enumerate(_copies_to_try(request["largest"], request["repeats"])):
-        step(f"copying from {source} to {destination}: {case}")
-        found = bench.try_case(case, number)
-        cases, wrong = cases + 1, wrong + (found is not None)
-        problems += [found] if found is not None else []
+    problems: list[dict[str, Any] | None] = []
+    for number, (words, nbytes, shape, non_blocking) in enumerate(_copies(request["largest"], request["repeats"])):
+        step(f"copying from {source} to {destination}: {words}")
+        problems.append(bench.try_case(words, nbytes, shape, number, non_blocking=non_blocking))
     step(f"copying from {source} to {destination} and back at the same time")
-    for found in bench.both_ways(min(64 << 20, request["largest"])):
-        cases, wrong = cases + 1, wrong + (found is not None)
-        problems += [found] if found is not None else []
+    problems += bench.both_ways(min(64 << 20, request["largest"]))
+    wrong = [each for each in problems if each is not None]
     step(f"copying from {source} to {destination} through the host")
     return {
         "peer_access": _peer_access(source, destination),
-        "cases": cases,
-        "wrong": wrong,
-        "problems": problems[:_KEPT_COPIES],
-        "staged_wrong": bench.staged(_REPEATED_BYTES),
+        "cases": len(problems),
+        "wrong": len(wrong),
+        "problems": wrong[:_KEPT],
+        "staged_wrong": bench.staged(_KERNEL_BYTES),
     }
 
 
-def _copies_to_try(largest: int, repeats: int) -> Iterator[_Case]:
+def _copies(largest: int, repeats: int) -> Iterator[tuple[str, int, str, bool]]:
+    """Description, bytes, ``contiguous``, ``strided source``, ``strided destination`` or ``cast``, and whether
+    non-blocking."""
     sizes = [size for size in SIZES if size <= largest]
-    yield _Case(nbytes=min(64 << 20, sizes[-1]), label="cold")
-    for size in sizes:
-        for non_blocking in (False, True):
-            yield _Case(nbytes=size, non_blocking=non_blocking)
-    for shape in ("strided source", "strided destination", "cast"):
-        for nbytes in (sizes[0], min(_KERNEL_BYTES, sizes[-1])):
-            for non_blocking in (False, True):
-                yield _Case(nbytes=nbytes, shape=shape, non_blocking=non_blocking)
-    for number in range(repeats):
-        yield _Case(nbytes=min(_REPEATED_BYTES, sizes[-1]), label=f"repeat {number + 1}", non_blocking=number % 2 == 1)
+    kernel = min(_KERNEL_BYTES, sizes[-1])
+    found = [("cold", min(64 << 20, sizes[-1]), "contiguous", False)]
+    found += [("warm", size, "contiguous", later) for size in sizes for later in (False, True)]
+    shapes = ("strided source", "strided destination", "cast")
+    found += [
+        ("warm", size, shape, later) for shape in shapes for size in (sizes[0], kernel) for later in (False, True)
+    ]
+    found += [(f"repeat {number + 1}", kernel, "contiguous", number % 2 == 1) for number in range(repeats)]
+    for label, nbytes, shape, later in found:
+        yield f"{label}, {nbytes:,} bytes, {shape}{', non_blocking' if later else ''}", nbytes, shape, later
 
 
 class _Bench:
@@ -117,30 +101,30 @@ class _Bench:
         self._source, self._destination, self._copies = source, destination, copies
         self._earlier: Tensor | None = None
 
-    def try_case(self, case: _Case, number: int) -> dict[str, Any] | None:
+    def try_case(self, case: str, nbytes: int, shape: str, number: int, *, non_blocking: bool) -> dict[str, Any] | None:
         """Copy once.
 
         Returns:
             None if the destination is right. Else ``case`` in words; ``wrong_on_card``: elements that the receiving
             card found wrong; ``damage`` as read back, None if that was right, because the bytes came late.
         """
-        sent = _words(case.nbytes, number, self._source)
-        target = _poisoned(sent.numel(), torch.bfloat16 if case.shape == "cast" else torch.float32, self._destination)
+        sent = _words(nbytes, number, self._source)
+        target = _poisoned(sent.numel(), torch.bfloat16 if shape == "cast" else torch.float32, self._destination)
         arrives = target
-        if case.shape == "strided source":
+        if shape == "strided source":
             spread = torch.zeros(sent.numel(), 2, device=self._source)
             spread[:, 0] = sent
             sent = spread[:, 0]
-        elif case.shape == "strided destination":
+        elif shape == "strided destination":
             arrives = _poisoned(2 * sent.numel(), torch.float32, self._destination).view(-1, 2)[:, 0]
         wait_for(sent, target, arrives)
-        words = f"{self._source} to {self._destination}: {case}"
-        self._copies.copy(arrives, sent, what=words, non_blocking=case.non_blocking)
+        what = f"{self._source} to {self._destination}: {case}"
+        self._copies.copy(arrives, sent, what=what, non_blocking=non_blocking)
         wait_for(sent, arrives)
         if arrives is not target:
             target[:] = arrives  # on the card itself
             wait_for(target)
-        return self._look(str(case), target, case.nbytes, number)
+        return self._look(case, target, nbytes, number)
 
     def both_ways(self, nbytes: int) -> Iterator[dict[str, Any] | None]:
         """Copy in both directions at the same time. Yields for each the same as `try_case`."""
@@ -226,12 +210,7 @@ def _peer_access(source: torch.device, destination: torch.device) -> bool | None
     return bool(torch.cuda.can_device_access_peer(source, destination))
 
 
-SUM_FAULTS = ("wrong", "zeros", "own", "absent")
-"""Faults of a rank: one element of a sum is wrong, a sum is zero, a sum is the rank's own contribution, or the rank
-never joins the process group."""
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KEPT_SUMS = 6
 _EXACT = 256
 """Whole numbers up to this are exact in bfloat16, which has 8 bits of precision."""
 
@@ -242,7 +221,8 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         request: ``rank``, ``world``, ``backend`` (nccl or gloo), ``store``: a file that all ranks see, ``device`` with
             ``address``; ``timeout_s`` of the process group; ``largest``: bytes of the largest sum; ``repeats``;
-            ``fault``: one of `SUM_FAULTS`, with ``where``: only sums whose description contains this text.
+            ``fault``: ``wrong``, one element of a sum is wrong; ``zeros``; ``own``, the rank's own contribution; or
+            ``absent``, the rank never joins; with ``where``: only sums whose description contains this text.
 
     Returns:
         ``cases`` and ``wrong``: the number of sums, and of wrong ones; ``problems``: the first of these;
@@ -273,11 +253,11 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
         if words.startswith("repeat"):
             repeated_bytes = summed.nbytes
             rates.append(gb_per_s(summed.nbytes, time.perf_counter() - began))
-        if fault.get("kind") in SUM_FAULTS and fault.get("where", "") in words:
-            _inject(summed, mine, fault["kind"])
+        if fault.get("where", "") in words:
+            _inject(summed, mine, fault.get("kind"))
         damage, own = _compare(summed, mine, number, world)
         cases, wrong = cases + 1, wrong + (damage is not None)
-        if damage is not None and len(problems) < _KEPT_SUMS:
+        if damage is not None and len(problems) < _KEPT:
             said = f"{words}: only this rank's own numbers" if own else words
             problems.append({"case": said, "damage": {**asdict(damage), "kind": damage.kind}})
     step(f"leaving the process group over {backend}")
@@ -323,7 +303,7 @@ def _compare(summed: Tensor, mine: Tensor, number: int, world: int) -> tuple[Dam
     return damage, damage is not None and torch.equal(summed, mine)
 
 
-def _inject(summed: Tensor, mine: Tensor, kind: str) -> None:
+def _inject(summed: Tensor, mine: Tensor, kind: str | None) -> None:
     if kind == "wrong":
         summed[summed.numel() // 2] += 1
     elif kind == "zeros":

@@ -87,23 +87,13 @@ class StagedSave:
         except (OSError, RuntimeError, SafetensorError, TuneError) as error:
             self.failure = self.failure or error
 
-
-def open_stage(final: Path, *, rank: int, need_bytes: int) -> StagedSave:
-    """Create a staging directory beside ``final`` on rank 0; every rank checks that it sees it. Collective."""
-    stage = StagedSave(root=final.parent, need_bytes=need_bytes)
-    name = None
-    if rank == 0:
-        try:
-            name = str(create_staging(final))
-        except OSError as error:
-            stage.failure = error
-    name = broadcast_object_list([name])[0]
-    if name is None:
-        return stage
-    stage.root, stage.usable = Path(name), True
-    if not stage.root.is_dir():
-        stage.failure = UsageError(f"rank {rank} does not see {name}: put output_dir on a disk that all nodes share")
-    return stage
+    def drop(self, *, first: bool) -> None:
+        """Delete what is left of the staging directory, on the ``first`` rank, and free its disk space."""
+        if self.failure is not None:
+            self.failure = None
+            gc.collect()  # a failed torch.save leaves its file open in a reference cycle, which keeps the space
+        if first and self.usable:
+            shutil.rmtree(self.root, ignore_errors=True)
 
 
 def failed(stage: StagedSave) -> bool:
@@ -121,15 +111,6 @@ def failed(stage: StagedSave) -> bool:
         kind, text = others[0]
         raise CorruptionError(text) if kind == CorruptionError.__name__ else TuneError(f"another rank: {kind}: {text}")
     return bool(failures)
-
-
-def drop_stage(stage: StagedSave, *, rank: int) -> None:
-    """Delete what is left of the staging directory and free its disk space."""
-    if stage.failure is not None:
-        stage.failure = None
-        gc.collect()  # a failed torch.save leaves its file open in a reference cycle, which keeps the space occupied
-    if rank == 0 and stage.usable:
-        shutil.rmtree(stage.root, ignore_errors=True)
 
 
 def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool:
@@ -580,10 +561,7 @@ class Checkpoints:
         sharded, live = self._trainer.full_state is not None, self._full_model()
         found: list[str] = []
         if not sharded or self._trainer.is_world_process_zero():
-            model, recorded = self._bare_model(), manifest.read(directory)
-            known = recorded.tensors if isinstance(recorded, manifest.Manifest) else {}
-            differing = saved_state.compare_recorded(known, model, live)
-            found = _differing(saved_state.compare_model(directory, model, live)) if differing is None else differing
+            found = _differing(saved_state.compare_model(directory, self._bare_model(), live))
         if not sharded:
             return found
         self._forget_full()
@@ -674,6 +652,7 @@ class Checkpoints:
             self._trainer.full_state.forget()
 
     def _open_stage(self, final: Path) -> StagedSave:
+        """Create a staging directory beside ``final`` on rank 0; every rank checks that it sees it. Collective."""
         args = self._trainer.args
         if args.save_on_each_node and args.world_size > 1:
             raise UsageError(
@@ -681,12 +660,25 @@ class Checkpoints:
             )
         adapter = hasattr(self._bare_model(), "peft_config")
         written = (p for p in self._trainer.model.parameters() if p.requires_grad or not adapter)
-        return open_stage(final, rank=args.process_index, need_bytes=sum(each.nbytes for each in written))
+        stage = StagedSave(root=final.parent, need_bytes=sum(each.nbytes for each in written))
+        name = None
+        if args.process_index == 0:
+            try:
+                name = str(create_staging(final))
+            except OSError as error:
+                stage.failure = error
+        name = broadcast_object_list([name])[0]
+        if name is not None:
+            stage.root, stage.usable = Path(name), True
+            if not stage.root.is_dir():
+                who = f"rank {args.process_index}"
+                stage.failure = UsageError(f"{who} does not see {name}: put output_dir on a disk that all nodes share")
+        return stage
 
     def _close(self, stage: StagedSave) -> None:
         self._stage = None
         self._forget_full()
-        drop_stage(stage, rank=self._trainer.args.process_index)
+        stage.drop(first=self._trainer.is_world_process_zero())
 
 
 def _differing(found: Mapping[str, Readback]) -> list[str]:

@@ -90,27 +90,6 @@ def compare_model(
     return found or {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
 
 
-def compare_recorded(
-    recorded: Mapping[str, str], model: nn.Module, trained: Mapping[str, Tensor] | None = None
-) -> list[str] | None:
-    """Labels of live tensors that differ from the digests recorded in a manifest; None if it records none of them."""
-    stored: dict[str, set[str]] = {}
-    for label in recorded:
-        file, _, name = label.partition(":")
-        if file.endswith(".safetensors"):
-            stored.setdefault(file, set()).add(name)
-    if not stored:
-        return None
-    differing = []
-    for file, live, required in _expected(model, stored, trained):
-        names = stored.get(file, set())
-        differing += [f"{file}:{name}" for name in sorted(required - names)]
-        for name in sorted(names):
-            if name not in live or digest(live[name].detach()).hex() != recorded[f"{file}:{name}"]:
-                differing.append(f"{file}:{name}")
-    return differing
-
-
 def _expected(
     model: nn.Module,
     stored: Mapping[str, set[str]],

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import psutil
 
@@ -41,18 +41,6 @@ LAST_SECONDS = 60.0
 """The process ends after this time even if the diagnosis hangs."""
 _BLOCK_BYTES = 256
 _BACKWARD = "the backward pass"
-
-
-class Progress(Protocol):
-    """The main thread's progress: the number of heartbeats, its phase ("in step 12"), and the seconds that may pass
-    until the next heartbeat (None: no limit). Read in another thread."""
-
-    @property
-    def beats(self) -> int: ...
-    @property
-    def where(self) -> str: ...
-    @property
-    def limit_s(self) -> float | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +64,7 @@ class Rank:
 
     @property
     def can_answer(self) -> bool:
-        """Not if it is stopped or held by a debugger; if the main thread hangs in a driver (D), the watchdog can."""
+        """Not if it is stopped or held by a debugger; while the main thread hangs in a driver (D), the watchdog can."""
         return self.alive and state_of(self.pid) not in "Tt"
 
 
@@ -146,25 +134,24 @@ class Watchdog:
     """Watches this process from `start` to `stop`.
 
     Args:
-        progress: of the main thread.
+        progress: of the main thread: ``beats``, the number of its heartbeats; ``where``, its phase ("in step 12");
+            ``limit_s``, the seconds that may pass until the next heartbeat (None: no limit).
         on_stall: called with the cause (one line), the seconds without progress and a page with the stacks and states
             of all ranks, before the job is ended; it must return.
         board: shared by the ranks of this machine; None for a single process.
-        elsewhere: number of ranks on other machines.
         tick_s: seconds between two checks.
     """
 
     def __init__(
         self,
         *,
-        progress: Progress,
+        progress: Any,
         on_stall: Callable[[str, float, str], None],
         board: Board | None,
-        elsewhere: int = 0,
         tick_s: float = 1.0,
     ) -> None:
         self._progress, self._on_stall = progress, on_stall
-        self._board, self._elsewhere, self._tick_s = board, elsewhere, tick_s
+        self._board, self._tick_s = board, tick_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall watchdog", daemon=True)
         self._silent_s = 0.0
@@ -224,7 +211,7 @@ class Watchdog:
             mine = Rank(rank=board.rank if board is not None else 0, pid=os.getpid(), born=0)
             answers[mine.rank] = stacks()
             ranks = sorted([mine, *others], key=lambda each: each.rank)
-            cause, where = explain(ranks, answers, elsewhere=self._elsewhere), self._progress.where
+            cause, where = explain(ranks, answers), self._progress.where
             pages = [f"no progress for {self._silent_s:.0f} s {where}\n{cause}\n"]
             for each in ranks:
                 answer = answers[each.rank]
@@ -317,28 +304,23 @@ def _place(frame: traceback.FrameSummary) -> str:
     return f"{frame.name}() in {file}:{frame.lineno}"
 
 
-def explain(ranks: Sequence[Rank], answers: Mapping[int, Mapping[str, Any] | None], *, elsewhere: int) -> str:
-    """The cause of a stall, in one line: the ranks that do not wait for others, and those that do.
+def explain(ranks: Sequence[Rank], answers: Mapping[int, Mapping[str, str] | None]) -> str:
+    """The cause of a stall, in one line: the ranks of this machine that do not wait for others, and those that do.
 
-    Args:
-        ranks: those of this machine.
-        answers: their `stacks`; None for those that did not answer.
-        elsewhere: number of ranks on other machines, whose state is unknown.
+    ``answers``: their `stacks`; None for those that did not answer.
     """
-    if len(ranks) == 1 and not elsewhere:
+    if len(ranks) == 1:
         return f"the process (pid {ranks[0].pid}) {_what(ranks[0], answers[ranks[0].rank])}"
     waits = {each: "" if state_of(each.pid) in "DTt" else (answers[each.rank] or {}).get("waits", "") for each in ranks}
     causes = [each for each in ranks if not waits[each]]
-    if not causes and not elsewhere:  # a backward pass may compute, or wait for gradients of the others
-        causes = [each for each in ranks if waits[each] == _BACKWARD and len(set(waits.values())) > 1]
+    if not causes and len(set(waits.values())) > 1:  # a backward pass may compute, or wait for gradients of the others
+        causes = [each for each in ranks if waits[each] == _BACKWARD]
     causes.sort(key=lambda each: answers[each.rank] is not None)  # those that cannot answer first
     parts = [f"{each.name} {_what(each, answers[each.rank])}" for each in causes]
     what = "waits" if not causes else "waits for it" if len(causes) == 1 else "waits for them"
     parts += [f"{each.name} {what} in {waits[each]}" for each in ranks if each not in causes]
-    if elsewhere:
-        parts.append(f"the state of {elsewhere} ranks on other machines is unknown here: see their own messages")
-    elif not causes:
-        parts.append("all of them wait: in different collectives, or the connection between them does not deliver")
+    if not causes:
+        parts.append("they wait in different collectives, for another machine, or their connection does not deliver")
     return "; ".join(parts)
 
 

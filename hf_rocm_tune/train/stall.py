@@ -88,7 +88,7 @@ def parse(setting: str) -> float | None:
 
 
 class TrainingProgress:
-    """The progress of training: updated by its thread, read by the watchdog's; see `watchdog.Progress`."""
+    """The progress of training: updated by its thread, read by the watchdog's; see `Watchdog`."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
         self._limits, self._clock = limits, clock
@@ -143,13 +143,11 @@ class StallGuard:
         self._progress: TrainingProgress | None = None
         self._watchdog: Watchdog | None = None
         if limits is not None:
-            world = int(environ.get("WORLD_SIZE", "1"))
             self._progress = TrainingProgress(limits)
             self._watchdog = Watchdog(
                 progress=self._progress,
                 on_stall=self._leave_evidence,
                 board=board,
-                elsewhere=max(world - int(environ.get("LOCAL_WORLD_SIZE", str(world))), 0),
                 tick_s=min(max(min(limits.floor_s, limits.most_s) / 20, 0.05), 1.0),
             )
             self._watchdog.start()

@@ -1,4 +1,7 @@
-"""Averages of gradients that come out wrong in real two-process runs: made again before the optimizer, or all stop."""
+"""Averages of gradients in real two-process runs, over the process group and through the host: wrong ones are made
+again before the optimizer, bit for bit, or all ranks stop; compressed ones are near the plain ones. And ranks that
+drift apart all the same: an update comes out wrong by one bit, which nothing on that rank can tell.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hf_rocm_tune.survive import manifest
 from tests import tiny
@@ -20,11 +25,12 @@ from tests.two_ranks import environments
 
 STEPS = 5
 ADAPTER = "adapter_model.safetensors"
+TO_HOST, TO_DEVICE = "stage=buckets,tensor=*to host", "stage=buckets,tensor=*to device"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A command for two processes, and the output of an undisturbed run of it."""
+    """A command for two processes, and the output of an undisturbed run of it over the process group."""
 
     server: CommandServer
     argv: list[str]
@@ -43,6 +49,11 @@ class Job:
         ranks = environments(output.with_suffix(".exit.json"), each)
         running = [self.server.start(*argv, env=each) for each in ranks]
         return [each.wait() for each in running]
+
+    def done(self, output: Path, *more: object, **changed: object) -> Path:
+        """Runs both ranks, which must end well; the output directory."""
+        _assert_done(self.run(output, *more, **changed))  # type: ignore[arg-type]
+        return output
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +75,22 @@ def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -
         disable_tqdm=True,
     )
     made = Job(server=server, argv=argv, clean=root / "clean")
-    _assert_done(made.run(made.clean))
+    made.done(made.clean)
     return made
+
+
+def _error_line(results: list[Result]) -> str:
+    """The one line of both ranks together, which found corruption."""
+    assert [result.code for result in results] == [3, 3], [result.stderr[-3000:] for result in results]
+    said = [line for result in results for line in result.stderr.splitlines()]
+    lines = [line for line in said if re.match(r"hf-rocm-tune: (\[rank \d+\] )?error: ", line)]
+    assert len(lines) == 1 and not any("Traceback" in line for line in said)
+    return lines[0]
+
+
+def _assert_same(output: Path, plain: Path) -> None:
+    assert (output / ADAPTER).read_bytes() == (plain / ADAPTER).read_bytes()
+    assert losses_of(output) == losses_of(plain)
 
 
 def _assert_done(results: list[Result]) -> None:
@@ -118,21 +143,118 @@ def test_through_the_launcher_an_average_that_is_wrong_alike_on_both_ranks_is_ma
     assert "averages of gradients checked (2 wrong, 2 recovered)" in launched.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param("one", marks=pytest.mark.long), "both"])
-def test_a_persistent_one_stops_all_ranks_with_one_line(job: Job, tmp_path: Path, ranks: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "faults"),
+    [
+        ("ddp", ("kind=zero,stage=gradients,first=4,persist=1",) * 2),
+        pytest.param("ddp", ("", "kind=zero,stage=gradients,first=4,persist=1"), marks=pytest.mark.long),
+        pytest.param("host", ("", f"{TO_HOST},kind=zero,first=5,persist=1"), marks=pytest.mark.long),
+    ],
+    ids=["both", "one", "to-host"],
+)
+def test_a_persistent_one_stops_all_ranks_with_one_line_and_the_same_command_goes_on(
+    job: Job, tmp_path: Path, way: str, faults: tuple[str, str]
+) -> None:
     output = tmp_path / "out"
-    fault = "kind=zero,stage=gradients,first=4,persist=1"
-    results = job.run(output, (fault if ranks == "both" else "", fault))
-    assert [result.code for result in results] == [3, 3], [result.stderr[-3000:] for result in results]
-    said = [line for result in results for line in result.stderr.splitlines()]
-    lines = [line for line in said if re.match(r"hf-rocm-tune: (\[rank \d+\] )?error: ", line)]
-    assert len(lines) == 1 and not any("Traceback" in line for line in said)
-    assert "the average of the gradients in bucket" in lines[0] and "was not used" in lines[0]
+    results = job.run(output, faults, grad_sync=way)
+    line = _error_line(results)
+    assert "the average of the gradients in bucket" in line and "was not used" in line
     assert json.loads(output.with_suffix(".exit.json").read_text())["code"] == 3
     assert not (output / ADAPTER).exists()
-    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
     assert manifest.verify(output / "checkpoint-2") == []
     assert report_of(output)["incidents"][-1]["outcome"] == "failed"
-    if ranks == "both":
-        _assert_done(job.run(output))  # the same command goes on
-        assert (output / ADAPTER).read_bytes() == (job.clean / ADAPTER).read_bytes()
+    job.done(output)  # the same run, however its gradients are averaged
+    assert (output / ADAPTER).read_bytes() == (job.clean / ADAPTER).read_bytes()
+
+
+def test_an_adapter_that_differs_between_the_ranks_is_named_and_stops_both(job: Job, tmp_path: Path) -> None:
+    harm = {"MEMORY_ATTACK": json.dumps({"kind": "wrong update", "what": "weight", "step": 3})}
+    line = _error_line(job.run(tmp_path / "out", environ=({}, harm), sentinel_every=1, save_strategy="no"))
+    assert "at step 3: ranks differ" in line
+    assert re.search(r"lora_[AB]\.default\.weight \(ranks \[1\]\)", line) and "exp_avg" not in line
+    assert not (tmp_path / "out" / ADAPTER).exists()
+
+
+# ---- through the host, and compressed -------------------------------------------------------------------------
+
+
+def test_faults_on_the_way_to_the_host_and_back_leave_no_trace_in_the_adapter(job: Job, tmp_path: Path) -> None:
+    plain = job.clean
+    output = job.done(
+        tmp_path / "out", (f"{TO_HOST},kind=flip,rate=0.5,seed=3", f"{TO_DEVICE},kind=zero,rate=0.5"), grad_sync="host"
+    )
+    _assert_same(output, plain)
+    report = report_of(output)
+    crossed = report["buckets"]
+    assert crossed["mismatches"] == crossed["recovered"] == len(report["incidents"]) > 1
+    assert crossed["verified_bytes"] == crossed["bytes"] > 0
+    assert {row["rank"] for row in report["incidents"]} == {0, 1}
+    assert report["gradients"]["mismatches"] == 0 < report["gradients"]["buckets"]
+    sync = report["grad_sync"]
+    assert (sync["way"], sync["judged"], sync["process_group"], sync["averages"]) == (
+        "host",
+        "projections",
+        "gloo",
+        STEPS,
+    )
+    assert sync["bytes_to_host_and_back_per_step"] == 2 * sync["bytes_between_ranks_per_step"] > 0
+    assert sync["wait_seconds"] > 0
+    assert report_of(plain)["grad_sync"]["way"] == "ddp"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"load_in_4bit": True},
+        {"gradient_accumulation_steps": 1},
+        {"packing": True},
+        {"on_oom": "stop"},  # averages overlap with the last backward
+        {"use_peft": False, "learning_rate": 1e-4},
+        {"verify": "off"},
+        {"verify": "sample"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_the_adapter_is_bit_for_bit_that_of_the_process_group(
+    job: Job, tmp_path: Path, changed: dict[str, object]
+) -> None:
+    plain, host = (job.done(tmp_path / way, grad_sync=way, **changed) for way in ("ddp", "host"))
+    name = ADAPTER if changed.get("use_peft", True) else "model.safetensors"
+    assert (host / name).read_bytes() == (plain / name).read_bytes()
+    assert losses_of(host) == losses_of(plain)
+    assert report_of(host)["incidents"] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_casts_are_the_same_either_way_and_near_the_plain_run(job: Job, tmp_path: Path, compression: str) -> None:
+    plain = job.clean
+    ddp, host = (
+        job.done(tmp_path / way, grad_sync=way, grad_compression=compression, optim="sgd") for way in ("ddp", "host")
+    )
+    _assert_same(host, ddp)
+    for output in (ddp, host):
+        report = report_of(output)
+        assert report["grad_sync"]["compression"] == compression
+        assert report["gradients"]["mismatches"] == 0 and report["incidents"] == []
+        assert (
+            report["grad_sync"]["bytes_between_ranks_per_step"] * 2
+            == (report_of(plain)["grad_sync"]["bytes_between_ranks_per_step"])
+        )
+    exact = load_file(job.done(tmp_path / "plain", optim="sgd") / ADAPTER)
+    start = job.done(tmp_path / "start", optim="sgd", learning_rate=0.0)
+    moved = torch.cat([(exact[name] - tensor).flatten() for name, tensor in load_file(start / ADAPTER).items()])
+    off = torch.cat([(exact[name] - tensor).flatten() for name, tensor in load_file(host / ADAPTER).items()])
+    assert 0 < off.norm() < {"fp16": 2e-3, "bf16": 2e-2}[compression] * moved.norm()
+
+
+@pytest.mark.long
+def test_powersgd_trains_and_all_ranks_agree(job: Job, tmp_path: Path) -> None:
+    output = job.done(tmp_path / "out", grad_sync="ddp", grad_compression="powersgd", max_steps=12)
+    report = report_of(output)
+    assert report["grad_sync"]["judged"] == "equal on all ranks"
+    assert report["replicas"]["checks"] > 0 == report["replicas"]["mismatches"]
+    assert losses_of(output)[-1] < losses_of(output)[0]
+    exact = job.done(tmp_path / "exact", max_steps=12)
+    assert (output / ADAPTER).read_bytes() != (exact / ADAPTER).read_bytes()

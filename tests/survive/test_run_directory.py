@@ -69,14 +69,6 @@ def test_a_new_directory_is_fresh_and_the_same_command_resumes_the_newest(tmp_pa
     assert again.notes == ()
 
 
-def test_a_packed_run_that_did_not_record_its_processes_goes_on(tmp_path: Path) -> None:
-    packed = {**SETTINGS, "packing": True}
-    first = _begin(tmp_path, 3, settings=packed)
-    assert _start(tmp_path, {**packed, "dataset_num_proc": None}).run_id == first.run_id
-    with pytest.raises(UsageError, match="dataset_num_proc"):
-        _start(tmp_path, {**packed, "dataset_num_proc": 2})
-
-
 def test_nothing_changes_before_commit(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _begin(out, 3)
@@ -391,14 +383,6 @@ def test_a_checkpoint_that_is_named_is_where_it_began_and_not_where_it_goes_on(
     assert _start(out, resume=str(other)).checkpoint == out / "checkpoint-60"
 
 
-def test_without_a_supervisor_what_is_named_counts(tmp_path: Path) -> None:
-    out, other = tmp_path / "out", _checkpoint(tmp_path / "other" / "checkpoint-50", "other", 50)
-    first = _start(out, resume=str(other))
-    first.commit()
-    _checkpoint(out / "checkpoint-60", first.run_id, 60)
-    assert _start(out, resume=str(other)).checkpoint == other
-
-
 def test_a_step_that_is_left_out_stays_so_in_this_run_and_is_said(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(UsageError, match=r"no run\.json"):
@@ -414,15 +398,3 @@ def test_a_step_that_is_left_out_stays_so_in_this_run_and_is_said(tmp_path: Path
     assert record.run_id == first.run_id and record.fingerprint == first.record.fingerprint, "it is the same run"
     assert any("steps 3, 7" in note for note in again.notes)
     assert _start(out, overwrite=True).record.skipped_steps == (), "another run leaves nothing out"
-
-
-@pytest.mark.parametrize("steps", ["3", ["x"], 3, None])
-def test_nonsense_in_the_steps_to_leave_out_is_refused(tmp_path: Path, steps: Any) -> None:
-    _start(tmp_path / "out").commit()
-    file = tmp_path / "out" / "run.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"skipped_steps": steps}))
-    if steps == "3":
-        assert _start(tmp_path / "out").record.skipped_steps == (3,)
-        return
-    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
-        _start(tmp_path / "out")

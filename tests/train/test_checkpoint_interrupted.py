@@ -61,7 +61,7 @@ def test_every_writer_s_way_of_reporting_a_full_disk_is_understood(tmp_path: Pat
 import errno, os, subprocess, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from hf_rocm_tune.survive.checkpoint import StagedSave, drop_stage, is_disk_full
+from hf_rocm_tune.survive.checkpoint import StagedSave, is_disk_full
 disk = Path({str(tmp_path)!r})
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "small", str(disk)], check=True)
 big = torch.zeros(2_000_000)
@@ -74,7 +74,7 @@ for write in (
     stage.attempt(write, disk / "file")
     assert is_disk_full(stage.failure, disk, 8_000_000), repr(stage.failure)
     (disk / "file").unlink(missing_ok=True)
-    drop_stage(stage, rank=0)
+    stage.drop(first=True)
     assert not is_disk_full(RuntimeError("other"), disk, 2_000_000), "the space was not given back"
 """
     done = subprocess.run(["unshare", "-rm", sys.executable, "-c", script], capture_output=True, text=True)
