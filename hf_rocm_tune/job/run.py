@@ -471,6 +471,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             callbacks=callbacks,
             mover=job.mover,
             sentinel_every=tune.sentinel_every,
+            check_arithmetic=tune.check_arithmetic,
             prefetch_batches=tune.prefetch_batches,
             consent_unverified=tune.consent_unverified,
             recompute_layers=job.fit.recompute if job.fit else tune.recompute,

@@ -100,3 +100,42 @@ def _preferred(backend: str) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
+
+
+# ---- the library that all products of a process use ------------------------------------------------------------------
+
+ON_HOST = ("oneDNN", "BLAS")
+
+
+def current_library(device: torch.device) -> str:
+    """Which library torch prefers for products on a device."""
+    if device.type == "cpu":
+        return ON_HOST[not torch.backends.mkldnn.enabled]
+    return "hipBLASLt" if "Lt" in str(torch.backends.cuda.preferred_blas_library()) else "rocBLAS"
+
+
+def use_library(device: torch.device, name: str) -> None:
+    """Let torch prefer a library from now on.
+
+    Raises:
+        RuntimeError: this build of torch does not have it.
+    """
+    if device.type == "cpu":
+        torch.backends.mkldnn.enabled = name == ON_HOST[0]  # type: ignore[assignment]  # a descriptor of the module
+    else:
+        torch.backends.cuda.preferred_blas_library(LIBRARIES[name])
+
+
+def each_library(device: torch.device) -> Iterator[str]:
+    """Switch to each library in turn, the current one first, and back at the end; leaves out those that are absent."""
+    before = current_library(device)
+    names = ON_HOST if device.type == "cpu" else tuple(LIBRARIES)
+    try:
+        for name in sorted(names, key=lambda each: each != before):
+            try:
+                use_library(device, name)
+            except RuntimeError:
+                continue
+            yield name
+    finally:
+        use_library(device, before)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor, nn
 
@@ -117,6 +118,57 @@ class _BiasCast:
         if module.bias.dtype != self._dtype:
             self._dtype = module.bias.dtype
             self._mover.mark_derived(module.bias, BIAS_CAST)
+
+
+# ---- weights as their layers compute with them, on the host --------------------------------------------------------
+
+_ELEMENTS = 1 << 20  # of a weight, widened at once: they stay in the processor's cache
+
+
+def host_weight(
+    module: Any, dtype: torch.dtype | None, copy: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[slice, Tensor]]:
+    """The weight of a linear layer, ``[out, in]`` in float32, some rows at a time; dequantised without bitsandbytes.
+
+    Args:
+        module: `nn.Linear`, `Conv1D`, or bitsandbytes' for 4 or 8 bits.
+        dtype: to which a weight that is not quantised is rounded.
+        copy: gives a host copy of a tensor.
+    """
+    weight = module.weight
+    state, scales = getattr(weight, "quant_state", None), getattr(module, "state", None)
+    if state is not None:
+        yield from _from_4_bit(copy(weight), state, copy)
+    elif scales is not None:
+        rows = scales.CB if scales.CB is not None else weight.CB
+        scale = copy(scales.SCB if scales.SCB is not None else weight.SCB).float()[:, None] / 127
+        held = copy(rows)
+        yield from ((part, held[part].float() * scale[part]) for part in _parts(*held.shape))
+    else:
+        held = copy(weight).T if isinstance(module, Conv1D) else copy(weight)
+        yield from ((part, held[part].to(dtype).float()) for part in _parts(*held.shape))
+
+
+def _parts(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
+    step = max(1, _ELEMENTS // columns // multiple) * multiple
+    return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
+
+
+def _from_4_bit(packed: Tensor, state: Any, copy: Callable[[Tensor], Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """Two values a byte, the first in the high bits: code[value] * scale of its block; the layout of bitsandbytes."""
+    rows, columns = state.shape
+    data, code, size = packed.flatten().view(torch.uint8), copy(state.code).float(), state.blocksize
+    scales = copy(state.absmax)
+    if state.nested:
+        inner = state.state2
+        outer = copy(inner.absmax).float().repeat_interleave(inner.blocksize)[: scales.numel()]
+        scales = copy(inner.code).float()[scales.int()] * outer + copy(state.offset).float()
+    for part in _parts(rows, columns, multiple=size):  # so that each part begins with a block
+        first, last = part.start * columns, part.stop * columns
+        pairs = data[first // 2 : -(-last // 2)]
+        values = code[torch.stack([pairs >> 4, pairs & 15], dim=1).flatten()[: last - first].int()]
+        values *= scales[first // size : -(-last // size)].repeat_interleave(size)[: last - first]
+        yield part, values.to(state.dtype).float().view(-1, columns)
 
 
 # ---- buffers that a model changes in its forward pass: running statistics of batch normalisation ----------------

@@ -66,6 +66,11 @@ class TuneArguments:
     )
     consent_unverified: bool = _option(False, "Train although `--verify full` does not cover every byte on the device.")
     sentinel_every: int = _option(50, "Steps between two checks of weights that must not change. 0: no checks.")
+    check_arithmetic: Literal["off", "sampled", "every"] = _option(
+        "sampled",
+        "Products with frozen weights that are checked while training: none, a sample of the layers in each step at "
+        "less than 1 % of its time, or all.",
+    )
     prefetch_batches: int = _option(
         1,
         "Batches transferred ahead of the one in use; values above 1 apply within an accumulation window only. "

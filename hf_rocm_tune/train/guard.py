@@ -32,14 +32,17 @@ import torch
 from transformers import TrainerCallback
 
 from hf_rocm_tune.cards.agree import everyone, highest
-from hf_rocm_tune.errors import DivergedError, listed
+from hf_rocm_tune.errors import CorruptionError, DivergedError, listed
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.survive.run_directory import list_checkpoints
+from hf_rocm_tune.train.arithmetic import Verdict
 from hf_rocm_tune.transfer import Digest, QueuedDigests
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from hf_rocm_tune.train.arithmetic import ArithmeticChecks
 
 logger = logging.getLogger(__name__)
 
@@ -156,30 +159,58 @@ class TrainingGuard:
         """Add the loss of a micro-step, shape []; it stays on the device until the end of the step."""
         self._losses.append(loss)
 
-    def judge(self, model: nn.Module, norm: Any, settle: Callable[[int], None]) -> None:
-        """Judge the step before the optimizer uses it; the gradients of a step to be skipped go. Collective."""
+    def judge(
+        self,
+        model: nn.Module,
+        norm: Any,
+        settle: Callable[[int], None],
+        products: ArithmeticChecks,
+        *,
+        can_repeat: bool,
+    ) -> bool:
+        """Judge the step before the optimizer uses it; the gradients of a step to be skipped go. Collective.
+
+        Returns:
+            Whether the step must be computed again, because a product was wrong.
+        """
         losses, self._losses = self._losses, []
         if not losses:
-            return  # one of ``skip_steps``
+            return False  # one of ``skip_steps``
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        residuals = products.pending()
         if type(norm) is torch.Tensor and norm.device == loss.device != _HOST:
             same = norm.dtype == loss.dtype
-            mine = torch.stack([loss, norm] if same else [loss.double(), norm.double()]).tolist()
+            numbers = torch.stack([loss, norm] if same else [loss.double(), norm.double()])
+            with_first = residuals[:1] if residuals and residuals[0].device == loss.device else []
+            row = torch.cat([numbers, *with_first]).tolist()  # read together: no further wait
+            mine, known = row[:2], [row[2:]] if with_first else []
         else:
-            mine = [loss.item(), float(norm)]
-        rows = everyone(mine)  # NaN on one rank is NaN on all
+            mine, known = [loss.item(), float(norm)], []
+        known += [each.tolist() for each in residuals[len(known) :]]
+        rows = everyone([*mine, products.judge(known, can_repeat=can_repeat)])  # NaN on one rank is NaN on all
+        verdict = Verdict(int(max(row[2] for row in rows)))
+        if verdict == Verdict.END:
+            raise CorruptionError(
+                products.failure or f"step {self._trainer.state.global_step + 1}: a product is wrong on another rank"
+            )
+        if verdict == Verdict.REPEAT:
+            return True
         mean = sum(row[0] for row in rows) / len(rows)
         worst = max((row[1] for row in rows), key=lambda one: one if one < math.inf else math.inf)
         step = self._trainer.state.global_step + 1
         settle(step)
+        if verdict == Verdict.SKIP:
+            model.zero_grad()
+            return False
         finding = self._steps.judge(step, mean, worst, scaled=self._trainer.accelerator.scaler is not None)
         if finding is None:
-            return
+            return False
         if finding.skips:
             model.zero_grad()  # optimizers do not update a parameter without a gradient
             if self._trainer.is_world_process_zero():
                 self._trainer.transfer_report.count("guard", skipped_steps=1)
         self.report(finding)
+        return False
 
     def require_finite(self, model: nn.Module) -> None:
         """Refuse to save weights that hold NaN or infinity. Collective."""

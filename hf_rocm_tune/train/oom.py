@@ -33,7 +33,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -361,10 +361,31 @@ class OutOfMemoryRecovery:
             todo = window.batches
         if shortages:
             _count_shortages(self._trainer, shortages, "recovered")
-        if self._trainer.accelerator.sync_gradients:
-            self._window = None
         assert found[0] is not None
         return found[0]
+
+    @property
+    def has_start(self) -> bool:
+        """Whether `repeat` can compute the current step again: its batches did not need to be generated."""
+        return self._window is not None
+
+    def repeat(self, stock: Stock, model: nn.Module, num_items: Any) -> list[Tensor]:
+        """Compute the whole optimizer step again, after its last micro-step. Returns the losses.
+
+        Random states are those of its first time, and gradients are averaged over ranks again.
+        """
+        window, accelerator = self._window, self._trainer.accelerator
+        assert window is not None
+        window.rewind(model)
+        losses = []
+        for number, batch in enumerate(window.batches):
+            last = number == len(window.batches) - 1
+            accelerator.gradient_state._set_sync_gradients(last)
+            with nullcontext() if last else accelerator.no_sync(model):
+                losses.append(self._micro_step(window, stock, model, number, batch, num_items))
+        self._at = None
+        self._trainer.way.collect()
+        return losses
 
     def _try(
         self, window: StepWindow, stock: Stock, model: nn.Module, todo: Sequence[Mapping[str, Any]], num_items: Any

@@ -88,6 +88,7 @@ def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> d
             "not_attested": list(facts.not_attested),
         },
         "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(everyone))},
+        "arithmetic": {**counters["arithmetic"], **described["arithmetic"]},
         "memory": {**counters["memory"], **described["memory"]},
         "auto_fit": facts.auto_fit,
         "split": described["split"],
@@ -143,6 +144,7 @@ def closing_line(report: Mapping[str, Any]) -> str:
         f"{_not_verified(covered['unverified'])}, "
         f"{mismatches} mismatches, {recovered} recovered, {checked}{report['frozen']['passes']} sentinel passes over "
         f"{report['frozen']['tensors']} frozen tensors ({report['frozen']['mismatches']} changed), "
+        f"{_products(report['arithmetic'])}, "
         f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification"
         f"{_events(report)}"
     )
@@ -150,6 +152,16 @@ def closing_line(report: Mapping[str, Any]) -> str:
 
 def _not_verified(rows: Sequence[Mapping[str, str]]) -> str:
     return f" (not: {listed([row['tensor'] for row in rows])})" if rows else ""
+
+
+def _products(counted: Mapping[str, Any]) -> str:
+    """The checks of products with frozen weights."""
+    if counted["refusal"]:
+        return f"products with frozen weights not checked ({counted['refusal']})"
+    wrong = counted["disagreements"]
+    recovered = f" ({counted['recovered']} recovered)" if wrong else ""
+    share = 100 * counted["checked"] / max(counted["products"], 1)
+    return f"base products checked {share:.2g} %, disagreements {wrong}{recovered}"
 
 
 def _events(report: Mapping[str, Any]) -> str:

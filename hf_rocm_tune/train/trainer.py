@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,6 +58,7 @@ from hf_rocm_tune.models.streaming import streamer_of
 from hf_rocm_tune.survive.checkpoint import Checkpoints, Uploader
 from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, PulseListener
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
+from hf_rocm_tune.train.arithmetic import ArithmeticChecks, Mode
 from hf_rocm_tune.train.device_memory import FragmentationCallback, read
 from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
@@ -108,6 +109,7 @@ class VerifiedTransferMixin(_Base):
         transfer_settings: how to verify, when no mover is given.
         sentinel_every: number of steps in which each frozen tensor is checked once; 0: never. All are checked before a
             save.
+        check_arithmetic: which products with frozen weights are checked, see :mod:`~hf_rocm_tune.train.arithmetic`.
         prefetch_batches: batches that may be in transfer beyond the one in use; 0: no overlap.
         consent_unverified: train although ``verify="full"`` did not reach every byte.
         recompute_layers: with activation checkpointing: how many layers, from the first, are recomputed fully, and how
@@ -155,6 +157,7 @@ class VerifiedTransferMixin(_Base):
         mover: Mover | None = None,
         transfer_settings: TransferSettings | None = None,
         sentinel_every: int = 50,
+        check_arithmetic: Mode = "sampled",
         prefetch_batches: int = 1,
         consent_unverified: bool = False,
         recompute_layers: tuple[int, int] | None = None,
@@ -193,6 +196,9 @@ class VerifiedTransferMixin(_Base):
         self._consent_unverified, self._on_oom = consent_unverified, on_oom
         self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
         self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
+        self._arithmetic = ArithmeticChecks(check_arithmetic, self.mover)
+        self._num_items: Any = None  # label tokens of the current step
+        self._tr_loss: Tensor
         self._interrupts = InterruptCallback(self.stop_requests)
         self._prefetch_batches = prefetch_batches
         self._training_prefetch = Prefetch(self.mover, prefetch_batches)
@@ -325,6 +331,7 @@ class VerifiedTransferMixin(_Base):
         with self.way.wrapping(self.model, self._sentinel.check_replicas):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.way.start(self.model_wrapped, self.optimizer, max_steps=max_steps)
+        self._arithmetic.prepare(self)
         self._recovery = recovery_for(self, on_oom=self._on_oom, resumed=bool(resume_from_checkpoint))
         return prepared
 
@@ -359,11 +366,14 @@ class VerifiedTransferMixin(_Base):
     ) -> tuple[list[Any], Any]:
         """As upstream, at the start of an optimizer step; iterating over the list starts the transfers."""
         self._guard.begin_step()
+        self._arithmetic.begin_step(self.state.global_step + 1)
+        self._loss_before = self._tr_loss.clone()  # upstream adds each micro-step's loss to it in place
         if self._recovery is not None:
             self._recovery.begin_step()
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         window = self._training_prefetch.window(batches)
         self.way.begin_step(window)
+        self._num_items = count
         return window, count
 
     @override
@@ -431,7 +441,10 @@ class VerifiedTransferMixin(_Base):
             self.mover.settle(inputs)
         # GRPO builds its batch from prompts in this thread: it generates, reads, scores and sends the rows.
         generates = not isinstance(inputs, Mapping)
-        with redirected(self.mover, stage="batches") if generates else nullcontext():
+        with ExitStack() as stack:
+            if generates:
+                stack.enter_context(redirected(self.mover, stage="batches"))
+                stack.enter_context(self._arithmetic.paused())
             batch: Batch = super()._prepare_inputs(inputs)
         self._sentinel.use_batch(batch)
         if generates:
@@ -458,8 +471,25 @@ class VerifiedTransferMixin(_Base):
         """As upstream. The trained state is checked here, before the optimizer uses it, and the step is judged."""
         self._sentinel.look()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self._guard.judge(model, norm, self._sentinel.settle)
+        can_repeat = self._recovery is not None and self._recovery.has_start
+        while self._guard.judge(model, norm, self._sentinel.settle, self._arithmetic, can_repeat=can_repeat):
+            norm = self._repeat_step(model)
         return norm
+
+    def _repeat_step(self, model: nn.Module) -> Any:
+        """Compute the optimizer step again, as if for the first time. Returns the norm of its clipped gradients."""
+        assert self._recovery is not None
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler._per_optimizer_states.clear()  # it refuses to unscale gradients twice in a step
+        losses = self._recovery.repeat(super().training_step, model, self._num_items)
+        self._sentinel.look_at_batches()
+        self.way.check(step=self.state.global_step + 1, synced=True)
+        self._tr_loss = self._loss_before.clone()
+        for one in losses:
+            self._guard.add_loss(one)
+            self._tr_loss += self._metrics_queue.loss_to_log(one)
+        norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        return super()._get_grad_norm(model, grad_norm=norm)
 
     @override
     def floating_point_ops(self, inputs: Batch) -> int:
@@ -610,6 +640,7 @@ class VerifiedTransferMixin(_Base):
             },
             "streaming": None if self.streamer is None else self.streamer.describe(),
             "crash_injection": self._crashes.text,
+            "arithmetic": self._arithmetic.describe(),
             "shard_seconds": self.way.seconds,
         }
 

@@ -1,0 +1,124 @@
+"""Wrong products with frozen weights: found before the optimizer uses them, and the run ends where a clean one ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from hf_rocm_tune.errors import CorruptionError
+from tests.train.faulty_products import KINDS, Faults
+from tests.train.trainers import VerifiedSFT, build
+
+LONG = os.environ.get("LONG")
+FOUND = [kind for kind in KINDS if kind != "low mantissa bit"]
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Dataset:
+    """Token rows with labels."""
+    rows = torch.randint(5, 500, (64, 32), generator=torch.Generator().manual_seed(1)).tolist()
+    return Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
+
+
+@pytest.fixture(scope="module")
+def run(model_path: Path, tokens: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Trains six steps of two micro-batches with dropout; returns the trainer."""
+
+    def train(faults: Faults | None = None, mode: str = "every", *, ours: Any = None, **options: Any) -> Any:
+        ours = {"consent_unverified": True, "check_arithmetic": mode, **(ours or {})}
+        settings = {"max_steps": 6, "gradient_accumulation_steps": 2, **options}
+        out = tmp_path_factory.mktemp("run")
+        trainer = build(VerifiedSFT, model_path, tokens, out, ours=ours, lora={"lora_dropout": 0.1}, **settings)
+        if faults is None:
+            trainer.train()
+        else:
+            with faults:
+                trainer.train()
+        return trainer
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def clean(run: Callable[..., Any]) -> Any:
+    """Without checks."""
+    return run(mode="off")
+
+
+@pytest.fixture(autouse=True)
+def libraries() -> Any:
+    """Whatever a run has chosen is undone."""
+    yield
+    torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
+
+
+def result(trainer: Any) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Losses and gradient norms, and the adapter."""
+    rows = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+    return rows, {name: each.detach() for name, each in trainer.model.named_parameters() if each.requires_grad}
+
+
+def assert_same(trainer: Any, other: Any) -> None:
+    """Bit for bit."""
+    (losses, weights), (others, theirs) = result(trainer), result(other)
+    assert losses == others
+    assert all(torch.equal(weights[name], theirs[name]) for name in theirs)
+
+
+def counted(trainer: Any) -> dict[str, int]:
+    return dict(trainer.transfer_report.to_dict()["arithmetic"])
+
+
+@pytest.mark.parametrize("mode", ["sampled", "every"])
+def test_checks_change_nothing_and_find_nothing_in_a_clean_run(run: Any, clean: Any, mode: str) -> None:
+    trainer = run(mode=mode)
+    assert_same(trainer, clean)
+    found = counted(trainer)
+    assert found["cleared"] == found["disagreements"] == 0
+    assert found["checked"] == (6 if mode == "every" else 2) * 14 + (0 if mode == "every" else 4)
+    assert found["residuals"] >= 2 * found["checked"]
+
+
+@pytest.mark.parametrize("kind", ["zero tile", "previous output", "NaN"] if not LONG else FOUND)
+def test_a_wrong_product_now_and_then_changes_nothing(run: Any, clean: Any, kind: str) -> None:
+    faults = Faults(kind=kind, rate=0.01, seed=3, first=20)
+    trainer = run(faults)
+    assert faults.done > 2
+    assert_same(trainer, clean)
+    found = counted(trainer)
+    assert found["disagreements"] == found["recovered"] > 0
+    rows = [row for row in trainer.transfer_report.incidents if row["stage"] == "arithmetic"]
+    assert {row["outcome"] for row in rows} == {"recovered"}
+    assert all("base_layer" in row["tensor"] and row["side"] in ("forward", "backward") for row in rows)
+
+
+def test_what_one_library_computes_wrong_is_left_to_the_other(run: Any, clean: Any) -> None:
+    trainer = run(Faults(kind="swapped columns", shape=(64, 128), library="oneDNN"))
+    assert_same(trainer, clean)
+    assert not torch.backends.mkldnn.enabled
+    assert "oneDNN computes it so: BLAS is used" in trainer.transfer_report.incidents[0]["text"]
+
+
+def test_what_no_library_computes_right_ends_the_run(run: Any) -> None:
+    with pytest.raises(CorruptionError, match=r"rows from 0 to .*no library computes it right"):
+        run(Faults(kind="zero tile", shape=(64, 128), first=50))
+
+
+def test_a_sampled_run_finds_a_permanent_fault_in_the_first_step(run: Any) -> None:
+    with pytest.raises(CorruptionError, match=r"step 1: the \w+ product of .*_proj"):
+        run(Faults(kind="dropped k-block"), mode="sampled")
+
+
+def test_a_step_that_cannot_be_computed_again_is_skipped(run: Any, clean: Any) -> None:
+    trainer = run(Faults(kind="zero tile", count=1, first=100), ours={"on_oom": "stop"})
+    assert trainer.state.global_step == 6
+    assert counted(trainer)["disagreements"] == 1
+    with pytest.raises(CorruptionError, match="no library computes it right"):
+        run(Faults(kind="zero tile", shape=(64, 128), first=50), ours={"on_oom": "stop"})
