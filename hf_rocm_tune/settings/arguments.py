@@ -69,7 +69,7 @@ class TuneArguments:
     check_arithmetic: Literal["off", "sampled", "every"] = _option(
         "sampled",
         "Products with frozen weights that are checked while training: none, a sample of the layers in each step at "
-        "less than 1 % of its time, or all.",
+        "under one hundredth of its time, or all.",
     )
     prefetch_batches: int = _option(
         1,

@@ -32,7 +32,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -42,7 +42,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.models import products
 from hf_rocm_tune.models.quantised import host_weight
 from hf_rocm_tune.transfer import Mover, digest, host_copy
@@ -211,8 +210,13 @@ class ArithmeticChecks:
 
     # ---- a training begins --------------------------------------------------------------------------------------
 
-    def prepare(self, trainer: Owner) -> None:
-        """Find the layers, and compute their checksums on the host."""
+    def prepare(self, trainer: Owner, changed: Callable[[], None]) -> None:
+        """Find the layers, and compute their checksums on the host.
+
+        Args:
+            trainer: about to train.
+            changed: called when a frozen weight is no longer what was verified; raises.
+        """
         if self._mode == "off" or self._products:
             return
         args: Any = trainer.args
@@ -231,7 +235,7 @@ class ArithmeticChecks:
             )
             found = frozen_products(trainer.model, but=head, computed_in=precision)
             self.refusal = None if found else "no layer is frozen"
-            self._products = found
+            self._products, self._changed = found, changed
             self._prepare()
         if self._products:
             share = share_of_step([each.columns for each in self._products])
@@ -289,10 +293,7 @@ class ArithmeticChecks:
     def _verified_copy(self, tensor: Tensor) -> Tensor:
         found, known = host_copy(tensor.detach()), self._mover.digest_of(tensor)
         if known is not None and digest(found) != known:
-            raise MemoryFaultError(
-                "a frozen weight changed in memory before its checksum was computed",
-                "Nothing was trained: start the same command again",
-            )
+            self._changed()
         return found
 
     # ---- a step -------------------------------------------------------------------------------------------------

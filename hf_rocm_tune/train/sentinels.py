@@ -552,15 +552,15 @@ class SentinelCallback(TrainerCallback):
             changes.append(Change("trained", "learning rates", "changed in memory"))
         self._judge(changes, f"before the update of step {step}", step)
 
-    def check_all(self, step: int) -> None:
-        """Check every frozen tensor and the trained state; called before a save."""
+    def check_all(self, step: int, doing: str = "saving") -> None:
+        """Check every frozen tensor and the trained state, before ``doing`` something with them."""
         if self._sentinel is None:
             for name, tensor, _ in self._frozen():
                 if self._mover.provenance(tensor) is None:
                     self._explain(name, tensor, False)
             return
         self._reshard()
-        when = f"before saving at step {step}"
+        when = f"before {doing} at step {step}"
         self._judge(self._sentinel.check_all(), when, step)
         self.check_trained(when, step)
 

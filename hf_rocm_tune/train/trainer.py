@@ -331,7 +331,8 @@ class VerifiedTransferMixin(_Base):
         with self.way.wrapping(self.model, self._sentinel.check_replicas):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.way.start(self.model_wrapped, self.optimizer, max_steps=max_steps)
-        self._arithmetic.prepare(self)
+        step = self.state.global_step
+        self._arithmetic.prepare(self, lambda: self._sentinel.check_all(step, "their checksums are computed"))
         self._recovery = recovery_for(self, on_oom=self._on_oom, resumed=bool(resume_from_checkpoint))
         return prepared
 
