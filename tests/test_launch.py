@@ -28,17 +28,6 @@ STUB = """
 
     def main():
         how, rank = sys.argv[1], int(os.environ.get("RANK", "0"))
-        if how == "world":
-            from hf_rocm_tune.machine.process import check_world, prepare_process
-            prepare_process(os.environ)
-            from accelerate import Accelerator
-            accelerator = Accelerator()
-            check_world(accelerator.num_processes, os.environ)
-            import torch
-            total = accelerator.reduce(torch.tensor(float(rank + 1)))
-            os.write(1, f"sum {total.item()} of {accelerator.num_processes}\\n".encode())  # in one piece
-            accelerator.end_training()
-            return 0
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and rank == 0:
             time.sleep(60)
         if how == "crash":
@@ -141,20 +130,6 @@ def test_how_the_last_attempt_ended_is_told(place: Path, config: str, flags: lis
         env=environment(place), cwd=place, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 137 and "was ended by SIGKILL" in done.stderr.splitlines()[-1], done.stderr
-
-
-@pytest.mark.long
-def test_two_processes_without_a_gpu_know_of_each_other(place: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(place / "driver.py"), "cpu_dual", "world"],
-        env=environment(place),
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout.count("sum 3.0 of 2") == 2, done.stdout + done.stderr
-    assert "code world 0" in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])

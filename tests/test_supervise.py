@@ -146,22 +146,6 @@ def test_a_hang_is_ended_with_everything_it_started(place: Path, silent: bool) -
     assert death["phase"] == ("start" if silent else "step")
 
 
-def test_an_upload_may_take_its_time_and_is_not_repeated(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    process = subprocess.Popen(
-        supervisor(*words(place, {"step": 9, "phase": "publish", "end": "wait"})), stdout=subprocess.DEVNULL
-    )
-    _until((place / "ready").exists)
-    time.sleep(1.5)  # longer than a job that trains may be silent
-    assert process.poll() is None and not (place / "heard").exists()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 130
-    for file in (place / "attempt-0", place / "ready"):
-        file.unlink()
-    assert run(place, {"step": 9, "phase": "publish", "end": 1}) == 1
-    assert attempts(place) == 1
-    assert "the result is complete on disk" in capfd.readouterr().err
-
-
 def test_what_a_crashed_start_left_running_is_ended_before_the_next(place: Path) -> None:
     assert run(place, {"step": 3, "orphan": True, "end": "SIGKILL"}, DONE) == 0
     assert not _alive(int((place / "orphan").read_text()))
@@ -241,18 +225,6 @@ def test_a_job_that_was_stopped_as_a_whole_has_not_hung(place: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
     assert attempts(place) == 1 and json.loads((place / "heard").read_text()) == [signal.SIGINT]
-
-
-def test_a_signal_while_it_waits_ends_it(place: Path) -> None:
-    command = supervisor(*words(place, {"step": 3, "end": 1}), backoff_seconds="60")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    while "restarting in 60 s" not in process.stdout.readline():
-        pass
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=10)
-    assert process.returncode == 130 and "not restarted, as requested" in out
-    assert attempts(place) == 1
 
 
 # ---- what it reads and writes -------------------------------------------------------------------------------

@@ -19,10 +19,12 @@ from hf_rocm_tune.supervisor import (
     Decision,
     Ledger,
     Settings,
+    Watch,
     decide,
     shown,
     to_start,
 )
+from hf_rocm_tune.survive import heartbeat
 from hf_rocm_tune.survive.heartbeat import JOURNAL_FILE, Begun
 
 THIS = [sys.executable, "-m"]
@@ -214,3 +216,30 @@ def test_of_two_supervisors_that_of_rank_0_enters_each_start_also_one_that_never
             ledger.add("start")
     entries = [json.loads(line)["event"] for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()]
     assert entries == ["end", "start", "start"]
+
+
+def test_silence_counts_while_it_is_watched_and_an_upload_may_take_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    watch = Watch(tmp_path, Settings(start_seconds=100, stall_seconds=10), lambda: now[0])
+    told = heartbeat.Supervised(directory=str(tmp_path), start_seconds=100, stall_seconds=10).to_json()
+    monkeypatch.setenv(heartbeat.VARIABLE, told)
+
+    def after(seconds: int) -> float | None:
+        for _ in range(seconds):
+            now[0] += 1.0
+            watch.look()
+        return watch.silence()
+
+    assert (after(100), after(1)) == (None, 101.0)
+    beats = heartbeat.Heartbeat()
+    beats.beat(step=3, phase="step")
+    assert (after(11), after(1)) == (None, 11.0)
+    heartbeat.touch_pulse()
+    assert after(1) is None, "the watchdog is finding the cause"
+    now[0] += 999
+    watch.look()
+    assert watch.silence() is None, "the machine was suspended"
+    beats.beat(step=3, phase="publish")
+    assert after(50) is None

@@ -37,10 +37,9 @@ from hf_rocm_tune.cards.gradients import (
     STAGE,
     AverageJudge,
     WrongAverage,
-    beyond_rounding,
     digest_words,
     exchange,
-    kind_of,
+    judged,
     marked,
     project,
 )
@@ -302,12 +301,8 @@ def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor])
         numbers = mine[:, 1:].contiguous().view(torch.float64)
         sent = numbers[:, : ranks * blocks * _SENT].view(ranks, ranks, blocks, _SENT)  # [from, to, ...]
         got = numbers[:, ranks * blocks * _SENT :].view(ranks, blocks, _AVERAGED)
-        expected = sum(sent[1:], start=sent[0]) / ranks
         if failed := marked(mine[:, 0] != 0):
             found.append(WrongAverage(record=record, ranks=failed, kind="not made again"))
-        elif not expected.isfinite().all():
-            where = marked((~sent.isfinite()).flatten(1).any(dim=1))
-            found.append(WrongAverage(record=record, ranks=where, kind="not finite", finite=False))
-        elif (wrong := beyond_rounding(got, expected, dtype=record.sent.dtype, ranks=ranks)).any():
-            found.append(WrongAverage(record=record, ranks=marked(wrong.any(dim=1)), kind=kind_of(got[wrong])))
+        elif verdict := judged(record, sent, got, dtype=record.sent.dtype):
+            found.append(verdict)
     return found

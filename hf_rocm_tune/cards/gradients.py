@@ -134,17 +134,6 @@ class Bucket:
             ]
         )
 
-    def changed_since(self) -> str | None:
-        """An error if the kept local gradients have changed; else None."""
-        if self.wire is None:
-            return None
-        before, now = self.projected.cpu(), _project_sent(self.sent, self.wire).cpu()
-        # With one rank only the projections themselves are rounded.
-        bound = rounding_bound(before[:, MAGNITUDE], dtype=torch.float64, ranks=1)
-        if ((now - before).abs() > bound[:, None]).any():
-            return "the kept copy of its local gradients changed in memory"
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class WrongAverage:
@@ -154,15 +143,12 @@ class WrongAverage:
         record: this rank's record of it.
         ranks: the ranks with a wrong average, or with gradients that were not finite.
         kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``, ``not finite``.
-        first, last: first and last element of the wrong blocks, or of the bucket if the position is unknown.
     """
 
     record: Any
     ranks: tuple[int, ...]
     kind: str
     finite: bool = True
-    first: int = 0
-    last: int = 0
 
 
 class AverageJudge:
@@ -341,7 +327,6 @@ class GradientCheck(AverageJudge):
         # The same operations as the stock average over gloo, in the same dtype: bit-identical. Only PowerSGD's result
         # is replaced by the average itself.
         bucket = record
-        changed = bucket.changed_since()
         self._through_host.step_begins()
         average = self._through_host.begin(bucket.sent, name=bucket.name, number=bucket.number, is_last=False).wait()
         failure = self._through_host.failure(bucket.number)
@@ -354,7 +339,7 @@ class GradientCheck(AverageJudge):
         if failure is None:
             bucket.write(self._injected(average, bucket, attempt=1))
         self._averaging.forget(bucket.index)
-        return changed or failure
+        return failure
 
     def _injected(self, average: Tensor, bucket: Bucket, *, attempt: int) -> Tensor:
         self._mover.inject(average, name=bucket.name, stage=STAGE, number=bucket.number, attempt=attempt)
@@ -364,17 +349,11 @@ class GradientCheck(AverageJudge):
         return f"in {wrong.record.name}", f" in {self._where(wrong)}"
 
     def _place(self, wrong: WrongAverage) -> dict[str, Any]:
-        size, first = wrong.record.sent.element_size(), wrong.first
-        place = {"first_offset": first * size, "length": (wrong.last + 1 - first) * size}
-        return {"tensor": self._where(wrong), "bucket": wrong.record.index, **place}
+        return {"tensor": self._where(wrong), "bucket": wrong.record.index, "length": wrong.record.sent.nbytes}
 
     def _where(self, wrong: WrongAverage) -> str:
-        """The parameter whose gradient is wrong, or the first and the last of several."""
-        names = [
-            self._names[id(place.parameter)]
-            for place in wrong.record.places
-            if place.start <= wrong.last and wrong.first < place.start + place.parameter.numel()
-        ]
+        """The parameters whose gradients are in the bucket: the first and the last of several."""
+        names = [self._names[id(place.parameter)] for place in wrong.record.places]
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
@@ -438,57 +417,41 @@ def _judge(bucket: Bucket, words: Sequence[Tensor]) -> WrongAverage | None:
     numbers = torch.stack([each[_HEADER:] for each in words]).view(torch.float64)
     sent = numbers[:, : blocks * _SENT].view(len(words), blocks, _SENT)
     averaged = numbers[:, blocks * _SENT :].view(len(words), blocks, _AVERAGED)
-    last = bucket.sent.numel() - 1
     if failed := marked(header[:, 0] != 0):
-        return WrongAverage(record=bucket, ranks=failed, kind="not made", last=last)
-    differing = marked((header[:, 1:] != header[0, 1:]).any(dim=1))
-    if bucket.wire is not None:
-        expected = sum(sent[1:], start=sent[0]) / len(words)
-        if not expected.isfinite().all():
-            first, last = _span(~expected.isfinite().all(dim=1), bucket)
-            ranks = marked((~sent.isfinite()).flatten(1).any(dim=1))
-            return WrongAverage(record=bucket, ranks=ranks, kind="not finite", finite=False, first=first, last=last)
-        wrong = beyond_rounding(averaged, expected, dtype=bucket.wire, ranks=len(words))
-        if wrong.any():
-            first, last = _span(wrong.any(dim=0), bucket)
-            ranks, kind = marked(wrong.any(dim=1)), kind_of(averaged[wrong])
-            return WrongAverage(record=bucket, ranks=ranks, kind=kind, first=first, last=last)
-    if differing:
-        return WrongAverage(record=bucket, ranks=differing, kind="differs between ranks", last=last)
+        return WrongAverage(record=bucket, ranks=failed, kind="not made")
+    if bucket.wire is not None and (found := judged(bucket, sent, averaged, dtype=bucket.wire)) is not None:
+        return found
+    if differing := marked((header[:, 1:] != header[0, 1:]).any(dim=1)):
+        return WrongAverage(record=bucket, ranks=differing, kind="differs between ranks")
     return None
 
 
-def kind_of(wrong: Tensor) -> str:
-    """The kind of a wrong average, from its wrong projections."""
-    return "zeros" if bool((wrong == 0).all()) else "wrong average"
-
-
-def beyond_rounding(averaged: Tensor, expected: Tensor, *, dtype: torch.dtype, ranks: int) -> Tensor:
-    """The blocks of an average that differ by more than rounding, or in which only the average is NaN.
+def judged(record: Any, sent: Tensor, averaged: Tensor, *, dtype: torch.dtype) -> WrongAverage | None:
+    """The verdict on an average from its projections; None if it is within the rounding bound.
 
     Args:
-        averaged: float64[ranks, blocks, 2], the projections of the average on each rank.
-        expected: float64[..., blocks, 3], the mean over the ranks of `project` of what they sent.
+        record: for the verdict.
+        sent: float64[ranks, ..., blocks, 3], by rank, `project` of what it sent.
+        averaged: float64[ranks, ..., blocks, 2], by rank, the projections of the average.
         dtype: in which gradients were summed.
-        ranks: number of ranks.
-
-    Returns:
-        bool[ranks, blocks].
     """
+    ranks = len(sent)
+    expected = sum(sent[1:], start=sent[0]) / ranks
+    if not expected.isfinite().all():
+        where = marked((~sent.isfinite()).flatten(1).any(dim=1))
+        return WrongAverage(record=record, ranks=where, kind="not finite", finite=False)
     bound = rounding_bound(expected[..., MAGNITUDE], dtype=dtype, ranks=ranks)
     off = (averaged - expected[..., :MAGNITUDE]).abs() / bound[..., None]
-    return ~(off <= 1).all(dim=2)
+    wrong = ~(off <= 1).all(dim=-1)  # or only the average is NaN
+    if not wrong.any():
+        return None
+    kind = "zeros" if bool((averaged[wrong] == 0).all()) else "wrong average"
+    return WrongAverage(record=record, ranks=marked(wrong.flatten(1).any(dim=1)), kind=kind)
 
 
 def marked(mask: Tensor) -> tuple[int, ...]:
     """The indices of the true elements of a 1-dimensional mask."""
     return tuple(mask.nonzero().flatten().tolist())
-
-
-def _span(blocks: Tensor, bucket: Bucket) -> tuple[int, int]:
-    """First and last element of the blocks that are true in a mask."""
-    places, size = marked(blocks), block_elements(bucket.wire or bucket.sent.dtype)
-    return places[0] * size, min((places[-1] + 1) * size, bucket.sent.numel()) - 1
 
 
 def _project_sent(flat: Tensor, wire: torch.dtype | None) -> Tensor:

@@ -99,7 +99,6 @@ def test_the_incident_says_which_rank_what_and_where(outcomes: Outcomes) -> None
         assert one["kind"] == both["kind"] == "zeros"
         (swapped,) = rank["swap on both"]["incidents"]
         assert swapped["kind"] == "wrong average"
-        assert swapped["first_offset"] % 16384 == 0 and 0 < swapped["length"] <= 2 * 16384  # one block, or two
         (ranged,) = rank["zero_range on both"]["incidents"]
         assert ranged["tensor"] and ranged["step"] == 2
 

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result, log_rows
 from tests.e2e.conftest import report_of
-from tests.e2e.test_killed import Job, wait_for
+from tests.e2e.test_killed import Job
 from tests.two_ranks import environments
 
 STEPS = 6
@@ -156,27 +155,6 @@ def test_the_death_of_a_rank_is_one_line_of_the_other(job: Job, tmp_path: Path, 
 
 
 @pytest.mark.long
-def test_a_process_that_was_suspended_does_not_hang(job: Job, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    running = job.server.start(*job.argv(output, stall_timeout=2), env={"HF_ROCM_TUNE_CRASH": "kind=stop,step=4"})
-    assert wait_for(running, lambda: psutil.Process(running.pid).status() == psutil.STATUS_STOPPED)
-    time.sleep(5)
-    running.kill(signal.SIGCONT)
-    result = running.wait()
-    assert result.code == 0, result.stderr[-2000:]
-
-
-@pytest.mark.long
-def test_slow_evaluations_and_saves_are_no_stall(job: Job, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    slow = [sys.executable, "-m", "tests.e2e.slow_rank", "6"]
-    settings = {"stall_timeout": 3, "eval_strategy": "steps", "eval_steps": 3, "max_steps": 4}
-    result = run([*slow, *job.argv(output, **settings)], tmp_path)
-    assert result.code == 0, result.stderr[-3000:]
-    assert result.stdout.count("slow on purpose") == 5  # two evaluations, two checkpoints, the result
-
-
-@pytest.mark.long
 @WAYS
 def test_a_killed_rank_is_named_by_the_launcher_alone(job: Job, tmp_path: Path, way: dict[str, Any]) -> None:
     output = tmp_path / "out"
@@ -218,22 +196,3 @@ def test_torchrun_starts_the_group_again(job: Job, tmp_path: Path) -> None:
     assert "[rank 1] error: no progress" in result.stderr and "rank 0 (pid " in result.stderr
     assert manifest.inspect(output).problems == []
     assert not list((tmp_path / "tmp").glob("*-ranks"))
-
-
-@pytest.mark.long
-def test_a_job_of_two_ranks_that_was_suspended_does_not_hang(job: Job, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    (tmp_path / "tmp").mkdir()
-    command = [*LAUNCHED, *job.argv(output, stall_timeout=2, max_steps=60, save_steps=20)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
-        checkpoint = output / "checkpoint-20"
-        deadline = time.monotonic() + TIMEOUT
-        while not checkpoint.exists():
-            assert time.monotonic() < deadline and running.poll() is None
-            time.sleep(0.05)
-        ranks = psutil.Process(running.pid).children(recursive=True)
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for rank in ranks:
-                rank.send_signal(number)
-            time.sleep(6)
-        assert running.wait(TIMEOUT) == 0, running.stderr
