@@ -31,6 +31,7 @@ from typing import NoReturn
 from hf_rocm_tune import redaction
 from hf_rocm_tune.errors import RUNTIME_OUT_OF_MEMORY, OutOfMemoryError, TuneError, device_shortage
 from hf_rocm_tune.machine.process import start_ticks
+from hf_rocm_tune.survive.atomic import write_text_atomic
 
 PROGRAM = "hf-rocm-tune"
 INTERRUPTED = 130
@@ -126,7 +127,7 @@ def complete(environ: Mapping[str, str] | None = None) -> None:
     _ignore_signals()
     if (wanted := environ.get(EXIT_FILE_VARIABLE)) and number(environ, "RANK") == 0:
         with suppress(OSError):  # no room: the job is done all the same
-            write_atomically(Path(wanted), json.dumps({"code": 0, "message": "done"}))
+            write_text_atomic(Path(wanted), json.dumps({"code": 0, "message": "done"}))
 
 
 def _tell_native_exits() -> None:
@@ -216,18 +217,6 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 _interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the trainer may replace it
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old or the new text."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
-
-
 def _end(ending: Ending, group: RankGroup | None, environ: Mapping[str, str]) -> None:
     """Print and record an exit, unless another rank of the group has recorded one."""
     if group is not None and not group.claim(ending):
@@ -238,7 +227,7 @@ def _end(ending: Ending, group: RankGroup | None, environ: Mapping[str, str]) ->
     if wanted:
         told = {"code": ending.code, "message": redaction.one_line(ending.message)}
         with suppress(OSError):  # no room: the line is printed, and the process ends with its code
-            write_atomically(Path(wanted), json.dumps(told | ({"follows": True} if ending.follows else {})))
+            write_text_atomic(Path(wanted), json.dumps(told | ({"follows": True} if ending.follows else {})))
 
 
 def _is_the_agents(environ: Mapping[str, str]) -> bool:

@@ -38,11 +38,11 @@ from hf_rocm_tune.exits import (
     REFUSED_CODES,
     complete,
     run_guarded,
-    write_atomically,
 )
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.redaction import one_line
 from hf_rocm_tune.settings import names
+from hf_rocm_tune.survive.atomic import write_text_atomic
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _NEVER_SEVERAL = ("NO", "MULTI_CPU")
@@ -143,7 +143,7 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
     if follows:  # and nobody here knows what it follows from
         print(f"{PROGRAM}: error: {one_line(told['message'])}", file=sys.stderr, flush=True)
     if above:
-        write_atomically(Path(above), json.dumps(told))
+        write_text_atomic(Path(above), json.dumps(told))
     return int(told["code"])
 
 
