@@ -223,7 +223,7 @@ def _end(ending: Ending, group: RankGroup | None, environ: Mapping[str, str]) ->
         return
     wanted = environ.get(EXIT_FILE_VARIABLE)
     if not (wanted and ending.follows):
-        print(ending.line(), file=sys.stderr, flush=True)
+        redaction.print_line(ending.line(), sys.stderr)
     if wanted:
         told = {"code": ending.code, "message": redaction.one_line(ending.message)}
         with suppress(OSError):  # no room: the line is printed, and the process ends with its code
@@ -249,7 +249,7 @@ class Ending:
         """The line for the terminal, with the rank unless it is 0."""
         who = f"[rank {self.rank}] " if self.rank else ""
         kind = "interrupted" if self.code == INTERRUPTED else "error"
-        return f"{PROGRAM}: {who}{kind}: {redaction.one_line(self.message)}"
+        return f"{PROGRAM}: {who}{kind}: {self.message}"
 
 
 class RankGroup:

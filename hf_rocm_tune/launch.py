@@ -40,7 +40,7 @@ from hf_rocm_tune.exits import (
     run_guarded,
 )
 from hf_rocm_tune.machine import process
-from hf_rocm_tune.redaction import one_line
+from hf_rocm_tune.redaction import print_line
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
@@ -141,7 +141,7 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
     if told is None or (follows and status != told["code"]):
         return _unrecorded(status, "the training process" + ("" if rank is None else f" of rank {rank}"))
     if follows:  # and nobody here knows what it follows from
-        print(f"{PROGRAM}: error: {one_line(told['message'])}", file=sys.stderr, flush=True)
+        print_line(f"{PROGRAM}: error: {told['message']}", sys.stderr)
     if above:
         write_text_atomic(Path(above), json.dumps(told))
     return int(told["code"])
@@ -238,7 +238,7 @@ def _unrecorded(status: int, who: str) -> int:
         message, code = f"{who} was ended by {name}{hint}", 128 - status
     else:
         message, code = f"{who} ended with exit code {status}; its own message is above", 1
-    print(f"{PROGRAM}: error: {message}", file=sys.stderr, flush=True)
+    print_line(f"{PROGRAM}: error: {message}", sys.stderr)
     return code
 
 
@@ -254,10 +254,7 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[s
         accelerate_config = "multi_node" if (flags.num_machines or 1) > 1 else _CHOICE[gpu, several]
         found = "a GPU is visible" if gpu else "no GPU is visible"
         # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
-        print(
-            f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)",
-            flush=True,
-        )
+        print_line(f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)")
     path = Path(accelerate_config) if os.path.isfile(accelerate_config) else configs.path(accelerate_config)
     return ["--config_file", str(path)]
 

@@ -18,11 +18,13 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 REDACTED = "REDACTED"
 _SHORTEST_VALUE = 8
@@ -108,6 +110,17 @@ def redact_json(value: Any) -> Any:
 def one_line(text: str) -> str:
     """One line for the terminal, without secrets and control characters."""
     return "".join(each if each.isprintable() else " " for each in redact(text))
+
+
+def print_line(text: str, file: TextIO | None = None) -> None:
+    """Print `one_line` of a text to ``file`` (stdout); a terminal gets line breaks between words, a pipe none."""
+    file = file or sys.stdout
+    line = one_line(text)
+    if file.isatty():
+        width = max(shutil.get_terminal_size().columns - 1, 40)
+        indent = "#   " if line.startswith("#") else "  "  # a comment in a printed configuration remains one
+        line = textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    print(line, file=file, flush=True)
 
 
 def _hidden(found: re.Match[str]) -> str:

@@ -34,7 +34,7 @@ from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
 from hf_rocm_tune.machine.gpus import core_dumps
-from hf_rocm_tune.redaction import one_line, redact
+from hf_rocm_tune.redaction import print_line, redact
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.heartbeat import (
     BEGUN_FILE,
@@ -517,8 +517,8 @@ def _asked_to_end() -> Iterator[list[int]]:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it, or its disk is full: the job must still be looked after
-        print(f"{PROGRAM}: run: {one_line(line)}", flush=True)
+        print_line(f"{PROGRAM}: run: {line}")
 
 
 def _complain(line: str) -> None:
-    print(f"{PROGRAM}: error: {one_line(line)}", file=sys.stderr, flush=True)
+    print_line(f"{PROGRAM}: error: {line}", sys.stderr)

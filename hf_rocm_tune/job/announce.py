@@ -30,7 +30,7 @@ from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
 from hf_rocm_tune.publish.page import loss_panel, write_png
-from hf_rocm_tune.redaction import Private, local_paths, one_line
+from hf_rocm_tune.redaction import Private, local_paths, print_line
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME
 from hf_rocm_tune.survive.run_directory import deciding_settings
@@ -50,14 +50,14 @@ def say(*lines: str) -> None:
     """Prints lines on rank 0."""
     if int(os.environ.get("RANK", "0")) == 0:
         for line in lines:
-            print(PREFIX + one_line(line), flush=True)
+            print_line(PREFIX + line)
 
 
 def say_of_this_rank(*lines: str) -> None:
     """Prints lines on every rank that calls it, for findings about this rank's own card."""
     rank = f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     for line in lines:
-        print(f"{PREFIX}{rank}{one_line(line)}", flush=True)
+        print_line(f"{PREFIX}{rank}{line}")
 
 
 def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:

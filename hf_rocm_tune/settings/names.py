@@ -27,7 +27,7 @@ from hf_rocm_tune.configs import RECIPES
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import gpus, process, variables
-from hf_rocm_tune.redaction import one_line, remember
+from hf_rocm_tune.redaction import print_line, remember
 from hf_rocm_tune.settings import early
 
 CONFIG = "--config"
@@ -431,7 +431,7 @@ class RecipeFile:
                 environ[name] = value
                 if environ.get("RANK", "0") == "0":
                     # As a YAML comment, so that `--print_config > recipe.yaml` stays a recipe.
-                    print(f"# hf-rocm-tune: {one_line(f'recipe {self.path} sets {name}={value}')}", flush=True)
+                    print_line(f"# hf-rocm-tune: recipe {self.path} sets {name}={value}")
 
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
