@@ -50,9 +50,11 @@ FALCON = {"multi_query": True, "parallel_attn": True, "new_decoder_architecture"
 PHI3 = {"pad_token_id": 32000, "max_position_embeddings": 4096, "sliding_window": 2047}
 SHAPES = {
     "Qwen2.5-3B": shape("qwen2", "Qwen2ForCausalLM", 2048, 11008, 36, 16, 2, 151936, tie_word_embeddings=True),
+    "Llama-3.2-3B": shape(*LLAMA, 3072, 8192, 28, 24, 8, 128256, tie_word_embeddings=True),
     "TinyLlama-1.1B": shape(*LLAMA, 2048, 5632, 22, 32, 4, 32000),
     "Llama-2-7B": shape(*LLAMA, 4096, 11008, 32, 32, 32, 32000, max_position_embeddings=4096),
     "Mistral-7B": shape("mistral", "MistralForCausalLM", 4096, 14336, 32, 32, 8, 32000),
+    "Mixtral-8x7B": shape("mixtral", "MixtralForCausalLM", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8),
     "Gemma-2B": shape(*GEMMA, 2048, 16384, 18, 8, 1, 256000, head_dim=256),
     "Gemma-7B": shape(*GEMMA, 3072, 24576, 28, 16, 16, 256000, head_dim=256),
     "Gemma-2-9B": shape("gemma2", "Gemma2ForCausalLM", 3584, 14336, 42, 16, 8, 256000, head_dim=256),
@@ -82,10 +84,23 @@ SOURCES = {
         "output and recomputation are not in its README",
     ),
 }
+SOURCES["fms"] = (
+    "foundation-model-stack/fms-acceleration at 876e2ed, scripts/benchmarks/refs/a100_80gb.csv and configuration files "
+    "there (A100; packed rows of 4,096 tokens, flash attention, recomputation)",
+    "TRL 0.13 with transformers' own loss on whole logits",
+)
+SOURCES["peft"] = (
+    "huggingface/peft at 5d602fd, method_comparison/MetaMathQA/results (torch 2.13, transformers 5.13)",
+    "peak of what the allocator had reserved, not allocated; transformers' own loss on whole logits; rows of up to 768",
+)
 QV = {"rank": 32, "targets": ("q_proj", "v_proj"), "dropout": 0.05}
 ALL = {"rank": 8, "dropout": 0.05}
 MORE = {"rank": 16, "dropout": 0.1}
 XTX = {"rank": 32, "dropout": 0.05, "attention": "eager", "autocast": False, "optim": "adamw_torch"}
+PLAIN = {"autocast": False, "optim": "adamw_torch"}
+MLP = ("up_proj", "gate_proj", "down_proj")
+FMS = {"packing": True, "checkpointing": True, "optim": "adamw_torch"}
+QKVO = {**FMS, "rank": 16, "dropout": 0.1, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}
 TUNE = {"rank": 8, "targets": ("q_proj", "v_proj", "o_proj"), "packing": True, "checkpointing": True}
 #: Source, model, method, micro-batch, length, settings, published peak in GB and tokens a second.
 SETUPS: tuple[tuple[Any, ...], ...] = (
@@ -111,6 +126,27 @@ SETUPS: tuple[tuple[Any, ...], ...] = (
     ("litgpt", "TinyLlama-1.1B", "qlora", 8, 512, {**ALL, "rank": 32}, 16.24, None),
     ("torchtune", "Llama-3-8B", "lora", 2, 2048, TUNE, 16.2 * 1.073741824, None),
     ("torchtune", "Llama-3-8B", "qlora", 2, 2048, TUNE, 7.4 * 1.073741824, None),
+    ("fms", "Mistral-7B", "full", 4, 4096, {**FMS, "dtype": "bfloat16", "autocast": False}, 72.435, None),
+    ("fms", "Mistral-7B", "lora", 4, 4096, {**QKVO, "autocast": False}, 26.705, None),
+    ("fms", "Mistral-7B", "lora", 8, 4096, {**QKVO, "autocast": False}, 38.743, None),
+    ("fms", "Mistral-7B", "qlora", 4, 4096, QKVO, 20.669, None),
+    ("fms", "Mistral-7B", "qlora", 8, 4096, QKVO, 37.003, None),
+    ("fms", "Mixtral-8x7B", "qlora", 4, 4096, QKVO, 42.794, None),
+    ("fms", "Mixtral-8x7B", "qlora", 8, 4096, QKVO, 60.546, None),
+    ("peft", "Llama-3.2-3B", "full", 4, 768, {**PLAIN, "dtype": "bfloat16"}, 38.869, None),
+    ("peft", "Llama-3.2-3B", "lora", 4, 768, {**PLAIN, "rank": 32, "targets": ("q_proj", "v_proj")}, 22.293, None),
+    ("peft", "Llama-3.2-3B", "lora", 4, 768, {**PLAIN, "rank": 64, "targets": ("q_proj", "v_proj")}, 22.553, None),
+    ("peft", "Llama-3.2-3B", "lora", 4, 768, {**PLAIN, "rank": 10, "targets": MLP}, 24.698, None),
+    (
+        "peft",
+        "Llama-3.2-3B",
+        "lora",
+        4,
+        768,
+        {**PLAIN, "rank": 32, "targets": ("q_proj", "v_proj"), "dora": True},
+        24.532,
+        None,
+    ),
 )
 
 
@@ -124,6 +160,12 @@ REASONS = {
     ("litgpt", "Phi-2"): "not explained but by rows that are shorter than the limit",
     ("torchtune", "lora"): "compiled, and adapters in bfloat16",
     ("torchtune", "qlora"): "compiled, and adapters in bfloat16",
+    ("fms", "full"): "equal",
+    ("fms", "lora"): "between the plan and the plan with whole logits",
+    ("fms", "qlora"): "whole logits; within 5 % with them",
+    ("fms", "Mixtral-8x7B"): "it quantised the experts, which transformers 5 keeps as one tensor and in bfloat16",
+    ("peft", "full"): "whole logits; within 1 % with them",
+    ("peft", "lora"): "whole logits; within 1 % with them",
 }
 
 
