@@ -92,6 +92,15 @@ MOE = _model(
     mlp_only_layers=[0],
     tie_word_embeddings=False,
 )
+# Nearly all of it is experts.
+GPT_OSS = _model(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    sliding_window=64,
+    tie_word_embeddings=False,
+)
 # Few wide layers and a small vocabulary: what a layer takes outweighs the loss.
 WIDE = _model(
     "llama",
@@ -133,6 +142,8 @@ SIMULATED_CASES: tuple[Case, ...] = (
     _case("Qwen3", QWEN3, "lora", 4, 192, True, trainer="kto", accumulation=2, **_BF16, **_EAGER),
     _case("Llama", LLAMA, "full", 2, 128, False, trainer="kto", **_EAGER),
     _case("Llama, wide", WIDE, "full", 1, 64, True, trainer="dpo", **{**_EAGER, "autocast": True}),
+    _case("Qwen3-MoE", MOE, "qlora", 2, 256, True, **_BF16, **_EAGER, targets=_ATTENTION),
+    _case("gpt-oss", GPT_OSS, "qlora", 2, 256, False, **_BF16, **_EAGER, targets=_ATTENTION),
 )
 
 CPU_CASES: tuple[Case, ...] = (
@@ -162,6 +173,8 @@ CPU_CASES: tuple[Case, ...] = (
     _case("SmolLM3", SMOLLM3, "lora", 2, 384, True, **_BF16),
     _case("Qwen3-MoE", MOE, "lora", 2, 256, False, targets=_ATTENTION),
     _case("Qwen3-MoE", MOE, "full", 2, 192, True),
+    _case("Qwen3-MoE", MOE, "qlora", 2, 320, True, **_BF16, targets=_ATTENTION),
+    _case("gpt-oss", GPT_OSS, "qlora", 2, 320, True, **_BF16, dropout=0.0, targets=_ATTENTION),
     _case("Llama, wide", WIDE, "lora", 4, 256, True, **_BF16),
     _case("Llama, wide", WIDE, "qlora", 4, 256, True, **_BF16),
     _case("Llama, wide", WIDE, "full", 1, 64, True, optim="adamw_torch"),

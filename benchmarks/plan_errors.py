@@ -142,12 +142,14 @@ def _random_model(case: Case, device: str) -> Any:
 
 
 def _quantised(model: Any, asked: PlanRequest, device: str) -> Any:
-    """The model's linear layers in 4 bits, as loading with bitsandbytes leaves them."""
+    """The model's linear layers and experts in 4 bits, as loading leaves them."""
     import bitsandbytes
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.auto import AutoHfQuantizer
     from transformers.quantizers.base import get_keys_to_not_convert
+
+    from hf_rocm_tune.models.experts import experts_of, pack_nf4, use_packed, weights_of
 
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -166,6 +168,10 @@ def _quantised(model: Any, asked: PlanRequest, device: str) -> Any:
                 quant_type="nf4",
                 module=module,
             ).to(device)
+    for _, experts in experts_of(model):
+        for name in weights_of(experts):
+            setattr(experts, name, pack_nf4(name, getattr(experts, name).data, settings))
+    use_packed(model)
     model.is_loaded_in_4bit = model.is_quantized = True
     model.hf_quantizer = AutoHfQuantizer.from_config(settings)
     model.config.quantization_config = settings

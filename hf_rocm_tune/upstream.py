@@ -64,6 +64,7 @@ _TRAINER = "transformers.trainer"
 _LOADING = "transformers.core_model_loading"
 _TRANSFORMERS = f"transformers {TESTED['transformers']}"
 _ACCELERATE = f"accelerate {TESTED['accelerate']}"
+_PEFT = f"peft {TESTED['peft']}"
 _TORCH = f"torch {TESTED['torch']}"
 _FSDP = "accelerate.utils.fsdp_utils"
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
@@ -121,6 +122,60 @@ SEAMS: tuple[Seam, ...] = (
         parameters=("model", "expanded_device_map", "hf_quantizer"),
         why="reserves memory for the whole model, of which a streamed one has only a part on the card",
         checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="unquantised_layers",
+        module="transformers.quantizers.base",
+        attribute="HfQuantizer.get_modules_to_not_convert",
+        parameters=("model", "skip_modules", "keep_in_fp32_modules"),
+        why="names the layers that are not quantised: routers are added",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="quantised_weights",
+        module="transformers.quantizers.quantizer_bnb_4bit",
+        attribute="Bnb4BitHfQuantizer.param_needs_quantization",
+        parameters=("self", "model", "param_name"),
+        why="chooses the weights that are quantised as they arrive: fused experts are added",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="quantise",
+        module="transformers.integrations.bitsandbytes",
+        attribute="Bnb4bitQuantize.convert",
+        parameters=("self", "input_dict", "full_layer_name", "model"),
+        why="quantises a weight that has arrived: fused experts are added",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="dequantise_mxfp4",
+        module="transformers.integrations.mxfp4",
+        attribute="Mxfp4Dequantize.convert",
+        parameters=("self", "input_dict", "model", "full_layer_name", "missing_keys"),
+        why="would turn gpt-oss's experts into bfloat16: they stay packed",
+        checked=_TRANSFORMERS,
+        patched=True,
+    ),
+    Seam(
+        name="expert_weights",
+        module="peft.tuners.lora.layer",
+        attribute="ParamWrapper.get_param",
+        parameters=("self",),
+        why="an adapter of experts asks here for their weights: packed ones are described",
+        checked=_PEFT,
+        patched=True,
+    ),
+    Seam(
+        name="expert_adapters",
+        module="peft.tuners.lora.layer",
+        attribute="ParamWrapper._activate_lora",
+        parameters=("self", "active_adapters"),
+        why="adds an adapter's product to the experts' weights: to packed ones it is not added",
+        checked=_PEFT,
         patched=True,
     ),
     Seam(

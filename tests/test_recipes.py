@@ -20,10 +20,12 @@ from hf_rocm_tune.settings import arguments
 from hf_rocm_tune.settings import names as recipe_file
 
 NAMES = [
+    "gpt_oss_20b_lora",
     "llama_1b_lora",
     "llama_3b_lora",
     "qwen_14b_lora_split",
     "qwen_14b_qlora",
+    "qwen_30b_a3b_qlora",
     "qwen_8b_lora_dual",
     "qwen_8b_qlora",
 ]

@@ -26,10 +26,10 @@ def owner_of(row: Seam) -> tuple[Any, str]:
     return owner, last
 
 
-def definition_of(row: Seam) -> Any:
-    """The class that defines a seam, which may be a base of the one named; the module where there is no class."""
+def definitions_of(row: Seam) -> list[Any]:
+    """The classes that define a seam, bases of the one named too; the module where there is no class."""
     owner, last = owner_of(row)
-    return next((base for base in owner.__mro__ if last in vars(base)), owner) if inspect.isclass(owner) else owner
+    return [base for base in owner.__mro__ if last in vars(base)] if inspect.isclass(owner) else [owner]
 
 
 def refusal() -> str:
@@ -47,7 +47,8 @@ def test_it_is_there_today(row: Seam) -> None:
 
 @every_seam
 def test_it_is_named_when_the_attribute_is_gone(row: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(definition_of(row), row.attribute.split(".")[-1])
+    for owner in definitions_of(row):
+        monkeypatch.delattr(owner, row.attribute.split(".")[-1])
     message = refusal()
     assert f"{row.module}.{row.attribute}" in message
     assert "is missing" in message

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 HIDDEN = 64
@@ -108,6 +109,7 @@ _PHI = {
     "original_max_position_embeddings": CONTEXT,
 }
 _EXPERTS = {**_HEAD_DIM, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+_GPT_OSS = {"num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 #: The class of the configuration, of `transformers`, and its values.
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("LlamaConfig", {**_HEAD_DIM, "rope_parameters": _ROPE, "tie_word_embeddings": False}),
@@ -119,6 +121,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {**_DECODER, "num_key_value_heads": 4}),
     "gpt2": ("GPT2Config", {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "n_positions": CONTEXT}),
     "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS),
+    "gpt_oss": ("GptOssConfig", {**_HEAD_DIM, "intermediate_size": HIDDEN, "num_local_experts": 4, **_GPT_OSS}),
 }
 ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
 
@@ -172,6 +175,34 @@ def build(
     try:
         scratch.rename(folder)
     except OSError:  # another process was faster; its bytes are the same
+        shutil.rmtree(scratch)
+    return folder
+
+
+def build_mxfp4(dest: Path) -> Path:
+    """As `build`, a gpt-oss whose experts are in MXFP4 as in OpenAI's files: random bytes, small scales."""
+    folder = dest / "gpt_oss-mxfp4"
+    if folder.exists():
+        return folder
+    plain = build("gpt_oss", dest, dtype=torch.bfloat16)
+    scratch = Path(shutil.copytree(plain, tempfile.mkdtemp(dir=dest, prefix=".building-"), dirs_exist_ok=True))
+    random_bytes = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            shape = tensor.shape[0], tensor.shape[2], tensor.shape[1] // 32
+            of_bytes = {"dtype": torch.uint8, "generator": random_bytes}
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), **of_bytes)
+            tensors[f"{name}_scales"] = torch.randint(118, 122, shape, **of_bytes)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((scratch / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (scratch / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    try:
+        scratch.rename(folder)
+    except OSError:  # another process was faster
         shutil.rmtree(scratch)
     return folder
 

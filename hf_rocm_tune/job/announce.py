@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -114,6 +114,14 @@ def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:
         f"model {trainer.model.config._name_or_path}: {method(trainer)}, {trainable:,} of {total:,} parameters "
         f"({100 * trainable / max(total, 1):.3g} %) trained; loaded in {facts.load_seconds or 0:.1f} s, {share:.4g} % "
         "of the bytes on the device verified"
+    )
+
+
+def mixture(targets: Iterable[str] | None) -> str:
+    """The line that says which layers of a mixture of experts have adapters by default."""
+    return (
+        f"mixture of experts: adapters on {', '.join(targets or ())}; --lora_target_parameters experts.gate_up_proj "
+        "experts.down_proj trains the experts too, with adapters of several GB"
     )
 
 

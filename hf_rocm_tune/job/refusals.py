@@ -16,6 +16,8 @@ import torch
 from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
+from hf_rocm_tune.models.experts import has_experts
+from hf_rocm_tune.models.quantised import has_mxfp4
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
 from hf_rocm_tune.settings.compatibility import launched_with, refuse
 
@@ -69,6 +71,22 @@ def _saves_between_generations(training: Any) -> bool:
     block = training.steps_per_generation * training.num_iterations
     micro_batches = training.save_steps * training.gradient_accumulation_steps
     return training.save_strategy == "steps" and training.save_steps >= 1 and bool(micro_batches % block)
+
+
+def check_packed(arguments: Arguments, config: Any) -> None:
+    """Refuses what a mixture whose experts are in 4 bit cannot do, before it is loaded."""
+    training, model = arguments.training, arguments.model
+    if has_mxfp4(config) or (model.load_in_4bit and has_experts(config)):
+        refuse(
+            "a mixture whose experts are in 4 bit",
+            {
+                "--use_peft false (packed weights cannot be trained; adapters can)": not model.use_peft,
+                "FSDP2 or --tensor_parallel (packed experts cannot be cut; use --split_layers auto)": (
+                    arguments.way().on_host
+                ),
+                "--torch_compile (it was never tried)": training.torch_compile,
+            },
+        )
 
 
 def check_adapter(method: str, adapter: Adapter | None) -> None:

@@ -40,12 +40,13 @@ from hf_rocm_tune.job.refusals import (
     check_adapter,
     check_grpo,
     check_optimizer,
+    check_packed,
     check_rewards,
     decide,
     reward_functions,
 )
 from hf_rocm_tune.machine.process import check_world, several_machines
-from hf_rocm_tune.models.adapter import LearningRates, check_targets, target_names
+from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, target_names
 from hf_rocm_tune.models.factory import (
     ModelSource,
     attest_files,
@@ -400,7 +401,9 @@ def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
         },
         quantization=get_quantization_config(arguments.model),
     )
-    return source, check_source(source, training.device)
+    config = check_source(source, training.device)
+    check_packed(arguments, config)
+    return source, config
 
 
 def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizerBase:
@@ -443,7 +446,10 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     model, seconds = load_model(job.source, job.mover, on_host=on_host, streamed=job.streamed)
     peft_config = get_peft_config(job.arguments.model)
     if peft_config is not None:
-        peft_config.target_modules = target_names(peft_config.target_modules)
+        targets = beside_experts(model, peft_config.target_modules)
+        if targets != peft_config.target_modules:
+            announce.say(announce.mixture(targets))
+        peft_config.target_modules = target_names(targets)
         check_targets(model, peft_config.target_modules, saved=peft_config.modules_to_save)
         if tune.init_lora_weights != "default":
             peft_config.init_lora_weights = tune.init_lora_weights

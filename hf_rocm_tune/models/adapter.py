@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.experts import experts_of, routers_of
 from hf_rocm_tune.transfer import redirected
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
     from hf_rocm_tune.transfer import Mover
 
+ALL_LINEAR = "all-linear"
 _SHOWN = 24
+_TAKEN_FOR_EXPERTS = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
 
 
 def target_names(targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
@@ -47,7 +50,7 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, save
         raise UsageError(
             f"--lora_modules_to_save: {', '.join(absent)} match no module of {type(model).__name__}; it has {kinds}"
         )
-    if targets is None or targets == "all-linear":
+    if targets is None or targets == ALL_LINEAR:
         return
     wanted = [targets] if isinstance(targets, str) else list(targets)
     if isinstance(targets, str):
@@ -63,6 +66,18 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, save
             f"--lora_target_modules: {', '.join(missing)} match no module of {type(model).__name__}; it has {found} "
             "(or give all-linear)"
         )
+
+
+def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
+    """The targets, with ``all-linear`` of a mixture of experts as the names of the linear layers beside its experts.
+
+    PEFT would adapt experts and routers too, gigabytes of adapters: in transformers 5 they are no linear layers. Left
+    out are names that PEFT 0.21 takes for experts (`transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING`).
+    """
+    if targets != ALL_LINEAR or not any(True for _ in experts_of(model)):
+        return targets
+    left_out = _TAKEN_FOR_EXPERTS | {name.rpartition(".")[2] for name in routers_of(model)}
+    return [name for name in adaptable(model) if name not in left_out]
 
 
 def adaptable(model: nn.Module) -> list[str]:

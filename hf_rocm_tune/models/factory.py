@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.experts import use_packed
 from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, default_memory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import place
 from hf_rocm_tune.models.quantised import (
     checkpoint_bits,
+    has_mxfp4,
     keep_trainable_on_cpu,
     require_bitsandbytes,
     require_quantised,
@@ -40,6 +42,7 @@ class ModelSource:
     reward: bool = False  # as a reward model: a single output, whose head may be new
     init: dict[str, Any] = field(default_factory=dict)  # for ``from_pretrained`` (dtype, attn_implementation ...)
     quantization: BitsAndBytesConfig | None = None
+    packed: bool = True  # experts that are in MXFP4 in the files stay so; else they become those of a plain model
 
     @property
     def is_local(self) -> bool:
@@ -53,15 +56,12 @@ _HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE, or give a model
 def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     """Checks files, configuration and bitsandbytes before anything is loaded; returns the configuration."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     require_model(source.name)
     if source.is_local:
         check_model_directory(expand_user(source.name))
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
-        )
+        config = _config(source)
     except StrictDataclassError as error:
         raise UsageError(f"model {source.name}: config.json: {error}; download or copy it again") from error
     except (OSError, ValueError, KeyError) as error:
@@ -70,10 +70,25 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     check_architecture(config, source.name)
     _check_generation_config(source)
     bits = checkpoint_bits(config, source.name, on_card=device.type != "cpu")
-    if source.quantization is not None:
+    if has_mxfp4(config):
+        if source.quantization is not None:
+            raise UsageError(
+                f"model {source.name}: its experts are in 4 bit in its files (MXFP4) and stay so, its other weights "
+                "stay in 16: drop --load_in_4bit or --load_in_8bit"
+            )
+    elif source.quantization is not None:
         require_bitsandbytes(device, f"--load_in_{4 if source.quantization.load_in_4bit else 8}bit")
     elif bits:
         require_bitsandbytes(device, f"model {source.name}, {bits}-bit in its files,")
+    return config
+
+
+def _config(source: ModelSource) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
+    )
     return config
 
 
@@ -124,7 +139,7 @@ def load_model(
         The model and the loading time in seconds.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, Mxfp4Config
     from trl.trainer.reward_trainer import suppress_seqcls_warning
     from trl.trainer.utils import create_model_from_path
 
@@ -137,8 +152,11 @@ def load_model(
     try:
         if source.reward:
             arguments["num_labels"] = 1
+        mxfp4 = has_mxfp4(_config(source))
+        if mxfp4:  # transformers' other way needs kernels that are no torch operators, and do not train
+            arguments["quantization_config"] = Mxfp4Config(dequantize=True)
         with (
-            verified_loading(mover, on_host=on_host, streamed=streamed),
+            verified_loading(mover, on_host=on_host, streamed=streamed, packed=mxfp4 and source.packed),
             without_dispatch(),
             suppress_seqcls_warning() if source.reward else nullcontext(),
         ):
@@ -157,6 +175,10 @@ def load_model(
             "initialised at random: download or copy it again, or give the model that this configuration belongs to"
         )
     require_quantised(model, source.name)
+    if mxfp4:  # transformers 5.23 would save what it has made of the blocks under the names of the blocks
+        kept = [each for each in model._weight_conversions if not str(each.source_patterns[0]).endswith("_blocks")]
+        model._weight_conversions = kept
+    use_packed(model)
     if on_host:
         return model, time.perf_counter() - started
     tell_of_devices(model, mover)

@@ -25,6 +25,7 @@ import torch
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import Read, mark_loaded, remember_read
 from hf_rocm_tune.models.streaming import Streamed, leave_device
@@ -42,13 +43,16 @@ Names = dict[int, tuple[str, str | None]]
 
 
 @contextmanager
-def verified_loading(mover: Mover, *, on_host: bool = False, streamed: Streamed | None = None) -> Iterator[None]:
+def verified_loading(
+    mover: Mover, *, on_host: bool = False, streamed: Streamed | None = None, packed: bool = False
+) -> Iterator[None]:
     """Within the block every weight that ``from_pretrained`` loads passes the mover.
 
     Args:
         mover: of the model's device or cards.
         on_host: all weights stay on the host.
         streamed: the layers whose matrices stay there too; what is quantised on the device leaves it at once.
+        packed: experts in MXFP4 stay so.
     """
     names: Names = {}
     with ExitStack() as stack:
@@ -60,9 +64,14 @@ def verified_loading(mover: Mover, *, on_host: bool = False, streamed: Streamed 
             yield
             return
         stack.enter_context(upstream.replaced("set_weight", lambda stock: _set_weight(stock, mover, streamed)))
-        if streamed is not None:
+        if streamed is not None or packed:
             stack.enter_context(upstream.replaced("reserve_memory", lambda stock: lambda *_: None))
         stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
+        stack.enter_context(upstream.replaced("unquantised_layers", _and_routers))
+        stack.enter_context(upstream.replaced("quantised_weights", _or_experts))
+        stack.enter_context(upstream.replaced("quantise", _quantise))
+        if packed:
+            stack.enter_context(upstream.replaced("dequantise_mxfp4", lambda stock: _keep_mxfp4(mover)))
         stack.enter_context(redirected(mover, stage="weights"))  # tensors that quantisation moves
         yield
 
@@ -129,6 +138,57 @@ def _set_weight(stock: Callable[..., Any], mover: Mover, streamed: Streamed | No
             leave_device(model, target_name, mover)
 
     return set_weight
+
+
+# ---- experts in 4 bit; see `models.experts` -------------------------------------------------------------------------
+
+
+def _and_routers(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def get_modules_to_not_convert(
+        model: Any, skip_modules: Any = None, keep_in_fp32_modules: Any = None, *rest: Any
+    ) -> list[str]:
+        return [*stock(model, skip_modules, keep_in_fp32_modules, *rest), *routers_of(model)]
+
+    return staticmethod(get_modules_to_not_convert)
+
+
+def _or_experts(stock: Callable[..., bool]) -> Callable[..., bool]:
+    def needs_quantization(self: Any, model: Any, param_name: str, **more: Any) -> bool:
+        return stock(self, model, param_name, **more) or is_expert_weight(model, param_name)
+
+    return needs_quantization
+
+
+def _quantise(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def convert(self: Any, input_dict: Any, full_layer_name: Any = None, model: Any = None, **more: Any) -> Any:
+        ((name, weights),) = input_dict.items()
+        if not is_expert_weight(model, name):
+            return stock(self, input_dict, full_layer_name, model, **more)
+        weights = weights[0] if isinstance(weights, list) else weights
+        return {name: pack_nf4(name, weights, self.hf_quantizer.quantization_config)}
+
+    return convert
+
+
+def _keep_mxfp4(mover: Mover) -> Callable[..., Any]:
+    def convert(
+        self: Any, input_dict: Any, model: Any = None, full_layer_name: str = "", missing_keys: Any = None, **more: Any
+    ) -> Any:
+        del self, more
+        found = {name.rpartition("_")[2]: value for name, value in input_dict.items()}
+        blocks, scales = (each[0] if isinstance(each, list) else each for each in (found["blocks"], found["scales"]))
+        path, _, key = full_layer_name.rpartition(".")
+        experts = model.get_submodule(path)
+        code = mxfp4_code()
+        if mover.serves(blocks.device):
+            code = mover.move_to(blocks.device, code, name="the values of MXFP4")
+        setattr(experts, key, pack_mxfp4(blocks, scales, code, getattr(experts, key).dtype))
+        getattr(experts, key)._is_hf_initialized = True
+        missing_keys.discard(full_layer_name)
+        mark_loaded(model, full_layer_name, mover)
+        return {}
+
+    return convert
 
 
 def _refuse_other_shapes(mismatched: Iterable[tuple[str, Any, Any]], *, ignored: bool) -> None:

@@ -23,12 +23,24 @@ if TYPE_CHECKING:
 _DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
 
 
+def has_mxfp4(config: Any) -> bool:
+    """Whether a checkpoint's experts are in MXFP4, and stay so when it is loaded (`models.experts`)."""
+    values = _settings(config)
+    return values.get("quant_method") == "mxfp4" and not values.get("dequantize")
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    given = getattr(config, "quantization_config", None) or {}
+    return given if isinstance(given, dict) else given.to_dict()
+
+
 def checkpoint_bits(config: Any, name: str, *, on_card: bool) -> int | None:
-    """How a checkpoint's weights are quantised: 4 or 8 bits by bitsandbytes; None: not quantised once loaded."""
-    given = getattr(config, "quantization_config", None)
-    if given is None:
+    """How a checkpoint's weights are quantised: 4 bits (MXFP4: experts only) or 8; None: not quantised once loaded."""
+    values = _settings(config)
+    if not values:
         return None
-    values = given if isinstance(given, dict) else given.to_dict()
+    if has_mxfp4(config):
+        return 4
     method = str(values.get("quant_method"))
     if values.get("load_in_4bit") or values.get("load_in_8bit"):
         return 4 if values.get("load_in_4bit") else 8

@@ -313,12 +313,13 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
     """
     if getattr(config, "quantization_config", None) is None:
         return request, []
-    from hf_rocm_tune.models.quantised import checkpoint_bits
+    from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
 
     try:
         bits = checkpoint_bits(config, request.model, on_card=request.platform != "cpu")
     except UsageError as error:
         raise UsageError(str(error).replace("--load_in_4bit", "--method qlora")) from error
+    mxfp4 = has_mxfp4(config)
     left = tuple(each for each in request.methods if each != ("full" if bits else "qlora"))
     if not left:
         what = "quantised in its files and becomes bfloat16 when loaded: give --method lora or full"
@@ -328,7 +329,9 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
     if bits is None:
         return replace(request, methods=left), ["its quantised weights become bfloat16 when they are loaded"]
     note = f"its weights are {bits}-bit in its files (bitsandbytes) and planned so, whatever the method"
-    return replace(request, methods=("qlora" if bits == 4 else "lora",)), [note]
+    if mxfp4:
+        note = "its experts are in 4 bit in its files (MXFP4) and stay so, its other weights in 16"
+    return replace(request, methods=("qlora" if bits == 4 and not mxfp4 else "lora",)), [note]
 
 
 def _case(request: PlanRequest, size: int, length: int) -> Case:

@@ -289,7 +289,8 @@ class Recorder(TorchDispatchMode):
         own = self._workspaces.get(func)
         workspace = self._new(own(*args, **kwargs)) if own is not None else None
         out, flops = cached(self._kernels, func, args, kwargs)
-        if self._enter(out) if isinstance(out, Tensor) else sum([self._enter(tensor) for tensor in _tensors_in(out)]):
+        entered = self._enter(out) if isinstance(out, Tensor) else sum([self._enter(each) for each in _tensors_in(out)])
+        if entered or "out" in kwargs:
             segment.launches += 1
             segment.flops += flops
             segment.products += flops > 0

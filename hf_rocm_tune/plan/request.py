@@ -429,6 +429,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "max_position_embeddings": 32768}
     | {"head_dim": 256, "sliding_window": 512},
     "phi3": {"architectures": ["Phi3ForCausalLM"]},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "max_position_embeddings": 40960}
+    | {"head_dim": 128, "router_aux_loss_coef": 0.001},
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "vocab_size": 50304, "max_position_embeddings": 4096},
+    "gpt_oss": {"architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "max_position_embeddings": 131072}
+    | {"head_dim": 64, "sliding_window": 128, "router_aux_loss_coef": 0.9, "attention_bias": True},
 }
 _WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -448,6 +453,8 @@ _PHI4: dict[str, Any] = {"original_max_position_embeddings": 16384} | {
     "vocab_size": 100352,
     "max_position_embeddings": 16384,
 }
+_MXFP4: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
+_QWEN3_A3B: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("Qwen/Qwen3-0.6B", 0.60, "qwen3", 1024, 3072, 28, 16, 8, tied=True),
     _model("google/gemma-3-1b-pt", 1.00, "gemma3_text", 1152, 6912, 26, 4, 1, tied=True),
@@ -456,6 +463,7 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("meta-llama/Llama-3.2-3B", 3.21, "llama", 3072, 8192, 28, 24, 8, tied=True),
     _model("microsoft/Phi-4-mini-instruct", 3.84, "phi3", 3072, 8192, 32, 24, 8, tied=True, **_PHI4_MINI),
     _model("Qwen/Qwen3-4B", 4.02, "qwen3", 2560, 9728, 36, 32, 8, tied=True),
+    _model("allenai/OLMoE-1B-7B-0924", 6.92, "olmoe", 2048, 1024, 16, 16, 16, num_experts=64, num_experts_per_tok=8),
     _model("mistralai/Mistral-7B-v0.3", 7.25, "mistral", 4096, 14336, 32, 32, 8, vocab_size=32768, head_dim=None),
     _model("meta-llama/Llama-3.1-8B", 8.03, "llama", 4096, 14336, 32, 32, 8),
     _model("Qwen/Qwen3-8B", 8.19, "qwen3", 4096, 12288, 36, 32, 8),
@@ -464,7 +472,21 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
     ),
     _model("microsoft/phi-4", 14.66, "phi3", 5120, 17920, 40, 40, 10, **_PHI4),
     _model("Qwen/Qwen3-14B", 14.77, "qwen3", 5120, 17408, 40, 40, 8),
+    _model(
+        "openai/gpt-oss-20b",
+        20.91,
+        "gpt_oss",
+        2880,
+        2880,
+        24,
+        64,
+        8,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        **_MXFP4,
+    ),
     _model("mistralai/Mistral-Small-24B-Base-2501", 23.57, "mistral", 5120, 32768, 40, 32, 8),
+    _model("Qwen/Qwen3-30B-A3B", 30.53, "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3_A3B),
     _model("Qwen/Qwen3-32B", 32.76, "qwen3", 5120, 25600, 64, 64, 8),
     _model("meta-llama/Llama-3.1-70B", 70.55, "llama", 8192, 28672, 80, 64, 8),
 )

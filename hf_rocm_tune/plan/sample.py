@@ -14,15 +14,26 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.adapter import adaptable, check_targets, share_inputs, target_names
-from hf_rocm_tune.models.quantised import checkpoint_bits
-from hf_rocm_tune.plan.estimate import GIB, Counts, Weight
+from hf_rocm_tune.models.adapter import adaptable, beside_experts, check_targets, share_inputs, target_names
+from hf_rocm_tune.models.experts import (
+    experts_of,
+    mxfp4_code,
+    pack_mxfp4,
+    pack_nf4,
+    routers_of,
+    use_packed,
+    weights_of,
+)
+from hf_rocm_tune.models.placement import quant_state_of
+from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
+from hf_rocm_tune.plan.estimate import Counts, Weight
 from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PlanRequest, first_line, text_config
 
 
@@ -108,22 +119,13 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
     quantised = _quantisation(config, request, method, dtype)
     if quantised is not None:
         notes += _quantise(base, quantised, dtype)
+    elif has_mxfp4(config):
+        _pack_mxfp4(base, dtype)
     model = base if method == "full" else _attach(base, request)
     if quantised is not None:  # as TRL does, except for DoRA's magnitudes
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
-    experts = sum(
-        parameter.nbytes * layer_of.count(position)
-        for position, layer in enumerate(layers)
-        for name, parameter in layer.named_parameters()
-        if parameter.requires_grad and ".lora_" in name and "expert" in name
-    )
-    if experts > GIB / 2:
-        notes.append(
-            f"adapters on the experts take {experts / GIB:.1f} GiB, and as much again for gradients and twice for the "
-            "optimizer: --targets q_proj k_proj v_proj o_proj leaves them out"
-        )
     model.train()
     return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, notes=tuple(notes), keep=keep)
 
@@ -266,6 +268,7 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     targets: Any = request.targets if isinstance(request.targets, str) else list(request.targets)
+    targets = beside_experts(base, targets)
     check_targets(base, targets, saved=request.modules_to_save)
     settings = LoraConfig(
         task_type="CAUSAL_LM",
@@ -301,6 +304,8 @@ def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.d
     """The checkpoint's own ``BitsAndBytesConfig``, else what ``--load_in_4bit`` makes; None: not quantised."""
     from transformers import BitsAndBytesConfig
 
+    if has_mxfp4(config):
+        return None
     if checkpoint_bits(config, request.model, on_card=request.platform != "cpu"):
         given = config.quantization_config
         try:
@@ -335,7 +340,8 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
         settings.llm_int8_threshold = 0.0
         notes.append("outlier columns of 8-bit products depend on activations and are not counted")
     skipped = settings.llm_int8_skip_modules
-    replace_with_bnb_linear(base, get_keys_to_not_convert(base) if skipped is None else skipped, settings)
+    skipped = get_keys_to_not_convert(base) if skipped is None else skipped
+    replace_with_bnb_linear(base, [*skipped, *routers_of(base)], settings)
     base.is_loaded_in_4bit, base.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
     base.is_quantized = True
     layers = [module for module in base.modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")]
@@ -352,14 +358,27 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
         else:  # its codes and a float32 constant a row, as if it was loaded
             codes, constants = torch.empty(shape, dtype=torch.int8, device="meta"), torch.empty(shape[0], device="meta")
             layer.weight = bitsandbytes.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=constants)
+    packed = [(each, name) for _, each in experts_of(base) if settings.load_in_4bit for name in weights_of(each)]
+    for each, name in packed:
+        setattr(each, name, pack_nf4(name, getattr(each, name).data.to(dtype), settings))
+    use_packed(base)
     bitsandbytes.functional.name2qmap.clear()  # tables on the meta device would break real loading in this process
     bitsandbytes.functional.name2qmap.update(tables)
-    experts = any(parameter.ndim == 3 and "expert" in name for name, parameter in base.named_parameters())
-    return [*notes, *(["the experts' weights are no linear layers: bitsandbytes does not quantise them"] * experts)]
+    left = any(parameter.ndim == 3 and "expert" in name for name, parameter in base.named_parameters())
+    return [*notes, *(["its experts are not quantised: they stay in 16 bits"] * left)]
+
+
+def _pack_mxfp4(base: Any, dtype: torch.dtype) -> None:
+    """Packs the experts as they are in the files of such a checkpoint, in place."""
+    for _, experts in experts_of(base):
+        for name in weights_of(experts):
+            count, inputs, outputs = getattr(experts, name).shape
+            scales = torch.empty((count, outputs, inputs // 32), dtype=torch.uint8, device="meta")
+            blocks, code = scales.new_empty((*scales.shape, 16)), torch.empty_like(mxfp4_code(), device="meta")
+            setattr(experts, name, pack_mxfp4(blocks, scales, code, dtype))
+    use_packed(base)
 
 
 def _state_tensors(state: Any) -> Iterator[Tensor]:
     """The tensors of a quantisation state, nested ones included."""
-    yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, Tensor))
-    if state.state2 is not None:
-        yield from _state_tensors(state.state2)
+    return (attrgetter(path)(state) for path in quant_state_of(state))

@@ -94,7 +94,7 @@ def merge(
     say(adapter.described)
     named = base_of(adapter, base_name)
     directory = named.download()
-    nbytes = sum(file.stat().st_size for file in _check_base(directory))
+    nbytes = _check_base(directory)
     spill = nbytes + _SPARE_MEMORY > psutil.virtual_memory().available
     grown = 2 if dtype == "float32" else 1  # most bases are stored in 16 bits
     parent = _check_room(out, nbytes * (grown + spill * grown))
@@ -106,7 +106,11 @@ def merge(
     if spill:
         say(f"the base takes {nbytes / 1e9:.3g} GB, more than is available in memory: it stands in {parent} meanwhile")
     source = ModelSource(
-        name=str(directory), trust_remote_code=trust_remote_code, reward=adapter.is_reward, init={"dtype": "auto"}
+        name=str(directory),
+        trust_remote_code=trust_remote_code,
+        reward=adapter.is_reward,
+        init={"dtype": "auto"},
+        packed=False,
     )
     started = time.perf_counter()
     try:
@@ -163,18 +167,21 @@ def _check_out(out: Path, say: Callable[[str], None]) -> Path:
     return out
 
 
-def _check_base(directory: Path) -> list[Path]:
+def _check_base(directory: Path) -> int:
+    """The bytes of the base's weights; those of experts in MXFP4 become 16 bits, four times as many."""
     files = check_model_directory(directory)
     if not files:
         raise UsageError(
             f"{directory} has its weights as pickles (pytorch_model.bin), which are not loaded: load it with "
             "transformers and save it again (save_pretrained writes safetensors)"
         )
-    if json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config"):
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    packed = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    if config.get("quantization_config") and not packed:
         raise UsageError(
             f"{directory} is quantised, and no adapter can be merged into that: give the original model with --base"
         )
-    return files
+    return sum(file.stat().st_size for file in files) * (4 if packed else 1)
 
 
 def _check_room(out: Path, nbytes: int) -> Path:

@@ -47,7 +47,8 @@ def card_server(scratch: Path) -> Iterator[CommandServer]:
 @pytest.fixture(scope="session")
 def model_of(scratch: Path) -> Callable[[str], Path]:
     """Directory of a tiny model of an architecture, built once."""
-    return lambda arch: tiny.build(arch, scratch / "models")
+    models = scratch / "models"
+    return lambda arch: tiny.build_mxfp4(models) if arch == "gpt_oss-mxfp4" else tiny.build(arch, models)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ FROM_CARD = {
     "bitsandbytes/functional.py:QuantState.as_dict": "the offset of 4-bit scales, for a state dict that is thrown away",
     "default/ops.py:_": "whether a matrix has outliers, in 8-bit layers",
     "integrations/moe.py:_grouped_mm": "how many rows each expert has",
+    "models/experts.py:_rows_of_each": "likewise",
     "thread pt_autograd_0": "likewise, in backward",
 }
 """Scalars, to be logged or looked at."""
@@ -105,6 +106,12 @@ METHODS = {
     "pissa": Method(settings={"init_lora_weights": "pissa", **FLOAT32}),
     "modules to save": Method(settings={"lora_modules_to_save": "lm_head", **FLOAT32}),
     "experts": Method(settings={"lora_target_parameters": "mlp.experts.gate_up_proj", **FLOAT32}, arch="qwen3_moe"),
+    "experts in 4 bit": Method(
+        settings={"load_in_4bit": True, "lora_target_parameters": "experts.gate_up_proj"},
+        arch="qwen3_moe",
+        tolerance=1e-2,
+    ),
+    "experts in MXFP4": Method(settings=BF16, arch="gpt_oss-mxfp4", tolerance=1e-2),
     "packing": Method(settings={"packing": True, **FLOAT32}),
     "8-bit optimizer": Method(settings={"optim": "adamw_8bit", **FLOAT32}),
     "split": Method(settings={"split_layers": "auto", **FLOAT32}, cards=2),

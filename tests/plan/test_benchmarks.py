@@ -70,7 +70,7 @@ SAMPLE = (
     "lfm2",  # numbers its layers
     "mamba",
     "musicgen",  # two language models in one configuration
-    "olmoe",  # experts, which PEFT adapts without dropout only
+    "olmoe",  # experts
 )
 
 

@@ -30,7 +30,7 @@ from hf_rocm_tune.plan.request import (
 from hf_rocm_tune.plan.sample import build
 from hf_rocm_tune.settings import arguments
 from tests import tiny
-from tests.small_models import EXPERTS, SMALL
+from tests.small_models import SMALL
 
 CARD = CardMemory(name="Radeon RX 7900 XT", usable=int(19.9 * GIB), desktop=GIB // 2)
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -210,15 +210,6 @@ def test_where_longer_sequences_take_too_long_to_record_the_longest_is_unknown()
     assert found.choice is not None
     assert found.longest("lora") is None
     assert found.longest("lora") is None
-
-
-def test_experts_are_planned_without_the_dropout_that_peft_refuses() -> None:
-    asked = {"methods": ("lora",), "length": 64, "effective_batch": 1}
-    found = plan_for(PlanRequest(**asked), card=CARD, config=config_of(EXPERTS), grid=False)
-    assert found.choice is not None
-    assert "dropout" not in command(found.request, found.nearest)
-    with pytest.raises(UsageError, match="lora_dropout"):
-        plan_for(PlanRequest(**asked, dropout=0.05), card=CARD, config=config_of(EXPERTS), grid=False)
 
 
 def test_more_tokens_than_the_model_was_made_for_are_planned_only_if_asked_for() -> None:

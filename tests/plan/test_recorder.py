@@ -344,11 +344,6 @@ def test_adapters_that_match_nothing_are_refused_as_in_training() -> None:
         sample_of(LLAMA, targets=("query",))
 
 
-def test_what_peft_refuses_is_refused_with_its_reason() -> None:
-    with pytest.raises(UsageError, match="lora_dropout"):
-        sample_of(MOE, dropout=0.05)
-
-
 def test_a_tensor_moved_by_mistake_is_not_a_plan() -> None:
     """Nothing of a sample is on a real device, whatever the size of the model."""
     big = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}

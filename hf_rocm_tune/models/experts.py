@@ -1,0 +1,320 @@
+"""Experts in 4 bit: the fused weights of a mixture's experts stay packed, and each is unpacked where it is used.
+
+transformers keeps the experts of a layer in two tensors (experts, rows, columns), which bitsandbytes' linear layers do
+not reach. Two formats are kept here:
+
+    NF4     quantised by bitsandbytes on the device as a layer's experts arrive; one call and one state a tensor, the
+            same bytes as by `bitsandbytes.nn.parametrize.replace_parameter_4bit`
+    MXFP4   gpt-oss's own files: two e2m1 values a byte, and a power of two for 32 of them
+            (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, section 5.3); the
+            bytes on the device are those of the file
+
+A packed tensor is a parameter with a ``quant_state``, as bitsandbytes' own, so that coverage, sentinels and the plan
+see it and its constants. The rows of a micro-batch are sorted by expert, and each product unpacks one expert, again in
+backward: neither the weights of a layer nor those of an expert are kept for it. Routers stay as they are.
+
+Not covered: experts that are not fused in one module with transformers' interface (`use_experts_implementation`), such
+as JetMoe's; expert parallelism.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hf_rocm_tune import upstream
+from hf_rocm_tune.errors import CorruptionError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import BitsAndBytesConfig
+
+FORWARD = "packed_4bit"
+_BLOCK = 64  # values of a constant, in NF4
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of the fused experts of each sparse layer."""
+    return ((name, module) for name, module in model.named_modules() if _holds_experts(module))
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """What transformers' decorator `use_experts_implementation` leaves in a module."""
+    return hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a configuration describes a mixture of experts."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def weights_of(experts: nn.Module) -> list[str]:
+    """The names of the weights of all experts of a layer, packed ones too; not their biases."""
+    return [name for name, each in experts.named_parameters(recurse=False) if _is_weight(each)]
+
+
+def routers_of(model: nn.Module) -> list[str]:
+    """Names of the linear layers beside experts that choose among them or weigh a shared one."""
+    found = []
+    for name, experts in experts_of(model):
+        block = name.rpartition(".")[0]
+        for inner, module in model.get_submodule(block).named_modules():
+            if isinstance(module, nn.Linear) and module.out_features in (1, _shape(_first(experts))[0]):
+                found.append(f"{block}.{inner}")
+    return found
+
+
+def is_expert_weight(model: nn.Module, name: str) -> bool:
+    """Whether a parameter's full name is that of the weights of a layer's experts."""
+    path, _, key = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return _holds_experts(owner) and key in weights_of(owner)
+
+
+def is_packed(experts: nn.Module) -> bool:
+    """Whether the weights of these experts are packed."""
+    return getattr(_first(experts), "quant_state", None) is not None
+
+
+def _first(experts: nn.Module) -> Tensor:
+    return next(each for each in experts.parameters(recurse=False) if _is_weight(each))
+
+
+def _is_weight(parameter: Tensor) -> bool:
+    return len(_shape(parameter)) == 3
+
+
+def _shape(parameter: Any) -> torch.Size:
+    return getattr(parameter, "quant_state", parameter).shape
+
+
+# ---- packing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False)
+class Mxfp4State:
+    """What unpacks MXFP4 weights; the names are those of bitsandbytes' ``QuantState``."""
+
+    absmax: Tensor  # uint8 (experts, outputs, inputs / 32): the exponents of the scales, biased by 127
+    code: Tensor  # bfloat16 (256, 2): the two values of a byte, the low half first
+    shape: torch.Size  # experts, outputs, inputs
+    dtype: torch.dtype
+    quant_type: str = "mxfp4"
+
+
+def pack_nf4(name: str, weights: Tensor, settings: BitsAndBytesConfig) -> Any:
+    """Quantises the weights of a layer's experts (experts, rows, columns) where they are: a ``Params4bit``.
+
+    Raises:
+        UsageError: an expert is no multiple of the 64 values that have a constant in common.
+    """
+    bitsandbytes: Any = importlib.import_module("bitsandbytes")
+    if weights[0].numel() % _BLOCK:
+        raise UsageError(
+            f"{name}: an expert's {list(weights.shape[1:])} values are no multiple of {_BLOCK}, so that its experts "
+            "cannot be kept in 4 bit: train without --load_in_4bit"
+        )
+    packed = bitsandbytes.nn.Params4bit(
+        weights,
+        requires_grad=False,
+        compress_statistics=settings.bnb_4bit_use_double_quant,
+        quant_type=settings.bnb_4bit_quant_type,
+    )
+    return packed._quantize(weights.device)
+
+
+def pack_mxfp4(blocks: Tensor, scales: Tensor, code: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    """The parameter of a checkpoint's tensors, where they are.
+
+    Args:
+        blocks: uint8 (experts, outputs, groups, 16), two values a byte.
+        scales: uint8 (experts, outputs, groups).
+        code: `mxfp4_code`, on their device.
+        dtype: of the unpacked weights.
+    """
+    packed: Any = nn.Parameter(blocks, requires_grad=False)
+    shape = torch.Size((*scales.shape[:2], 32 * scales.shape[2]))
+    packed.quant_state = Mxfp4State(absmax=scales, code=code, shape=shape, dtype=dtype)
+    return packed
+
+
+@cache
+def mxfp4_code() -> Tensor:
+    """The two values of each byte, bfloat16 (256, 2), on the host."""
+    values = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device="cpu")
+    byte = torch.arange(256, device="cpu")
+    return torch.stack([values[byte % 16], values[byte // 16]], dim=1).to(torch.bfloat16)
+
+
+def use_packed(model: nn.Module) -> None:
+    """Lets a model, and PEFT's adapters, compute with packed experts, if it has any."""
+    for experts in (each for _, each in experts_of(model) if is_packed(each)):
+        experts.config._experts_implementation = FORWARD
+        upstream.replace_for_good("expert_weights", _described)
+        upstream.replace_for_good("expert_adapters", _beside)
+
+
+# ---- computing ----------------------------------------------------------------------------------------------------
+
+
+def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of what each token's experts give.
+
+    Args:
+        self: the experts.
+        hidden: (tokens, width).
+        index: int64 (tokens, chosen), the experts of each token.
+        weights: (tokens, chosen), theirs in the sum.
+    """
+    tokens, chosen = index.shape
+    by_expert, order = index.reshape(-1).sort(stable=True)
+    sizes = _rows_of_each(by_expert, _shape(_first(self))[0])
+    first, last = "gate_up_proj" if self.has_gate else "up_proj", "down_proj"
+    rows = _linear(self, first, hidden[order // chosen], sizes, by_expert)
+    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+    rows = _linear(self, last, rows, sizes, by_expert)
+    if self.has_post_expert_norm:
+        rows = self.post_expert_norm(rows)
+    rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return rows[back].view(tokens, chosen, -1).sum(dim=1).to(hidden.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(FORWARD, _forward)
+
+
+def _rows_of_each(by_expert: Tensor, experts: int) -> list[int]:
+    """How many of the sorted rows each expert has; evenly many where there is no data, in the plan."""
+    total = len(by_expert)
+    if by_expert.is_meta:
+        return [total * (each + 1) // experts - total * each // experts for each in range(experts)]
+    found: list[int] = torch.bincount(by_expert, minlength=experts).tolist()
+    if sum(found) != total or len(found) != experts:
+        raise CorruptionError(
+            f"the rows of {experts} experts add up to {sum(found)} instead of {total}: the card counted or copied them "
+            "wrong. They were not used; run hf-rocm-tune doctor --full"
+        )
+    return found
+
+
+def _linear(experts: Any, name: str, rows: Tensor, sizes: Sequence[int], by_expert: Tensor) -> Tensor:
+    """Each row (S, inputs), sorted by expert, times its expert's weights of this name, with bias and adapters."""
+    weight = getattr(experts, name)
+    state, transposed = weight.quant_state, experts.is_transposed
+    rows = rows.to(state.dtype)
+    out: Tensor = _Product.apply(rows, weight, sizes, transposed and state.quant_type != "mxfp4")
+    if experts.has_bias:
+        out = out + getattr(experts, f"{name}_bias")[by_expert]
+    for left, right, scaling in vars(experts).get(_ADAPTERS, {}).get(name, ()):
+        one, two = (left, right) if transposed else (right.mT, left.mT)
+        ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+        multiply = torch.ops.transformers.grouped_mm_fallback
+        out = out + scaling * multiply(multiply(rows, one, ends), two, ends)
+    return out
+
+
+class _Product(torch.autograd.Function):
+    """The products of each expert's rows with its weights, which are unpacked for it, in backward again."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Any, sizes: Sequence[int], transposed: bool) -> Tensor:
+        """``rows`` (S, inputs) give (S, outputs); ``transposed``: an expert's weights are (inputs, outputs)."""
+        ctx.weight, ctx.sizes, ctx.transposed = weight, sizes, transposed
+        return _multiply(rows, weight, sizes, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """The gradient of the rows."""
+        return _multiply(grad, ctx.weight, ctx.sizes, not ctx.transposed), None, None, None
+
+
+def _multiply(rows: Tensor, weight: Any, sizes: Sequence[int], transposed: bool) -> Tensor:
+    _, *shape = weight.quant_state.shape
+    result = rows.new_empty(len(rows), shape[transposed])
+    unpacked = _unpacked(weight, sizes)
+    for part, out in zip(rows.split(sizes), result.split(sizes), strict=True):
+        matrix = next(unpacked)
+        if matrix is not None:
+            torch.mm(part, matrix if transposed else matrix.t(), out=out)
+        del matrix  # before the next one is unpacked
+    return result
+
+
+def _unpacked(weight: Any, sizes: Sequence[int]) -> Iterator[Tensor | None]:
+    """The weights of one expert after the other (rows, columns); None for those without rows."""
+    state = weight.quant_state
+    experts, *shape = state.shape
+    if state.quant_type == "mxfp4":
+        for size, blocks, exponents in zip(sizes, weight.unbind(), state.absmax.unbind(), strict=True):
+            yield _mxfp4(blocks, exponents, state) if size else None
+        return
+    operators: Any = torch.ops.bitsandbytes
+    constants = state.absmax
+    if state.nested:
+        inner = state.state2
+        constants = operators.dequantize_blockwise(constants, inner.absmax, inner.code, inner.blocksize, inner.dtype)
+        constants = constants.add_(state.offset)
+    each = zip(sizes, weight.detach().view(experts, -1), constants.view(experts, -1), strict=True)
+    for size, packed, own in each:
+        how = state.blocksize, state.quant_type, shape, state.dtype
+        yield operators.dequantize_4bit(packed, own, *how) if size else None
+
+
+def _mxfp4(blocks: Tensor, exponents: Tensor, state: Mxfp4State) -> Tensor:
+    """(outputs, inputs) of one expert's bytes; exact, since e2m1 times a power of two fits into bfloat16."""
+    pairs = state.code.view(torch.int32).view(-1)[blocks.int()]  # a byte's two values are the halves of a word
+    scales = (exponents.to(torch.int16) << 7).view(torch.bfloat16)  # the exponent's bits
+    values = pairs.view(torch.bfloat16).mul_(scales.unsqueeze(-1))
+    return values.view(len(blocks), -1).to(state.dtype)
+
+
+# ---- adapters of packed experts: PEFT's `ParamWrapper`, which would add their product to unpacked weights ----------
+
+_ADAPTERS = "_adapters_of_packed"
+
+
+def _described(stock: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """What PEFT asks of a weight, its shape, dtype and device, by a tensor without memory of its own."""
+
+    def get_param(self: Any) -> Tensor:
+        weight = stock(self)
+        state: Any = getattr(weight, "quant_state", None)
+        if state is None:
+            return weight
+        turned = state.quant_type == "mxfp4" and self.get_base_layer().is_transposed
+        count, rows, columns = state.shape
+        shape = (count, columns, rows) if turned else state.shape
+        return torch.empty((), dtype=state.dtype, device=weight.device).expand(shape)
+
+    return get_param
+
+
+def _beside(stock: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
+    """Within PEFT's block the experts know the factors of their adapters."""
+
+    @contextmanager
+    def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        experts = self.get_base_layer()
+        if getattr(getattr(experts, self.parameter_name), "quant_state", None) is None:
+            with stock(self, active_adapters):
+                yield
+            return
+        held = vars(experts).setdefault(_ADAPTERS, {})
+        held[self.parameter_name] = [self.get_delta_factors(each) for each in active_adapters if each in self.lora_A]
+        try:
+            yield
+        finally:
+            del held[self.parameter_name]
+
+    return activate
