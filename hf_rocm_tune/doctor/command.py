@@ -132,14 +132,16 @@ def _drill(wanted: argparse.Namespace) -> int:
         raise UsageError("--drill takes no --only, --skip and --list: leave them out")
     if wanted.json is not None and wanted.json != Path("-") and not can_be_file(wanted.json):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
-    from hf_rocm_tune.doctor.drill import DrillSettings, run, table
-
     counts = {"faults": 10_000, "clean": 1_000_000} if wanted.full else {}
-    given = ("faults", "clean", "seed")
-    counts |= {name: value for name in given if (value := getattr(wanted, name)) is not None}
-    done = run(DrillSettings(device=wanted.device, **counts))
+    counts |= {name: given for name in ("faults", "clean", "seed") if (given := getattr(wanted, name)) is not None}
+    for name, count in counts.items():
+        if not (name != "seed") <= count < 1 << 32:
+            raise UsageError(f"--{name} is {count}; give a whole number from {int(name != 'seed')} to {(1 << 32) - 1}")
+    from hf_rocm_tune.doctor.drill import run
+
+    done = run(wanted.device, **counts)
     if wanted.json is None or wanted.json != Path("-"):
-        print(table(done))
+        print(done.table())
     if wanted.json is not None:
         _write(wanted.json, json.dumps(done.to_dict()))
     if failures := done.failures():

@@ -3,9 +3,10 @@
 A check that measures is a function ``(request) -> list[Finding]``, called in a child process with a deadline, one for
 each card; this process never imports torch. ``request["device"]`` is ``cuda:0`` ... or ``cpu``. The function calls
 ``child.step("copying 64 MiB")`` before each part, so that a hang is named. A check of two cards is called in this
-process with ``request["devices"]``, because its trials start their own children. ``request["fault"]`` (``{"kind": ...,
-"where": ...}``) injects a fault, see each file, or an ending of the process (``machine.child.ENDINGS``): for tests, and
-by hand: ``echo '{"device": "cpu", "fault": {"kind": "zeros"}}' | python -m hf_rocm_tune.doctor.diagnose round_trip``.
+process with ``request["devices"]``, because its trials start their own children. ``request["fault"]`` injects a fault,
+see each file, or an ending of the process (``machine.child.ENDINGS``): for tests, and by hand::
+
+    echo '{"device": "cpu", "fault": {"kind": "zeros"}}' | python -m hf_rocm_tune.doctor.diagnose round_trip
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ MEASURED = (
     Check("round_trip", "transfers", "copies to the card and back, by size, dtype and kind, cold and warm",
           measure="transfers.round_trip", seconds=8, deadline_s=300, options={"largest": 64 * _MIB, "repeats": 20},
           full={"largest": 256 * _MIB, "repeats": 100}, again={"HSA_ENABLE_SDMA": "0"}),
-    Check("mmap_heap", "transfers", "a copy from a mapped file, compared with one from the heap",
-          measure="transfers.mmap_heap", seconds=5, deadline_s=240),
     Check("casts", "transfers", "casts on the card, and during copies, compared with the CPU",
           measure="transfers.casts", seconds=6),
     Check("bandwidth", "transfers", "speed of page-locked copies, compared with the rate of the link",
@@ -51,8 +50,6 @@ MEASURED = (
     Check("all_reduce", "pairs", "sums over all cards by RCCL, and alternatives if it fails",
           measure="pairs.all_reduce", seconds=8, deadline_s=45, needs_cards=2,
           options={"largest": 64 * _MIB, "repeats": 5}),
-    Check("grad_sync", "pairs", "how a run on all cards would average gradients, by its preflight",
-          measure="pairs.grad_sync", seconds=15, deadline_s=30, needs_cards=2),
     Check("gemm", "compute", "a matrix product repeated under load, bit for bit, and its speed",
           measure="arithmetic.gemm", seconds=8, deadline_s=900, options={"seconds": 0.4}, full={"seconds": 30}),
     Check("model", "compute", "a small model forward and backward, plain, padded and packed, compared with float64",
@@ -67,7 +64,7 @@ MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All findings, in order of groups and checks, and the seconds of each check that ran, by name."""
+    """All findings, in order of groups and checks, and the seconds of each check that ran."""
 
     findings: tuple[Finding, ...]
     seconds: dict[str, float]
@@ -141,9 +138,8 @@ def diagnose(
         UsageError: nothing of a name in ``only`` can run here.
     """
     for name in only:
-        named = [check for check in checks if name in (check.name, check.group)]
-        reasons = [_why_not(check, evidence, ()) for check in named]
-        if named and all(reasons):
+        reasons = [_why_not(check, evidence, ()) for check in checks if name in (check.name, check.group)]
+        if reasons and all(reasons):
             raise UsageError(f"--only {name}: nothing was checked, because {reasons[0]}")
     findings: list[Finding] = []
     seconds: dict[str, float] = {}
@@ -156,20 +152,15 @@ def diagnose(
             continue
         on_check(check)
         began = time.monotonic()
-        made = _run(check, evidence, full=full)
+        made: list[Finding] = []
+        try:
+            for finding in check.run(evidence) if check.run else _measure(check, evidence, full=full):
+                made.append(replace(finding, check=check.name))
+        except Exception as error:  # a bug of ours in one check must not hide other findings
+            made.append(crashed(check.name, error))
         seconds[check.name] = round(time.monotonic() - began, 3)
         findings += made or [replace(skipped(NOTHING_THERE), check=check.name)]
     return Diagnosis(findings=tuple(findings), seconds=seconds)
-
-
-def _run(check: Check, evidence: Evidence, *, full: bool) -> list[Finding]:
-    found: list[Finding] = []
-    try:
-        for finding in check.run(evidence) if check.run else _measure(check, evidence, full=full):
-            found.append(replace(finding, check=check.name))
-    except Exception as error:  # a bug of ours in one check must not hide other findings
-        found.append(crashed(check.name, error))
-    return found
 
 
 def crashed(name: str, error: Exception) -> Finding:
@@ -182,13 +173,10 @@ def crashed(name: str, error: Exception) -> Finding:
 
 def _why_not(check: Check, evidence: Evidence, findings: Iterable[Finding]) -> str:
     """Why a check is not run; empty if it runs."""
-    seen = evidence.seen_cards
+    seen, software = evidence.seen_cards, evidence.software
     if check.measure and not evidence.devices:
-        software = evidence.software
-        return (
-            "torch sees no accelerator: "
-            f"{software.problems.get('devices', f'torch {software.torch_version} lists no device')}"
-        )
+        reason = software.problems.get("devices", f"torch {software.torch_version} lists no device")
+        return f"torch sees no accelerator: {reason}"
     if check.needs_cards > (len(seen) if check.measure else evidence.card_count):
         return f"it needs {check.needs_cards} cards, and torch sees {len(seen)} of {evidence.card_count}"
     # Every hang takes minutes, and a driver that hung in two checks will hang again.

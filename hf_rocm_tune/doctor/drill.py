@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,182 +60,118 @@ CELLS = (
     ("after", False, "weights"),
 )
 """Kind of fault, whether it affects retries, too, and stage. ``after`` corrupts a weight that was verified."""
+COUNTS = ("injected", "detected", "recovered", "stopped", "missed", "false alarms")
+"""Transfers whose bytes were changed (a fault without an effect does not count); of these, those that were reported
+with the tensor's name; reported, and correct at the end; ended by an error, and nothing counted as verified; not
+reported, or wrong bytes that counted as verified. Last: reports of tensors without a fault."""
 TARGET = "target"
 """Name of the tensor with the fault. In a batch, its neighbours must arrive correctly."""
 _POOL_BYTES = 1 << 20
-_ORDINARY_BYTES = 1024
-_LARGE_EVERY = 50
-_COLUMNS = ("injected", "detected", "recovered", "stopped", "missed", "false alarms")
+_ORDINARY_BYTES, _LARGE_EVERY = 1024, 50
 
+Tally = Counter[str]
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrillSettings:
-    """Settings of a drill.
+class Drill:
+    """The result of a drill.
 
     Attributes:
+        faults: of each kind and persistence, the `COUNTS`.
+        clean: of transfers without an injected fault: ``transfers``; ``false alarms``: reports of tensors whose bytes
+            were correct when read back; ``corrupted``: whose bytes were wrong, so this machine corrupts transfers;
+            ``missed``: tensors that counted as verified and were wrong when read back.
+        example: the first report of a clean transfer, or empty.
+    """
+
+    device: str
+    seed: int
+    faults: Mapping[tuple[str, bool], Tally]
+    clean: Tally
+    example: str
+    seconds: float
+
+    @property
+    def total(self) -> Tally:
+        return sum(self.faults.values(), Counter())
+
+    def failures(self) -> list[str]:
+        """Counts of missed faults, false alarms and the like, one text each; empty if there are none."""
+        # Faults that occur once can be recovered from, except in memory at rest.
+        once = [one for (kind, persist), one in self.faults.items() if not persist and kind != "after"]
+        counts = {
+            "faults missed": self.total["missed"] + self.clean["missed"],
+            "faults that occurred once not recovered": sum(one["detected"] - one["recovered"] for one in once),
+            "false alarms": self.total["false alarms"] + self.clean["false alarms"],
+            f"transfers corrupted by this machine itself (the first: {self.example})": self.clean["corrupted"],
+        }
+        return [f"{count:,} {what}" for what, count in counts.items() if count]
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = {key: {name: tally[name] for name in COUNTS} for key, tally in self.faults.items()}
+        return {
+            "schema": 3,
+            "device": self.device,
+            "seed": self.seed,
+            "torch": torch.__version__,
+            "failures": self.failures(),
+            "faults": [{"kind": kind, "persist": persist, **row} for (kind, persist), row in rows.items()],
+            "faults_total": {name: self.total[name] for name in COUNTS},
+            "clean": {name: self.clean[name] for name in ("transfers", "false alarms", "corrupted", "missed")},
+            "seconds": round(self.seconds, 1),
+        }
+
+    def table(self) -> str:
+        """The table of faults, and lines on clean transfers and on the verdict."""
+
+        def row(kind: str, hits: str, tally: Tally) -> str:
+            # `after` is found by a sentinel's digest; a run recovers or stops then.
+            found = ["-" if kind == "after" and name in COUNTS[2:4] else f"{tally[name]:,}" for name in COUNTS]
+            return f"{kind:<11} {hits:<6}" + "".join(f"{value:>13}" for value in found)
+
+        clean, verdict = self.clean, "; ".join(self.failures()) or "every fault was found, without a false alarm"
+        return "\n".join(
+            [
+                f"drill on {self.device}, seed {self.seed}, {self.seconds:.0f} s\n",
+                f"{'fault':<11} {'hits':<6}" + "".join(f"{name:>13}" for name in COUNTS),
+                *(row(kind, "always" if persist else "once", one) for (kind, persist), one in self.faults.items()),
+                row("all", "", self.total) + "\n",
+                f"clean        {clean['transfers']:,} transfers: {clean['false alarms']} false alarms, "
+                f"{clean['corrupted']} corrupted, {clean['missed']} missed",
+                f"verdict      {verdict}",
+            ]
+        )
+
+
+def run(device: str | None, *, faults: int = 2000, clean: int = 5000, seed: int = 0) -> Drill:
+    """Run a drill. Shows a progress bar on a terminal; writes nothing.
+
+    Args:
         device: ``cuda`` (HIP or CUDA) or ``cpu``; None: the accelerator if torch sees one.
         faults: number of faults that change bytes, over all kinds, stages, dtypes and sizes.
         clean: number of transfers without a fault.
         seed: the same seed gives the same transfers and faults.
 
     Raises:
-        UsageError: a value that is not valid, naming it.
+        UsageError: there is no accelerator.
     """
-
-    device: str | None = None
-    faults: int = 2000
-    clean: int = 5000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("faults", 1), ("clean", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name} is {getattr(self, name)}; give a whole number from {least} on")
-        if self.seed >= 1 << 32:
-            raise UsageError("--seed is too large: give a whole number below 2**32")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("--device cuda: torch sees no accelerator; drill on the CPU with --device cpu")
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """Counts of one kind of fault, transient or persistent.
-
-    Attributes:
-        injected: transfers whose bytes were changed; a fault without an effect does not count.
-        detected: of these, those that were reported with the tensor's name.
-        recovered: reported, and the bytes were correct at the end.
-        stopped: ended by an error, and nothing counted as verified.
-        missed: not reported, or wrong bytes that counted as verified.
-        false_alarms: reports of tensors without a fault.
-    """
-
-    injected: int = 0
-    detected: int = 0
-    recovered: int = 0
-    stopped: int = 0
-    missed: int = 0
-    false_alarms: int = 0
-
-
-@dataclass(kw_only=True)
-class InjectedFaults:
-    """Tallies by kind of fault and persistence, and the number of faults by stage, dtype and bytes."""
-
-    tallies: dict[tuple[str, bool], Tally] = field(default_factory=dict)
-    stages: Counter[str] = field(default_factory=Counter)
-    dtypes: Counter[str] = field(default_factory=Counter)
-    sizes: Counter[int] = field(default_factory=Counter)
-
-    def total(self) -> Tally:
-        return Tally(**{name: sum(getattr(one, name) for one in self.tallies.values()) for name in vars(Tally())})
-
-
-@dataclass(kw_only=True)
-class CleanTransfers:
-    """Results of transfers without an injected fault.
-
-    Attributes:
-        transfers: their number; a batch of three tensors is one.
-        false_alarms: reports of tensors whose bytes were correct when read back.
-        corrupted: reports of tensors whose bytes were wrong: this machine corrupts transfers.
-        missed: tensors that counted as verified and were wrong when read back.
-        example: the first report, for the user.
-    """
-
-    transfers: int = 0
-    false_alarms: int = 0
-    corrupted: int = 0
-    missed: int = 0
-    example: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drill:
-    """The result of a drill."""
-
-    settings: DrillSettings
-    device: str
-    injected: InjectedFaults
-    clean: CleanTransfers
-    seconds: float
-
-    def failures(self) -> list[str]:
-        """Counts of missed faults, false alarms and the like, one text each; empty if there are none."""
-        total, clean = self.injected.total(), self.clean
-        # Faults that occur once can be recovered from, except in memory at rest.
-        once = [one for (kind, persist), one in self.injected.tallies.items() if not persist and kind != "after"]
-        counts = {
-            "faults missed": total.missed + clean.missed,
-            "faults that occurred once not recovered": sum(one.detected - one.recovered for one in once),
-            "false alarms": total.false_alarms + clean.false_alarms,
-            f"transfers corrupted by this machine itself (the first: {clean.example})": clean.corrupted,
-        }
-        return [f"{count:,} {what}" for what, count in counts.items() if count]
-
-    def to_dict(self) -> dict[str, Any]:
-        injected = self.injected
-        tallies = [{"kind": key[0], "persist": key[1], **asdict(one)} for key, one in injected.tallies.items()]
-        return {
-            "schema": 2,
-            "settings": asdict(self.settings),
-            "device": self.device,
-            "torch": torch.__version__,
-            "failures": self.failures(),
-            "faults": tallies,
-            "faults_total": asdict(injected.total()),
-            "faults_by_stage": dict(injected.stages),
-            "faults_by_dtype": dict(injected.dtypes),
-            "faults_by_bytes": {str(size): count for size, count in sorted(injected.sizes.items())},
-            "clean": asdict(self.clean),
-            "seconds": round(self.seconds, 1),
-        }
-
-
-def run(settings: DrillSettings) -> Drill:
-    """Run a drill. Shows a progress bar on a terminal; writes nothing."""
-    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no accelerator; drill on the CPU with --device cpu")
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = f"cpu ({platform.processor() or platform.machine()})"
-    if device.type == "cuda":
-        name = f"{'hip' if torch.version.hip else 'cuda'} ({torch.cuda.get_device_name(device)})"
+    if target.type == "cuda":
+        name = f"{'hip' if torch.version.hip else 'cuda'} ({torch.cuda.get_device_name(target)})"
     began = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(file=sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        advance = partial(bar.advance, bar.add_task("faults", total=settings.faults))
-        injected = inject(device, faults=settings.faults, seed=settings.seed, on_fault=advance)
-        advance = partial(bar.advance, bar.add_task("clean transfers", total=settings.clean))
-        clean = send_clean(device, transfers=settings.clean, seed=settings.seed, on_transfer=advance)
+        advance = partial(bar.advance, bar.add_task("faults", total=faults))
+        injected = inject(target, faults=faults, seed=seed, on_fault=advance)
+        advance = partial(bar.advance, bar.add_task("clean transfers", total=clean))
+        sent, example = send_clean(target, transfers=clean, seed=seed, on_transfer=advance)
     seconds = time.perf_counter() - began
-    return Drill(settings=settings, device=name, injected=injected, clean=clean, seconds=seconds)
-
-
-def table(drill: Drill) -> str:
-    """The table of faults, and lines on their variety, on clean transfers and on the verdict."""
-
-    def row(kind: str, hits: str, tally: Tally) -> str:
-        counts = [f"{getattr(tally, column.replace(' ', '_')):>{max(len(column), 9)},}" for column in _COLUMNS]
-        if kind == "after":
-            counts[2:4] = [f"{'-':>9}"] * 2  # the sentinels of a run recover or stop
-        return f"{kind:<11} {hits:<6} " + " ".join(counts)
-
-    injected, clean = drill.injected, drill.clean
-    sizes = f"{min(injected.sizes, default=0):,} to {max(injected.sizes, default=0):,}"
-    return "\n".join(
-        [
-            f"drill on {drill.device}, seed {drill.settings.seed}, {drill.seconds:.0f} s\n",
-            f"{'fault':<11} {'hits':<6} " + " ".join(f"{column:>{max(len(column), 9)}}" for column in _COLUMNS),
-            *(row(kind, "always" if persist else "once", one) for (kind, persist), one in injected.tallies.items()),
-            row("all", "", injected.total()) + "\n",
-            f"variety      {len(injected.stages)} stages, {len(injected.dtypes)} dtypes, {sizes} bytes; 'after' "
-            "corrupts memory after it was verified, and is found by another digest",
-            f"clean        {clean.transfers:,} transfers: {clean.false_alarms} false alarms, {clean.corrupted} "
-            f"corrupted, {clean.missed} missed",
-            f"verdict      {'; '.join(drill.failures()) or 'every fault was found, without a false alarm'}",
-        ]
-    )
+    return Drill(device=name, seed=seed, faults=injected, clean=sent, example=example, seconds=seconds)
 
 
 class Samples:
@@ -328,9 +264,12 @@ def same_bytes(arrived: Tensor, source: Tensor) -> bool:
     return arrived.shape == source.shape and torch.equal(as_bytes(arrived.cpu()), expected)
 
 
-def inject(device: torch.device, *, faults: int, seed: int, on_fault: Callable[[], object]) -> InjectedFaults:
+def inject(
+    device: torch.device, *, faults: int, seed: int, on_fault: Callable[[], object]
+) -> dict[tuple[str, bool], Tally]:
     """Inject faults into transfers until `faults` of them, evenly over `CELLS`, have changed bytes."""
-    found, samples = InjectedFaults(), Samples(seed)
+    tallies: dict[tuple[str, bool], Tally] = {}
+    samples = Samples(seed)
     with ExitStack() as stack:
         movers: dict[tuple[str, bool], Mover] = {}
         for number, (kind, persist, stage) in enumerate(CELLS):
@@ -338,26 +277,15 @@ def inject(device: torch.device, *, faults: int, seed: int, on_fault: Callable[[
             if key not in movers:
                 spec = FaultSpec(kind=kind, persist=persist, seed=seed, tensor=TARGET)
                 movers[key] = stack.enter_context(_mover(device, spec))
-                found.tallies[key] = Tally()
-            for _ in range(faults // len(CELLS) + (number < faults % len(CELLS))):
-                target = _one_fault(movers[key], kind, stage, samples, found.tallies[key])
-                found.stages[stage] += 1
-                found.dtypes[str(target.dtype).removeprefix("torch.")] += 1
-                found.sizes[byte_count(target)] += 1
-                on_fault()
-    return found
-
-
-def _one_fault(mover: Mover, kind: str, stage: str, samples: Samples, tally: Tally) -> Tensor:
-    """Send until a fault has changed bytes: for example, a swap in a tensor of one word does not."""
-    before = tally.injected
-    while tally.injected == before:
-        target = samples.tensor()
-        if kind == "after":
-            _memory_fault(mover, target, tally)
-        else:
-            _transfer_fault(mover, stage, samples.sent(stage, target), tally)
-    return target
+                tallies[key] = Counter()
+            wanted = tallies[key]["injected"] + faults // len(CELLS) + (number < faults % len(CELLS))
+            while (before := tallies[key]["injected"]) < wanted:
+                # A fault may change nothing: a swap in a tensor of one word does not.
+                fault = _memory_fault if kind == "after" else _transfer_fault
+                tallies[key].update(fault(movers[key], samples.sent(stage, samples.tensor()), stage))
+                if tallies[key]["injected"] > before:
+                    on_fault()
+    return tallies
 
 
 def _injected(mover: Mover) -> int:
@@ -369,42 +297,44 @@ def _incidents(mover: Mover) -> list[dict[str, Any]]:
     return mover.report.take()
 
 
-def _transfer_fault(mover: Mover, stage: str, tensors: dict[str, Tensor], tally: Tally) -> None:
+def _transfer_fault(mover: Mover, tensors: dict[str, Tensor], stage: str) -> Tally:
     before = _injected(mover)
     arrived, error = _send(mover, stage, tensors)
     stopped, rows, changed = error is not None, _incidents(mover), _injected(mover) > before
     named = any(row["tensor"] == TARGET for row in rows)
-    wrong = [name for name, tensor in arrived.items() if not same_bytes(tensor, tensors[name])]
+    wrong = any(not same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
     verified = any(mover.was_verified(tensor) for tensor in arrived.values())
-    tally.injected += changed
-    tally.detected += changed and named
-    tally.stopped += changed and named and stopped
-    tally.recovered += changed and named and not stopped and not wrong
-    tally.missed += (changed and not named) or (verified and (stopped or bool(wrong)))
-    tally.false_alarms += sum(row["tensor"] != TARGET or not changed for row in rows)
+    return Counter({
+        "injected": int(changed),
+        "detected": int(changed and named),
+        "stopped": int(changed and named and stopped),
+        "recovered": int(changed and named and not stopped and not wrong),
+        "missed": int((changed and not named) or (verified and (stopped or wrong))),
+        "false alarms": sum(row["tensor"] != TARGET or not changed for row in rows),
+    })  # fmt: skip
 
 
-def _memory_fault(mover: Mover, target: Tensor, tally: Tally) -> None:
+def _memory_fault(mover: Mover, tensors: dict[str, Tensor], stage: str) -> Tally:
     """A weight that is corrupted after its verdict is found by another digest, as the sentinel does."""
     before = _injected(mover)
-    weight = mover.move(target, name=TARGET)
-    changed = _injected(mover) > before
-    differs = digest(weight) != mover.digest_of(weight)
-    tally.injected += changed
-    tally.detected += changed and differs
-    tally.missed += changed and not differs
-    tally.false_alarms += differs and not changed
-    tally.false_alarms += len(_incidents(mover))
+    weight = mover.move(tensors[TARGET], name=TARGET)
+    changed, differs = _injected(mover) > before, digest(weight) != mover.digest_of(weight)
+    return Counter({
+        "injected": int(changed),
+        "detected": int(changed and differs),
+        "missed": int(changed and not differs),
+        "false alarms": int(differs and not changed) + len(_incidents(mover)),
+    })  # fmt: skip
 
 
 def send_clean(
     device: torch.device, *, transfers: int, seed: int, on_transfer: Callable[[], object], mover: Mover | None = None
-) -> CleanTransfers:
+) -> tuple[Tally, str]:
     """Send tensors of every dtype and size, through all stages in turn, and compare what arrived byte by byte.
 
-    ``mover``: to use instead of a new one; its report must be an `IncidentLog`.
+    ``mover``: to use instead of a new one; its report must be an `IncidentLog`. Returns `Drill.clean` and the example.
     """
-    found, samples, rng = CleanTransfers(), Samples(seed + 1), random.Random(seed)
+    found, example, samples, rng = Counter[str](), "", Samples(seed + 1), random.Random(seed)
     with mover or _mover(device) as sender:
         for number in range(transfers):
             # Most are small: the number of verdicts limits the rate of false alarms, not their bytes.
@@ -412,13 +342,12 @@ def send_clean(
             stage = STAGES[number % len(STAGES)]
             tensors = samples.sent(stage, samples.tensor(largest=largest))
             arrived, error = _send(sender, stage, tensors)
-            found.example = found.example or (str(error) if error else None)
+            example = example or (str(error) if error else "")
             for row in _incidents(sender):
                 # "late": it was correct when read again, which may be a false verdict as well.
-                found.false_alarms += row["kind"] == "late"
-                found.corrupted += row["kind"] != "late"
-                found.example = found.example or f"{row['stage']} tensor: {row['kind']}, {row['outcome']}"
-            found.missed += sum(not same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
-            found.transfers += 1
+                found["false alarms" if row["kind"] == "late" else "corrupted"] += 1
+                example = example or f"{row['stage']} tensor: {row['kind']}, {row['outcome']}"
+            found["missed"] += sum(not same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
+            found["transfers"] += 1
             on_transfer()
-    return found
+    return found, example

@@ -41,7 +41,6 @@ GROUPS: Mapping[str, str] = {
 
 Status = Literal["ok", "info", "warn", "fail", "unknown", "skipped"]
 _TAIL_LINES, _SHOWN_PROBLEMS = 6, 3
-_STACK_HEAD = "(most recent call first):"
 _UNITS = ((20 << 20, "20 MiB"), (2 << 20, "2 MiB"), (64 << 10, "64 KiB"), (4 << 10, "4 KiB"))
 
 
@@ -228,7 +227,7 @@ def with_line(findings: Iterable[Finding], line: str) -> list[Finding]:
 def failure(what: str, outcome: Outcome, *, subject: str) -> Finding:
     """The finding on a child that hung, died or left garbage, by what it was to find out and of what (`subject`)."""
     how = f"the measuring process {outcome.how}"
-    read = [how, *_printed(outcome)]
+    read = [how, *[line for line in map(str.strip, outcome.tail.splitlines()) if line][-_TAIL_LINES:]]
     if outcome.error.startswith("OutOfMemoryError"):
         return unknown(f"not enough memory is free: {outcome.error}", subject=subject, read=read)
     if outcome.error and not outcome.error.startswith(DEVICE_ERRORS):
@@ -252,15 +251,6 @@ def failure(what: str, outcome: Outcome, *, subject: str) -> Finding:
         )  # fmt: skip
     title = "A measurement's process died" if outcome.status == "died" else "A measurement returned an invalid result"
     return fail("measurement_died", title, f"{what}: {how}", dmesg, "ROCm/amdgpu#225", subject=subject, read=read)
-
-
-def _printed(outcome: Outcome) -> list[str]:
-    """The relevant part of its output: the innermost calls of a hang, else the end."""
-    lines = [line.strip() for line in outcome.tail.splitlines() if line.strip()]
-    stacks = [number for number, line in enumerate(lines) if line.endswith(_STACK_HEAD)]
-    if outcome.status == "timeout" and stacks:
-        return lines[stacks[-1] + 1 :][:_TAIL_LINES]
-    return lines[-_TAIL_LINES:]
 
 
 def problem_lines(problems: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Read checks of the links between card and processor: width, slot, memory window, atomics, error counters.
+"""Read checks of the links between card and processor: width, slot, memory window, error counters.
 
 The rate of a link by arithmetic is that of its lanes less the line code, 8b/10b up to 5 GT/s and 128b/130b above (PCI
 Express base specification): PCIe 4.0 x16 has 31.5 * 10^9 bytes a second in each direction, of which packet headers take
@@ -105,26 +105,6 @@ def _slot(evidence: Evidence) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _atomics(evidence: Evidence) -> Iterator[Finding]:
-    for gpu in evidence.cards:
-        if gpu.atomics is None:
-            yield unknown("the compute driver lists no link between the card and the processor", subject=gpu.address)
-        elif gpu.atomics:
-            text = f"{gpu.address}: PCIe atomics between card and processor, by the compute driver"
-            yield ok("atomics_ok", "atomics", text, _SLOTS, subject=gpu.address)
-        else:
-            status, more = _graver_with_two(
-                evidence, "; AMD requires them on all cards of a multi-card system, and HIP errors with two 7900 XTX "
-                "were reported without them",
-            )  # fmt: skip
-            yield status(
-                "atomics_missing", "no PCIe atomics",
-                f"{gpu.address}: the compute driver reports no atomics between the card and the processor; kernels "
-                f"that call the host, such as printf, are not supported{more}",
-                "move the card to a slot of the processor", _SLOTS, subject=gpu.address,
-            )  # fmt: skip
-
-
 def _bar(evidence: Evidence) -> Iterator[Finding]:
     source = f"{_PARAMETERS}; ROCm/ROCm#6342"
     for gpu in evidence.cards:
@@ -213,7 +193,6 @@ def _counted(counts: Mapping[str, int]) -> tuple[str, str]:
 CHECKS = (
     Check("link_width", "links", "width and speed of the links up to the processor", _links),
     Check("slot", "links", "whether the card is on a slot of the chipset", _slot),
-    Check("atomics", "links", "PCIe atomics between card and processor", _atomics),
     Check("bar", "links", "resizable BAR", _bar),
     Check("link_errors", "links", "PCIe error counters since boot", _errors),
 )

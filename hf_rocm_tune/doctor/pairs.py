@@ -1,5 +1,5 @@
-"""Measured between cards: copies of every ordered pair, sums over all, and the decision of a run's preflight, whose
-trials are used; they measure in child processes. Imports no torch.
+"""Measured between cards: copies of every ordered pair, and sums over all, by the trials of a run's preflight, which
+measure in child processes. Imports no torch.
 
 Injected faults: those of ``transfer.damage`` for pairs (``where=cuda:1 to cuda:0`` is one direction, ``where=cold`` the
 first copy), those of ``cards.trial_measures`` for sums.
@@ -7,12 +7,11 @@ first copy), those of ``cards.trial_measures`` for sums.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_rocm_tune.cards.preflight import PairTrial, ReduceTrial, Way, try_all_reduce, try_machine, try_pairs
-from hf_rocm_tune.doctor.findings import Finding, fail, failure, note, ok, problem_lines, size_words, unknown
+from hf_rocm_tune.cards.preflight import PairTrial, ReduceTrial, Way, try_all_reduce, try_pairs
+from hf_rocm_tune.doctor.findings import Finding, fail, failure, ok, problem_lines, size_words, unknown
 
 _WITHOUT_ENGINES = {"HSA_ENABLE_PEER_SDMA": "0"}
 _WAYS: Mapping[Way, str] = {
@@ -24,11 +23,33 @@ _HOW = {"wrong": "gave wrong sums", "hung": "did not return", "died": "ended a r
 _IOMMU = (
     "AMD documents two contradictory settings (RCCL: iommu=pt; ROCm IOMMU page: translation enabled for Radeon P2P). "
     "Others fixed this by iommu=pt, by disabling the IOMMU in BIOS, or by amdgpu.pcie_p2p=0. Re-run this test after "
-    "each "
-    "change. Until then train on one card, or with gradients averaged through the host"
+    "each change. Until then train on one card, or with gradients averaged through the host"
 )
+_INSTEAD: Mapping[Way | None, tuple[str, str, str, str]] = {
+    "rccl_without_p2p": (
+        "all_reduce_without_p2p",
+        "; with NCCL_P2P_DISABLE=1 it is correct",
+        "RCCL works only without copies from card to card",
+        "set NCCL_P2P_DISABLE=1 for training on both cards; it affects RCCL only, not tensor.to('cuda:1'). To repair "
+        "copies between cards, see the findings on pairs; NCCL_DEBUG=INFO prints details",
+    ),
+    "gloo": (
+        "all_reduce_over_gloo_only",
+        "; over gloo it is correct",
+        "RCCL does not work, with and without copies from card to card; averaging through the host does",
+        "average gradients through the host (`--grad_sync host`), or train on one card; try NCCL_PROTO=Simple, and "
+        "NCCL_DEBUG=INFO for what it waits for",
+    ),
+    None: (
+        "all_reduce_on_no_way",
+        ", and so does every other backend",
+        "gloo, which stays on the host, fails, too: the cards are not the only cause",
+        "see the findings on the single cards first; gloo needs this machine's own name to resolve to an address of it "
+        "(`getent hosts $(hostname)`)",
+    ),
+}
+"""Row, end of the title, text and fix of a failing all-reduce, by the way that works instead."""
 _IOMMU_SOURCES = "ROCm docs: IOMMU; rccl init.cc; rccl#1129"
-_OURS = "this project: hf_rocm_tune/cards/preflight.py"
 
 
 def pairs(request: Mapping[str, Any]) -> list[Finding]:
@@ -58,18 +79,12 @@ def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
         base = failure(about, trial.outcome, subject=subject)
         if base.status == "unknown" or trial.verdict == "untried":
             return base if base.status == "unknown" else unknown(trial.reason, subject=subject, read=base.read)
-        text, read = f"the measuring process for copies from {way} {trial.outcome.how}", [*base.read, *seen]
-        if trial.verdict == "hung":
-            return fail(
-                "pair_hung", f"Copies {way} do not return", text, _IOMMU, f"pytorch#132397; {_IOMMU_SOURCES}",
-                subject=subject, read=read,
-            )  # fmt: skip
-        fix = (
-            "look in `dmesg` for a page fault of amdgpu; with a card on a slot of the chipset, move it to one of the "
-            "processor; try amdgpu.pcie_p2p=0, and re-run this test"
-        )
+        hung = trial.verdict == "hung"
         return fail(
-            "pair_died", f"Copies {way} end the process", text, fix, "ROCm/ROCm#2429", subject=subject, read=read,
+            "pair_hung" if hung else "pair_died", f"Copies {way} {'do not return' if hung else 'end the process'}",
+            f"the measuring process for copies from {way} {trial.outcome.how}",
+            f"look in `dmesg` for a page fault of amdgpu; with a card on a slot of the chipset, move it. {_IOMMU}",
+            f"pytorch#132397; ROCm/ROCm#2429; {_IOMMU_SOURCES}", subject=subject, read=[*base.read, *seen],
         )  # fmt: skip
     access = {True: "yes", False: "no", None: "not asked"}[result["peer_access"]]
     read = [
@@ -94,11 +109,8 @@ def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
             "exllamav3#333; accelerate#4036; pytorch#84803; pytorch#87363; llama.cpp#6208; ROCm/ROCm#6342; "
             f"{_IOMMU_SOURCES}", subject=subject, read=read,
         )  # fmt: skip
-    text = "contiguous, strided and dtype-changing, cold and warm, both directions at once"
-    return ok(
-        "pair_right", "copies between cards", f"{way}: {text}", "exllamav3#333; accelerate#4036", subject=subject,
-        read=read,
-    )  # fmt: skip
+    text = f"{way}: contiguous, strided and dtype-changing, cold and warm, both directions at once"
+    return ok("pair_right", "copies between cards", text, "exllamav3#333; accelerate#4036", subject=subject, read=read)
 
 
 def all_reduce(request: Mapping[str, Any]) -> list[Finding]:
@@ -111,83 +123,18 @@ def all_reduce(request: Mapping[str, Any]) -> list[Finding]:
         if trials[-1].verdict in ("right", "untried"):
             break
     first, last = trials[0], trials[-1]
-    read = [trial.reason for trial in trials]
-    over = _WAYS[first.way]
+    read, over = [trial.reason for trial in trials], _WAYS[first.way]
     if first.verdict == "right":
         result = first.outcomes[0].result
         if result is not None and result["gb_per_s"]:
             read.append(f"{result['gb_per_s']:.2f} GB/s summing {size_words(result['repeated_bytes'])} of bfloat16")
-        return [ok(
-            "all_reduce_right", f"sums over {over}", "on all ranks, for all tested sizes and dtypes", "rccl#1129",
-            read=read,
-        )]  # fmt: skip
+        text = "on all ranks, for all tested sizes and dtypes"
+        return [ok("all_reduce_right", f"sums over {over}", text, "rccl#1129", read=read)]
     if first.verdict == "untried":
         return [unknown(f"nothing was tried on the cards: {first.reason}")]
     outcome = first.outcomes[first.telling_rank]
     read += problem_lines((outcome.result or {}).get("problems", []))
     read += outcome.tail.splitlines()[-4:] if outcome.result is None else []
-    title = f"All-reduce over {over} {_HOW[first.verdict]}"
-    if last.verdict != "right":
-        text = "gloo, which stays on the host, fails, too: the cards are not the only cause"
-        fix = (
-            "see the findings on the single cards first; gloo needs this machine's own name to resolve to an address "
-            "of it (`getent hosts $(hostname)`)"
-        )
-        return [fail(
-            "all_reduce_on_no_way", f"{title}, and so does every other backend", text, fix, "pytorch hip.rst",
-            read=read,
-        )]  # fmt: skip
-    if last.way == "rccl_without_p2p":
-        fix = (
-            "set NCCL_P2P_DISABLE=1 for training on both cards; it affects RCCL only, not tensor.to('cuda:1'). To "
-            "repair copies between cards, see the findings on pairs; NCCL_DEBUG=INFO prints details"
-        )
-        return [fail(
-            "all_reduce_without_p2p", f"{title}; with NCCL_P2P_DISABLE=1 it is correct",
-            "RCCL works only without copies from card to card", fix,
-            "rccl#1129; ROCm/vllm#390; RCCL environment variables page", read=read,
-        )]  # fmt: skip
-    text = "RCCL does not work, with and without copies from card to card; averaging through the host does"
-    fix = (
-        "average gradients through the host (`--grad_sync host`), or train on one card; try NCCL_PROTO=Simple, and "
-        "NCCL_DEBUG=INFO for what it waits for"
-    )
-    return [fail(
-        "all_reduce_over_gloo_only", f"{title}; over gloo it is correct", text, fix,
-        "rccl#1129; ROCm/vllm#390; rocm-systems#5480; ROCm/ROCm#6505", read=read,
-    )]  # fmt: skip
-
-
-def grad_sync(request: Mapping[str, Any]) -> list[Finding]:
-    """The decision of ``--grad_sync auto`` on these cards, made by its preflight.
-
-    ``pairs`` and ``all_reduce`` test longer and advise on repairs; this tells what a run does until then.
-    """
-    chosen = try_machine(request["devices"], environ=os.environ, limit_s=request["deadline_s"])
-    text, read = f"the decision of `--grad_sync auto`: {chosen.reason}", chosen.evidence
-    if chosen.way == "one_card":
-        fix = (
-            "train on one card: `hf-rocm-tune sft --accelerate_config single_rx7900xt`; then see the findings on pairs "
-            "and all_reduce"
-        )
-        return [fail(
-            "grad_sync_one_card", "Only one card can train here",
-            f"no working way to average gradients was found: {chosen.reason}", fix, _OURS, read=read,
-        )]  # fmt: skip
-    if not chosen.shown:
-        return [unknown(chosen.reason, read=read)]
-    if chosen.way == "ddp":
-        return [ok("grad_sync_ddp", "runs average over RCCL", text, _OURS, read=read)]
-    host = (
-        "nothing to do for training with LoRA, whose gradients are tens of megabytes; FSDP and DeepSpeed do not "
-        "support it"
-    )
-    fix = (
-        host
-        if chosen.way == "host"
-        else ("nothing to do for training; the findings on pairs say how to repair copies between cards")
-    )
-    return [note(
-        f"grad_sync_{'host' if chosen.way == 'host' else 'without_p2p'}", f"runs average {chosen.name}", text, fix,
-        f"{_OURS}; rccl#1129", read=read,
-    )]  # fmt: skip
+    row, end, text, fix = _INSTEAD[last.way if last.verdict == "right" else None]
+    source = "rccl#1129; ROCm/vllm#390; rocm-systems#5480; ROCm/ROCm#6505"
+    return [fail(row, f"All-reduce over {over} {_HOW[first.verdict]}{end}", text, fix, source, read=read)]

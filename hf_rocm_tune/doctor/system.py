@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from hf_rocm_tune.doctor.findings import GIVEN_AWAY, Check, Evidence, Finding, Status, fail, note, ok, unknown, warn
+from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, Status, fail, note, ok, unknown, warn
 from hf_rocm_tune.machine.gpus import throttle_causes
 from hf_rocm_tune.machine.process import FILTERS, OURS, choose, describe, is_integrated
 from hf_rocm_tune.machine.survey import PEER_OPTIONS, Gpu
@@ -55,14 +55,6 @@ def _driver(evidence: Evidence) -> Iterator[Finding]:
             yield unknown(f"the compute driver lists {len(topology.nodes)} GPU(s), and the PCI bus lists none of them")
         problems = [one for gpu in evidence.candidates for one in _of_gpu(evidence, gpu)]
         yield from problems
-        for gpu in machine.amd:
-            if gpu.driver == GIVEN_AWAY and gpu not in evidence.candidates:
-                yield note(
-                    "card_given_away", "a card is assigned to a virtual machine",
-                    f"{gpu.address} is bound to vfio-pci, so this system cannot use it",
-                    "nothing to do; to train on it, end the virtual machine and bind the card to amdgpu",
-                    "kernel documentation: VFIO", subject=gpu.address,
-                )  # fmt: skip
         if machine.amd and topology.nodes and not problems:
             listed = " and ".join(gpu.address for gpu in machine.amd if gpu.driver == "amdgpu")
             text = f"amdgpu drives {listed}, and the kernel lists {len(topology.nodes)} GPU(s) for computing"
@@ -223,19 +215,14 @@ def _platform(evidence: Evidence) -> Iterator[Finding]:
             "driver with AMD's list for WSL", "ROCm/ROCm#4145; ROCm/ROCm#3371",
         )  # fmt: skip
     for gpu in () if evidence.cards else evidence.machine.amd:
-        if gpu.integrated and in_wheels(gpu):
-            yield note(
-                "only_integrated", "only an integrated GPU",
-                f"{gpu.address} ({gpu.arch}) shares the processor's memory and is the only AMD GPU here; not tested by "
-                "this project",
-                "leave HSA_OVERRIDE_GFX_VERSION unset, and run `hf-rocm-tune doctor --drill` before training",
-                "uv#18730; unsloth install.sh", subject=gpu.address,
-            )  # fmt: skip
-        elif gpu.integrated:
-            yield warn(
+        if gpu.integrated:
+            known = in_wheels(gpu)
+            text = "not tested by this project" if known else "the wheels of pytorch.org have no code for it"
+            yield (note if known else warn)(
                 "no_card", "No card, only the processor's own GPU",
-                f"{gpu.address} ({gpu.arch}) is the only AMD GPU here, and the wheels of pytorch.org have no code for "
-                "it, so training would run on the processor, slowly", _SEATED, "uv#18730", subject=gpu.address,
+                f"{gpu.address} ({gpu.arch}) is the only AMD GPU here and shares the processor's memory; {text}",
+                f"{_SEATED}; leave HSA_OVERRIDE_GFX_VERSION unset", "uv#18730; unsloth install.sh",
+                subject=gpu.address,
             )  # fmt: skip
 
 
@@ -287,7 +274,7 @@ def _release(evidence: Evidence) -> Iterator[Finding]:
             f"on kernel {release}, moving a tensor of a mapped safetensors file to the card was reported to take "
             "about 5 seconds for 8 MiB, while a copy on the heap takes 4 ms (gfx1100 among the reporters)",
             "use a kernel with commit 342981fff328, or an older one without the stall (7.0.0-14, 6.17); in other "
-            "programs, clone mapped tensors before moving them",
+            "programs than this one, clone mapped tensors before moving them",
             "ROCm/ROCm#6523; ROCm/ROCm#5952; ROCm/ROCm#6606; ROCm/ROCm#6358",
         )  # fmt: skip
     if (6, 18) <= number <= (7, 0) and any((gpu.arch or "").startswith("gfx11") for gpu in evidence.cards):

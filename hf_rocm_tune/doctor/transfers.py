@@ -1,19 +1,17 @@
-"""Measured transfers and memory of one card: copies to it and back, from mapped files, casts, the rate of the link, and
-memory that must not change while other memory is allocated and freed.
+"""Measured transfers and memory of one card: copies to it and back, casts, the rate of the link, and memory that must
+not change while other memory is allocated and freed.
 
 Injected faults: those of ``transfer.damage``, with ``where=to cuda:0`` for copies to the card, ``where=back`` for those
-from it, ``where=non_blocking`` or ``where=torch.bfloat16`` for some casts; ``slow`` delays the mapped copy; in the
-second cycle of the canaries, ``zeros`` zeroes a range of one and ``flip`` flips one bit.
+from it, ``where=non_blocking`` or ``where=torch.bfloat16`` for some casts; in the second cycle of the
+canaries, ``zeros`` zeroes a range of one and ``flip`` flips one bit.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_rocm_tune.doctor.drill import DTYPES
@@ -131,12 +127,12 @@ class CopyCase:
 
 def _cases(largest: int, repeats: int) -> Iterator[CopyCase]:
     sizes = [size for size in SIZES if size <= largest]
+    nbytes = min(_REPEATED_BYTES, largest)
     yield CopyCase(nbytes=sizes[-1], label="cold:")  # the first copy of this process
     for size, pinned, non_blocking in itertools.product(sizes, (False, True), (False, True)):
         yield CopyCase(nbytes=size, pinned=pinned, non_blocking=non_blocking)
     for dtype, fast in itertools.product(DTYPES, (False, True)):
         yield CopyCase(nbytes=_DTYPE_BYTES, dtype=dtype, pinned=fast, non_blocking=fast)
-    nbytes = min(_REPEATED_BYTES, largest)
     for dtype, non_blocking in itertools.product((torch.int16, torch.int32), (False, True)):
         yield CopyCase(nbytes=nbytes, dtype=dtype, non_blocking=non_blocking, strided=True)
     for skew, pinned in itertools.product((1, 3, 4), (False, True)):
@@ -153,32 +149,29 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding]:
     """
     device, name = device_of(request), request["device"]
     trial = _RoundTrip(device, copies_for(request))
-    problems: list[dict[str, Any]] = []
+    problems: dict[str, list[dict[str, Any]]] = {}
     left_out: list[str] = []
-    wrong = cases = nbytes = 0
+    cases = nbytes = 0
     for number, case in enumerate(_cases(request["largest"], request["repeats"])):
         step(f"sending {case} to {device} and back")
         try:
-            problem = trial.problem(case, number)
+            verdict, damage = trial.judge(case, number)
         except NotImplementedError:  # torch may have a dtype without copies of it on this device
             left_out.append(str(case))
             continue
-        cases, nbytes, wrong = cases + 1, nbytes + case.nbytes, wrong + (problem is not None)
-        problems += [problem] if problem is not None and len(problems) < _KEPT_PROBLEMS else []
-    total = f"{cases} cases, {size_words(nbytes)} there and back twice"
-    lines = [f"wrong: {wrong} of {total}" if wrong else total]
+        cases, nbytes = cases + 1, nbytes + case.nbytes
+        if verdict:
+            problems.setdefault(verdict, []).append({"case": str(case), "damage": damage and asdict(damage)})
+    lines = [f"{sum(map(len, problems.values()))} wrong of {cases} cases, {size_words(nbytes)} there and back twice"]
     lines += [f"not tried, torch has no such copy: {'; '.join(left_out)}"] if left_out else []
-    if not wrong:
+    if not problems:
         text = f"on {name}, for all tested sizes, dtypes and kinds of copy, cold and warm"
         return [ok("round_trip_right", "copies", text, "ROCm/ROCm#6123; rocm-systems#5815", subject=name, read=lines)]
     findings = []
-    for verdict, (title, text, fix, source) in _VERDICTS.items():
-        of_it = [problem for problem in problems if problem["verdict"] == verdict]
-        if of_it:
-            read = [*problem_lines(of_it), *lines]
-            findings.append(fail(
-                f"round_trip_{verdict}", title, text.format(device=name), fix, source, subject=name, read=read,
-            ))  # fmt: skip
+    for verdict, of_it in problems.items():
+        title, text, fix, source = _VERDICTS[verdict]
+        row, text, read = f"round_trip_{verdict}", text.format(device=name), [*problem_lines(of_it), *lines]
+        findings.append(fail(row, title, text, fix, source, subject=name, read=read))
     return findings
 
 
@@ -194,40 +187,34 @@ class _RoundTrip:
         self._destination = torch.empty(0, dtype=torch.uint8)
         self._earlier: Tensor | None = None
 
-    def problem(self, case: CopyCase, number: int) -> dict[str, Any] | None:
-        """None if all bytes are correct, else the case, the verdict and the damage."""
+    def judge(self, case: CopyCase, number: int) -> tuple[str, Damage | None]:
+        """A key of `_VERDICTS`, or empty if all bytes are correct; and the damage that was read back."""
         source = self._host(case.nbytes, pinned=case.pinned and not case.skew)
         fill_with_pattern(source, number, keep=case.keep)
-        destination = self._place(case)
-        self._send(case, source, destination)
-        on_device = count_wrong(destination, number, keep=case.keep)
-        reads = [self._read(case, destination, pinned=pinned) for pinned in (False, True)]
+        if not case.reused or self._destination.numel() != case.nbytes:
+            whole = torch.empty(case.nbytes + case.skew, dtype=torch.uint8, device=self._device)
+            self._destination = whole[case.skew :]
+        self._send(case, source)
+        on_device = count_wrong(self._destination, number, keep=case.keep)
+        reads = [self._read(case, pinned=pinned) for pinned in (False, True)]
         damages = [examine(read, source, earlier=self._earlier) for read in reads]
-        self._earlier = source
-        if not on_device and not any(damages):
-            return None
         shown = next((damage for damage in damages if damage is not None), None)
+        self._earlier = source
+        if not on_device and shown is None:
+            return "", None
         if count_wrong(source, number, keep=case.keep):
-            verdict = "source"
-        elif not torch.equal(*reads):
-            verdict = "read_back"
-        else:
-            verdict = self._verdict(case, source, destination, on_device, shown)
-        damage = None if shown is None else {**asdict(shown), "kind": shown.kind}
-        return {"case": str(case), "verdict": verdict, "damage": damage}
-
-    def _verdict(
-        self, case: CopyCase, source: Tensor, destination: Tensor, on_device: int, shown: Damage | None
-    ) -> str:
-        """What is wrong, if the source is correct and both readbacks agree."""
+            return "source", shown
+        if not torch.equal(*reads):
+            return "read_back", shown
         if shown is None or not on_device:
-            return "disagree"
+            return "disagree", shown
         if shown.kind == "poison":
-            return "not_written"
-        self._send(case, source, destination.fill_(POISON))
-        return "sending" if examine(self._read(case, destination, pinned=False), source) is None else "memory"
+            return "not_written", shown
+        self._send(case, source)
+        return "sending" if examine(self._read(case, pinned=False), source) is None else "memory", shown
 
-    def _send(self, case: CopyCase, source: Tensor, destination: Tensor) -> None:
+    def _send(self, case: CopyCase, source: Tensor) -> None:
+        wait_for(self._destination.fill_(POISON))
         sent = source
         if case.skew:
             sent = self._host(case.nbytes + case.skew, pinned=case.pinned)[case.skew :]
@@ -238,24 +225,16 @@ class _RoundTrip:
             apart[:, 0] = sent
             sent = apart[:, 0]
         what = f"{case} to {self._device}"
-        self._copies.copy(_typed(destination, case.dtype), sent, what=what, non_blocking=case.non_blocking)
-        wait_for(destination)
+        self._copies.copy(_typed(self._destination, case.dtype), sent, what=what, non_blocking=case.non_blocking)
+        wait_for(self._destination)
 
-    def _read(self, case: CopyCase, destination: Tensor, *, pinned: bool) -> Tensor:
+    def _read(self, case: CopyCase, *, pinned: bool) -> Tensor:
         """Read back, blocking into pageable or non-blocking into page-locked memory."""
         read = self._host(case.nbytes, pinned=pinned).fill_(POISON)
         what = f"{case} back from {self._device} to {'page-locked' if pinned else 'pageable'} memory"
-        self._copies.copy(read, destination, what=what, non_blocking=pinned)
-        wait_for(destination)
-        return read
-
-    def _place(self, case: CopyCase) -> Tensor:
-        if not case.reused or self._destination.numel() != case.nbytes:
-            whole = torch.empty(case.nbytes + case.skew, dtype=torch.uint8, device=self._device)
-            self._destination = whole[case.skew :]
-        self._destination.fill_(POISON)
+        self._copies.copy(read, self._destination, what=what, non_blocking=pinned)
         wait_for(self._destination)
-        return self._destination
+        return read
 
     def _host(self, nbytes: int, *, pinned: bool) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned and self._device.type == "cuda")
@@ -265,89 +244,16 @@ def _typed(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     return typed_view(buffer, 0, dtype, (buffer.numel() // dtype.itemsize,))
 
 
-# ---- copies out of mapped files --------------------------------------------------------------------------------------
-
-STALL_RATIO = 20
-"""Bound on the time from a mapped file over that from the heap; reported were 5 s against 4 ms (ROCm/ROCm#6523)."""
-_LONG_SECONDS, _SLOW_SECONDS = 1.0, 1.5
-
-
-def mmap_heap(request: Mapping[str, Any]) -> list[Finding]:
-    """Copy a tensor to the card from a mapped file and from the heap, and compare the times."""
-    device, name = device_of(request), request["device"]
-    delay = _SLOW_SECONDS if (request.get("fault") or {}).get("kind") == "slow" else 0.0
-    copies = copies_for(request)
-
-    def once(mib: int, folder: Path) -> tuple[float, float, int]:
-        """Seconds from a new mapping and from the heap, and the number of wrong bytes of the first."""
-        file = folder / f"{mib}.safetensors"
-        if not file.exists():
-            save_file({"weight": fill_with_pattern(torch.empty(mib << 20, dtype=torch.uint8), 0)}, file)
-            with file.open("rb") as written:
-                os.fsync(written.fileno())  # like a model's file: on the disk, and its pages in the page cache
-        with safe_open(file, framework="pt") as opened:
-            heap, _ = _timed(copies, opened.get_tensor("weight").clone(), "a tensor on the heap", device)
-        with safe_open(file, framework="pt") as opened:
-            mapped, arrived = _timed(copies, opened.get_tensor("weight"), "a mapped tensor", device)
-        return mapped + delay, heap, count_wrong(arrived, 0)
-
-    # On a disk: the temporary directory is in memory on many machines, and is mapped differently.
-    directory = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
-    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-doctor-", dir=directory) as folder:
-        once(8, Path(folder))  # the first copy of a process starts the runtime
-        mib, rounds = 8, [once(8, Path(folder))]
-        # On a kernel that stalls, 8 MiB take seconds, and more need not be measured.
-        if rounds[0][0] < _LONG_SECONDS:
-            mib, rounds = 32, [once(32, Path(folder)) for _ in range(3)]
-    mapped, heap, _ = (statistics.median(column) for column in zip(*rounds, strict=True))
-    wrong, ratio = sum(one[2] for one in rounds), mapped / heap
-    text = (
-        f"{mib} MiB to {name}: {1000 * mapped:.0f} ms out of a mapped file in {directory}, {1000 * heap:.0f} ms from "
-        f"the heap ({ratio:.1f} times)"
-    )
-    source = "ROCm/ROCm#6523; ROCm/ROCm#5952; ROCm/ROCm#6606; ROCm/ROCm#6358"
-    if wrong:
-        return [fail(
-            "mapped_file_wrong", "A mapped tensor arrived wrong", f"{wrong} bytes were wrong on {name}",
-            "see the finding of round_trip; if that is correct, check the disk, and try another kernel", source,
-            subject=name,
-        )]  # fmt: skip
-    if ratio > STALL_RATIO:
-        return [warn(
-            "mapped_file_stall", "Copies out of mapped files stall",
-            f"{text}. Safetensors files are mapped, so stock loading of a model takes minutes to hours; nothing is "
-            "corrupted. Kernel 7.0.0-28 (Ubuntu HWE 24.04) and 7.0.12 (Fedora 44) were reported with it",
-            "boot a kernel without it (reported: 7.0.0-14, 6.17, or one that has commit 342981fff328), or clone "
-            "mapped tensors before moving them. This project reads weights into page-locked memory first", source,
-            subject=name,
-        )]  # fmt: skip
-    return [ok("mapped_file_fast", "mapped files", text, source, subject=name)]
-
-
-def _timed(copies: Copies, tensor: Tensor, what: str, device: torch.device) -> tuple[float, Tensor]:
-    step(f"copying {what} of {tensor.nbytes >> 20} MiB to {device}")
-    destination = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    wait_for(destination)
-    began = time.perf_counter()
-    copies.copy(destination, tensor, what=f"{what} to {device}")
-    wait_for(destination)
-    return time.perf_counter() - began, destination
-
-
 # ---- casts -----------------------------------------------------------------------------------------------------------
 
 CAST_WAYS = (
     "on the device",
-    "to the device, blocking",
-    "to the device, non_blocking",
-    "from the device, blocking",
-    "from the device, non_blocking",
+    *(f"{way} the device, {kind}" for way in ("to", "from") for kind in ("blocking", "non_blocking")),
 )
 _POISONED = -21.5  # content of the destination before a cast: any value that is exact in all three dtypes
 _VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda tensor: tensor,
-    lambda tensor: tensor[1:],
-    lambda tensor: tensor[3:-2],
+    lambda tensor: tensor[1:-2],
     lambda tensor: tensor[::2],
     lambda tensor: tensor[: tensor.numel() // 7 * 7].view(7, -1).t(),
 )
@@ -389,17 +295,11 @@ def casts(request: Mapping[str, Any]) -> list[Finding]:
             "bit for bit"
         )
         return [ok("casts_right", "casts", text, sources, subject=name, read=read)]
-    text = (
-        f"a conversion between float32, bfloat16 and float16 on {name}, or on the way to or from it, differs from the "
-        "CPU"
-    )
-    fix = (
-        "move tensors before the cast or after it, whichever is correct in the evidence; use another torch build, and "
-        "report it: no such fault of gfx1100 is known"
-    )
     return [fail(
-        "casts_wrong", "A cast on the card differs from the CPU's", text, fix, sources, subject=name,
-        read=[*read, f"the first: {example}"],
+        "casts_wrong", "A cast on the card differs from the CPU's",
+        f"a conversion between float32, bfloat16 and float16 on {name}, or on the way to or from it, is wrong",
+        "move tensors before the cast or after it, whichever is correct in the evidence; use another torch build, and "
+        "report it: no such fault of gfx1100 is known", sources, subject=name, read=[*read, f"the first: {example}"],
     )]  # fmt: skip
 
 
@@ -450,34 +350,29 @@ def judge_bandwidth(device: str, there: float, back: float, links: Sequence[Link
     """The finding on the rates (10^9 bytes a second) ``there`` and ``back`` and the links that were read under load."""
     title, source = f"{there:.1f} GB/s to the card, {back:.1f} from it", "ROCm/ROCm#2253"
     if not links:
-        text = (
-            f"{device}: its link could not be read, so the rate cannot be judged; a 7900 XTX measured 28 to 29 GB/s on "
-            "x16 PCIe 4.0, x8 gives 13 to 14 and x4 6.5 to 7"
-        )
         return note(
-            "bandwidth_of_unknown_link", title, text,
+            "bandwidth_of_unknown_link", title,
+            f"{device}: its link could not be read, so the rate cannot be judged; a 7900 XTX measured 28 to 29 GB/s on "
+            "x16 PCIe 4.0, x8 gives 13 to 14 and x4 6.5 to 7",
             "with less than that, read current_link_width and current_link_speed of the card's way in "
             "/sys/bus/pci/devices while it copies", source, subject=device,
         )  # fmt: skip
     link = min(links, key=lambda one: one.gb_s)
     text = (
-        f"{device}: x{link.width} at {link.speed:g} GT/s (under load, at {link.where}) gives {link.gb_s:.1f} GB/s each "
-        "way by arithmetic; a 7900 XTX measured 28 to 29 of 31.5"
+        f"{title}; {device}: x{link.width} at {link.speed:g} GT/s (under load, at {link.where}) gives {link.gb_s:.1f} "
+        "GB/s each way by arithmetic; a 7900 XTX measured 28 to 29 of 31.5"
     )
     if min(there, back) < _LEAST_SHARE * link.gb_s:
-        fix = (
-            "stop other programs on the card and run the check again; check the PCIe error counters; unset "
-            "HSA_ENABLE_SDMA=0; seat the card without a riser"
-        )
         return warn(
-            "bandwidth_low", f"The link reaches {100 * min(there, back) / link.gb_s:.0f} % of its rate",
-            f"{title}; {text}", fix, source, subject=device,
+            "bandwidth_low", f"The link reaches {100 * min(there, back) / link.gb_s:.0f} % of its rate", text,
+            "stop other programs on the card and run the check again; check the PCIe error counters; unset "
+            "HSA_ENABLE_SDMA=0; seat the card without a riser", source, subject=device,
         )  # fmt: skip
     if link.gb_s < X4_GB_S:
-        fix = "move the card to the slot next to the processor, and check the BIOS setting of its lanes"
         return warn(
             "bandwidth_of_narrow_link", f"x{link.width} link: {title}",
-            f"{text}. A narrow link makes transfers slow, not wrong; it usually means the wrong slot", fix, source,
+            f"{text}. A narrow link makes transfers slow, not wrong",
+            "move the card to the slot next to the processor, and check the BIOS setting of its lanes", source,
             subject=device,
         )  # fmt: skip
     return ok("bandwidth_right", title, text, source, subject=device)
@@ -508,8 +403,9 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
     ]
     rng, run, ends = random.Random(0), 0, time.monotonic() + request["seconds"]
     churned: list[Tensor] = []
-    bad = [n for n in range(_CANARIES) if digest(blocks[n]) != expected[n]]
-    while not bad and run < request["cycles"] and time.monotonic() < ends:
+    while not (bad := [n for n in range(_CANARIES) if digest(blocks[n]) != expected[n]]):
+        if run >= request["cycles"] or time.monotonic() >= ends:
+            break
         run += 1
         step(f"allocating and freeing memory beside canaries on {device}, cycle {run}")
         churned = _churn(churned, room, rng, device)
@@ -517,7 +413,6 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
             blocks[-1][8192 : 8192 + 4096] = 0
         elif run == _FAULTY_CYCLE and kind == "flip":
             blocks[-1][12_345] ^= 16
-        bad = [n for n in range(_CANARIES) if digest(blocks[n]) != expected[n]]
     sizes = (
         f"{_CANARIES} canaries of {size_words(size)} beside up to {size_words(room)} that were allocated and freed, "
         f"{run} cycles"
@@ -525,15 +420,13 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
     source = "ROCm/ROCm#6603; rocm-systems#10943; ROCm/ROCm#6178"
     if not bad:
         proof = "the RX 7900 XT of the report failed in cycle 144" + ("" if run > 144 else "; --full runs more cycles")
-        return [ok(
-            "canaries_held", f"stable for {run} cycles",
-            f"on {name}, while other memory was allocated and freed; {proof}", source, subject=name, read=[sizes],
-        )]  # fmt: skip
+        text = f"on {name}, while other memory was allocated and freed; {proof}"
+        return [ok("canaries_held", f"stable for {run} cycles", text, source, subject=name, read=[sizes])]
     wanted = torch.cat([piece.view(torch.uint8) for _, piece in _pieces(bad[0], size)])
     reading, again = blocks[bad[0]].cpu(), blocks[bad[0]].cpu()
     damage, stable = examine(reading, wanted), torch.equal(reading, again)
     problem = {"case": f"cycle {run}, canary {bad[0]}", "damage": None if damage is None else asdict(damage)}
-    churn = bool((reading[damage.first_offset :][: damage.length] == _CHURN).all()) if damage else False
+    churn = damage and bool((reading[damage.first_offset :][: damage.length] == _CHURN).all())
     read = [
         *problem_lines([problem]),
         *(["bytes of another block that is in use"] if churn else []),

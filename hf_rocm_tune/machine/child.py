@@ -39,8 +39,7 @@ ENDINGS = ("hang", "stop", "kill", "crash", "garbage", "silent")
 (SIGKILL), crashes (SIGSEGV), writes an invalid result and invalid output, or writes no result."""
 
 _FAILED = "failed"  # key of a result with only an exception
-_WHERE_SIGNAL = signal.SIGUSR1  # requests the Python stacks
-_POLL_SECONDS, _STACK_SECONDS, _KILL_SECONDS = 0.02, 0.5, 5.0
+_POLL_SECONDS, _KILL_SECONDS = 0.02, 5.0
 _TAIL_CHARACTERS, _STEP_CHARACTERS, _RESULT_BYTES = 4000, 200, 8 << 20
 # Variables of a launcher or of our parent process for a rank; a measuring child is not a rank of that job.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "HF_ROCM_TUNE_")
@@ -74,7 +73,7 @@ class Outcome:
         seconds: from start to end, including imports.
         step: the last one reported with `step`.
         state: of a killed child, its kernel state before: ``sleeping``, ``stopped``, ``disk-sleep``.
-        tail: the end of its output, with the Python stacks after a timeout.
+        tail: the end of its output.
     """
 
     status: Status
@@ -147,19 +146,15 @@ def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: 
 
 
 def _wait(children: Sequence[_Child], ends_at: float, grace_s: float) -> Iterator[None]:
-    """Yields while any child of a group runs. After the deadline they print their stacks and are killed."""
+    """Yields while any child of a group runs. After the deadline they are killed."""
     one_failed = False
     while any(child.runs() for child in children):
         if not one_failed and any(child.failed() for child in children):
             one_failed, ends_at = True, min(ends_at, time.monotonic() + grace_s)
         if time.monotonic() >= ends_at:
-            late = [child for child in children if child.runs()]
-            for child in late:
-                child.ask_where()
-            ends_at += _STACK_SECONDS
-            while time.monotonic() < ends_at and any(child.runs() for child in late):
-                yield
-            _kill_all(late)
+            for child in children:
+                child.note_late()
+            _kill_all(children)
             return
         yield
 
@@ -229,15 +224,13 @@ class _Child:
     def failed(self) -> bool:
         return not self.runs() and self._result()[0] != "done"
 
-    def ask_where(self) -> None:
-        """Request the Python stacks of its threads; before its first step it does not handle the signal."""
+    def note_late(self) -> None:
+        """Note, if it runs, that it is killed at the deadline, and its state."""
         import psutil  # 50 ms, which most starts of the package need not pay
 
-        self._late = True
+        self._late = self.runs()
         with contextlib.suppress(psutil.Error):
-            self._state = psutil.Process(self.process.pid).status()
-        if self._step():
-            self.send(_WHERE_SIGNAL)
+            self._state = psutil.Process(self.process.pid).status() if self._late else ""
 
     def outcome(self) -> Outcome:
         status, result, error = ("timeout", None, "") if self._late else self._result()
@@ -304,7 +297,6 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     global _fault
     _follow_parent()
     faulthandler.enable()  # a crash in native code prints the Python stack
-    faulthandler.register(_WHERE_SIGNAL, all_threads=True)
     try:
         request = _request()
         fault = request.get("fault")

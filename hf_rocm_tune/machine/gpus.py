@@ -1,7 +1,6 @@
 """The kernel's files of GPUs: the compute driver's list (KFD), PCI devices and the path to the processor, sensors.
 
-KFD: ``gfx_target_version`` is written by the kernel, so HSA_OVERRIDE_GFX_VERSION does not reach it; ``io_links`` lead
-to the processor (kernel ``kfd_topology.c``, ``kfd_crat.h``, ``hsakmttypes.h``).
+KFD: ``gfx_target_version`` is written by the kernel, so HSA_OVERRIDE_GFX_VERSION does not reach it.
 
 PCI: a Radeon card since Vega 20 carries a switch of its own: the GPU hangs from a downstream port (1002:1479) of an
 upstream port (1002:1478) that sits on the card's connector. The GPU's own link is inside the card and always reads as
@@ -31,7 +30,6 @@ DEVICES = "sys/bus/pci/devices"
 AMD = 0x1002
 # Frame buffer that the CPU can map (1) and that it cannot (2): a small BAR splits VRAM so.
 _FRAME_BUFFER_HEAPS = (1, 2)
-_NO_ATOMICS = 1 << 2 | 1 << 3  # 32-bit and 64-bit
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 # PCI class codes: display controllers of any kind, and processing accelerators (how Instinct cards show themselves).
@@ -130,15 +128,6 @@ def _gpu_node(files: Files, index: int, number: int, properties: Mapping[str, in
         pci_address=address,
         has_cpu=properties.get("cpu_cores_count", 0) > 0,
     )
-
-
-def read_atomics(files: Files, node: GpuNode, topology: Topology) -> bool | None:
-    """Whether 32-bit and 64-bit atomics pass between this GPU and the processor."""
-    where = f"{NODES}/{node.node}/io_links"
-    links = [files.properties(f"{where}/{number}/properties") for number in files.numbered(where) or ()]
-    gpus = {other.node for other in topology.nodes if not other.has_cpu}
-    flags = [link["flags"] for link in links if link and "flags" in link and link.get("node_to") not in {None, *gpus}]
-    return not any(flag & _NO_ATOMICS for flag in flags) if flags else None
 
 
 # ---- PCI -----------------------------------------------------------------------------------------------------------

@@ -128,8 +128,7 @@ def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
     outcome = run(__name__, request={}, deadline_s=deadline_s)
     if outcome.result is not None:
         return outcome.result, ""
-    # A killed child printed its stacks last, and `how` names the step.
-    printed = outcome.tail.splitlines()[-1:] if outcome.status != "timeout" and not outcome.error else []
+    printed = [] if outcome.error else outcome.tail.splitlines()[-1:]
     reason = _one_line(": ".join([f"the process that queried torch {outcome.how}", *printed]))
     if outcome.step != _ASKING_DEVICES:
         return {}, reason

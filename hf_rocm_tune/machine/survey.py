@@ -68,7 +68,6 @@ class Gpu:
         iommu_type: of its IOMMU group: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
         display: whether a display is connected to it.
         aer: error counters by name (``correctable``, ``nonfatal``, ``fatal``), see `gpus.read_aer`.
-        atomics: whether PCIe atomics work between it and the processor, from the compute driver.
     """
 
     address: str
@@ -83,7 +82,6 @@ class Gpu:
     iommu_type: str | None
     display: bool
     aer: Mapping[str, int]
-    atomics: bool | None
     sensors: Sensors
 
     @property
@@ -249,7 +247,6 @@ def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
         iommu_type=gpus.read_iommu_type(files, address),
         display=gpus.read_display(files, address),
         aer=gpus.read_aer(files, upward.chain),
-        atomics=gpus.read_atomics(files, node, topology) if node else None,
         sensors=sensors,
     )
 

@@ -31,7 +31,6 @@ LATE = 240.0
 SMALL: dict[str, dict[str, Any]] = {
     "round_trip": {"largest": 65_536, "repeats": 4},
     "casts": {},
-    "mmap_heap": {},
     "bandwidth": {"mib": 1},
     "canaries": {"cycles": 3, "seconds": 60},
     "gemm": {"seconds": 0.01},
@@ -229,14 +228,6 @@ def test_the_smallest_difference_of_a_source_that_arrived_wrong_is_found(monkeyp
     monkeypatch.setattr(transfers, "Mover", Skewed)
     (finding,) = found("casts")
     assert finding.row == "casts_wrong" and "instead of" in finding.read[1]
-
-
-def test_a_mapped_copy_that_is_slow_or_wrong_is_told() -> None:
-    (finding,) = found("mmap_heap", "slow")
-    assert (finding.status, finding.row) == ("warn", "mapped_file_stall")
-    assert "8 MiB" in finding.text, "where it stalls, the larger tensor is not waited for"
-    (finding,) = found("mmap_heap", "zeros", "mapped")
-    assert (finding.status, finding.row) == ("fail", "mapped_file_wrong")
 
 
 @pytest.mark.parametrize(("kind", "words"), [("zeros", "100 % zeros"), ("flip", "100 % differ in one bit")])

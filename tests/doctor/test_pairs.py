@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.cards.preflight import GradSyncChoice, PairTrial, ReduceTrial, SyncWay, Way
+from hf_rocm_tune.cards.preflight import PairTrial, ReduceTrial, Way
 from hf_rocm_tune.doctor import pairs
 from hf_rocm_tune.doctor.diagnose import MEASURED, run_measured
 from hf_rocm_tune.doctor.findings import Check, Finding
@@ -83,23 +83,3 @@ def test_where_rccl_fails_it_is_said_what_works(
     (finding,) = run_measured(by_name("all_reduce"), CARDS)
     assert tried == ["rccl", "rccl_without_p2p", "gloo"][: len(verdicts)]
     assert finding.row == row and how in finding.title
-
-
-@pytest.mark.parametrize(
-    ("way", "shown", "row", "status"),
-    [
-        ("ddp", True, "grad_sync_ddp", "ok"),
-        ("ddp_without_p2p", True, "grad_sync_without_p2p", "info"),
-        ("host", True, "grad_sync_host", "info"),
-        ("one_card", False, "grad_sync_one_card", "fail"),
-        ("ddp", False, "", "unknown"),
-    ],
-)
-def test_the_decision_that_training_would_take_is_named(
-    way: SyncWay, shown: bool, row: str, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = GradSyncChoice(way=way, reason="the reason", evidence=("a trial",), shown=shown)
-    monkeypatch.setattr(pairs, "try_machine", lambda *_, **__: chosen)
-    (finding,) = run_measured(by_name("grad_sync"), CARDS)
-    assert (finding.row, finding.status) == (row, status)
-    assert "the reason" in finding.text and "a trial" in finding.read

@@ -92,7 +92,6 @@ def test_an_ending_waits_for_its_place() -> None:
 def test_a_hang_says_where_it_hangs(ended: dict[str, tuple[Outcome, int]]) -> None:
     outcome, _ = ended["slow"]
     assert outcome.step == "taking its time" and outcome.state == "sleeping"
-    assert "acting_child.py" in outcome.tail and "in act" in outcome.tail
 
 
 def test_what_is_deaf_to_signals_is_killed_all_the_same(ended: dict[str, tuple[Outcome, int]]) -> None:

@@ -41,12 +41,10 @@ class Chip:
     vram_bytes: int
     cap_w: int = 0
     pcie: tuple[float, int] = (16.0, 16)
-    kfd_name: str = "ip discovery"
 
 
 XT = Chip(device=0x744C, revision=0xCC, gfx_target_version=110000, simd_count=168, vram_bytes=20464 * MIB, cap_w=315)
 XTX = Chip(device=0x744C, revision=0xC8, gfx_target_version=110000, simd_count=192, vram_bytes=24560 * MIB, cap_w=355)
-GRE = Chip(device=0x744C, revision=0xCE, gfx_target_version=110000, simd_count=160, vram_bytes=16368 * MIB, cap_w=260)
 XT_9070 = Chip(
     device=0x7550,
     revision=0xC0,
@@ -148,7 +146,6 @@ class Built:
         self._iommu: str | None = None
         self._chipset: str | None = None
         self.files["proc/cpuinfo"] = f"processor\t: 0\nmodel name\t: {cpu}\n"
-        self.files["proc/self/status"] = "Name:\tpython\nSeccomp:\t0\nSeccomp_filters:\t0\n"
         self.files["proc/self/cgroup"] = "0::/user.slice/user-1000.slice/session-2.scope\n"
         self.kernel().memory().iommu("DMA-FQ")
 
@@ -160,7 +157,6 @@ class Built:
         *,
         cmdline: str = "ro quiet splash",
         config: Mapping[str, str] | None = None,
-        amdgpu_version: str | None = None,
         parameters: Mapping[str, str] | None = None,
     ) -> Built:
         """The running kernel. Call it before adding cards; ``parameters`` are amdgpu's, over the usual ones."""
@@ -171,7 +167,6 @@ class Built:
         for path in [path for path in self.files if path.startswith("boot/config-")]:
             del self.files[path]
         self.files[f"boot/config-{release}"] = "\n".join(["# Linux kernel configuration", *lines, ""])
-        self._amdgpu_version = amdgpu_version
         self._parameters = {**PARAMETERS, **(parameters or {})}
         return self
 
@@ -207,7 +202,6 @@ class Built:
         mark = {"docker": ".dockerenv", "podman": "run/.containerenv"}[engine]
         self.files[mark] = ""
         self.files["proc/self/cgroup"] = "0::/\n"
-        self.files["proc/self/status"] = "Name:\tpython\nSeccomp:\t2\nSeccomp_filters:\t1\n"
         self.process["shm_bytes"] = shm_bytes
         if not devices:
             self.nodes.clear()
@@ -236,14 +230,10 @@ class Built:
         """A discrete AMD card with its own switch, in a slot.
 
         Args:
-            chip: the model.
-            slot: where it sits.
-            readings: of its sensors.
             bar_bytes: size of the memory BAR; by default the power of two that holds all memory, as with ReBAR.
             aer: counts of ``correctable``, ``nonfatal`` and ``fatal`` errors at the card's connector.
             driver: None for an unbound card.
             kfd: whether KFD lists it.
-            display: whether a display is connected to it.
         """
         above = self._ports(slot)
         first = self._take_buses(3)
@@ -400,19 +390,13 @@ class Built:
         self._bind(address, driver)
         if driver != "amdgpu":
             return
-        self._module()
+        for name, value in self._parameters.items():
+            self.files[f"sys/module/amdgpu/parameters/{name}"] = f"{value}\n"
         self._sensors(address, chip, readings, metrics)
         number = sum(path.startswith("dev/dri/renderD") for path in self.nodes)
-        self.nodes[f"dev/dri/card{number}"] = True
         self.nodes[f"dev/dri/renderD{128 + number}"] = True
         if kfd:
             self._kfd_node(address, chip)
-
-    def _module(self) -> None:
-        for name, value in self._parameters.items():
-            self.files[f"sys/module/amdgpu/parameters/{name}"] = f"{value}\n"
-        if self._amdgpu_version:
-            self.files["sys/module/amdgpu/version"] = f"{self._amdgpu_version}\n"
 
     def _sensors(self, address: str, chip: Chip, readings: Readings, metrics: bytes | None) -> None:
         place = f"{DEVICES}/{address}"
@@ -436,7 +420,7 @@ class Built:
 
     def _kfd_node(self, address: str, chip: Chip) -> None:
         if not self._kfd_nodes:
-            self._write_node({"cpu_cores_count": 16, "simd_count": 0, "gfx_target_version": 0}, "", (0, 64 * GIB))
+            self._write_node({"cpu_cores_count": 16, "simd_count": 0, "gfx_target_version": 0}, (0, 64 * GIB))
             self.nodes["dev/kfd"] = True
         bus, device, function = (int(part, 16) for part in address.replace(".", ":").split(":")[1:])
         properties = {
@@ -450,12 +434,12 @@ class Built:
         }
         place = f"{NODES}/{self._kfd_nodes}"
         self.files[f"{place}/io_links/0/properties"] = f"type 2\nnode_from {self._kfd_nodes}\nnode_to 0\nflags 1\n"
-        self._write_node(properties, chip.kfd_name, (1, chip.vram_bytes))
+        self._write_node(properties, (1, chip.vram_bytes))
 
-    def _write_node(self, properties: Mapping[str, int], name: str, bank: tuple[int, int]) -> None:
+    def _write_node(self, properties: Mapping[str, int], bank: tuple[int, int]) -> None:
         place = f"{NODES}/{self._kfd_nodes}"
         self._kfd_nodes += 1
-        self.files[f"{place}/name"] = f"{name}\n"
+        self.files[f"{place}/name"] = "ip discovery\n"
         self.files[f"{place}/properties"] = "".join(f"{key} {value}\n" for key, value in properties.items())
         heap, size = bank
         self.files[f"{place}/mem_banks/0/properties"] = f"heap_type {heap}\nsize_in_bytes {size}\nflags 0\n"

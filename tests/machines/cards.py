@@ -19,19 +19,12 @@ def two_cards(source: str, *, iommu: str | None = "DMA-FQ", **kernel: Any) -> Bu
     return Built(source).kernel(**kernel).iommu(iommu).card(slot=HALF).card(slot=HALF)
 
 
-def without_atomics(built: Built) -> Built:
-    """The machine where neither 32-bit nor 64-bit atomics pass (bits 2 and 3 of a link's flags)."""
-    for path in [path for path in built.files if "/io_links/" in path]:
-        built.files[path] = built.files[path].replace("flags 1\n", "flags 13\n")
-    return built
-
-
 CARDS: dict[str, Case] = {
     "healthy_xt": case(
         Built("freebsd/drm-kmod#426: the bridges of an AM5 board, one 7900 XT in its full slot").card(),
         fine=(
             *("driver_ok", "permissions_ok", "card_known", "variables_ok", "torch_rocm", "arch_ok", "bnb_library"),
-            *("versions_tested", "kernel_ok", "clocks_stock", "link_ok", "atomics_ok", "bar_full", "aer_clean"),
+            *("versions_tested", "kernel_ok", "clocks_stock", "link_ok", "bar_full", "aer_clean"),
             *("host_memory", "shm_ok", "vram_free", "sensors_ok", "compiler_ok"),
         ),
         says=("gfx1100, 20.0 GiB", "800 GB/s, 315 W", "31.5 GB/s each way by arithmetic"),
@@ -192,19 +185,8 @@ CARDS: dict[str, Case] = {
         Built("kernel documentation, VFIO: the second card is not this system's; for one card the IOMMU is no matter")
         .card(slot=HALF)
         .card(slot=HALF, driver="vfio-pci", kfd=False),
-        note=("card_given_away", f"link_half {FIRST}"),
-        says=(SECOND,),
+        note=(f"link_half {FIRST}",),
         never=("iommu=pt", "pair test"),
-    ),
-    "no_atomics": case(
-        without_atomics(Built("ROCm/ROCm#2429: atomics off on a 7900").card()),
-        note=("atomics_missing",),
-        says=("printf",),
-    ),
-    "no_atomics_on_two": case(
-        without_atomics(two_cards("radeon-ryzen docs-5.7.0, limitations: all slots with PCIe 3.0 atomics")),
-        software=stack(devices=pair()),
-        warn=(f"atomics_missing {FIRST}", f"atomics_missing {SECOND}"),
     ),
     "board_of_pcie_3": case(
         Built("PCIe arithmetic: sixteen lanes of PCIe 3.0 carry as much as eight of PCIe 4.0").card(
@@ -220,7 +202,7 @@ CARDS: dict[str, Case] = {
         software=stack(devices=NO_HIP_GPUS),
         fail=("driver_not_bound", "torch_sees_nothing"),
         fine=("arch_ok",),
-        unknown=("atomics", "bar", "overdrive", "temperature", "vram"),
+        unknown=("bar", "overdrive", "temperature", "vram"),
         says=("modprobe amdgpu", "boot parameter nomodeset"),
     ),
     "kernel_without_kfd": case(
@@ -228,7 +210,6 @@ CARDS: dict[str, Case] = {
         software=stack(devices=NO_HIP_GPUS),
         fail=("kfd_missing", "torch_sees_nothing"),
         fine=("arch_ok",),
-        unknown=("atomics",),
         says=("CONFIG_HSA_AMD",),
     ),
     "link_errors_since_boot": case(

@@ -103,7 +103,7 @@ PLATFORMS: dict[str, Case] = {
     "strix_halo": case(
         Built("TheRock SUPPORTED_GPUS.md: gfx1151 is release-ready", cpu=STRIX_CPU).igpu(STRIX_HALO),
         software=stack(devices=[STRIX]),
-        note=("only_integrated",),
+        note=("no_card",),
         fine=("arch_ok",),
         says=("leave HSA_OVERRIDE_GFX_VERSION unset", "not tested by this project"),
     ),
@@ -112,7 +112,7 @@ PLATFORMS: dict[str, Case] = {
         environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
         software=stack(devices=[replace(STRIX, arch="gfx1100")]),
         fail=("arch_spoofed", "environ:HSA_OVERRIDE_GFX_VERSION"),
-        note=("only_integrated",),
+        note=("no_card",),
     ),
     "windows": windows(),
     "wsl": case(
@@ -132,7 +132,7 @@ PLATFORMS: dict[str, Case] = {
     "topology_hidden": case(
         only(Built("a sandbox that shows the nodes' names only").card(), lambda path: "properties" not in path),
         fine=("arch_ok",),
-        unknown=("atomics", "driver"),
+        unknown=("driver",),
     ),
     "no_device_nodes": case(
         only(Built("a chroot without device nodes").card(), lambda path: not path.startswith("dev/")),
