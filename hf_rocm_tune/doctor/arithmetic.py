@@ -482,8 +482,8 @@ def _long(compare: Comparison, length: int, *, packed: bool) -> None:
     step(f"computing {case}")
     here, begins, shown = (compare.move(one) for one in (places, first, rows))
     mask = (here <= here[:, None]) & (here >= begins[:, None]) if packed else None
-    leaves = [compare.move(tensor).requires_grad_() for tensor in (query, key, value)]
-    output = scaled_dot_product_attention(*leaves, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    q, k, v = leaves = [compare.move(tensor).requires_grad_() for tensor in (query, key, value)]
+    output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     gradients = torch.autograd.grad(output, leaves, compare.move(upstream))
     found = [output[:, :, shown], gradients[0][:, :, shown], *gradients[1:]]
     hidden = (places > rows[:, None]) | (places < first[rows][:, None])
@@ -503,12 +503,12 @@ def _backend(compare: Comparison, kind: str) -> str:
     """The backend that torch chooses for a small causal batch, or why none runs."""
     step(f"asking for the backend of attention, {kind}")
     shape, mask = (2, 2, sum(_PACKED), 64), Batch.of(kind, compare.generator).on(compare).mask
-    inputs = [compare.move(spread(shape, torch.bfloat16, compare.generator)).requires_grad_() for _ in range(3)]
+    q, k, v = (compare.move(spread(shape, torch.bfloat16, compare.generator)).requires_grad_() for _ in range(3))
     forced = compare.fault == "math" and compare.where in kind
     with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH) if forced else nullcontext():
         warnings.simplefilter("ignore")
         try:
-            output = scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=mask is None)
+            output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         except RuntimeError as error:
             return f"none: {one_line(error)}"
     # The node of a fused backend is in the graph; the math path has no node of its own.
