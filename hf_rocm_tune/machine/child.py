@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -118,16 +118,11 @@ def run(
 
 
 def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5.0) -> list[Outcome]:
-    """Run children that wait for each other, as the ranks of a process group do; see `run_groups`."""
-    return run_groups([tasks], deadline_s=deadline_s, grace_s=grace_s)[0]
-
-
-def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: float = 5.0) -> list[list[Outcome]]:
-    """Run several groups of children that wait for each other; the groups are independent.
+    """Run children that wait for each other, as the ranks of a process group do.
 
     Args:
         deadline_s: for all of them.
-        grace_s: seconds for the others of a group after one has died or left an invalid result.
+        grace_s: seconds for the others after one has died or left an invalid result.
 
     Returns:
         The outcomes in the order of the tasks. No child runs any more, but for what the kernel does not let die. Where
@@ -135,28 +130,19 @@ def run_groups(groups: Sequence[Sequence[Task]], *, deadline_s: float, grace_s: 
     """
     with contextlib.ExitStack() as stack:
         try:
-            running = [[stack.enter_context(_Child(task)) for task in group] for group in groups]
+            children = [stack.enter_context(_Child(task)) for task in tasks]
         except OSError as error:
             why = f"{type(error).__name__}: it could not be started: {error.strerror or error}"
-            return [[Outcome(status="died", error=why) for _ in group] for group in groups]
-        waiting = [_wait(group, time.monotonic() + deadline_s, grace_s) for group in running]
-        while waiting := [one for one in waiting if next(one, True) is None]:
+            return [Outcome(status="died", error=why) for _ in tasks]
+        ends_at, one_failed = time.monotonic() + deadline_s, False
+        while any(child.runs() for child in children) and time.monotonic() < ends_at:
+            if not one_failed and any(child.failed() for child in children):
+                one_failed, ends_at = True, min(ends_at, time.monotonic() + grace_s)
             time.sleep(_POLL_SECONDS)
-        return [[child.outcome() for child in group] for group in running]
-
-
-def _wait(children: Sequence[_Child], ends_at: float, grace_s: float) -> Iterator[None]:
-    """Yields while any child of a group runs. After the deadline they are killed."""
-    one_failed = False
-    while any(child.runs() for child in children):
-        if not one_failed and any(child.failed() for child in children):
-            one_failed, ends_at = True, min(ends_at, time.monotonic() + grace_s)
-        if time.monotonic() >= ends_at:
-            for child in children:
-                child.note_late()
-            _kill_all(children)
-            return
-        yield
+        for child in children:
+            child.note_late()
+        _kill_all(children)
+        return [child.outcome() for child in children]
 
 
 def _kill_all(children: Sequence[_Child]) -> None:
@@ -226,11 +212,12 @@ class _Child:
 
     def note_late(self) -> None:
         """Note, if it runs, that it is killed at the deadline, and its state."""
-        import psutil  # 50 ms, which most starts of the package need not pay
-
         self._late = self.runs()
-        with contextlib.suppress(psutil.Error):
-            self._state = psutil.Process(self.process.pid).status() if self._late else ""
+        if self._late:
+            import psutil  # 50 ms, which most starts of the package need not pay
+
+            with contextlib.suppress(psutil.Error):
+                self._state = psutil.Process(self.process.pid).status()
 
     def outcome(self) -> Outcome:
         status, result, error = ("timeout", None, "") if self._late else self._result()
