@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, UsageError
@@ -226,9 +226,14 @@ def plan(argv: Sequence[str]) -> int:
     from hf_rocm_tune.plan.command import main as plan_job
     from hf_rocm_tune.sft import prepare, uncollected
 
+    def read_rows(words: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any]]:
+        from hf_rocm_tune.job.run import read_rows as read
+
+        return read(words, method)
+
     # bitsandbytes compiles four functions for CPUs when it is imported, and for that loads torch's whole compiler.
     with uncollected(), environment({"TORCHDYNAMO_DISABLE": "1"}):
-        return plan_job(argv, prepare=prepare)
+        return plan_job(argv, prepare=prepare, read_rows=read_rows)
 
 
 def demo(argv: Sequence[str]) -> int:

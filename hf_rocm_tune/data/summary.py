@@ -122,16 +122,9 @@ def of_pairs(dataset: Any, args: Any, before: Any, split: str) -> DataSummary | 
 
     if not isinstance(dataset, Dataset) or not isinstance(before, Dataset) or not len(dataset):
         return None
-    answers = [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in dataset.column_names]
-    if not answers:
+    if (found := _halves(dataset)) is None:
         return None
-    prompt = ["prompt_ids"] if "prompt_ids" in dataset.column_names else []
-    lengths = {
-        name: np.concatenate([counts for counts, _ in _lists(dataset.select_columns([name]))])
-        for name in prompt + answers
-    }
-    begun = lengths[prompt[0]] if prompt else np.zeros(len(dataset), dtype=np.int64)
-    halves = np.stack([begun + lengths[name] for name in answers])
+    begun, halves = found
     limit = args.max_length or int(halves.max())
     kept = np.minimum(halves, limit)
     ends = getattr(args, "truncation_mode", "keep_start") == "keep_end"
@@ -149,6 +142,24 @@ def of_pairs(dataset: Any, args: Any, before: Any, split: str) -> DataSummary | 
         trained=int(trained.sum()),
         kept=int(kept.sum()),
     )
+
+
+def lengths_of(dataset: Dataset) -> list[int]:
+    """Tokens of each row as it is trained on; of a pair, of its longer half."""
+    if (found := _halves(dataset)) is not None:
+        return [int(length) for length in found[1].max(axis=0)]
+    return [int(length) for counts, _ in _lists(dataset.select_columns(["input_ids"])) for length in counts]
+
+
+def _halves(dataset: Dataset) -> tuple[Counts, Any] | None:
+    """Tokens of the prompts, and with these of each answer (answers, rows); None for rows without answers apart."""
+    answers = [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in dataset.column_names]
+    if not answers:
+        return None
+    names = [*(["prompt_ids"] if "prompt_ids" in dataset.column_names else []), *answers]
+    lengths = {name: np.concatenate([counts for counts, _ in _lists(dataset.select_columns([name]))]) for name in names}
+    begun = lengths.get("prompt_ids", np.zeros(len(dataset), dtype=np.int64))
+    return begun, np.stack([begun + lengths[name] for name in answers])
 
 
 def of_trained(dataset: Any, summary: DataSummary) -> DataSummary:

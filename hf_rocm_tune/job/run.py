@@ -32,7 +32,7 @@ from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.data import turns
 from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
-from hf_rocm_tune.data.summary import of_trained
+from hf_rocm_tune.data.summary import lengths_of, of_trained
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
@@ -154,21 +154,36 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
 
 def _dry_run(arguments: Arguments, form: str) -> int:
     """Shows what would be trained on."""
-    if arguments.method in ("grpo", "orpo"):
-        raise UsageError(
-            f"--dry_run shows the rows of sft, dpo, kto and reward; {arguments.method} makes its own: drop it"
-        )
-    if arguments.script.dataset_streaming:
-        raise UsageError("--dry_run counts all rows, and --dataset_streaming reads them on the way: drop one of them")
-    telemetry.quieten_bars()
-    with redirect_stdout(sys.stderr):  # stdout is the preview's
-        source, config = _source(arguments)
-        tokenizer = _tokenizer(arguments, source)
-        data = _data(arguments, tokenizer, getattr(config.get_text_config(), "vocab_size", None))
-        trainer = preview.prepared(arguments, source, data, tokenizer)
+    trainer = _without_weights(arguments, "--dry_run")
     if int(os.environ.get("RANK", "0")) == 0:
         print(preview.shown(trainer, form, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
+
+
+def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any]]:
+    """The training rows of a command, for `hf-rocm-tune plan --dataset`.
+
+    Returns:
+        Tokens of each row after cutting (of a pair, of its longer half), and the summary of the rows.
+    """
+    trainer = _without_weights(command_line.parse(argv, method=method), "--dataset")
+    return lengths_of(trainer.train_dataset), trainer.data_summaries["train"].to_dict()
+
+
+def _without_weights(arguments: Arguments, flag: str) -> Any:
+    """A trainer with its rows prepared, around a model without weights. Standard output is the caller's."""
+    if arguments.method in ("grpo", "orpo"):
+        raise UsageError(
+            f"{flag} shows the rows of sft, dpo, kto and reward; {arguments.method} makes its own: drop it"
+        )
+    if arguments.script.dataset_streaming:
+        raise UsageError(f"{flag} counts all rows, and --dataset_streaming reads them on the way: drop one of them")
+    telemetry.quieten_bars()
+    with redirect_stdout(sys.stderr):
+        source, config = _source(arguments)
+        tokenizer = _tokenizer(arguments, source)
+        data = _data(arguments, tokenizer, getattr(config.get_text_config(), "vocab_size", None))
+        return preview.prepared(arguments, source, data, tokenizer)
 
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:

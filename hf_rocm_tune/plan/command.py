@@ -6,8 +6,10 @@ import argparse
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError
 from hf_rocm_tune.machine.toolchain import missing_for_triton
@@ -30,14 +32,16 @@ from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, advice, best_of, sentence
 
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
+ReadRows = Callable[[Sequence[str], Any], tuple[list[int], dict[str, Any]]]
 
 
-def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
+def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRows) -> int:
     """Plan a training job from the model's configuration.
 
     Args:
         argv: the arguments after ``plan``.
         prepare: prepares this process for Hugging Face's libraries; called once the arguments are valid.
+        read_rows: gives tokens of each row, and the summary of the rows, of a training command and method.
 
     Returns:
         0 if something fits.
@@ -61,18 +65,60 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None]) -> int:
             table = {"schema": 2, "length": request.length, "card": card.name, "largest": _largest(request, card)}
             print(json.dumps(table) if wanted.json else "\n".join(_largest_table(table)))
             return 0
+        rows = Rows([], {})
+        if wanted.dataset_name is not None:
+            rows, request = _read(request, wanted, read_rows)
         plan = plan_for(request, card=card, within_limit=wanted.length is None)
-        found = _values(plan, wanted.dataset_name or _NO_DATA)
+        rows = rows.cut(plan.request.length)
+        found = _values(plan, wanted.dataset_name or _NO_DATA, rows)
         print(json.dumps(found) if wanted.json else "\n".join(_text(found, verbose=wanted.verbose)))
         if not found["fits"]:
             raise OutOfMemoryError(f"nothing fits: {_gib(-found['spare'])} GiB are missing; {advice(plan)}")
     return 0
 
 
+# ---- the rows ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of ``--dataset``; without it, none."""
+
+    lengths: list[int]  # tokens of each after cutting; of a pair, of its longer half
+    summary: dict[str, Any]  # see `data.summary.DataSummary`
+
+    def cut(self, length: int) -> Rows:
+        """The rows that are longer, cut to the length."""
+        longer = sum(each > length for each in self.lengths)
+        summary = self.summary | ({"limit": length, "cut": longer} if longer else {})
+        return Rows([min(each, length) for each in self.lengths], summary)
+
+    def computed(self, micro_batch: int, *, packed: bool) -> float:
+        """Tokens that all rows take in random micro-batches, each row padded to the longest beside it, or packed.
+
+        The longest of b rows is the i-th shortest of n with a probability of (i / n)^b - ((i - 1) / n)^b.
+        """
+        lengths = np.sort(np.array(self.lengths, dtype=np.float64))
+        if packed:
+            return float(lengths.sum())
+        at_most = (np.arange(len(lengths) + 1) / len(lengths)) ** micro_batch
+        return float(len(lengths) * (lengths * np.diff(at_most)).sum())
+
+
+def _read(request: PlanRequest, wanted: argparse.Namespace, read_rows: ReadRows) -> tuple[Rows, PlanRequest]:
+    """The rows, and the request for their number and, unless it is given, the length of the longest."""
+    words = ["--model_name_or_path", request.model, "--model_revision", request.revision]
+    words += ["--dataset_name", wanted.dataset_name, "--max_length", str(request.length)]
+    words += ["--trust_remote_code"] if request.trust_remote_code else []
+    rows = Rows(*read_rows(words, request.trainer))
+    length = request.length if wanted.length is not None else min(request.length, max(2, *rows.lengths))
+    return rows, replace(request, rows=request.rows or len(rows.lengths), length=length)
+
+
 # ---- the plan as a dictionary -----------------------------------------------------------------------------------
 
 
-def _values(plan: Plan, dataset: str) -> dict[str, Any]:
+def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
     """The plan as JSON values; memory in bytes. On several cards the fastest way that fits is the choice."""
     request, found, flags = plan.request, plan.nearest, ""
     more: dict[str, Any] = {}
@@ -81,9 +127,9 @@ def _values(plan: Plan, dataset: str) -> dict[str, Any]:
         best = best_of(several) or min(several, key=lambda each: each.option.total)
         evaluated = plan.with_evaluation(best.option).case.eval_batch
         found, flags = replace(best.option, case=replace(best.option.case, eval_batch=evaluated)), best.flags
-        rows = [{"name": one.name, **_choice(one.option), "longest": one.longest, "crossing": one.crossing}
+        table = [{"name": one.name, **_choice(one.option), "longest": one.longest, "crossing": one.crossing}
                 | {"flags": one.flags} for one in several]  # fmt: skip
-        more = {"way": best.name, "ways": rows, "card_lines": list(best.lines)}
+        more = {"way": best.name, "ways": table, "card_lines": list(best.lines)}
         more |= {"advice": sentence(plan, best)} if found.fits else {}
     else:
         more = {"longest": {method: plan.longest(method) for method in plan.recordings}}
@@ -105,7 +151,8 @@ def _values(plan: Plan, dataset: str) -> dict[str, Any]:
         "choice": _choice(found),
         "flags": flags,
         "command": command(request, found, dataset, flags) if found.fits else None,
-        "speed": _speed(plan, found),
+        "data": _data(rows, found.case),
+        "speed": _speed(plan, found, rows),
         "full_logits": plan.full_logits,
         "host": {"parts": parts, "total": sum(parts.values())},
         "grid": [_choice(each) for each in plan.grid],
@@ -130,20 +177,32 @@ def _others(plan: Plan, found: Estimate) -> list[dict[str, Any]]:
     return [_choice(max(group, key=lambda each: each.tokens_per_second)) for group in groups.values()]
 
 
-def _speed(plan: Plan, found: Estimate) -> dict[str, Any] | None:
+def _data(rows: Rows, case: Case) -> dict[str, Any] | None:
+    """Of the rows of ``--dataset``: their summary, and the share of padding in what is computed."""
+    if not rows.lengths:
+        return None
+    computed = rows.computed(case.micro_batch, packed=case.packing)
+    return {**rows.summary, "computed": computed, "padding": 1 - sum(rows.lengths) / computed}
+
+
+def _speed(plan: Plan, found: Estimate, rows: Rows) -> dict[str, Any] | None:
     """Tokens a second and hours for the rows, with bounds; None if this card's rates are not known."""
     rates, request = plan.card.rates, plan.request
     if not rates.known:
         return None
     least, most = (share * found.tokens_per_second for share in (rates.least, rates.most))
-    rows = request.rows or 1000
-    tokens = rows * request.length * (2 if request.trainer == "dpo" else 1)
+    count = request.rows or 1000
+    tokens, assumed = float(count * request.length), f"assumed: {request.length:,} tokens each"
+    if rows.lengths:
+        tokens = rows.computed(found.case.micro_batch, packed=found.case.packing) * count / len(rows.lengths)
+        assumed = "as read" if count == len(rows.lengths) else "assumed: as long as those of the dataset"
+    tokens *= 2 if request.trainer == "dpo" else 1
     return {
         "tokens_per_second": found.tokens_per_second,
         "least": least,
         "most": most,
-        "rows": rows,
-        "assumed": f"each row has {request.length:,} tokens",
+        "rows": count,
+        "assumed": assumed,
         "hours": [tokens / rate / 3600 for rate in (most, least)],
         "shares": dict(found.shares),
     }
@@ -198,14 +257,24 @@ def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
 
 def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
     choice, speed = found["choice"], found["speed"]
+    if data := found["data"]:
+        cut = f", {data['cut']:,} longer than {data['limit']:,} and cut" if data["cut"] else ""
+        padding = f"{100 * data['padding']:.0f} % of the computed tokens are padding"
+        padding += ": --packing avoids it" if found["request"]["trainer"] == "sft" and data["padding"] > 0.1 else ""
+        padding = "packed, so that none is padding" if choice["packing"] else padding
+        yield (
+            f"data: {data['rows']:,} rows, {data['tokens']:,} tokens (median {data['median']:,}, 95 % up to "
+            f"{data['p95']:,}, longest {data['longest']:,}){cut}; {padding}"
+        )
     if choice["eval_batch"]:
         evaluation = choice["moments"].get("evaluation")
         peak = f", {_gib(evaluation)} GiB at its peak" if evaluation else ""
         yield f"evaluation: {choice['eval_batch']} rows at a time{peak}"
     if speed:
         low, high = speed["hours"]
+        unit, each = ("hours", 1) if high > 0.2 else ("minutes", 60) if high > 1 / 60 else ("seconds", 3600)
         yield (
-            f"{low:.2g} to {high:.2g} hours for {speed['rows']:,} rows if {speed['assumed']}: about "
+            f"{low * each:.2g} to {high * each:.2g} {unit} for {speed['rows']:,} rows ({speed['assumed']}): about "
             f"{speed['tokens_per_second']:,.0f} tokens/s, estimated, not measured"
         )
     else:
@@ -337,7 +406,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     several = "number of cards; with several, DDP, FSDP2, split, pipeline and tensor parallelism are compared (1)"
     flag("--cards", type=int, default=1, help=several)
-    flag("--rows", type=int, default=0, help="rows of the dataset, for hours; each counts as --seq tokens (1000)")
+    flag("--rows", type=int, default=0, help="rows to count hours for; without --dataset each has --seq tokens (1000)")
     recompute = "only with, or only without, checkpointing (default: the faster that fits)"
     flag("--checkpointing", action=argparse.BooleanOptionalAction, default=None, help=recompute)
     flag("--packing", action="store_true", help="several short sequences in a row")
@@ -352,7 +421,12 @@ def _parser() -> argparse.ArgumentParser:
     flag("--optim", choices=tuple(OPTIMIZERS), default=usual.optim, help=f"optimizer ({usual.optim})")
     flag("--attention", "--attn_implementation", choices=ATTENTIONS, default=usual.attention, help="(sdpa)")
     flag("--workers", "--dataloader_num_workers", type=int, default=0, help="data loader workers of a process (0)")
-    flag("--dataset", "--dataset_name", dest="dataset_name", help="added to the command line")
+    flag(
+        "--dataset",
+        "--dataset_name",
+        dest="dataset_name",
+        help="a file or Hub id, whose rows are read: lengths, padding, hours",
+    )
     flag("-v", "--verbose", action="store_true", help="all parts, cases and ways")
     flag("--json", action="store_true", help="print JSON; memory in bytes")
     flag("--largest", action="store_true", help="list the largest known public models that fit, by method")

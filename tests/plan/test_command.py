@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,7 @@ def test_the_verdict_is_first_and_the_rest_is_asked_for(small: Path, run: Any) -
     lines = out.splitlines()
     assert lines[0].startswith("FITS: ") and "of 19.9 GiB" in lines[0]
     assert lines[2].startswith(f"  hf-rocm-tune sft --model_name_or_path {small}")
-    for word in ("evaluation: ", "hours for 1,000 rows if each row has 512 tokens", "also fits: ", "assumed"):
+    for word in ("evaluation: ", "for 1,000 rows (assumed: 512 tokens each)", "also fits: ", "assumed"):
         assert word in out
     assert "optimizer state" not in out and len(lines) < 14
     out = run(*words, "-v")[1]
@@ -150,7 +151,34 @@ def test_hours_follow_from_rows_and_carry_their_uncertainty(small: Path, run: An
     assert found["least"] < found["tokens_per_second"] < found["most"]
     assert found["hours"] == pytest.approx([low, most])
     out = run(*words, "--rows", "100000")[1]
-    assert f"{low:.2g} to {most:.2g} hours for 100,000 rows if each row has 256 tokens" in out
+    assert f"{low:.2g} to {most:.2g} hours for 100,000 rows (assumed: 256 tokens each)" in out
+
+
+def test_rows_of_a_dataset_give_length_padding_and_hours(
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, data = tiny.build("llama3", tmp_path), tmp_path / "rows.jsonl"
+    lengths = list(range(4, 196, 3))
+    data.write_text("".join(json.dumps({"input_ids": list(range(5, 5 + n))}) + "\n" for n in lengths))
+    words = ["--model", str(model), "--dataset", str(data), "--gpu", "rx7900xt", "--method", "lora"]
+    words += ["--effective_batch", "4", "--micro_batch", "4"]
+    found = json.loads(run(*words, "--json")[1])
+    read, speed = found["data"], found["speed"]
+    assert (read["rows"], read["tokens"], found["request"]["length"]) == (64, sum(lengths), 193)
+    hours = [read["computed"] / 3600 / speed[name] for name in ("most", "least")]
+    assert speed["hours"] == pytest.approx(hours) and f"--dataset_name {data}" in found["command"]
+    chooser, tried = random.Random(0), []
+    for _ in range(300):
+        chooser.shuffle(lengths)
+        tried.append(sum(4 * max(lengths[at : at + 4]) for at in range(0, 64, 4)))
+    assert read["computed"] == pytest.approx(sum(tried) / len(tried), rel=0.02)
+    assert read["padding"] == pytest.approx(1 - read["tokens"] / read["computed"])
+    packed = run(*words, "--packing", "--seq", "100")[1]
+    assert "31 longer than 100 and cut; packed, so that none is padding" in packed
+    code, out, err = run(*words, "--dataset", str(tmp_path / "nowhere.jsonl"))
+    assert (code, out, err.count("\n")) == (2, "", 1) and "nowhere.jsonl" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == [model.name, "rows.jsonl"]
 
 
 def test_four_bits_are_never_rated_faster_than_published_runs_were(small: Path, run: Any) -> None:
