@@ -273,7 +273,6 @@ FINITE += ("loraplus_lr_ratio", "embedding_learning_rate", "telemetry_every")
         (["--verify", "most"], ["--verify", "most", "sample"]),
         (["--optim", "sgdd"], ["sgdd"]),
         (["--load_in_4bit", "--load_in_8bit"], ["--load_in_4bit", "--load_in_8bit"]),
-        (["--load_in_4bit", "--use_peft", "false"], ["--load_in_4bit", "LoRA"]),
         (["--per_device_train_batch_size", "0", "--max_steps", "-3"], ["train_batch_size", "0", "max_steps", "-3"]),
         (["--warmup_steps", "-1"], ["--warmup_steps"]),
         (["--eval_split_size", "1.5"], ["--eval_split_size", "1.5"]),

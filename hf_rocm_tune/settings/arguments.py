@@ -638,25 +638,6 @@ _OF_ADAPTERS = (
 )
 
 
-def _faults_of_lora(given: Mapping[str, Any]) -> Iterator[str]:
-    """Adapter settings that exclude each other."""
-    begins, full = str(given.get("init_lora_weights", "default")), given.get("use_peft") is False
-    quantised = given.get("load_in_4bit") or given.get("load_in_8bit")
-    if begins.startswith(_FROM_WEIGHTS):
-        for name in ("use_dora", "lora_modules_to_save", "lora_target_parameters"):
-            if given.get(name):
-                yield f"--init_lora_weights {begins} does not work with --{name}, which the saved adapter would lack"
-        if quantised:
-            yield f"--init_lora_weights {begins} needs full-precision weights: drop --load_in_4bit or --load_in_8bit"
-    if full:
-        for name in ("init_lora_weights", "loraplus_lr_ratio", "adapter_name_or_path"):
-            if given.get(name) not in (None, "default"):
-                yield f"--{name} needs LoRA: drop it, or drop --use_peft false"
-    own = [f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None]
-    if own and given.get("adapter_name_or_path") is not None:
-        yield f"--adapter_name_or_path has its own {', '.join(own)}: drop them"
-
-
 def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
     """Values of a mixture's parts that TRL does not check."""
     hints = typing.get_type_hints(DatasetConfig)
@@ -684,12 +665,11 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
     if not given.get("dataset_name") and not given.get("datasets"):
         faults.append("no data: give --dataset (--dataset_name), a Hub id, a directory or a file")
-    quantised = [name for name in ("load_in_4bit", "load_in_8bit") if given.get(name)]
-    if len(quantised) == 2:
+    if given.get("load_in_4bit") and given.get("load_in_8bit"):
         faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
-    elif quantised and given.get("use_peft") is False:
-        faults.append(f"--{quantised[0]} works only with LoRA: drop --use_peft false or --{quantised[0]}")
-    faults += _faults_of_lora(given)
+    own = [f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None]
+    if own and given.get("adapter_name_or_path") is not None:
+        faults.append(f"--adapter_name_or_path has its own {', '.join(own)}: drop them")
     faults += _faults_of_mixture(given.get("datasets") or ())
     faults += [
         f"--{name} must be a mapping of names to values, got {value}"
@@ -702,7 +682,5 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("--sample_every and --sample_prompts belong together: give both, or neither")
     if given.get("fp16") and not accelerator:
         faults.append("--fp16 needs a GPU, and this job runs on the CPU: drop it")
-    if given.get("fp16") and given.get("bf16"):
-        faults.append("--fp16 and --bf16 exclude each other; keep one")
     if faults:
         raise UsageError("; ".join(faults))

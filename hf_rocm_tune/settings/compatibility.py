@@ -47,8 +47,11 @@ USES: Mapping[str, Uses] = {
     "--one_pass_loss": lambda job: bool(job.tune.one_pass_loss),
     "--sample_every": lambda job: job.tune.sample_every is not None,
     "--stream_weights": lambda job: job.tune.stream_weights != "off",
+    "--loraplus_lr_ratio": lambda job: job.tune.loraplus_lr_ratio is not None,
     "--use_peft false": lambda job: not job.model.use_peft,
     "--use_dora": _model("use_dora"),
+    "--lora_modules_to_save": _model("lora_modules_to_save"),
+    "--lora_target_parameters": _model("lora_target_parameters"),
     "--load_in_4bit": _model("load_in_4bit"),
     "--load_in_8bit": _model("load_in_8bit"),
     "--attn_implementation flex_attention": lambda job: job.model.attn_implementation == "flex_attention",
@@ -69,6 +72,8 @@ USES: Mapping[str, Uses] = {
 }
 """Each flag or setting, and whether a job uses it."""
 
+_LOST = "the saved adapter would lack it"
+_LORA = "it is for LoRA"
 _OTHER_METHODS = {
     "FSDP": "it was never tried; use --accelerate_config dual_rx7900xt",
     "DeepSpeed": "it was never tried; use --accelerate_config dual_rx7900xt",
@@ -86,6 +91,14 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "FSDP": "it plans for cards that each hold the whole model",
         "DeepSpeed": "it plans for cards that each hold the whole model",
         "--auto_find_batch_size": "both choose the micro-batch",
+    },
+    "--init_lora_weights": {
+        **dict.fromkeys(("--use_dora", "--lora_modules_to_save", "--lora_target_parameters"), _LOST),
+        **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "it needs full-precision weights"),
+    },
+    "--use_peft false": {
+        **dict.fromkeys(("--init_lora_weights", "--adapter_name_or_path", "--loraplus_lr_ratio"), _LORA),
+        **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "quantised weights are not trained, LoRA on them is"),
     },
     "--mask_thinking": {"--packing_strategy wrapped": "it cuts examples"},
     "--one_pass_loss": {"--torch_compile": "it was never tried"},

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -49,9 +49,6 @@ from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.transfer import map_tensors
-
-if TYPE_CHECKING:
-    from hf_rocm_tune.train.owner import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -244,12 +241,12 @@ def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]
     return inputs
 
 
-def parts_of(trainer: Owner, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
+def parts_of(trainer: Any, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
     """`split` with the arguments that fit this trainer's loss and collator."""
     return split(batch, divisor, labels_shifted=trainer._loss_shifts_labels, pairs=has_pairs(trainer))
 
 
-def has_pairs(trainer: Owner) -> bool:
+def has_pairs(trainer: Any) -> bool:
     """Whether the rows of a batch are chosen answers, then as many rejected ones (TRL's DPO and reward models)."""
     return type(trainer.data_collator).__name__ == "DataCollatorForPreference"
 
@@ -334,7 +331,7 @@ class OutOfMemoryRecovery:
         loss_factor: the factor by which the trainer must multiply the loss of the current part.
     """
 
-    def __init__(self, trainer: Owner, *, resumed: bool) -> None:
+    def __init__(self, trainer: Any, *, resumed: bool) -> None:
         self._trainer = trainer
         self._window: StepWindow | None = None
         self._at: tuple[int, BatchPart] | None = None  # index of the current micro-step in the window, and its part
@@ -580,7 +577,7 @@ def _count_shortages(trainer: Any, shortages: Sequence[dict[str, Any]], outcome:
         report.incident({**each, "outcome": outcome})
 
 
-def recovery_for(trainer: Owner, *, on_oom: str, resumed: bool) -> OutOfMemoryRecovery | None:
+def recovery_for(trainer: Any, *, on_oom: str, resumed: bool) -> OutOfMemoryRecovery | None:
     """The recovery of a trainer that is prepared to train; None where steps are not repeated. Collective."""
     wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile stands around DDP
     shared = max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size(), trainer.args.n_gpu) > 1

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
 
-    from hf_rocm_tune.train.owner import Owner as _Base
+    from hf_rocm_tune.survive.checkpoint import Saving as _Base
     from hf_rocm_tune.transfer import Digest
 else:
     _Base = object

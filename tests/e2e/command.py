@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,13 @@ class Result:
         return [line for line in self.stderr.splitlines() if line.startswith("hf-rocm-tune: error:")]
 
 
+def error_lines(texts: Iterable[str]) -> list[str]:
+    """The lines that our boundary printed, in the standard error of all ranks of a job; there is no traceback."""
+    said = [line for text in texts for line in text.splitlines()]
+    assert not any("Traceback" in line for line in said), said
+    return [line for line in said if re.match(r"hf-rocm-tune: (\[rank \d+\] )?error: ", line)]
+
+
 def log_rows(text: str) -> list[dict[str, str]]:
     """The rows of the training log that a run has printed, by the titles of their columns."""
     titles: list[str] = []
@@ -60,9 +69,33 @@ class Running:
         """Sends a signal to the command's process group."""
         os.killpg(self.pid, number)
 
+    def until(self, happened: Callable[[], bool], *, timeout: float = 60.0) -> bool:
+        """Watches closely until something happened; False if the command ended before."""
+        deadline = time.monotonic() + timeout
+        while not happened():
+            assert time.monotonic() < deadline, "it never happened"
+            time.sleep(0.001)
+            if self._has_ended():
+                return False
+        return True
+
+    def after_step(self, step: int) -> bool:
+        """Watches until the log has the row of a step; False if the command ended before."""
+        return self.until(lambda: len(log_rows(self.printed())) >= step)
+
+    def _has_ended(self) -> bool:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
     def printed(self) -> str:
         """What it has written to standard output so far."""
-        return self._files[0].read_text(errors="replace") if self._files[0].exists() else ""
+        return self._files[0].read_text(errors="replace") if self._files[0].is_file() else ""
+
+    def said(self) -> str:
+        """What it has written to standard error so far."""
+        return self._files[1].read_text(errors="replace") if self._files[1].is_file() else ""
 
     def poll(self, timeout: float = 0.01) -> Result | None:
         """The result if the command ends within the time."""
@@ -70,8 +103,7 @@ class Running:
         if status is None:
             return None
         code = os.waitstatus_to_exitcode(status)
-        out, err = (file.read_text(errors="replace") for file in self._files)
-        return Result(code=code, stdout=out, stderr=err)
+        return Result(code=code, stdout=self.printed(), stderr=self.said())
 
     def wait(self, timeout: float = TIMEOUT) -> Result:
         """The result; a command that does not end in time is killed and fails the test."""
@@ -116,10 +148,15 @@ class CommandServer:
         )
         self._read()
 
-    def start(self, *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Running:
-        """Starts `python -m hf_rocm_tune.sft ARGV` and returns at once."""
+    def start(
+        self, *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None, out: str = "", err: str = ""
+    ) -> Running:
+        """Starts `python -m hf_rocm_tune.sft ARGV` and returns; ``out`` and ``err`` may be a pipe or a terminal."""
         self._count += 1
-        files = (self._scratch / f"{self._count}.out", self._scratch / f"{self._count}.err")
+        files = (
+            Path(out or self._scratch / f"{self._count}.out"),
+            Path(err or self._scratch / f"{self._count}.err"),
+        )
         request = {
             "do": "start",
             "argv": list(argv),

@@ -8,11 +8,7 @@ cannot be fitted ends in one line.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,61 +23,29 @@ from hf_rocm_tune.job.fit import before_loading
 from hf_rocm_tune.models import loss
 from hf_rocm_tune.settings.arguments import parse
 from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
-from tests import simcard, tiny
-from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags, report_of
+from tests import tiny
+from tests.e2e.command import CommandServer
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, report_of
 
 PLENTY = 4.0
 PACKED: dict[str, Any] = {"max_length": 224, "packing": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Commands that differ in how their micro-batch comes about."""
-
-    server: CommandServer
-    argv: list[str]
-
-    def run(self, output: Path, *, fault: str = "", env: dict[str, str] | None = None, **changed: object) -> Result:
-        """One process."""
-        return self.server.run(*self.argv, *flags(output_dir=output, **changed), env={VARIABLE: fault, **(env or {})})
-
-    def given(self, output: Path, micro_batch: int, steps: int, checkpointing: bool, **changed: object) -> Path:
-        """A run to which the way was given."""
-        way = {
-            "per_device_train_batch_size": micro_batch,
-            "gradient_accumulation_steps": steps,
-            "activation_checkpointing": checkpointing,
-            "one_pass_loss": True,
-        }
-        done = self.run(output, **(way | changed))
-        assert done.code == 0, done.stderr[-3000:]
-        return output
-
-
 @pytest.fixture(scope="module")
-def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
-    """What all commands here share; dropout is on, so that the random state counts."""
-    return Job(
-        server=server,
-        argv=flags(
-            model_name_or_path=model_of("llama3"),
-            dataset_name=tiny.write_dataset_dir(scratch / "auto_fit", train=64, test=4),
-            max_steps=4,
-            max_length=64,
-            lora_dropout=0.1,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_steps=2,
-            eval_strategy="no",
-            doctor="off",
-            disable_tqdm=True,
-        ),
-    )
+def job(make_job: MakeJob) -> Job:
+    """Dropout is on, so that the random state counts."""
+    settings = {"lora_dropout": 0.1, "save_steps": 2, "eval_strategy": "no", "doctor": "off"}
+    return make_job("auto_fit", train=64, max_steps=4, per_device_train_batch_size=None, **settings)
+
+
+def given(job: Job, micro_batch: int, steps: int, checkpointing: bool, **changed: object) -> Path:
+    """A run to which the way was given."""
+    way = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": steps}
+    return job.clean(**(way | {"activation_checkpointing": checkpointing, "one_pass_loss": True} | changed))
 
 
 def adapter_of(output: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = load_file(output / "adapter_model.safetensors")
+    tensors: dict[str, torch.Tensor] = load_file(output / ADAPTER)
     return tensors
 
 
@@ -105,8 +69,7 @@ def way_of(output: Path) -> tuple[int, int, bool]:
 
 
 def test_the_plan_chooses_and_the_run_is_the_one_to_which_that_was_given(job: Job, tmp_path: Path) -> None:
-    done = job.run(tmp_path / "out", auto_fit="plan", auto_fit_gib=0.11, effective_batch=8)
-    assert done.code == 0, done.stderr[-3000:]
+    done = job.done(tmp_path / "out", auto_fit="plan", auto_fit_gib=0.11, effective_batch=8)
     micro_batch, steps, checkpointing = way_of(tmp_path / "out")
     assert micro_batch * steps == 8
     assert steps > 1, "0.11 GiB less the allocator's slack are not enough for 8 rows"
@@ -114,48 +77,44 @@ def test_the_plan_chooses_and_the_run_is_the_one_to_which_that_was_given(job: Jo
     assert chosen["predicted_bytes"] < chosen["budget_bytes"]
     assert f"batch {micro_batch} x {steps} accumulated x 1 = 8 effective" in done.stdout
     assert "predicted peak" in done.stdout
-    assert_same(tmp_path / "out", job.given(tmp_path / "given", micro_batch, steps, checkpointing))
+    assert_same(tmp_path / "out", given(job, micro_batch, steps, checkpointing))
 
 
 def test_the_loss_in_one_pass_trains_as_that_of_trl(job: Job, tmp_path: Path) -> None:
     """To rounding; a recipe and a flag can have it without a fit, and with one it can be left out."""
     way = (2, 4, False)
-    one_pass = job.given(tmp_path / "one", *way)
-    stock = job.given(tmp_path / "two", *way, one_pass_loss=False)
+    one_pass, stock = given(job, *way), given(job, *way, one_pass_loss=False)
     for mine, theirs in zip(logged(one_pass), logged(stock), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
     mine, theirs = adapter_of(one_pass), adapter_of(stock)
     assert any(not torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-4)
-    fitted = job.run(tmp_path / "out", auto_fit="plan", auto_fit_gib=PLENTY, one_pass_loss=False, **dict(zip(
-        ("per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing"), way, strict=True
-    )))  # fmt: skip
-    assert fitted.code == 0, fitted.stderr[-3000:]
+    fixed = ("per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
+    asked: dict[str, Any] = {"auto_fit": "plan", "auto_fit_gib": PLENTY, "one_pass_loss": False}
+    job.done(tmp_path / "out", **asked, **dict(zip(fixed, way, strict=True)))
     assert_same(tmp_path / "out", stock)
 
 
 def test_a_mix_of_recomputation_trains_as_without_any(job: Job, tmp_path: Path) -> None:
     """Dropout included: what is not computed again draws no random numbers."""
     asked = {"per_device_train_batch_size": 8, "recompute_layers": "1,1", "one_pass_loss": True}
-    killed = job.run(tmp_path / "out", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}, **asked)
-    assert killed.code == -9, killed.stderr[-3000:]
-    done = job.run(tmp_path / "out", **asked)
-    assert done.code == 0, done.stderr[-3000:]
+    assert job.run(tmp_path / "out", crash="step=4,kind=kill", **asked).code == -9
+    job.done(tmp_path / "out", **asked)
     assert report_of(tmp_path / "out")["memory"]["recompute_layers"] == [1, 1]
-    mine, given = adapter_of(tmp_path / "out"), adapter_of(job.given(tmp_path / "given", 8, 1, False))
-    assert all(torch.equal(tensor, given[name]) for name, tensor in mine.items())
+    mine, whole = adapter_of(tmp_path / "out"), adapter_of(given(job, 8, 1, False))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in mine.items())
 
 
 @pytest.mark.parametrize(
     "way",
     [
-        {"recompute_layers": "1,1"},
+        {"recompute_layers": "0,1", "load_in_4bit": True},
         *(
             pytest.param(way, marks=pytest.mark.long)
             for way in (
+                {"recompute_layers": "1,1"},
                 {"recompute_layers": "0,2", **PACKED},
-                {"recompute_layers": "0,1", "load_in_4bit": True},
                 {"recompute_layers": "1,1", "split_layers": "1,1"},
                 {"recompute_layers": "1,1", "bf16": True},
                 {"recompute_layers": "0,2", "use_dora": True, "bf16": True},
@@ -166,92 +125,56 @@ def test_a_mix_of_recomputation_trains_as_without_any(job: Job, tmp_path: Path) 
 )
 def test_layers_that_are_recomputed_change_nothing(job: Job, tmp_path: Path, way: dict[str, Any]) -> None:
     rest = {name: value for name, value in way.items() if name != "recompute_layers"}
-    done = job.run(tmp_path / "out", per_device_train_batch_size=4, gradient_accumulation_steps=2, **way)
-    assert done.code == 0, done.stderr[-3000:]
+    job.done(tmp_path / "out", per_device_train_batch_size=4, gradient_accumulation_steps=2, **way)
     told = report_of(tmp_path / "out")["memory"]["recompute_layers"]
     assert ",".join(map(str, told)) == way["recompute_layers"]
-    assert_same(tmp_path / "out", job.given(tmp_path / "given", 4, 2, False, one_pass_loss=False, **rest))
+    assert_same(tmp_path / "out", given(job, 4, 2, False, one_pass_loss=False, **rest))
 
 
 @pytest.mark.long
 def test_a_step_down_goes_on_with_the_same_mix(job: Job, tmp_path: Path) -> None:
     asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "on_oom": "step_down"}
-    fault = "kind=oom,rows=2,count=1"
-    done = job.run(tmp_path / "out", fault=fault, recompute_layers="1,1", **asked)
-    assert done.code == 0, done.stderr[-3000:]
+    short = {VARIABLE: "kind=oom,rows=2,count=1"}
+    job.done(tmp_path / "out", env=short, recompute_layers="1,1", **asked)
     assert report_of(tmp_path / "out")["memory"]["shortages"] == 1
-    other = job.run(tmp_path / "given", fault=fault, activation_checkpointing=False, **asked)
-    assert other.code == 0, other.stderr[-3000:]
+    job.done(tmp_path / "given", env=short, activation_checkpointing=False, **asked)
     assert_same(tmp_path / "out", tmp_path / "given")
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"recompute_layers": "1,7"}, "--recompute_layers 1,7 needs 8 layers, and this model can recompute 2"),
-        ({"recompute_layers": "1", "activation_checkpointing": False}, "does not work with"),
-        ({"one_pass_loss": True, "torch_compile": True}, "--one_pass_loss does not work with --torch_compile"),
-        ({"auto_fit": "plan", "auto_find_batch_size": True}, "both choose the micro-batch"),
-    ],
-)
-def test_what_cannot_be_recomputed_or_compiled_is_refused(
-    job: Job, tmp_path: Path, asked: dict[str, Any], said: str
-) -> None:
-    done = job.run(tmp_path / "out", **asked)
-    assert done.code == 2 and done.error_lines and said in done.error_lines[0]
-    assert len(done.error_lines) == 1 and not (tmp_path / "out" / "run.json").exists()
 
 
 @pytest.mark.long
 def test_a_run_that_goes_on_keeps_its_choice_whatever_is_free_by_then(job: Job, tmp_path: Path) -> None:
     asked = {"auto_fit": "plan", "effective_batch": 8}
-    crash = {"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}
-    assert job.run(tmp_path / "out", env=crash, auto_fit_gib=PLENTY, **asked).code == -9
+    assert job.run(tmp_path / "out", crash="step=4,kind=kill", auto_fit_gib=PLENTY, **asked).code == -9
     chosen = json.loads((tmp_path / "out" / "run.json").read_text())["auto_fit"]
-    done = job.run(tmp_path / "out", auto_fit_gib=0.11, **asked)
-    assert done.code == 0, done.stderr[-3000:]
+    done = job.done(tmp_path / "out", auto_fit_gib=0.11, **asked)
     assert "as this run began" in done.stdout and report_of(tmp_path / "out")["auto_fit"] == chosen
     other = job.run(tmp_path / "out", auto_fit="off", per_device_train_batch_size=8)
     assert other.code == 2 and "auto_fit 'plan' -> 'off'" in other.stderr
 
 
 def test_without_a_card_nothing_is_chosen_and_the_effective_batch_stands(job: Job, tmp_path: Path) -> None:
-    done = job.run(tmp_path / "out", auto_fit="plan", effective_batch=12)
-    assert done.code == 0, done.stderr[-3000:]
+    done = job.done(tmp_path / "out", auto_fit="plan", effective_batch=12)
     assert done.stdout.count("there is no card, so nothing is chosen") == 1
     assert "batch 6 x 2 accumulated x 1 = 12 effective" in done.stdout
     assert report_of(tmp_path / "out")["auto_fit"] is None
 
 
 @pytest.mark.parametrize("size", [None, 256], ids=["planned", "given"])
-def test_an_evaluation_never_ends_a_run_that_trains(job: Job, scratch: Path, tmp_path: Path, size: int | None) -> None:
+def test_an_evaluation_never_ends_a_run_that_trains(
+    job: Job, card_server: CommandServer, scratch: Path, tmp_path: Path, size: int | None
+) -> None:
     """The plan keeps its batch below a training step; a larger one is halved on a card that has too little memory."""
-    try:
-        card = simcard.environment()
-    except simcard.NoCompiler as missing:
-        pytest.skip(str(missing))
-    data = tiny.write_dataset_dir(scratch / "evaluated", train=8, test=256)
     tokenizer = tiny.build_tokenizer()
     # a row of 128 tokens needs 4 MB in each of three matrices between the layers' products
     wide = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 8192, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(**wide, num_attention_heads=2)).save_pretrained(scratch / "wide")
     tokenizer.save_pretrained(scratch / "wide")
-    asked: dict[str, Any] = {
-        "model_name_or_path": scratch / "wide",
-        "dataset_name": data,
-        "max_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "bf16": False,
-    }
-    asked |= {"dtype": "float32", "per_device_train_batch_size": 1, "report_to": "none"}
+    asked: dict[str, Any] = {"model_name_or_path": scratch / "wide", "max_steps": 1, "report_to": "none"}
+    asked |= {"dataset_name": tiny.write_dataset_dir(scratch / "evaluated", train=8, test=256)}
+    asked |= {"eval_strategy": "steps", "eval_steps": 1, "bf16": False, "dtype": "float32"}
     asked |= {"auto_fit": "plan"} if size is None else {"per_device_eval_batch_size": size}
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_rocm_tune.sft", *job.argv, *flags(output_dir=tmp_path / "out", **asked)],
-        env={**os.environ, **card, "SIMCARD_CAPACITY": "1400000000"}, capture_output=True, text=True, check=False,
-        timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_card = replace(job, server=card_server, env={"SIMCARD_CAPACITY": "1400000000"})
+    done = on_card.done(tmp_path / "out", per_device_train_batch_size=1, **asked)
     report = report_of(tmp_path / "out")
     kinds = [each["kind"] for each in report["incidents"]]
     if size is None:
@@ -265,7 +188,7 @@ def test_an_evaluation_never_ends_a_run_that_trains(job: Job, scratch: Path, tmp
 def test_a_head_that_is_not_known_falls_back_to_the_loss_of_trl(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = [*job.argv, *flags(output_dir=tmp_path, use_cpu=True, auto_fit="plan", auto_fit_gib=PLENTY)]
+    argv = job.argv(tmp_path, use_cpu=True, auto_fit="plan", auto_fit_gib=PLENTY)
     assert parse(argv).one_pass_loss
     monkeypatch.delattr(chunked_logprob, "_addmm_fp32")
     said: list[str] = []
@@ -297,7 +220,7 @@ def test_a_head_that_is_not_known_falls_back_to_the_loss_of_trl(
 def test_what_cannot_be_fitted_is_said_before_the_model_is_loaded(
     job: Job, tmp_path: Path, asked: dict[str, object], error: type[TuneError], said: str
 ) -> None:
-    argv = [*job.argv, *flags(output_dir=tmp_path, use_cpu=True, **asked)]
+    argv = job.argv(tmp_path, use_cpu=True, **asked)
     with pytest.raises(error) as caught:
         before_loading(parse(argv), None, libraries=0, say=lambda *lines: None)
     assert said in str(caught.value) and "\n" not in str(caught.value)

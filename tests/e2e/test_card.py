@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from hf_rocm_tune import cli
 from hf_rocm_tune.publish.card import is_ours
 from hf_rocm_tune.publish.history import collect, judge
 from hf_rocm_tune.survive import manifest
-from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags
+from tests.e2e.conftest import Job, MakeJob
 from tests.e2e.probe import logits
-from tests.e2e.test_methods import METHODS, Jobs
+from tests.e2e.test_methods import METHODS, jobs_of
 
 KINDS: dict[str, list[str]] = {
     "lora": [],
@@ -32,43 +31,34 @@ KINDS: dict[str, list[str]] = {
     "qlora": ["--load_in_4bit", "--use_bnb_nested_quant"],
     "full": ["--use_peft", "false"],
 }
-Run = Callable[..., Result]
+OF_METHODS = [*((method, True) for method in METHODS), ("reward", False)]
+"""Each method, and whether it trains an adapter."""
 
 
 @pytest.fixture(scope="module")
-def run(server: CommandServer, model_of: Callable[[str], Path], messages: Path) -> Run:
-    """Runs a command of two steps with a checkpoint after each."""
-
-    def command(output: Path, *more: str, env: dict[str, str] | None = None, **changed: Any) -> Result:
-        settings = {
-            "model_name_or_path": model_of("llama3"),
-            "dataset_name": messages,
-            "output_dir": output,
-            "max_steps": 2,
-            "per_device_train_batch_size": 2,
-            "max_length": 48,
-            "learning_rate": 0.01,
-            "lora_dropout": 0.0,
-            "logging_steps": 1,
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-            "save_steps": 1,
-            "disable_tqdm": True,
-        }
-        return server.run(*flags(**{**settings, **changed}), *more, env={"USER": "gudrun", **(env or {})})
-
-    return command
+def job(make_job: MakeJob) -> Job:
+    """A command of two steps with a checkpoint after each."""
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    made = make_job("cards", train=48, test=9, max_steps=2, max_length=48, lora_dropout=0.0, **each)
+    return replace(made, env={"USER": "gudrun"})
 
 
 @pytest.fixture(scope="module")
-def trained(run: Run, scratch: Path) -> dict[str, Path]:
-    """Output directories by kind of training."""
-    outputs = {}
+def trained(job: Job, make_job: MakeJob) -> dict[str, Path]:
+    """Output directories by kind of training, and by method; the logits of the training are beside each."""
+    outputs, methods = {}, jobs_of(make_job, "cards of methods")
     for kind, more in KINDS.items():
-        outputs[kind] = scratch / "cards" / kind
-        result = run(outputs[kind], *more, env={"DUMP_LOGITS": f"{outputs[kind]}.logits"})
-        assert result.code == 0, (kind, result.stderr[-3000:])
+        outputs[kind] = job.root / kind
+        job.done(outputs[kind], *more, env={"DUMP_LOGITS": f"{outputs[kind]}.logits"})
+    for method, peft in OF_METHODS:
+        output = outputs[f"{method} {peft}"] = methods[method].root / f"out {peft}"
+        methods[method].done(output, max_steps=1, use_peft=peft, env={"DUMP_LOGITS": f"{output}.logits"})
     return outputs
+
+
+@pytest.fixture(scope="module")
+def of_sft(trained: dict[str, Path]) -> dict[str, Path]:
+    return {kind: trained[kind] for kind in KINDS}
 
 
 def cards_of(output: Path) -> dict[str, str]:
@@ -76,11 +66,20 @@ def cards_of(output: Path) -> dict[str, str]:
     return {file.parent.name: file.read_text() for file in output.rglob("README.md")}
 
 
-def said_by_cards(jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """What the code of cards gives, in a process that does not have this package."""
+@pytest.fixture(scope="module")
+def answers(trained: dict[str, Path], job: Job) -> dict[str, dict[str, Any]]:
+    """What the code of each card gives, in one process that does not have this package."""
+    jobs, model = [], Path(job.settings["model_name_or_path"])
+    for kind, output in trained.items():
+        there = job.root / "copies" / kind
+        shutil.copytree(output, there, ignore=shutil.ignore_patterns("checkpoint-*"))
+        if kind != "full":  # the card names the directory of the base model, not where it lies
+            (there / model.name).symlink_to(model)
+        text = (there / "README.md").read_text()
+        jobs.append({"card": text, "directory": str(there), "logits": f"{output}.logits"})
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.card_snippets"],
-        input="".join(json.dumps(job) + "\n" for job in jobs),
+        input="".join(json.dumps(each) + "\n" for each in jobs),
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"},
@@ -88,49 +87,25 @@ def said_by_cards(jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(trained, found, strict=True))
 
 
-def test_the_cards_code_gives_the_logits_of_the_training(
-    trained: dict[str, Path], model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    jobs = []
-    for kind, output in trained.items():
-        there = tmp_path / kind
-        shutil.copytree(output, there, ignore=shutil.ignore_patterns("checkpoint-*"))
-        if kind != "full":  # the card names the directory of the base model, not where it lies
-            (there / model_of("llama3").name).symlink_to(model_of("llama3"))
-        text = (there / "README.md").read_text()
-        jobs.append({"card": text, "directory": str(there), "logits": f"{output}.logits"})
-    answers = said_by_cards(jobs)
-    assert len(answers) == len(jobs)
-    for kind, answer in zip(trained, answers, strict=True):
+def test_the_cards_code_gives_the_logits_of_the_training(answers: dict[str, dict[str, Any]]) -> None:
+    for kind, answer in answers.items():
         assert answer["equal"], (kind, answer["difference"])
         assert (answer["blocks"], answer["our_modules"]) == (2, [])
-        assert answer["said"].endswith("\n")
+        assert isinstance(float(answer["said"]), float) if "reward" in kind else answer["said"].endswith("\n")
 
 
-@pytest.fixture(scope="module")
-def methods(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Jobs:
-    root = scratch / "cards of methods"
-    root.mkdir()
-    return Jobs(server=server, model=model_of("llama3"), root=root)
-
-
-@pytest.mark.parametrize(("method", "peft"), [*((each, True) for each in METHODS), ("reward", False)])
-def test_the_card_of_every_method_names_its_trainer_and_its_code_runs(
-    methods: Jobs, method: str, peft: bool, model_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("method", "peft"), OF_METHODS)
+def test_the_card_of_every_method_names_its_trainer(
+    trained: dict[str, Path], method: str, peft: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = methods.root / f"{method} {peft}"
-    done = methods.run(method, output, max_steps=1, use_peft=peft, env={"DUMP_LOGITS": f"{output}.logits"})
-    assert done.code == 0, done.stderr[-3000:]
+    output = trained[f"{method} {peft}"]
     text = (output / "README.md").read_text()
     trainer = "RewardTrainer" if method == "reward" else f"{method.upper()}Trainer"
     assert f"`{trainer}`" in text and "SFT" not in text and "columns `prompt`" in text
-    (output / model_of("llama3").name).symlink_to(model_of("llama3"))
-    (answer,) = said_by_cards([{"card": text, "directory": str(output), "logits": f"{output}.logits"}])
-    assert answer["equal"], answer["difference"]
-    assert method != "reward" or isinstance(float(answer["said"]), float)
     if method != "reward":
         return
     # The same adapter (or model) through our own commands.
@@ -139,16 +114,15 @@ def test_the_card_of_every_method_names_its_trainer_and_its_code_runs(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert "a reward model" in line and "README.md" in line and "--base" not in line
     if peft:
-        merged = methods.root / "merged"
-        assert cli.main(["merge", str(output), str(merged)]) == 0, capsys.readouterr().err
-        assert "AutoModelForSequenceClassification" in (merged / "README.md").read_text()
-        model = AutoModelForSequenceClassification.from_pretrained(merged)
+        assert cli.main(["merge", str(output), str(tmp_path / "merged")]) == 0, capsys.readouterr().err
+        assert "AutoModelForSequenceClassification" in (tmp_path / "merged" / "README.md").read_text()
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
         wanted = torch.load(f"{output}.logits")
         assert model.config.num_labels == 1 and float((logits(model) - wanted).abs().max()) < 1e-4
 
 
-def test_each_save_has_a_card_of_ours_and_none_of_trl_or_peft(trained: dict[str, Path]) -> None:
-    for kind, output in trained.items():
+def test_each_save_has_a_card_of_ours_and_none_of_trl_or_peft(of_sft: dict[str, Path]) -> None:
+    for kind, output in of_sft.items():
         found = cards_of(output)
         assert set(found) == {output.name, "checkpoint-1", "checkpoint-2"}, kind
         for folder, text in found.items():
@@ -160,8 +134,8 @@ def test_each_save_has_a_card_of_ours_and_none_of_trl_or_peft(trained: dict[str,
             assert not {"base_model", "datasets"} & metadata.keys()  # both are directories here
 
 
-def test_everything_is_in_the_seal(trained: dict[str, Path]) -> None:
-    for output in trained.values():
+def test_everything_is_in_the_seal(of_sft: dict[str, Path]) -> None:
+    for output in of_sft.values():
         found = manifest.inspect(output)
         assert found.manifest is not None and found.problems == []
         assert {"README.md", "loss.png", "training_log.json", "transfer_report.json"} <= set(found.manifest.files)
@@ -179,44 +153,39 @@ def test_the_log_is_the_trainers_and_names_no_file(trained: dict[str, Path], scr
     assert str(scratch) not in (output / "training_log.json").read_text()
 
 
-def test_no_path_and_no_user_is_in_a_card(trained: dict[str, Path], scratch: Path) -> None:
-    for output in trained.values():
+def test_no_path_and_no_user_is_in_a_card(of_sft: dict[str, Path], scratch: Path) -> None:
+    for output in of_sft.values():
         for text in cards_of(output).values():
             assert str(scratch) not in text and "gudrun" not in text and str(Path.home()) not in text
 
 
-def test_an_edited_card_is_kept_and_an_untouched_one_is_replaced(run: Run, tmp_path: Path) -> None:
+def test_an_edited_card_is_kept_and_an_untouched_one_is_replaced(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
     (output / "README.md").write_text("# edited by hand\n")
-    refused = run(output)
+    refused = job.run(output)
     assert refused.code == 2 and "no run of hf-rocm-tune has written what is in it (README.md)" in refused.stderr
     (output / "README.md").unlink()
 
-    assert run(output).code == 0
+    job.done(output)
     (output / "README.md").write_text("# edited by hand\n")
-    result = run(output, "--overwrite_output_dir")
-    assert (
-        result.code == 0 and "was written or edited by hand and is kept" in result.stdout
-    )  # what counts as edited: test_card.py of publish
+    result = job.done(output, "--overwrite_output_dir")
+    assert "was written or edited by hand and is kept" in result.stdout  # what counts: test_card.py of publish
     assert set(cards_of(output).values()) == {"# edited by hand\n"}
     assert manifest.inspect(output).problems == []
 
     (output / "README.md").unlink()
-    again = run(output, "--overwrite_output_dir", seed=7)
-    assert again.code == 0 and "by hand" not in again.stdout
+    again = job.done(output, "--overwrite_output_dir", seed=7)
+    assert "by hand" not in again.stdout
     ours = (output / "README.md").read_text()
     assert is_ours(ours) and "| seed | `7` |" in ours
 
-    more = run(output, "--overwrite_output_dir", seed=8)
-    assert more.code == 0 and "| seed | `8` |" in (output / "README.md").read_text()
-
 
 def test_a_run_that_fails_leaves_its_log_and_a_report_that_says_so(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
-    result = run(output, max_steps=8, env={"HF_ROCM_TUNE_FAULT": "kind=zero,persist=1,stage=batches,first=20"})
+    result = job.run(output, max_steps=8, fault="kind=zero,persist=1,stage=batches,first=20")
     assert result.code == 3, result.stderr[-2000:]
     left = collect(output)
     assert left.rows and left.trained
@@ -227,11 +196,10 @@ def test_a_run_that_fails_leaves_its_log_and_a_report_that_says_so(
 
 
 def test_samples_and_data_are_in_log_and_page_and_change_nothing(
-    run: Run, trained: dict[str, Path], tmp_path: Path
+    job: Job, trained: dict[str, Path], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    result = run(output, "--sample_every", "1", "--sample_prompts", "Hello there", "What is a <sum>?")
-    assert result.code == 0, result.stderr[-2000:]
+    result = job.done(output, "--sample_every", "1", "--sample_prompts", "Hello there", "What is a <sum>?")
     assert "step 1, 'Hello there': " in result.stdout and "step 2, 'What is a <sum>?': " in result.stdout
     adapters = [(each / "adapter_model.safetensors").read_bytes() for each in (output, trained["lora"])]
     assert adapters[0] == adapters[1]
@@ -245,9 +213,9 @@ def test_samples_and_data_are_in_log_and_page_and_change_nothing(
     assert [each["split"] for each in recorded] == ["train", "eval"]
 
 
-def test_a_killed_run_can_be_reported(run: Run, tmp_path: Path) -> None:
+def test_a_killed_run_can_be_reported(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    result = run(output, max_steps=8, env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
+    result = job.run(output, max_steps=8, crash="step=4,kind=kill")
     assert result.code == -signal.SIGKILL
     left = collect(output)
     assert (left.step, left.finished) == (3, False)

@@ -26,13 +26,3 @@ def test_compiled_layers_train_as_those_that_are_not(
     report = report_of(tmp_path / "compiled")
     assert report["coverage"]["verified_bytes"] == report["coverage"]["device_bytes"] > 0
     assert report["coverage"]["unverified"] == []
-
-
-def test_kernels_of_liger_are_refused_before_the_model_is_loaded(
-    server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str]
-) -> None:
-    argv = [*base_flags, *flags(model_name_or_path=model_of("llama3"), use_liger_kernel=True)]
-    result = server.run(*argv)
-    assert result.code == 2
-    assert len(result.error_lines) == 1 and "--use_liger_kernel needs" in result.error_lines[0]
-    assert "loaded" not in result.stdout

@@ -51,8 +51,10 @@ def counted(result: Result, out: Path) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize("limit", [30, 60, 4096])
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "packing"),
+    [(30, False), (60, True), *(pytest.param(*each, marks=pytest.mark.long) for each in ((60, False), (4096, False)))],
+)
 def test_cut_and_dropped_rows_are_counted(
     start: Start, lengths: tuple[Path, list[int], list[int]], tmp_path: Path, limit: int, packing: bool
 ) -> None:

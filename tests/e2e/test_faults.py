@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,59 +15,18 @@ import pytest
 from safetensors import safe_open
 
 from hf_rocm_tune.survive import manifest
-from tests import tiny
-from tests.e2e.command import CommandServer, Result, log_rows
-from tests.e2e.conftest import flags, losses_of, report_of, sampled
+from tests.e2e.command import Result, log_rows
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, assert_covered, assert_same_run, losses_of, report_of, sampled
 
-ADAPTER = "adapter_model.safetensors"
 TRANSIENT = ("zero", "zero_range", "flip", "bits", "stride", "stale", "swap", "drop", "late")
 NAMES = {"zero": {"zeros"}, "zero_range": {"zeros"}, "flip": {"bit_flip", "zeros"}}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A command of four steps, with a checkpoint and an evaluation after the second, and a clean run of it."""
-
-    server: CommandServer
-    settings: dict[str, Any]
-    clean: Path
-
-    def run(self, output: Path, *more: str, fault: str = "", **changed: Any) -> Result:
-        """Runs the command with a fault."""
-        argv = [*flags(**{**self.settings, **changed}, output_dir=output), *more]
-        return self.server.run(*argv, env={"HF_ROCM_TUNE_FAULT": fault})
-
-    def assert_same_result(self, output: Path) -> None:
-        """Adapter and losses are bit for bit those of the clean run, and the result is sealed."""
-        assert (output / ADAPTER).read_bytes() == (self.clean / ADAPTER).read_bytes()
-        assert losses_of(output) == losses_of(self.clean)
-        found = manifest.inspect(output)
-        assert found.manifest is not None and found.manifest.status == "final" and found.problems == []
-
-
 @pytest.fixture(scope="module")
-def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
-    """The clean run."""
-    root = scratch / "faults"
-    settings = {
-        "model_name_or_path": model_of("llama3"),
-        "dataset_name": tiny.write_dataset_dir(root / "data", train=16, test=4),
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_length": 64,
-        "learning_rate": 0.01,
-        "lora_dropout": 0.1,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_steps": 2,
-        "disable_tqdm": True,
-    }
-    made = Job(server=server, settings=settings, clean=root / "clean")
-    result = made.run(made.clean)
-    assert result.code == 0, result.stderr[-3000:]
-    return made
+def job(make_job: MakeJob) -> Job:
+    """Four steps, with a checkpoint and an evaluation after the second."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    return make_job("faults", max_steps=4, gradient_accumulation_steps=2, lora_dropout=0.1, **evaluated)
 
 
 def stages(report: dict[str, Any], counter: str) -> int:
@@ -91,8 +48,7 @@ def assert_recovered(report: dict[str, Any], kind: str) -> None:
         assert row["kind"] in NAMES.get(kind, {row["kind"]}), row
         assert row["first_offset"] >= 0 and (row["length"] > 0 or row["kind"] == "late")
         assert (row["rung"], row["outcome"]) == ("same_copy", "recovered")
-    covered = report["coverage"]
-    assert covered["verified_bytes"] == covered["device_bytes"] and covered["unverified"] == []
+    assert_covered(report)
 
 
 def assert_stopped(result: Result, output: Path, *, checkpoints: list[str]) -> str:
@@ -115,7 +71,7 @@ def test_a_fault_on_the_way_is_recovered_and_changes_nothing(job: Job, tmp_path:
     output = tmp_path / "out"
     result = job.run(output, fault=f"kind={kind},rate=0.2,seed=3")
     assert result.code == 0, result.stderr[-3000:]
-    job.assert_same_result(output)
+    assert_same_run(output, job.clean())
     report = report_of(output)
     assert_recovered(report, kind)
     assert report["batches"]["mismatches"] > 0
@@ -125,15 +81,33 @@ def test_a_fault_on_the_way_is_recovered_and_changes_nothing(job: Job, tmp_path:
     assert "(faults were injected on request)" in result.stdout.splitlines()[-1]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", TRANSIENT)
+def test_each_of_thousands_of_faults_on_the_way_is_caught(job: Job, tmp_path: Path, kind: str) -> None:
+    """Over all kinds more than 10,000."""
+    rare = {"logging_steps": 500, "eval_steps": 500, "save_steps": 500, "save_total_limit": 1}
+    settings = {"max_steps": 1800, "gradient_accumulation_steps": 1, **rare}
+    job.done(tmp_path / "out", fault=f"kind={kind},rate=0.4,seed=11", **settings)
+    report = report_of(tmp_path / "out")
+    mismatches, injected = stages(report, "mismatches"), report["fault_injection"]["injected"]
+    assert mismatches == stages(report, "recovered") == len(report["incidents"])
+    # The batch that is read ahead when training ends is never used, so nobody asks for its verdict: three tensors.
+    # A late copy may land before its digest is taken, through another thread's copy: then nothing was wrong.
+    unused = injected - mismatches
+    assert 0 <= unused <= 3 if kind != "late" else unused >= 0, (mismatches, injected)
+    assert injected >= 1450
+    assert (tmp_path / "out" / ADAPTER).read_bytes() == (job.clean(**settings) / ADAPTER).read_bytes()
+
+
 def test_a_clean_run_reports_no_faults(job: Job) -> None:
-    report = report_of(job.clean)
+    report = report_of(job.clean())
     assert report["fault_injection"] is None
     assert stages(report, "mismatches") == stages(report, "recovered") == len(report["incidents"]) == 0
 
 
 def test_weights_that_are_quantised_on_arrival_are_recovered(job: Job, tmp_path: Path) -> None:
     for name, fault in (("clean", ""), ("harmed", "kind=zero_range,rate=0.3,stage=weights")):
-        assert job.run(tmp_path / name, "--load_in_4bit", fault=fault).code == 0
+        job.done(tmp_path / name, "--load_in_4bit", fault=fault)
     assert_recovered(report_of(tmp_path / "harmed"), "zero_range")
     assert (tmp_path / "harmed" / ADAPTER).read_bytes() == (tmp_path / "clean" / ADAPTER).read_bytes()
 
@@ -166,7 +140,7 @@ def test_a_fault_on_resuming_is_recovered(job: Job, halfway: Path, tmp_path: Pat
     shutil.copytree(halfway, output)
     result = job.run(output, fault=f"kind=flip,rate=0.3,stage={stage}")
     assert result.code == 0, result.stderr[-3000:]
-    job.assert_same_result(output)
+    assert_same_run(output, job.clean())
     report = report_of(output)
     assert_recovered(report, "flip")
     assert report[stage]["mismatches"] == len(report["incidents"])
@@ -195,19 +169,23 @@ def test_a_persistent_fault_of_a_batch_stops_and_the_same_command_continues(
     shutil.copytree(halfway, output)
     result = job.run(output)
     assert result.code == 0, result.stderr[-3000:]
-    job.assert_same_result(output)
+    assert_same_run(output, job.clean())
     assert report_of(output)["fault_injection"] is None
 
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        "kind=zero,tensor=*down_proj*,stage=weights",
-        "kind=flip,tensor=input_ids",
+    sampled(
+        (
+            "kind=zero,tensor=*down_proj*,stage=weights",
+            "kind=flip,tensor=input_ids",
+            "kind=stale,tensor=input_ids,first=2",
+            "kind=drop,tensor=*embed_tokens*",
+            "kind=swap,stage=weights,rate=0.1",
+        ),
         "kind=stale,tensor=input_ids,first=2",
         "kind=drop,tensor=*embed_tokens*",
-        "kind=swap,stage=weights,rate=0.1",
-    ],
+    ),
 )
 def test_a_persistent_fault_leaves_nothing_that_looks_finished(job: Job, tmp_path: Path, fault: str) -> None:
     output = tmp_path / "out"
@@ -215,7 +193,7 @@ def test_a_persistent_fault_leaves_nothing_that_looks_finished(job: Job, tmp_pat
     assert "arrived wrong on cpu" in line and "from byte" in line
 
 
-@pytest.mark.parametrize("stage", ["adapter", "optimizer"])
+@pytest.mark.parametrize("stage", sampled(("adapter", "optimizer"), "optimizer"))
 def test_a_persistent_fault_on_resuming_leaves_the_checkpoint(
     job: Job, halfway: Path, tmp_path: Path, stage: str
 ) -> None:
@@ -225,7 +203,7 @@ def test_a_persistent_fault_on_resuming_leaves_the_checkpoint(
     line = assert_stopped(result, output, checkpoints=["checkpoint-2"])
     assert f"{stage} tensor" in line
     assert job.run(output).code == 0
-    job.assert_same_result(output)
+    assert_same_run(output, job.clean())
 
 
 def test_asked_to_stop_it_stops_at_the_first_mismatch(job: Job, tmp_path: Path) -> None:
@@ -246,7 +224,7 @@ def test_a_weight_that_changed_after_its_verdict_is_loaded_again_and_changes_not
     result = job.run(output, fault="kind=after,tensor=*q_proj*,stage=weights,count=1", sentinel_every=3)
     assert result.code == 0, result.stderr[-3000:]
     assert "all weights are loaded again and the run goes back to the start" in result.stdout
-    job.assert_same_result(output)
+    assert_same_run(output, job.clean())
     (incident,) = report_of(output)["incidents"]
     assert (incident["stage"], incident["outcome"]) == ("frozen", "recovered") and "q_proj" in incident["tensor"]
 
@@ -302,10 +280,8 @@ def test_a_bit_that_flips_in_memory_during_training_is_found_and_the_run_goes_ba
     with safe_open(Path(job.settings["model_name_or_path"]) / "model.safetensors", framework="pt") as file:
         wanted = file.get_tensor(name).numpy().tobytes()
     output = tmp_path / "out"
-    settings = {**job.settings, "max_steps": 30, "save_steps": 4, "save_total_limit": 2, "eval_strategy": "no"}
-    undisturbed = tmp_path / "undisturbed"
-    assert job.server.run(*flags(**{**settings, "output_dir": undisturbed})).code == 0
-    running = job.server.start(*flags(**{**settings, "output_dir": output}, sentinel_every=every))
+    settings = {"max_steps": 30, "save_steps": 4, "save_total_limit": 2, "eval_strategy": "no"}
+    running = job.start(output, **settings, sentinel_every=every)
     while len(log_rows(running.printed())) < 5:
         assert (ended := running.poll()) is None, ended
     running.kill(signal.SIGSTOP)
@@ -320,7 +296,7 @@ def test_a_bit_that_flips_in_memory_during_training_is_found_and_the_run_goes_ba
     (incident,) = report_of(output)["incidents"]
     assert incident["stage"] == "frozen" and module in incident["tensor"] and incident["outcome"] == "recovered"
     assert step <= incident["step"] <= step + every + 1  # one step may have been under way
-    assert (output / ADAPTER).read_bytes() == (undisturbed / ADAPTER).read_bytes()
+    assert (output / ADAPTER).read_bytes() == (job.clean(**settings) / ADAPTER).read_bytes()
 
 
 # ---- honesty ------------------------------------------------------------------------------------------------
@@ -336,7 +312,7 @@ def test_without_verification_nothing_is_caught_and_the_report_says_so(job: Job,
     assert report["coverage"]["verified_bytes"] == 0 < report["coverage"]["device_bytes"]
     assert {row["reason"].split(",")[0] for row in report["coverage"]["unverified"]} == {"moved with --verify off"}
     assert stages(report, "mismatches") == 0
-    assert losses_of(output) != losses_of(job.clean)  # the harm was done
+    assert losses_of(output) != losses_of(job.clean())  # the harm was done
     assert " 0 % of the bytes on the device verified" in result.stdout.splitlines()[-1]
 
 
@@ -350,4 +326,4 @@ def test_a_sample_is_stated_as_a_sample(job: Job, tmp_path: Path) -> None:
     assert 0 < covered["verified_bytes"] < covered["device_bytes"]
     assert covered["unverified"]
     assert 0 < report["batches"]["verified_bytes"] < report["batches"]["bytes"]
-    job.assert_same_result(output)
+    assert losses_of(output) == losses_of(job.clean())

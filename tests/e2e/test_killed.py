@@ -11,7 +11,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +18,21 @@ import pytest
 
 from hf_rocm_tune.survive import manifest
 from tests import tiny
-from tests.e2e.command import CommandServer, Result, Running, log_rows
-from tests.e2e.conftest import flags, losses_of, report_of
+from tests.e2e.command import Result
+from tests.e2e.conftest import Job, MakeJob, assert_same_run, checkpoint, losses_of, report_of, sampled
 
 STEPS = 9  # 12 rows, batch 2, 2 accumulated: three steps an epoch, three epochs
 METHODS = ("lora", "qlora")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One command and the uninterrupted run of it.
-
-    Args:
-        server: runs the command.
-        settings: its flags without the output directory.
-        method: "lora" or "qlora".
-        whole: output directory of the uninterrupted run.
-    """
-
-    server: CommandServer
-    settings: dict[str, Any]
-    method: str
-    whole: Path
-
-    def argv(self, output: Path, **changed: Any) -> list[str]:
-        """The command line."""
-        more = ["--load_in_4bit"] if self.method == "qlora" else []
-        return [*flags(**{**self.settings, **changed}, output_dir=output), *more]
-
-    def start(self, output: Path, **changed: Any) -> Running:
-        """Starts the command."""
-        return self.server.start(*self.argv(output, **changed))
-
-    def finish(self, output: Path, **changed: Any) -> Result:
-        """Runs the command to its end."""
-        result = self.server.run(*self.argv(output, **changed))
-        assert result.code == 0, result.stderr[-3000:]
-        return result
-
-
 @pytest.fixture(scope="module")
-def jobs(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> dict[str, Job]:
-    """The uninterrupted run of each method."""
-    root = scratch / "killed"
-    settings = {
-        "model_name_or_path": model_of("llama3"),
-        "dataset_name": tiny.write_dataset_dir(root / "data", train=12, test=4),
-        "num_train_epochs": 3,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_length": 64,
-        "learning_rate": 0.01,
-        "lora_dropout": 0.2,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_steps": 2,
-        "save_total_limit": 2,
-        "disable_tqdm": True,
+def jobs(make_job: MakeJob) -> dict[str, Job]:
+    """By method."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 2}
+    settings = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "lora_dropout": 0.2, **evaluated}
+    return {
+        method: make_job(f"killed-{method}", train=12, load_in_4bit=method == "qlora", **settings) for method in METHODS
     }
-    made = {
-        method: Job(server=server, settings=settings, method=method, whole=root / method / "whole")
-        for method in METHODS
-    }
-    for job in made.values():
-        job.finish(job.whole)
-    return made
 
 
 def hashes(directory: Path) -> dict[str, str]:
@@ -97,47 +45,15 @@ def hashes(directory: Path) -> dict[str, str]:
 
 
 def assert_same_result(job: Job, output: Path) -> None:
-    """The result is whole and bit for bit that of the uninterrupted run, and so is the way to it."""
-    adapter = "adapter_model.safetensors"
-    assert (output / adapter).read_bytes() == (job.whole / adapter).read_bytes()
-    assert losses_of(output) == losses_of(job.whole)
+    """The result is bit for bit that of the uninterrupted run, and so is the way to it."""
+    assert_same_run(output, job.clean())
     assert len(losses_of(output)) == STEPS
-    found = manifest.inspect(output)
-    assert found.manifest is not None and found.manifest.status == "final" and found.problems == []
-    assert adapter in found.manifest.files and "transfer_report.json" in found.manifest.files
-    left = [path.name for path in output.iterdir() if path.name.startswith("_") and path.name != "_run.lock"]
-    assert left == []
-    covered = report_of(output)["coverage"]
-    assert covered["verified_bytes"] == covered["device_bytes"] > 0 and covered["unverified"] == []
-
-
-def wait_for(running: Running, happened: Callable[[], bool], *, timeout: float = 60.0) -> bool:
-    """Watches closely until something happened; False if the command ended before."""
-    deadline = time.monotonic() + timeout
-    while not happened():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
-        if not Path(f"/proc/{running.pid}").exists() or _is_zombie(running.pid):
-            return False
-    return True
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def checkpoint(output: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
-    return output / f"checkpoint-{step}"
 
 
 def killed_after(job: Job, output: Path, step: int, number: int = signal.SIGKILL, **changed: Any) -> Result:
     """Starts the command and ends it as soon as the checkpoint of a step is in place."""
     running = job.start(output, **changed)
-    assert wait_for(running, lambda: checkpoint(output, step).exists()), running.wait().stderr[-2000:]
+    assert running.until(checkpoint(output, step).exists), running.wait().stderr[-2000:]
     running.kill(number)
     return running.wait(30)
 
@@ -159,7 +75,7 @@ def killed_until_done(job: Job, output: Path, chance: random.Random, whole: floa
             assert result.code == 0, result.stderr[-2000:]
             return kills
         kills += 1
-    job.finish(output)
+    job.done(output)
     return kills
 
 
@@ -171,7 +87,7 @@ def test_killed_at_random_moments_until_it_is_done(
 ) -> None:
     job, chance = jobs[method], random.Random(20)
     started = time.monotonic()
-    job.finish(tmp_path / "timed")
+    job.done(tmp_path / "timed")
     whole = time.monotonic() - started
     kills = rounds = 0
     while kills < wanted:
@@ -194,29 +110,29 @@ def test_killed_in_the_midst_of_each_save(jobs: dict[str, Job], tmp_path: Path, 
     for _ in range(4):
         running = job.start(output, save_total_limit=limit)
         # what the last process left is still there: wait until it has been cleaned up
-        wait_for(running, lambda: output.is_dir() and not being_written())
+        running.until(lambda: output.is_dir() and not being_written())
         for _ in range(chance.randint(1, 2)):
-            wait_for(running, being_written)
+            running.until(being_written)
             time.sleep(chance.uniform(0, 0.03))
         if running.poll() is None:
             running.kill()
             running.wait(30)
             kills += 1
     assert kills > 0
-    job.finish(output, save_total_limit=limit)
+    job.done(output, save_total_limit=limit)
     assert len(list(output.glob("checkpoint-*"))) <= limit
     assert_same_result(job, output)
 
 
-@pytest.mark.parametrize("step", [1, 4, *(pytest.param(step, marks=pytest.mark.long) for step in (3, 5, 8))])
+@pytest.mark.parametrize("step", [1, *(pytest.param(step, marks=pytest.mark.long) for step in (3, 4, 5, 8))])
 def test_killed_after_a_step(jobs: dict[str, Job], tmp_path: Path, step: int) -> None:
     job, output = jobs[METHODS[step % 2]], tmp_path / "out"
     running = job.start(output)
-    assert wait_for(running, lambda: len(log_rows(running.printed())) >= step)
+    assert running.after_step(step)
     running.kill()
     assert running.wait(30).code == -signal.SIGKILL
     assert manifest.inspect(output).manifest is None  # nothing looks finished
-    job.finish(output)
+    job.done(output)
     assert_same_result(job, output)
 
 
@@ -225,17 +141,18 @@ def test_killed_while_the_result_is_written(jobs: dict[str, Job], tmp_path: Path
     for number in range(2):
         output = tmp_path / f"out{number}"
         running = job.start(output)
-        wait_for(running, checkpoint(output, STEPS).exists)
+        running.until(checkpoint(output, STEPS).exists)
         time.sleep(chance.uniform(0, 0.12))
         running.kill()
         result = running.wait(30)
         if result.code == -signal.SIGKILL:
             state = manifest.inspect(output)
             assert state.manifest is None or state.problems == []
-        job.finish(output)
+        job.done(output)
         assert_same_result(job, output)
 
 
+@pytest.mark.long  # `test_interrupt` has it for LoRA
 def test_stopped_by_a_signal_in_the_second_epoch_of_a_quantised_run(jobs: dict[str, Job], tmp_path: Path) -> None:
     job, output = jobs["qlora"], tmp_path / "out"
     stopped = killed_after(job, output, 4, signal.SIGTERM)
@@ -243,15 +160,15 @@ def test_stopped_by_a_signal_in_the_second_epoch_of_a_quantised_run(jobs: dict[s
     assert "Traceback" not in stopped.stderr
     assert stopped.stderr.splitlines()[-1].startswith("hf-rocm-tune: interrupted: stopped by SIGTERM, checkpoint-")
     assert manifest.inspect(output).manifest is None
-    job.finish(output)
+    job.done(output)
     assert_same_result(job, output)
 
 
 def test_the_same_command_after_the_end_changes_nothing(jobs: dict[str, Job], tmp_path: Path) -> None:
     job, output = jobs["lora"], tmp_path / "out"
-    shutil.copytree(job.whole, output)
+    shutil.copytree(job.clean(), output)
     before = hashes(output)
-    again = job.finish(output)
+    again = job.done(output)
     assert "finished" in again.stdout and str(output) in again.stdout
     assert hashes(output) == before
 
@@ -259,8 +176,9 @@ def test_the_same_command_after_the_end_changes_nothing(jobs: dict[str, Job], tm
 def test_batches_after_a_resume_are_verified_too(jobs: dict[str, Job], tmp_path: Path) -> None:
     job, output = jobs["lora"], tmp_path / "out"
     killed_after(job, output, 4)  # the first of the second epoch's three steps
-    job.finish(output)
-    resumed, whole = report_of(output), report_of(job.whole)
+    job.done(output)
+    assert_same_result(job, output)
+    resumed, whole = report_of(output), report_of(job.clean())
     # each step: two micro-batches of three tensors; each evaluation: one batch
     tensors = {"step": 2 * 3, "evaluation": 3}
     assert whole["batches"]["tensors"] == 9 * tensors["step"] + 5 * tensors["evaluation"]
@@ -300,13 +218,7 @@ def interrupted(jobs: dict[str, Job], scratch: Path) -> Path:
     return output
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(damage, marks=[] if damage in ("truncated adapter", "flipped manifest") else pytest.mark.long)
-        for damage in DAMAGES
-    ],
-)
+@pytest.mark.parametrize("damage", sampled(DAMAGES, "truncated adapter", "flipped manifest"))
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     jobs: dict[str, Job], interrupted: Path, tmp_path: Path, damage: str
 ) -> None:
@@ -314,7 +226,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     shutil.copytree(interrupted, output)
     name, harm = DAMAGES[damage]
     harm(checkpoint(output, 4) / name)
-    result = jobs["lora"].finish(output)
+    result = jobs["lora"].done(output)
     notes = [line for line in result.stdout.splitlines() if "checkpoint-4 is damaged" in line]
     assert len(notes) == 1 and name in notes[0]
     assert "continuing from checkpoint-2" in result.stdout
@@ -327,6 +239,6 @@ def test_with_every_checkpoint_damaged_it_starts_again(jobs: dict[str, Job], int
     shutil.copytree(interrupted, output)
     for step in (2, 4):
         _flip(checkpoint(output, step) / "adapter_model.safetensors")
-    result = jobs["lora"].finish(output)
+    result = jobs["lora"].done(output)
     assert "no intact checkpoint is left: starting at step 0" in result.stdout
     assert_same_result(jobs["lora"], output)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.train.report import closing_line
-from tests import simcard, tiny
+from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of
 from tests.e2e.test_methods import rows_of
@@ -144,17 +143,10 @@ def cpu(server: CommandServer, scratch: Path) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def card(scratch: Path) -> Iterator[Bench]:
+def card(card_server: CommandServer, scratch: Path) -> Bench:
     """On the simulated card."""
-    try:
-        environment = simcard.environment()
-    except simcard.NoCompiler as reason:
-        pytest.skip(str(reason))
     root = scratch / "memory attacks on the card"
-    root.mkdir()
-    server = CommandServer(root, environment)
-    yield Bench(server=server, root=root, settings=settings_for(root))
-    server.close()
+    return Bench(server=card_server, root=root, settings=settings_for(root))
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,12 @@ from safetensors.torch import load_file
 
 from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
 from tests import tiny
-from tests.e2e.command import TIMEOUT, CommandServer, Result, log_rows
-from tests.e2e.conftest import flags, losses_of, report_of, sampled
+from tests.e2e.command import TIMEOUT, CommandServer, log_rows
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, assert_covered, assert_same_run, report_of, sampled
 from tests.e2e.test_card_runs import FROM_CARD, SAVED, SCALAR_BYTES, TO_CARD
 from tests.e2e.test_faults import assert_recovered
 from tests.simcard.log import Log
 
-ADAPTER = "adapter_model.safetensors"
 METHODS = ("dpo", "kto", "reward", "grpo", "orpo")
 STOCK = METHODS[:-1]  # ORPO has no command of TRL's: it is experimental there
 ROWS, STEPS = 32, 4  # an epoch: no batch is read ahead and never used, whose fault nobody would see
@@ -54,77 +52,24 @@ def rows_of(method: str) -> list[dict[str, Any]]:
     return rows
 
 
-@dataclass(kw_only=True)
-class Jobs:
-    """Commands of all methods that differ in little."""
-
-    server: CommandServer
-    model: Path
-    root: Path
-    _clean: dict[str, Path] = field(default_factory=dict)
-
-    def argv(self, method: str, output: Path, **changed: Any) -> list[str]:
-        """The command line."""
-        data = self.root / method / "train.jsonl"
-        data.parent.mkdir(exist_ok=True)
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows_of(method)), encoding="utf-8")
-        (self.root / "rewards.py").write_text(REWARDS)
-        settings = {
-            "model_name_or_path": self.model,
-            "dataset_name": data.parent,
-            "max_steps": STEPS,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "learning_rate": 0.01,
-            "lora_dropout": 0.0,
-            "logging_steps": 1,
-            "save_steps": 2,
-            "disable_tqdm": True,
-        }
-        settings |= GENERATION if method == "grpo" else {"max_length": 96}
-        given = {name: value for name, value in {**settings, **changed}.items() if value is not None}
-        return flags(**given, output_dir=output)
-
-    def run(
-        self,
-        method: str,
-        output: Path,
-        *more: str,
-        server: CommandServer | None = None,
-        env: dict[str, str] | None = None,
-        **changed: Any,
-    ) -> Result:
-        """Runs a command."""
-        argv = [*self.argv(method, output, **changed), *more]
-        return (server or self.server).run(*argv, env={"METHOD": method, **(env or {})}, cwd=self.root)
-
-    def clean(self, method: str) -> Path:
-        """The output of an undisturbed run, all bytes verified."""
-        if method not in self._clean:
-            output = self.root / f"clean-{method}"
-            done(self.run(method, output))
-            assert_covered(output)
-            self._clean[method] = output
-        return self._clean[method]
+def jobs_of(make_job: MakeJob, name: str) -> dict[str, Job]:
+    """The command of each method."""
+    made = {}
+    for method in METHODS:
+        own = GENERATION if method == "grpo" else {"max_length": 96}
+        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_length": None}
+        job = make_job(f"{name}/{method}", max_steps=STEPS, lora_dropout=0.0, save_steps=2, **sizes | own)
+        rows = "".join(json.dumps(row) + "\n" for row in rows_of(method))
+        (job.root / "data" / "test.jsonl").unlink(missing_ok=True)
+        (job.root / "data" / "train.jsonl").write_text(rows, encoding="utf-8")
+        (job.root / "rewards.py").write_text(REWARDS)
+        made[method] = replace(job, env={"METHOD": method}, cwd=job.root)
+    return made
 
 
 @pytest.fixture(scope="module")
-def jobs(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Jobs:
-    """What all commands here share."""
-    root = scratch / "methods"
-    root.mkdir()
-    return Jobs(server=server, model=model_of("llama3"), root=root)
-
-
-def done(result: Result) -> Result:
-    assert result.code == 0, result.stderr[-3000:]
-    assert "Warning" not in result.stderr, result.stderr[-3000:]
-    return result
-
-
-def assert_covered(output: Path) -> None:
-    covered = report_of(output)["coverage"]
-    assert covered["unverified"] == [] and covered["verified_bytes"] == covered["device_bytes"] > 0
+def jobs(make_job: MakeJob) -> dict[str, Job]:
+    return jobs_of(make_job, "methods")
 
 
 def logged(output: Path) -> list[dict[str, float]]:
@@ -135,16 +80,11 @@ def logged(output: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not name.startswith(own)} for row in history]
 
 
-def assert_same_adapter(output: Path, expected: Path) -> None:
-    assert (output / ADAPTER).read_bytes() == (expected / ADAPTER).read_bytes()
-    assert losses_of(output) == losses_of(expected)
-
-
 @pytest.mark.parametrize("method", sampled(STOCK, "dpo"))
-def test_the_run_is_that_of_stock_trl_bit_for_bit(jobs: Jobs, method: str, tmp_path: Path) -> None:
+def test_the_run_is_that_of_stock_trl_bit_for_bit(jobs: dict[str, Job], method: str, tmp_path: Path) -> None:
     """A reward model without an adapter: TRL draws the adapter's start after the new head's, and here before it."""
     changed = {"use_peft": False, "learning_rate": 1e-3} if method == "reward" else {}
-    printed = done(jobs.run(method, tmp_path / "ours", "--print_config", **changed))
+    printed = jobs[method].done(tmp_path / "ours", "--print_config", **changed)
     settings = yaml.safe_load(printed.stdout)
     for own in (*dataclasses.fields(TuneArguments), *dataclasses.fields(RanksArguments)):
         settings.pop(own.name, None)
@@ -154,11 +94,11 @@ def test_the_run_is_that_of_stock_trl_bit_for_bit(jobs: Jobs, method: str, tmp_p
     recipe = tmp_path / "trl.yaml"
     recipe.write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", f"trl.scripts.{method}", "--config", str(recipe)]
-    stock = subprocess.run(command, capture_output=True, text=True, cwd=jobs.root, timeout=TIMEOUT, check=False)
+    stock = subprocess.run(command, capture_output=True, text=True, cwd=jobs[method].cwd, timeout=TIMEOUT, check=False)
     assert stock.returncode == 0, stock.stderr[-3000:]
     if changed:
-        done(jobs.run(method, tmp_path / "ours", **changed))
-    output = tmp_path / "ours" if changed else jobs.clean(method)
+        jobs[method].done(tmp_path / "ours", **changed)
+    output = tmp_path / "ours" if changed else jobs[method].clean()
     ours, theirs = logged(output), logged(tmp_path / "trl")
     assert len(theirs) == STEPS and len({row["loss"] for row in theirs}) > 1
     assert ours == theirs
@@ -169,37 +109,37 @@ def test_the_run_is_that_of_stock_trl_bit_for_bit(jobs: Jobs, method: str, tmp_p
 
 
 @pytest.mark.parametrize("method", sampled(METHODS, "dpo"))
-def test_a_killed_run_goes_on_to_the_same_result(jobs: Jobs, method: str, tmp_path: Path) -> None:
-    killed = jobs.run(method, tmp_path / "out", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
+def test_a_killed_run_goes_on_to_the_same_result(jobs: dict[str, Job], method: str, tmp_path: Path) -> None:
+    killed = jobs[method].run(tmp_path / "out", crash="step=4,kind=kill")
     assert killed.code < 0 and (tmp_path / "out" / "checkpoint-2").is_dir()
-    again = done(jobs.run(method, tmp_path / "out"))
-    assert len(log_rows(again.stdout)) == STEPS - 2
-    assert_same_adapter(tmp_path / "out", jobs.clean(method))
+    again = jobs[method].done(tmp_path / "out")
+    assert len(log_rows(again.stdout)) == STEPS - 2 and "Warning" not in again.stderr
+    assert_same_run(tmp_path / "out", jobs[method].clean())
 
 
 @pytest.mark.parametrize("method", sampled(METHODS, "dpo", "orpo"))
-def test_injected_faults_are_recovered_from(jobs: Jobs, method: str, tmp_path: Path) -> None:
-    done(jobs.run(method, tmp_path / "out", env={"HF_ROCM_TUNE_FAULT": "kind=flip,rate=0.2,seed=7"}))
+def test_injected_faults_are_recovered_from(jobs: dict[str, Job], method: str, tmp_path: Path) -> None:
+    jobs[method].done(tmp_path / "out", fault="kind=flip,rate=0.2,seed=7")
     assert_recovered(report_of(tmp_path / "out"), "flip")
-    assert_same_adapter(tmp_path / "out", jobs.clean(method))
+    assert_same_run(tmp_path / "out", jobs[method].clean())
 
 
-def test_orpo_evaluates_on_verified_batches(jobs: Jobs, tmp_path: Path) -> None:
+def test_orpo_evaluates_on_verified_batches(jobs: dict[str, Job], tmp_path: Path) -> None:
     found = []
-    for name, fault in (("clean", None), ("faults", {"HF_ROCM_TUNE_FAULT": "kind=zero,rate=0.5,stage=batches"})):
+    for name, fault in (("clean", ""), ("faults", "kind=zero,rate=0.5,stage=batches")):
         evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_split_size": 8}
-        done(jobs.run("orpo", tmp_path / name, env=fault, **evaluated))
+        jobs["orpo"].done(tmp_path / name, fault=fault, **evaluated)
         found.append([row["eval_loss"] for row in logged(tmp_path / name) if "eval_loss" in row])
     assert found[0] == found[1] and len(found[0]) == STEPS / 2
 
 
 @pytest.mark.parametrize("method", sampled(("dpo", "reward", "kto"), "dpo"))
-def test_a_shortage_of_memory_cuts_between_pairs(jobs: Jobs, method: str, tmp_path: Path) -> None:
+def test_a_shortage_of_memory_cuts_between_pairs(jobs: dict[str, Job], method: str, tmp_path: Path) -> None:
     """KTO's loss without an estimate over the micro-batch, which has no parts."""
     same = {"optim": "sgd", "learning_rate": 1.0, **({"loss_type": "apo_zero_unpaired"} if method == "kto" else {})}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done(jobs.run(method, whole, **same))
-    done(jobs.run(method, cut, env={"HF_ROCM_TUNE_STEP_FAULT": "kind=oom,rows=1"}, **same))
+    jobs[method].done(whole, **same)
+    jobs[method].done(cut, env={"HF_ROCM_TUNE_STEP_FAULT": "kind=oom,rows=1"}, **same)
     assert report_of(cut)["memory"]["micro_batch_divisor"] == 4 and report_of(cut)["memory"]["shortages"] >= 2
     for ours, theirs in zip(logged(cut), logged(whole), strict=True):
         for name in ("loss", "grad_norm", "num_tokens"):
@@ -211,24 +151,24 @@ def test_a_shortage_of_memory_cuts_between_pairs(jobs: Jobs, method: str, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["dpo", "kto", "grpo"])
-def test_a_reference_model_is_verified_and_watched(jobs: Jobs, method: str, tmp_path: Path) -> None:
+def test_a_reference_model_is_verified_and_watched(jobs: dict[str, Job], method: str, tmp_path: Path) -> None:
     beta = {"beta": 0.1} if method == "grpo" else {}
-    done(jobs.run(method, tmp_path / "out", use_peft=False, learning_rate=1e-4, **beta))
+    jobs[method].done(tmp_path / "out", use_peft=False, learning_rate=1e-4, **beta)
     if method == "grpo":
         assert [row["kl"] > 0 for row in logged(tmp_path / "out") if "kl" in row][1:] == [True] * (STEPS - 1)
     report = report_of(tmp_path / "out")
-    assert_covered(tmp_path / "out")
+    assert_covered(report_of(tmp_path / "out"))
     weights = sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
     assert report["coverage"]["device_bytes"] >= 2 * weights  # both models
     assert report["frozen"]["tensors"] > 0  # of the reference alone: all others are trained
 
 
-def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> None:
-    adapter = jobs.clean("dpo")
+def test_what_does_not_go_together_is_one_line(jobs: dict[str, Job], tmp_path: Path) -> None:
+    adapter = jobs["dpo"].clean()
     cases: dict[str, tuple[str, dict[str, Any], str]] = {
         "columns": (
             "dpo",
-            {"dataset_name": jobs.root / "kto"},
+            {"dataset_name": jobs["kto"].settings["dataset_name"]},
             "fit no format of dpo: found 'prompt', 'completion'",
         ),
         "precomputed": ("kto", {"precompute_ref_log_probs": True}, "--precompute_ref_log_probs"),
@@ -245,9 +185,8 @@ def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> No
         "no solution": ("grpo", {"reward_funcs": "accuracy_reward"}, "missing a required argument: 'solution'"),
         "no reward": ("grpo", {"reward_funcs": "rewards.early"}, "begin with ./"),
     }
-    jobs.argv("kto", tmp_path)
     for name, (method, changed, said) in cases.items():
-        result = jobs.run(method, tmp_path / name, **changed)
+        result = jobs[method].run(tmp_path / name, **changed)
         assert result.code == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
         assert len(result.error_lines) == 1 and said in result.error_lines[0], result.error_lines
 
@@ -255,16 +194,16 @@ def test_what_does_not_go_together_is_one_line(jobs: Jobs, tmp_path: Path) -> No
 # ---- something is learned -------------------------------------------------------------------------------------
 
 
-def test_a_reward_model_learns_which_answer_is_wanted(jobs: Jobs, tmp_path: Path) -> None:
-    done(jobs.run("reward", tmp_path / "out", max_steps=12, gradient_accumulation_steps=1, learning_rate=0.02))
+def test_a_reward_model_learns_which_answer_is_wanted(jobs: dict[str, Job], tmp_path: Path) -> None:
+    jobs["reward"].done(tmp_path / "out", max_steps=12, gradient_accumulation_steps=1, learning_rate=0.02)
     history = [row["accuracy"] for row in logged(tmp_path / "out")]
     assert sum(history[-3:]) / 3 > max(0.9, sum(history[:3]) / 3)
 
 
-def test_grpo_raises_its_reward(jobs: Jobs, tmp_path: Path) -> None:
+def test_grpo_raises_its_reward(jobs: dict[str, Job], tmp_path: Path) -> None:
     """All weights are trained: an adapter hardly moves the head of so small a model."""
     batch = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "num_generations": 8}
-    done(jobs.run("grpo", tmp_path / "out", use_peft=False, max_steps=16, save_steps=16, **batch))
+    jobs["grpo"].done(tmp_path / "out", use_peft=False, max_steps=16, save_steps=16, **batch)
     history = [row["reward"] for row in logged(tmp_path / "out") if "reward" in row]
     assert len(history) == 16 and sum(history[-4:]) > 1.5 * sum(history[:4])
 
@@ -288,11 +227,11 @@ LIMITS = {"train/metrics.py:settle": 512}  # bytes: a double for each figure sin
 
 @pytest.mark.parametrize("method", sampled(METHODS, "dpo"))
 def test_on_the_card_nothing_of_a_batch_goes_round_the_engine(
-    jobs: Jobs, card_server: CommandServer, method: str, tmp_path: Path
+    jobs: dict[str, Job], card_server: CommandServer, method: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "copies.log"
-    done(jobs.run(method, tmp_path / "out", server=card_server, env={"SIMCARD_LOG": str(log)}, max_steps=2))
-    assert_covered(tmp_path / "out")
+    replace(jobs[method], server=card_server).done(tmp_path / "out", env={"SIMCARD_LOG": str(log)}, max_steps=2)
+    assert_covered(report_of(tmp_path / "out"))
     allowed = {*TO_CARD, *FROM_CARD, *SCALARS}
     strays = {
         (event.kind, event.caller, event.nbytes)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +15,35 @@ import torch
 
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive import saved_state as restoring
-from tests import tiny
-from tests.e2e.command import CommandServer
-from tests.e2e.conftest import flags, losses_of, report_of
-from tests.e2e.test_killed import Job, assert_same_result, killed_after
+from tests.e2e.conftest import Job, MakeJob, assert_same_run, checkpoint, losses_of, report_of
+from tests.e2e.test_killed import killed_after
 
 # From 4,096 elements on bitsandbytes keeps state in 8 bits (`min_8bit_size`): 64 x 64 of the attention's matrices.
 RANK = 64
 
 
 @pytest.fixture(scope="module")
-def make(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Callable[[str], Job]:
-    """A run with an optimizer of this name; undisturbed once."""
-    made: dict[str, Job] = {}
-
-    def build(optim: str) -> Job:
-        if optim not in made:
-            root = scratch / "offload"
-            settings: dict[str, Any] = {
-                "model_name_or_path": model_of("llama3"),
-                "dataset_name": tiny.write_dataset_dir(root / "data", train=12, test=4),
-                "num_train_epochs": 3,
-                "per_device_train_batch_size": 2,
-                "gradient_accumulation_steps": 2,
-                "max_length": 64,
-                "learning_rate": 0.01,
-                "lora_r": RANK,
-                "optim": optim,
-                "logging_steps": 1,
-                "save_steps": 2,
-                "disable_tqdm": True,
-            }
-            job = Job(server=server, settings=settings, method="lora", whole=root / optim)
-            job.finish(job.whole)
-            made[optim] = job
-        return made[optim]
-
-    return build
+def job(make_job: MakeJob) -> Job:
+    return make_job("offload", train=12, num_train_epochs=3, gradient_accumulation_steps=2, lora_r=RANK, save_steps=2)
 
 
-def saved_state(checkpoint: Path) -> dict[str, Any]:
+def saved_state(directory: Path) -> dict[str, Any]:
     """Every leaf of ``optimizer.pt``."""
-    return dict(restoring.leaves(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)))
+    return dict(restoring.leaves(torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "lion_8bit", "paged_adamw_32bit"])
-def test_a_killed_run_goes_on_bit_for_bit(make: Callable[[str], Job], tmp_path: Path, optim: str) -> None:
-    job, output = make(optim), tmp_path / "out"
-    first, last = losses_of(job.whole)[0], losses_of(job.whole)[-1]
+def test_a_killed_run_goes_on_bit_for_bit(job: Job, tmp_path: Path, optim: str) -> None:
+    whole, output = job.clean(optim=optim), tmp_path / "out"
+    first, last = losses_of(whole)[0], losses_of(whole)[-1]
     assert last < first - 0.1, "it trains"
-    state = saved_state(job.whole / "checkpoint-9")
+    state = saved_state(whole / "checkpoint-9")
     kinds = {value.dtype for value in state.values() if torch.is_tensor(value)}
     assert (torch.uint8 in kinds) == ("8bit" in optim)
-    assert killed_after(job, output, 4).code == -signal.SIGKILL
-    result = job.finish(output)
-    assert_same_result(job, output)
+    assert killed_after(job, output, 4, optim=optim).code == -signal.SIGKILL
+    result = job.done(output, optim=optim)
+    assert_same_run(output, whole)
     assert report_of(output)["optimizer"]["tensors"] > 0, "its state came through the mover"
     again = saved_state(output / "checkpoint-9")
     assert state.keys() == again.keys()
@@ -81,30 +53,26 @@ def test_a_killed_run_goes_on_bit_for_bit(make: Callable[[str], Job], tmp_path: 
     assert "not:" not in result.stdout.splitlines()[-1], "on a CPU nothing is offloaded"
 
 
-def test_a_flipped_bit_in_8_bit_state_is_found(make: Callable[[str], Job], tmp_path: Path) -> None:
-    job, output = make("adamw_8bit"), tmp_path / "out"
-    killed_after(job, output, 4)
-    file = output / "checkpoint-4" / "optimizer.pt"
+def test_a_flipped_bit_in_8_bit_state_is_found(job: Job, tmp_path: Path) -> None:
+    optim, output = {"optim": "adamw_8bit"}, tmp_path / "out"
+    killed_after(job, output, 4, **optim)
+    file = checkpoint(output, 4) / "optimizer.pt"
     state = torch.load(file, weights_only=True)
     moments = state["state"][0]["__bnb_optimizer_quant_state__"]["state1"]
     moments.view(-1)[7] ^= 4
     torch.save(state, file)
     assert [problem.file for problem in manifest.verify(output / "checkpoint-4")] == ["optimizer.pt"]
-    assert "continuing from checkpoint-2" in job.finish(output).stdout
-    assert_same_result(job, output)
+    assert "continuing from checkpoint-2" in job.done(output, **optim).stdout
+    assert_same_run(output, job.clean(**optim))
 
 
 @pytest.mark.gpu
-def test_on_an_accelerator_it_asks_for_consent_and_is_named(
-    server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path
-) -> None:
+def test_on_an_accelerator_it_asks_for_consent_and_is_named(job: Job, tmp_path: Path) -> None:
     """Not run here: the transfers exist on an accelerator only."""
-    argv = [*base_flags, *flags(model_name_or_path=model_of("llama3"), optim="paged_adamw_8bit")]
-    refused = server.run(*argv)
+    refused = job.run(tmp_path / "out", optim="paged_adamw_8bit")
     assert refused.code == 2
     assert "consent" in refused.error_lines[0] and "paged_adamw_8bit" in refused.error_lines[0]
-    trained = server.run(*argv, "--consent_unverified")
-    assert trained.code == 0, trained.stderr[-3000:]
+    job.done(tmp_path / "out", "--consent_unverified", optim="paged_adamw_8bit")
     named = json.dumps(report_of(tmp_path / "out")["coverage"]["unverified"])
     assert "paged_adamw_8bit" in named
 

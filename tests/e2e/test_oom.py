@@ -7,11 +7,8 @@ steps, so the effective batch never changed. When it cannot, all ranks stop with
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,8 @@ from safetensors.torch import load_file
 
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
-from tests import tiny
-from tests.e2e.command import TIMEOUT, CommandServer, Result
-from tests.e2e.conftest import flags, report_of
-from tests.two_ranks import environments
+from tests.e2e.command import TIMEOUT, Result, error_lines
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, checkpoint, done, report_of
 
 STEPS = 5
 COMPARED = ("loss", "grad_norm", "learning_rate", "num_tokens", "epoch")
@@ -34,67 +29,31 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(kw_only=True)
-class Job:
-    """Commands that differ only in their batches and in what is done to their steps."""
-
-    server: CommandServer
-    argv: list[str]
-    root: Path
-    _clean: dict[tuple[str, int], Path] = field(default_factory=dict)
-
-    def run(self, output: Path, *faults: str, batches: str = "padded", **changed: object) -> list[Result]:
-        """Runs as many ranks as there are faults, each with its own."""
-        argv = [*self.argv, *flags(output_dir=output, **{**BATCHES[batches], **changed})]
-        running = [self.server.start(*argv, env=each) for each in _environments(output, faults)]
-        return [each.wait() for each in running]
-
-    def clean(self, batches: str, ranks: int) -> Path:
-        """The output of an undisturbed run."""
-        if (batches, ranks) not in self._clean:
-            output = self.root / f"{batches}-{ranks}"
-            assert_done(self.run(output, *[""] * ranks, batches=batches))
-            assert report_of(output)["memory"]["shortages"] == 0
-            self._clean[batches, ranks] = output
-        return self._clean[batches, ranks]
-
-
 @pytest.fixture(scope="module")
-def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
-    """What all commands here share."""
-    root = scratch / "oom"
-    argv = flags(
-        model_name_or_path=model_of("llama3"),
-        dataset_name=tiny.write_dataset_dir(root / "data", train=64, test=4),
-        max_steps=STEPS,
-        gradient_accumulation_steps=2,
-        optim="sgd",  # Adam makes much of rounding where a gradient is near zero
-        learning_rate=1.0,
-        lora_dropout=0.0,
-        logging_steps=1,
-        save_steps=2,
-        eval_strategy="no",
-        disable_tqdm=True,
-    )
-    return Job(server=server, argv=argv, root=root)
+def job(make_job: MakeJob) -> Job:
+    """Adam makes much of rounding where a gradient is near zero."""
+    settings = {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 1.0, "lora_dropout": 0.0}
+    return make_job("oom", train=64, max_steps=STEPS, save_steps=2, eval_strategy="no", **settings)
 
 
-def _environments(output: Path, faults: tuple[str, ...]) -> list[dict[str, str]]:
-    """What a launcher would put into the environment of each rank; nothing for a process on its own."""
-    if len(faults) == 1:
-        return [{VARIABLE: faults[0]}]
-    return environments(output.with_suffix(".exit.json"), [{VARIABLE: fault} for fault in faults])
+def run(job: Job, output: Path, *faults: str, batches: str = "padded", **changed: object) -> list[Result]:
+    """Runs as many ranks as there are faults, each with its own."""
+    each = [{VARIABLE: fault} for fault in faults]
+    settings = {**BATCHES[batches], **changed}
+    if len(each) == 1:
+        return [job.run(output, env=each[0], **settings)]
+    return job.ranks(output, each=each, **settings)
 
 
-def assert_done(results: list[Result]) -> None:
-    assert {result.code for result in results} == {0}, [result.stderr[-3000:] for result in results]
+def all_done(results: list[Result]) -> None:
+    for result in results:
+        done(result)
 
 
-def error_lines(results: list[Result]) -> list[str]:
-    """The lines of all ranks together that our boundary printed."""
-    said = [line for result in results for line in result.stderr.splitlines()]
-    assert not any("Traceback" in line for line in said)
-    return [line for line in said if re.match(r"hf-rocm-tune: (\[rank \d+\] )?error: ", line)]
+def the_line(results: list[Result]) -> str:
+    """The line of all ranks together."""
+    (line,) = error_lines(result.stderr for result in results)
+    return line
 
 
 def steps_of(output: Path) -> list[dict[str, float]]:
@@ -129,8 +88,8 @@ def shortages_of(output: Path) -> list[dict[str, Any]]:
 )
 def test_the_trajectory_is_the_undisturbed_one(job: Job, tmp_path: Path, batches: str, fault: str) -> None:
     output = tmp_path / "out"
-    assert_done(job.run(output, fault, batches=batches))
-    assert_same_end(output, job.clean(batches, 1))
+    all_done(run(job, output, fault, batches=batches))
+    assert_same_end(output, job.clean(ranks=1, **BATCHES[batches]))
     found = shortages_of(output)
     assert len(found) >= 2 and {row["outcome"] for row in found} == {"recovered"}
     memory = report_of(output)["memory"]
@@ -142,7 +101,7 @@ def test_the_trajectory_is_the_undisturbed_one(job: Job, tmp_path: Path, batches
 def assert_told(results: list[Result], output: Path, said: str) -> None:
     """Rank 1 has ended the job with one line and code 5."""
     assert results[1].code == 5 and results[0].code != 0, [result.stderr[-3000:] for result in results]
-    (line,) = error_lines(results)
+    line = the_line(results)
     assert "rank 1: no memory for" in line and said in line
     assert json.loads(output.with_suffix(".exit.json").read_text())["code"] == 5
 
@@ -171,9 +130,9 @@ def test_with_several_ranks_the_same_command_goes_on_with_smaller_parts(
     job: Job, tmp_path: Path, batches: str, fault: str
 ) -> None:
     output = tmp_path / "out"
-    assert_told(job.run(output, "", fault, batches=batches), output, "start the same command again")
-    assert_done(job.run(output, "", fault, batches=batches))
-    assert_went_on(output, job.clean(batches, 2))
+    assert_told(run(job, output, "", fault, batches=batches), output, "start the same command again")
+    all_done(run(job, output, "", fault, batches=batches))
+    assert_went_on(output, job.clean(ranks=2, **BATCHES[batches]))
 
 
 @pytest.mark.long
@@ -181,12 +140,12 @@ def test_through_the_launcher_beside_a_wrong_average(job: Job, tmp_path: Path, m
     output = tmp_path / "out"
     monkeypatch.setenv(VARIABLE, "kind=oom,first=3,rows=1,rank=1")
     monkeypatch.setenv("HF_ROCM_TUNE_FAULT", "kind=zero,stage=gradients,first=2,count=1")
-    command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual", *job.argv]
-    command += flags(output_dir=output, **BATCHES["padded"])
+    command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"]
+    command += job.argv(output, **BATCHES["padded"])
     for code in (5, 0):
         launched = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
         assert launched.returncode == code, launched.stderr[-3000:]
-    assert_went_on(output, job.clean("padded", 2))
+    assert_went_on(output, job.clean(ranks=2, **BATCHES["padded"]))
     report = report_of(output)
     assert report["gradients"]["recovered"] == report["gradients"]["mismatches"] > 0
     assert report["step_fault_injection"]["kind"] == "oom" and report["step_fault_injection"]["rank"] == 1
@@ -198,19 +157,19 @@ def test_through_the_launcher_beside_a_wrong_average(job: Job, tmp_path: Path, m
 @pytest.mark.long
 def test_a_row_that_fits_on_no_account_stops_all_ranks_with_one_line(job: Job, tmp_path: Path) -> None:
     output, fault = tmp_path / "out", "kind=oom,first=4,where=backward"
-    assert_told(job.run(output, "", fault), output, "start the same command again")
-    results = job.run(output, "", fault)
+    assert_told(run(job, output, "", fault), output, "start the same command again")
+    results = run(job, output, "", fault)
     assert_told(results, output, "1 row (64 tokens) at step 4")
-    assert "hf-rocm-tune plan" in error_lines(results)[0]
+    assert "hf-rocm-tune plan" in the_line(results)
     assert manifest.verify(output / "checkpoint-2") == [] and not (output / "adapter_model.safetensors").exists()
-    assert_done(job.run(output, "", ""))  # the same command goes on, with what it has learned
+    all_done(run(job, output, "", ""))  # the same command goes on, with what it has learned
     assert report_of(output)["memory"]["micro_batch_divisor"] == 4
-    assert_same_end(output, job.clean("padded", 2), resumed=True)
+    assert_same_end(output, job.clean(ranks=2, **BATCHES["padded"]), resumed=True)
 
 
 def test_gradients_that_are_nan_on_one_rank_are_used_on_none(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    assert_done(job.run(output, "", "kind=nan,first=3,count=1"))
+    all_done(run(job, output, "", "kind=nan,first=3,count=1"))
     report = report_of(output)
     (found,) = [row for row in report["incidents"] if row["stage"] == "guard"]
     assert (found["step"], found["kind"], found["outcome"]) == (3, "not finite", "skipped")
@@ -221,15 +180,15 @@ def test_gradients_that_are_nan_on_one_rank_are_used_on_none(job: Job, tmp_path:
 
 
 def load_adapter(output: Path, step: int) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(output / f"checkpoint-{step}" / "adapter_model.safetensors")
+    found: dict[str, torch.Tensor] = load_file(checkpoint(output, step) / ADAPTER)
     return found
 
 
 def test_gradients_that_stay_nan_stop_all_ranks_at_the_last_good_checkpoint(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    results = job.run(output, "", "kind=nan,first=3", max_skipped_steps=2, max_steps=20)
+    results = run(job, output, "", "kind=nan,first=3", max_skipped_steps=2, max_steps=20)
     assert [result.code for result in results] == [3, 3], [result.stderr[-3000:] for result in results]
-    (line,) = error_lines(results)
+    line = the_line(results)
     assert "step 5: loss" in line and "learning rate" in line and "checkpoint-4 is the newest checkpoint" in line
     assert manifest.verify(output / "checkpoint-4") == []
     second, fourth = (load_adapter(output, step) for step in (2, 4))
@@ -237,8 +196,6 @@ def test_gradients_that_stay_nan_stop_all_ranks_at_the_last_good_checkpoint(job:
 
 
 def test_a_fault_that_is_not_understood_stops_before_the_model_is_loaded(job: Job, tmp_path: Path) -> None:
-    (result,) = job.run(tmp_path / "out", "kind=oom,rows=many")
-    assert result.code == 2
-    (line,) = error_lines([result])
-    assert VARIABLE in line and "rows=many" in line
+    (result,) = run(job, tmp_path / "out", "kind=oom,rows=many")
+    assert result.code == 2 and VARIABLE in the_line([result]) and "rows=many" in the_line([result])
     assert "Loading weights" not in result.stderr

@@ -10,56 +10,39 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import simcard, tiny
+from tests import simcard
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags, report_of
-from tests.e2e.test_oom import Job, assert_done, assert_same_end, shortages_of
+from tests.e2e.conftest import Job, MakeJob, done, report_of
+from tests.e2e.test_oom import assert_same_end, shortages_of
 
 CAPACITY = 20 << 30
 BATCHES: dict[str, Any] = {"per_device_train_batch_size": 4, "max_length": 64}
 
 
 @pytest.fixture(scope="module")
-def job(card_server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
-    """What all commands here share."""
-    root = scratch / "oom_card"
-    argv = flags(
-        model_name_or_path=model_of("llama3"),
-        dataset_name=tiny.write_dataset_dir(root / "data", train=64, test=4),
-        max_steps=5,
-        optim="sgd",  # Adam makes much of rounding where a gradient is near zero
-        learning_rate=1.0,
-        lora_dropout=0.0,
-        attn_implementation="eager",
-        dtype="float32",
-        bf16=False,  # what bfloat16 rounds differs with the number of rows
-        logging_steps=1,
-        save_strategy="no",
-        eval_strategy="no",
-        doctor="off",
-        disable_tqdm=True,
-    )
-    return Job(server=card_server, argv=argv, root=root)
+def job(card_server: CommandServer, make_job: MakeJob) -> Job:
+    """In float32: what bfloat16 rounds differs with the number of rows."""
+    plain = {"attn_implementation": "eager", "dtype": "float32", "bf16": False, "optim": "sgd", "learning_rate": 1.0}
+    steps = {"max_steps": 5, "save_steps": 2, "eval_strategy": "no", "doctor": "off", "lora_dropout": 0.0}
+    return make_job("oom_card", server=card_server, train=64, **plain, **steps, **BATCHES)
 
 
 def run(job: Job, output: Path, *, room: int = CAPACITY, refusal: str = "torch", library: int = 0) -> Result:
     """A run with so many bytes that nobody else holds."""
     environ = {"SIMCARD_OCCUPIED": str(CAPACITY - room), "SIMCARD_REFUSAL": refusal, "SIMCARD_LIBRARY": str(library)}
-    argv = flags(output_dir=output, save_strategy="steps", save_steps=2, **BATCHES)
-    return job.server.run(*job.argv, *argv, env=environ)
+    return job.run(output, env=environ)
 
 
 @pytest.fixture(scope="module")
 def plenty(job: Job) -> Path:
     """The output of a run that has room for everything."""
     output = job.root / "plenty"
-    assert_done([run(job, output)])
+    done(run(job, output))
     assert report_of(output)["memory"]["shortages"] == 0
     return output
 
@@ -74,8 +57,7 @@ LONG = [pytest.param(each, marks=pytest.mark.long) for each in ("accelerator", "
 
 @pytest.mark.parametrize("refusal", ["torch", *LONG])
 def test_what_does_not_fit_is_split_and_ends_the_same(job: Job, plenty: Path, tmp_path: Path, refusal: str) -> None:
-    done = run(job, tmp_path / "out", room=peak(plenty) * 2 // 5, refusal=refusal)
-    assert_done([done])
+    done(run(job, tmp_path / "out", room=peak(plenty) * 2 // 5, refusal=refusal))
     assert_same_end(tmp_path / "out", plenty)
     found = shortages_of(tmp_path / "out")
     assert found and {row["outcome"] for row in found} == {"recovered"}
@@ -94,8 +76,7 @@ def test_a_native_library_that_ends_the_process_gets_a_line_and_a_code(job: Job,
 
 def test_libraries_take_their_memory_before_the_weights(job: Job, plenty: Path, tmp_path: Path) -> None:
     library = 16 << 20
-    done = run(job, tmp_path / "out", room=peak(plenty) * 2 // 5 + 2 * library, library=library)
-    assert_done([done])
+    done(run(job, tmp_path / "out", room=peak(plenty) * 2 // 5 + 2 * library, library=library))
     memory = report_of(tmp_path / "out")["memory"]
     assert memory["libraries_bytes"] == 2 * library  # backward has a thread, and a handle, of its own
     assert all("BLAS" not in row["said"] for row in shortages_of(tmp_path / "out"))
@@ -107,11 +88,11 @@ def test_libraries_take_their_memory_before_the_weights(job: Job, plenty: Path, 
 def test_a_card_that_cannot_multiply_is_refused_before_the_model_is_loaded(
     job: Job, tmp_path: Path, room: int, code: int, said: str
 ) -> None:
-    done = run(job, tmp_path / "out", room=room, library=room + 1)
-    assert done.code == code, done.stderr[-3000:]
-    (line,) = done.error_lines
+    refused = run(job, tmp_path / "out", room=room, library=room + 1)
+    assert refused.code == code, refused.stderr[-3000:]
+    (line,) = refused.error_lines
     assert said in line and "STATUS_ALLOC_FAILED" in line
-    assert "Loading weights" not in done.stderr
+    assert "Loading weights" not in refused.stderr
 
 
 @pytest.mark.long
@@ -125,8 +106,8 @@ def test_the_plan_predicts_what_the_allocator_counts(tmp_path: Path, model: str)
     result = tmp_path / "result.json"
     argv = [sys.executable, "benchmarks/plan_errors.py", "--device", "cuda", "--simulated", "--only", model]
     argv += ["--json", str(result)]
-    done = subprocess.run(
+    planned = subprocess.run(
         argv, cwd=root, env={**os.environ, **environ}, capture_output=True, text=True, check=False, timeout=500
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert planned.returncode == 0, planned.stderr[-3000:]
     assert json.loads(result.read_text())["largest_error_percent"] < 2.0

@@ -37,7 +37,7 @@ def small(model_of: Callable[[str], Path], messages: Path) -> Callable[[str], li
     return command
 
 
-@pytest.mark.parametrize("name", sampled(SINGLE, "llama_1b_lora", "qwen_14b_qlora"))
+@pytest.mark.parametrize("name", sampled(SINGLE, "qwen_14b_qlora"))
 def test_trains_and_recovers_from_faults_with_the_same_adapter(
     name: str, small: Callable[[str], list[str]], server: CommandServer, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +22,38 @@ from transformers.trainer_pt_utils import safe_globals
 from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, report_of
 from tests.simcard.log import Log
 
-ADAPTER = "adapter_model.safetensors"
 STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 LONG_SEEDS = [pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 10)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One command, and the undisturbed run of it."""
+@pytest.fixture(scope="module")
+def job(make_job: MakeJob) -> Job:
+    return make_job("saves", max_steps=4, lora_dropout=0.1, save_steps=2)
 
-    server: CommandServer
-    settings: dict[str, Any]
-    clean: Path
 
-    def run(self, output: Path, *more: str, attack: dict[str, Any] | None = None, **changed: Any) -> Result:
-        """Runs the command, attacked if asked."""
-        env = {"ATTACK": json.dumps(attack)} if attack else {}
-        argv = flags(**{**self.settings, "output_dir": output, **changed})
-        return self.server.run(*argv, *more, env=env)
+def attacked(job: Job, output: Path, attack: dict[str, Any], **changed: Any) -> Result:
+    result = job.run(output, env={"ATTACK": json.dumps(attack)}, **changed)
+    assert "attack:" in result.stderr
+    return result
 
-    def check(self, result: Result, output: Path) -> None:
-        """All that an attacked run may leave."""
-        assert result.code in (0, 3), result.stderr[-3000:]
-        assert "Traceback" not in result.stderr
-        if result.code == 0:
-            assert manifest.verify(output) == []
-            assert (output / ADAPTER).read_bytes() == (self.clean / ADAPTER).read_bytes()
-        else:
-            assert len(result.error_lines) == 1
-        for checkpoint in output.glob("checkpoint-*"):
-            if manifest.verify(checkpoint) == []:
-                for name in (ADAPTER, *STATES):
-                    assert content(checkpoint / name) == content(self.clean / checkpoint.name / name), name
-        assert not [path.name for path in output.iterdir() if path.name.startswith("_staging")]
+
+def check(job: Job, result: Result, output: Path) -> None:
+    """All that an attacked run may leave."""
+    assert result.code in (0, 3), result.stderr[-3000:]
+    assert "Traceback" not in result.stderr
+    if result.code == 0:
+        assert manifest.verify(output) == []
+        assert (output / ADAPTER).read_bytes() == (job.clean() / ADAPTER).read_bytes()
+    else:
+        assert len(result.error_lines) == 1
+    for checkpoint in output.glob("checkpoint-*"):
+        if manifest.verify(checkpoint) == []:
+            for name in (ADAPTER, *STATES):
+                assert content(checkpoint / name) == content(job.clean() / checkpoint.name / name), name
+    assert not [path.name for path in output.iterdir() if path.name.startswith("_staging")]
 
 
 def content(path: Path) -> Any:
@@ -82,34 +78,10 @@ def plain(value: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
-    """The undisturbed run."""
-    root = scratch / "saves"
-    settings = {
-        "model_name_or_path": model_of("llama3"),
-        "dataset_name": tiny.write_dataset_dir(root / "data", train=16, test=4),
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "max_length": 64,
-        "learning_rate": 0.01,
-        "lora_dropout": 0.1,
-        "logging_steps": 1,
-        "save_steps": 2,
-        "disable_tqdm": True,
-    }
-    made = Job(server=server, settings=settings, clean=root / "clean")
-    result = made.run(made.clean)
-    assert result.code == 0, result.stderr[-3000:]
-    return made
-
-
-@pytest.fixture(scope="module")
 def halfway(job: Job, scratch: Path) -> Path:
     """A run that ended after its checkpoint at step 2."""
     output = scratch / "saves" / "halfway"
-    env = {"HF_ROCM_TUNE_FAULT": "kind=zero,tensor=labels,stage=batches,first=4,count=1,persist=1"}
-    argv = flags(**{**job.settings, "output_dir": output, "gradient_accumulation_steps": 1})
-    result = job.server.run(*argv, env=env)
+    result = job.run(output, fault="kind=zero,tensor=labels,stage=batches,first=4,count=1,persist=1")
     assert result.code == 3 and [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"], result.stderr
     return output
 
@@ -132,9 +104,8 @@ PLACES += [
 def test_a_bit_that_flips_while_a_checkpoint_is_saved(job: Job, tmp_path: Path, file: str, nth: int, seed: int) -> None:
     output = tmp_path / "out"
     within = {"within": 2000} if file in STATES and seed % 2 == 0 else {}  # what no digest of a tensor covers
-    result = job.run(output, attack={"file": file, "nth": nth, "seed": seed, **within})
-    assert "attack:" in result.stderr
-    job.check(result, output)
+    result = attacked(job, output, {"file": file, "nth": nth, "seed": seed, **within})
+    check(job, result, output)
     assert result.code == 0
 
 
@@ -142,16 +113,16 @@ def test_a_bit_that_flips_while_a_checkpoint_is_saved(job: Job, tmp_path: Path, 
 @pytest.mark.parametrize("file", [ADAPTER, pytest.param("optimizer.pt", marks=pytest.mark.long)])
 def test_files_that_are_bad_five_times_are_good_the_sixth(job: Job, tmp_path: Path, file: str, seed: int) -> None:
     output = tmp_path / "out"
-    result = job.run(output, attack={"file": file, "nth": 1, "times": 10, "seed": seed})  # each is opened twice
-    job.check(result, output)
+    result = attacked(job, output, {"file": file, "nth": 1, "times": 10, "seed": seed})  # each is opened twice
+    check(job, result, output)
     assert result.code == 0 and result.stderr.count("written again") in range(3, 6)
 
 
 @pytest.mark.parametrize("file", ["optimizer.pt", pytest.param(ADAPTER, marks=pytest.mark.long)])
 def test_files_that_are_always_bad_end_the_run_with_one_line(job: Job, tmp_path: Path, file: str) -> None:
     output = tmp_path / "out"
-    result = job.run(output, attack={"file": file, "nth": 1, "times": 10**6})
-    job.check(result, output)
+    result = attacked(job, output, {"file": file, "nth": 1, "times": 10**6})
+    check(job, result, output)
     assert result.code == 3 and file in result.error_lines[0] and list(output.glob("checkpoint-*")) == []
 
 
@@ -160,9 +131,9 @@ def test_files_that_are_always_bad_end_the_run_with_one_line(job: Job, tmp_path:
 def test_a_bit_that_flips_in_the_result_before_it_is_sealed(job: Job, tmp_path: Path, when: str, seed: int) -> None:
     output = tmp_path / "out"
     attack = {"file": ADAPTER, "when": when, "in": "out", "nth": 1, "seed": seed}
-    result = job.run(output, attack=attack, save_strategy="no")
+    result = attacked(job, output, attack, save_strategy="no")
     assert f"of {output}/{ADAPTER} flipped" in result.stderr
-    job.check(result, output)
+    check(job, result, output)
     assert result.code == 0 and "changed after it was verified: saved again" in result.stderr
 
 
@@ -184,8 +155,7 @@ def run_and_resume(
     changed = {"model_name_or_path": model, "max_steps": 3, "lora_dropout": 0.0}
 
     def run(output: Path, env: dict[str, str]) -> None:
-        result = server.run(*flags(**{**job.settings, **changed, "output_dir": output}), *more, env=env)
-        assert result.code == 0, result.stderr[-3000:]
+        replace(job, server=server).done(output, *more, env=env, **changed)
 
     run(whole, {})
     resumed.mkdir()
@@ -233,15 +203,12 @@ def test_a_bit_that_flips_while_a_checkpoint_is_resumed_from(
     """Found when the checkpoint is chosen, before it is loaded, or by what is live after it was loaded."""
     output = tmp_path / "out"
     shutil.copytree(halfway, output)
-    result = job.run(output, attack={"file": file, "nth": nth, "seed": seed})
-    assert "attack:" in result.stderr
+    result = attacked(job, output, {"file": file, "nth": nth, "seed": seed})
     if result.code == 2:
         assert nth == 2 and f"{file} is changed" in result.error_lines[0]
     else:
-        job.check(result, output)
-    again = job.run(output)
-    assert again.code == 0, again.stderr[-3000:]
-    job.check(again, output)
+        check(job, result, output)
+    check(job, job.done(output), output)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +216,7 @@ def test_a_bit_that_flips_while_a_checkpoint_is_resumed_from(
 )
 def test_half_a_checkpoint_is_refused(job: Job, tmp_path: Path, missing: tuple[str, ...]) -> None:
     checkpoint = tmp_path / "checkpoint-2"
-    shutil.copytree(job.clean / "checkpoint-2", checkpoint)
+    shutil.copytree(job.clean() / "checkpoint-2", checkpoint)
     for name in (*missing, manifest.MANIFEST_NAME):  # as another program left it
         (checkpoint / name).unlink()
     refused(job, checkpoint, f"has no {' and no '.join(missing)}")
@@ -280,7 +247,7 @@ def test_a_foreign_or_damaged_checkpoint_is_one_line(
     job: Job, tmp_path: Path, file: str, harm: Callable[[Path], Any], found: str
 ) -> None:
     checkpoint = tmp_path / "checkpoint-2"
-    shutil.copytree(job.clean / "checkpoint-2", checkpoint)
+    shutil.copytree(job.clean() / "checkpoint-2", checkpoint)
     (checkpoint / manifest.MANIFEST_NAME).unlink()
     harm(checkpoint / file)
     refused(job, checkpoint, found)
@@ -303,15 +270,13 @@ def test_the_best_checkpoint_survives_when_it_was_evaluated_after_its_save(job: 
     rows = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", n=20)
     steps = {"dataset_name": rows, "eval_split_size": 4, "per_device_train_batch_size": 2, "num_train_epochs": 1.5}
     kept = {"save_steps": 4, "save_total_limit": 1, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
-    result = job.run(tmp_path / "out", max_steps=-1, gradient_accumulation_steps=1, **steps, **kept)
-    assert result.code == 0, result.stderr[-3000:]
+    job.done(tmp_path / "out", max_steps=-1, **steps, **kept)
     (left,) = (tmp_path / "out").glob("checkpoint-*")  # at the end upstream itself deletes the newest
     assert left.name == "checkpoint-8" and manifest.verify(left) == []
 
 
 def test_a_seam_that_upstream_renamed_is_one_line_before_anything_is_trained(job: Job, tmp_path: Path) -> None:
-    given = flags(**{**job.settings, "output_dir": tmp_path / "out"})
-    result = job.server.run(*given, env={"RENAMED": "_load_best_model"})
+    result = job.run(tmp_path / "out", env={"RENAMED": "_load_best_model"})
     assert result.code == 1
     assert len(result.error_lines) == 1 and "_load_best_model" in result.error_lines[0]
     assert "Traceback" not in result.stderr

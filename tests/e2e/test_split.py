@@ -210,28 +210,6 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_parts(command: Callable
     assert report["activations"]["mismatches"] == 0
 
 
-REFUSED = [
-    ({"split_layers": "2"}, "does not fit a model of 2 layers"),
-    ({"split_layers": "1,1,1"}, "does not fit a model of 2 layers"),
-    ({"split_layers": "half"}, "give auto, or layers of each card"),
-    ({"split_layers": "auto", "torch_compile": True}, "does not work with --torch_compile"),
-    (
-        {"split_layers": "auto", "auto_fit": "plan", "auto_fit_gib": 8},
-        "does not work with --auto_fit: it plans for one card",
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "said"), REFUSED)
-def test_what_cannot_be_is_one_line_before_anything_is_loaded(
-    settings: dict[str, Any], said: str, command: Callable[..., Result]
-) -> None:
-    done = command("out", **settings)
-    assert done.code == 2 and len(done.error_lines) == 1
-    assert said in done.error_lines[0]
-    assert "loaded" not in done.stdout
-
-
 @pytest.mark.long
 def test_several_processes_and_a_split_are_refused(
     model_of: Callable[[str], Path], messages: Path, tmp_path: Path

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,8 @@ import pytest
 
 from hf_rocm_tune import configs
 from hf_rocm_tune.survive import manifest
-from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result, log_rows
-from tests.e2e.conftest import report_of
-from tests.e2e.test_killed import Job
-from tests.two_ranks import environments
+from tests.e2e.conftest import Job, MakeJob, report_of
 
 STEPS = 6
 TOGETHER = {"tensor_parallel": True}
@@ -32,22 +29,9 @@ LAUNCHED = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", 
 
 
 @pytest.fixture(scope="module")
-def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
+def job(make_job: MakeJob) -> Job:
     """A run of 6 steps on two ranks that saves every second one."""
-    root = scratch / "stalled"
-    settings = {
-        "model_name_or_path": model_of("llama3"),
-        "dataset_name": tiny.write_dataset_dir(root / "data", train=16, test=4),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "max_length": 64,
-        "learning_rate": 0.01,
-        "lora_dropout": 0.2,
-        "logging_steps": 1,
-        "save_steps": 2,
-        "disable_tqdm": True,
-    }
-    return Job(server=server, settings=settings, method="lora", whole=root / "whole")
+    return make_job("stalled", max_steps=STEPS, lora_dropout=0.2, save_steps=2)
 
 
 def run(command: list[str], tmp_path: Path, **environ: str) -> Result:
@@ -56,14 +40,6 @@ def run(command: list[str], tmp_path: Path, **environ: str) -> Result:
     environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), **environ}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=2 * TIMEOUT)
     return Result(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
-
-
-def run_ranks(job: Job, output: Path, tmp_path: Path, crash: str, **settings: Any) -> list[Result]:
-    """Both ranks as a launcher starts them, which costs half the time."""
-    argv = job.argv(output, **settings)
-    ranks = environments(tmp_path / "exit.json", HF_ROCM_TUNE_CRASH=crash)
-    running = [job.server.start(*argv, env=each) for each in ranks]
-    return [each.wait() for each in running]
 
 
 def nothing_is_left(output: Path, tmp_path: Path) -> bool:
@@ -81,7 +57,7 @@ def nothing_is_left(output: Path, tmp_path: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("way", "waits"),
-    [({}, "the backward pass"), (TOGETHER, "all_gather")],
+    [({}, "the backward pass"), pytest.param(TOGETHER, "all_gather", marks=pytest.mark.long)],
     ids=["ddp", "tensor-parallel"],
 )
 def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(
@@ -104,7 +80,7 @@ def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(
     (incident,) = report_of(output)["incidents"]
     assert (incident["kind"], incident["step"], incident["cause"]) == ("stall", 4, cause)
     assert manifest.verify(output / "checkpoint-2") == []
-    results = run_ranks(job, output, tmp_path, crash, **settings)  # it has struck
+    results = job.ranks(output, crash=crash, **settings)  # it has struck
     assert [result.code for result in results] == [0, 0], [result.stderr[-2000:] for result in results]
     assert len(log_rows(results[0].stdout)) == STEPS - 2
     assert nothing_is_left(output, tmp_path)
@@ -114,13 +90,13 @@ def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(
 @WAYS
 def test_an_endless_loop_is_named_with_its_line(job: Job, tmp_path: Path, way: dict[str, Any]) -> None:
     output = tmp_path / "out"
-    results = run_ranks(job, output, tmp_path, "kind=spin,step=5,rank=1", stall_timeout=2, **way)
+    results = job.ranks(output, crash="kind=spin,step=5,rank=1", stall_timeout=2, **way)
     assert [result.code for result in results] == [4, 4], [result.stderr[-2000:] for result in results]
     assert "Traceback" not in results[0].stderr + results[1].stderr
     page = (output / "stall_report.txt").read_text()
     assert "is in _spin() in hf_rocm_tune/train/faults.py:" in page
     assert "waits for it in " in page and page.count("MainThread (most recent call last):") == 2
-    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 4
+    assert json.loads(output.with_suffix(".exit.json").read_text())["code"] == 4
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith("-ranks")) == []
 
 
@@ -132,11 +108,9 @@ def test_a_rank_that_stops_while_summands_of_a_backward_pass_are_added_up(
 ) -> None:
     """On cards the backward pass runs in a thread of autograd's, and the main thread waits for that."""
     server: CommandServer = request.getfixturevalue(by)
-    output = tmp_path / "out"
     settings = {**TOGETHER, "stall_timeout": 3, "grad_sync": "host", "preflight": "off"}
-    common = {"SIMCARD_DEVICES": "2"}
-    each = environments(tmp_path / "exit.json", [{}, {"STOPS_IN_SUM": "75"}], **common)
-    ended = [running.wait() for running in [server.start(*job.argv(output, **settings), env=env) for env in each]]
+    two_cards = replace(job, server=server, env={"SIMCARD_DEVICES": "2"})
+    ended = two_cards.ranks(tmp_path / "out", each=({}, {"STOPS_IN_SUM": "75"}), **settings)
     assert [result.code for result in ended] == [4, -signal.SIGKILL], [each.stderr[-2000:] for each in ended]
     (line,) = ended[0].error_lines
     assert "is stopped (state T)" in line and "waits for it in all_gather" in line
@@ -145,10 +119,10 @@ def test_a_rank_that_stops_while_summands_of_a_backward_pass_are_added_up(
 @WAYS
 def test_the_death_of_a_rank_is_one_line_of_the_other(job: Job, tmp_path: Path, way: dict[str, Any]) -> None:
     output = tmp_path / "out"
-    first, second = run_ranks(job, output, tmp_path, "kind=kill,step=3,rank=1", **way)
+    first, second = job.ranks(output, crash="kind=kill,step=3,rank=1", **way)
     assert (first.code, second.code) == (4, -signal.SIGKILL)
     assert "Traceback" not in first.stderr
-    told = json.loads((tmp_path / "exit.json").read_text())
+    told = json.loads(output.with_suffix(".exit.json").read_text())
     assert told["code"] == 4 and told["follows"], "a launcher that knows of the signal says that instead"
     assert "rank 1 (pid " in told["message"] and "ended without a message" in told["message"]
     assert not (output / "stall_report.txt").exists()

@@ -11,7 +11,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,17 @@ import pytest
 
 from hf_rocm_tune import configs
 from hf_rocm_tune.survive import heartbeat, manifest
-from tests import tiny
-from tests.e2e.command import TIMEOUT, CommandServer, Result
-from tests.e2e.conftest import report_of
-from tests.e2e.test_killed import STEPS, Job, assert_same_result
+from tests.e2e.command import TIMEOUT, Result
+from tests.e2e.conftest import Job, MakeJob, assert_same_run, report_of
+
+STEPS = 9
 
 
 @pytest.fixture(scope="module")
-def job(server: CommandServer, model_of: Callable[[str], Path], scratch: Path) -> Job:
-    """A run of 9 steps that saves every second one; undisturbed once."""
-    root = scratch / "supervised"
-    settings = {
-        "model_name_or_path": model_of("llama3"),
-        "dataset_name": tiny.write_dataset_dir(root / "data", train=12, test=4),
-        "num_train_epochs": 3,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_length": 64,
-        "learning_rate": 0.01,
-        "lora_dropout": 0.2,
-        "logging_steps": 1,
-        "save_steps": 2,
-        "disable_tqdm": True,
-    }
-    made = Job(server=server, settings=settings, method="lora", whole=root / "whole")
-    made.finish(made.whole)
-    return made
+def job(make_job: MakeJob) -> Job:
+    """A run of 9 steps that saves every second one."""
+    settings = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "lora_dropout": 0.2, "save_steps": 2}
+    return make_job("supervised", train=12, **settings)
 
 
 def supervise(job: Job, output: Path, *, flags: tuple[str, ...] = (), **environ: str) -> Result:
@@ -81,8 +65,7 @@ def test_killed_at_a_random_step_and_then_hung_it_ends_with_the_same_adapter(job
     assert [end["code"] for end in survival["ends"]] == [137, 4]
     assert survival["crash_injection"] == crashes
     assert "2 restarts" in result.stdout.splitlines()[-1] and "on request" in result.stdout.splitlines()[-1]
-    (output / "_crashes.json").unlink()
-    assert_same_result(job, output)
+    assert_same_run(output, job.clean())
 
 
 def test_gradients_that_are_always_nan_are_a_clear_stop_and_no_loop(job: Job, tmp_path: Path) -> None:

@@ -179,7 +179,12 @@ def test_of_two_runs_in_one_directory_one_is_refused(place: Place) -> None:
     assert manifest.inspect(place.out).problems == [] and not list(place.out.glob("_*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+SIGNALS = pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGINT, signal.SIGHUP))]
+)
+
+
+@SIGNALS
 def test_a_signal_at_any_moment_leaves_no_half_made_file(place: Place, number: signal.Signals) -> None:
     chance = random.Random(int(number))
     for attempt in range(2):
@@ -193,7 +198,7 @@ def test_a_signal_at_any_moment_leaves_no_half_made_file(place: Place, number: s
         assert not output.parent.exists() or (output / "run.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@SIGNALS
 def test_a_signal_after_the_result_is_sealed_changes_nothing(place: Place, number: signal.Signals) -> None:
     running = place.start(max_steps=1)
     while (result := running.poll(0.005)) is None:
@@ -238,20 +243,15 @@ def test_a_terminal_that_is_closed_ends_the_supervised_job_with_a_checkpoint(pla
 
 def test_a_terminal_that_is_closed_without_a_signal_does_not_end_the_job(place: Place) -> None:
     master, slave = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hf_rocm_tune.sft", *place.argv(max_steps=40, logging_steps=1, save_strategy="no")],
-        stdin=subprocess.DEVNULL,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-        cwd=place.room,
-    )
-    os.close(slave)
+    terminal = os.ttyname(slave)
+    argv = place.argv(max_steps=40, logging_steps=1, save_strategy="no")
+    running = place.server.start(*argv, cwd=place.room, out=terminal, err=terminal)
     seen = b""
     while not re.search(rb" 1/40 +\d", seen):
         seen += os.read(master, 65536)
+    os.close(slave)
     os.close(master)
-    assert process.wait(200) == 0 and manifest.inspect(place.out).problems == []
+    assert running.wait().code == 0 and manifest.inspect(place.out).problems == []
 
 
 @pytest.mark.long
