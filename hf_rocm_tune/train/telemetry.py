@@ -37,7 +37,7 @@ from hf_rocm_tune.machine.sysfs import Files
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerState
 
     from hf_rocm_tune.transfer import TransferReport
 
@@ -144,23 +144,16 @@ def torch_memory(device: torch.device) -> dict[str, float]:
 # ---- all readings of a run ----------------------------------------------------------------------------------
 
 
-class _Series:
-    """A metric's values: mean and greatest."""
+class _Series(NamedTuple):
+    """A metric's values."""
 
-    def __init__(self) -> None:
-        self.values: list[float] = [0.0, 0.0, float("-inf")]
-
-    def add(self, value: float) -> None:
-        count, total, greatest = self.values
-        self.values = [count + 1, total + value, max(greatest, value)]
+    count: int = 0
+    total: float = 0.0
+    greatest: float = float("-inf")
 
     @property
     def mean(self) -> float:
-        return self.values[1] / self.values[0]
-
-    @property
-    def greatest(self) -> float:
-        return self.values[2]
+        return self.total / self.count
 
 
 class Telemetry:
@@ -220,7 +213,8 @@ class Telemetry:
             self._latest = seen.metrics
             for series in (self._run, self._recent):
                 for name, value in values.items():
-                    series.setdefault(name, _Series()).add(value)
+                    one = series.get(name, _Series())
+                    series[name] = _Series(one.count + 1, one.total + value, max(one.greatest, value))
             self._seconds += time.perf_counter() - began
             lines = self._judge(seen)
         for line in lines:
@@ -318,39 +312,34 @@ class MetricsCallback(TrainerCallback):
         self._began: float | None = None
         self._ended: float | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._seconds, self._steps, self._began, self._ended = 0.0, 0, None, None
         if self._telemetry is not None:
             self._telemetry.start()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._telemetry is not None:
             self._telemetry.stop()
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """The time since the last step (fetching batches) counts, except after an evaluation or a save."""
         self._began = self._clock() if self._ended is None else self._ended
         self._ended = None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._ended = self._clock()
         if self._began is not None:
             self._seconds += self._ended - self._began
             self._steps += 1
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """The time since the last step does not count."""
         self._ended = None
 
     on_save = on_evaluate
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
         """Adds to training logs only: an evaluation at the same step would repeat them."""
         if logs is None or "loss" not in logs:
@@ -460,7 +449,7 @@ class TerminalCallback(TrainerCallback):
             self._progress.stop()
             self._progress = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if not self._live or self._progress is not None:
             return
         from rich.console import Console
@@ -484,34 +473,24 @@ class TerminalCallback(TrainerCallback):
         self._progress.console.show_cursor()  # a run that is killed cannot restore it
         self._refresh(state, "")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._progress is not None and self._due():
             self._refresh(state, self._figures())
 
     def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: Any = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: Any, eval_dataloader: Any = None, **_: Any
     ) -> None:
         self._evaluated += 1
         if self._progress is not None and self._due():
             total = f" of {len(eval_dataloader)}" if has_length(eval_dataloader) else ""
             self._refresh(state, f"evaluating: batch {self._evaluated}{total}")
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """The next evaluation counts its batches from 0."""
         self._evaluated = 0
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
     ) -> None:
         if not logs:
             return
@@ -530,7 +509,7 @@ class TerminalCallback(TrainerCallback):
         else:
             print(f"{step:>{first}}  {_sentence(logs)}", flush=True)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.close()
 
     def _chosen(self, logs: Mapping[str, Any], first: int) -> list[_Column]:

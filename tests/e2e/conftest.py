@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 from hf_rocm_tune.survive import manifest
 from tests import simcard, tiny
-from tests.e2e.command import CommandServer, Result, Running
+from tests.e2e.command import TIMEOUT, CommandServer, Result, Running
 from tests.two_ranks import environments
 
 ADAPTER = "adapter_model.safetensors"
@@ -131,6 +134,15 @@ class Job:
         ranks = environments(output.with_suffix(".exit.json"), each, **common)
         started = [self.start(output, *more, env=env, **changed) for env in ranks]
         return [rank.wait() for rank in started]
+
+    def launched(
+        self, config: str, output: Path, env: dict[str, str] | None = None, **changed: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """The real command line, with a launcher and its configuration."""
+        command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", config]
+        environment = {**os.environ, **(env or {})}
+        argv = [*command, *self.argv(output, **changed)]
+        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=TIMEOUT, env=environment)
 
     def clean(self, *more: str, ranks: int = 1, **changed: Any) -> Path:
         """The output of an undisturbed run, made once for each change."""

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_rocm_tune.survive import manifest
-from tests.e2e.command import TIMEOUT, Result, error_lines
+from tests.e2e.command import Result, error_lines
 from tests.e2e.conftest import ADAPTER, Job, MakeJob, done, losses_of, report_of
 
 STEPS = 5
@@ -90,12 +88,10 @@ def test_clipping_does_not_pass_for_a_wrong_average_nor_hide_one(job: Job, tmp_p
 
 @pytest.mark.long
 def test_through_the_launcher_an_average_that_is_wrong_alike_on_both_ranks_is_made_again(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    monkeypatch.setenv("HF_ROCM_TUNE_FAULT", "kind=zero,stage=gradients,first=2,count=1")
-    command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual", *job.argv(output)]
-    launched = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    launched = job.launched("cpu_dual", output, {"HF_ROCM_TUNE_FAULT": "kind=zero,stage=gradients,first=2,count=1"})
     assert launched.returncode == 0, launched.stderr[-3000:]
     assert_recovered(output, job.clean(ranks=2), mismatches=1)
     assert report_of(output)["fault_injection"]["injected"] == 1

@@ -15,12 +15,24 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune import cli
-from tests import tiny
-from tests.e2e.command import CommandServer
-from tests.e2e.conftest import flags, report_of
-from tests.e2e.test_fsdp import FSDP2, ranks
+from tests.e2e.conftest import Job, MakeJob, done, flags, report_of
+from tests.e2e.test_fsdp import FSDP2
 
 LENGTH, STEPS, BATCH, MICRO = 16, 3, 8, 2
+
+
+@pytest.fixture(scope="module")
+def job(make_job: MakeJob) -> Job:
+    """Three steps of whole batches."""
+    return make_job(
+        "bytes",
+        train=BATCH * STEPS,
+        test=2,
+        max_steps=STEPS,
+        max_length=LENGTH,
+        per_device_train_batch_size=MICRO,
+        save_strategy="no",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +80,13 @@ def test_the_plan_counts_what_is_sent(
     given: dict[str, Any],
     measured: Callable[[dict[str, Any]], float],
     planned: dict[str, dict[str, Any]],
-    model_of: Callable[[str], Path],
-    server: CommandServer,
+    job: Job,
     tmp_path: Path,
 ) -> None:
-    argv = flags(
-        model_name_or_path=model_of("llama3"),
-        dataset_name=tiny.write_dataset_dir(tmp_path / "data", train=BATCH * STEPS, test=2),
-        max_steps=STEPS,
-        max_length=LENGTH,
-        per_device_train_batch_size=MICRO,
-        gradient_accumulation_steps=planned[way]["accumulation"],
-        save_strategy="no",
-        output_dir=tmp_path / "out",
-        **given,
-    )
+    given = {"gradient_accumulation_steps": planned[way]["accumulation"], **given}
     env = FSDP2 if way == "fsdp2" else {}
-    for each in ranks(server, tmp_path, *argv, env=env) if processes == 2 else [server.run(*argv)]:
-        assert each.code == 0, each.stderr[-3000:]
+    output = tmp_path / "out"
+    for each in job.ranks(output, each=[env, env], **given) if processes == 2 else [job.run(output, **given)]:
+        done(each)
     # FSDP2 does not shard buffers, which the plan counts with the weights
     assert measured(report_of(tmp_path / "out")) == pytest.approx(planned[way]["crossing"], rel=1e-4)

@@ -18,12 +18,12 @@ import pytest
 
 from tests import simcard, tiny
 from tests.conftest import ROOT
-from tests.e2e.command import TIMEOUT, CommandServer, Result, Running
-from tests.e2e.conftest import flags, losses_of, report_of, sampled
+from tests.e2e import conftest
+from tests.e2e.command import TIMEOUT, CommandServer, Running
+from tests.e2e.conftest import ADAPTER, done, flags, losses_of, report_of, sampled
 from tests.simcard.log import Event, Log
 from tests.two_ranks import environments
 
-ADAPTER = "adapter_model.safetensors"
 KILLED = {"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}
 STEPS = 4
 
@@ -162,15 +162,10 @@ def whole(
             output.parent.mkdir(exist_ok=True)
             env = {**METHODS[name].env, "SIMCARD_LOG": str(output.with_suffix(".log"))}
             argv = command_line(METHODS[name], model_of(METHODS[name].arch), messages, output)
-            _done(card_server.run(*argv, env=env))
+            done(card_server.run(*argv, env=env))
         return output
 
     return run
-
-
-def _done(result: Result) -> Result:
-    assert result.code == 0, result.stderr[-3000:]
-    return result
 
 
 def weights(output: Path) -> bytes:
@@ -200,13 +195,9 @@ def _listed(event: Event, ranks: int) -> bool:
 def assert_covered(report: dict[str, Any], *, fetched: bool = False) -> None:
     """Nothing on the card is unverified, and the report does not take it for a GPU.
 
-    Args:
-        report: of the run.
-        fetched: weights came back to the host too, as transformers wants them for 8 bits: the report counts both ways.
+    ``fetched``: weights came back to the host too, as transformers wants them for 8 bits: the report counts both ways.
     """
-    covered = report["coverage"]
-    assert covered["unverified"] == []
-    assert covered["verified_bytes"] == covered["device_bytes"] > 0
+    conftest.assert_covered(report)
     assert report["device"]["name"] == simcard.NAME
     crossed = report["crossings"]["to_device_bytes"] + fetched * report["crossings"]["to_host_bytes"]
     assert crossed >= report["weights"]["bytes"] + report["batches"]["bytes"]
@@ -225,14 +216,14 @@ def test_a_method_trains_as_on_the_cpu_and_goes_on_after_a_kill(
     fetched = "load_in_8bit" in method.settings
     assert_covered(report_of(card), fetched=fetched)
     assert_census(Log(card.with_suffix(".log")), report_of(card))
-    _done(server.run(*argv(method, cpu), env=method.env))
+    done(server.run(*argv(method, cpu), env=method.env))
     assert losses_of(card) == pytest.approx(losses_of(cpu), rel=method.tolerance)
     assert len(losses_of(card)) == STEPS and max(losses_of(card)) - min(losses_of(card)) > 0.01
 
     killed = card_server.run(*argv(method, again), env={**method.env, **KILLED})
     assert killed.code == -9 and not (again / ADAPTER).exists()
     log = tmp_path / "resumed.log"
-    _done(card_server.run(*argv(method, again), env={**method.env, **KILLED, "SIMCARD_LOG": str(log)}))
+    done(card_server.run(*argv(method, again), env={**method.env, **KILLED, "SIMCARD_LOG": str(log)}))
     assert losses_of(again) == losses_of(card)
     assert weights(again) == weights(card)
     assert_covered(report_of(again), fetched=fetched)
@@ -255,7 +246,7 @@ def test_an_injected_fault_leaves_no_trace_in_the_adapter(
     fault = f"kind={kind},rate=0.2,seed=3" if kind != "after" else "kind=after,tensor=*q_proj*,stage=weights,count=1"
     output = tmp_path / "out"
     method = replace(METHODS["lora"], settings={**METHODS["lora"].settings, "sentinel_every": 3})
-    _done(card_server.run(*argv(method, output), env={"HF_ROCM_TUNE_FAULT": fault}))
+    done(card_server.run(*argv(method, output), env={"HF_ROCM_TUNE_FAULT": fault}))
     assert report_of(output)["fault_injection"]["injected"] > 0
     assert_recovered(output, whole("lora"))
 
@@ -274,7 +265,7 @@ def test_a_copy_that_the_driver_harms_leaves_no_trace_in_the_adapter(
     output, log = tmp_path / "out", tmp_path / "log"
     rate = 0.25 if name == "full" else 0.1  # a full training makes 30 copies
     harm = {"SIMCARD_HARM": f"{kind},{rate}", "SIMCARD_POISON": "1", "SIMCARD_LOG": str(log)}
-    _done(card_server.run(*argv(METHODS[name], output), env=harm))
+    done(card_server.run(*argv(METHODS[name], output), env=harm))
     assert sum(event.kind == "harm" for event in Log(log).events) > 3
     assert_recovered(output, whole(name))
 
@@ -308,17 +299,17 @@ def test_two_ranks_average_through_the_host(
 
     cpu, card, again = (tmp_path / each for each in ("cpu", "card", "again"))
     for rank in start(card_server, card, "whole"):
-        _done(rank.wait())
+        done(rank.wait())
     assert_two_ranks(card, [tmp_path / f"whole.{rank}" for rank in range(2)])
     for rank in start(server, cpu):
-        _done(rank.wait())
+        done(rank.wait())
     assert losses_of(card) == pytest.approx(losses_of(cpu), rel=1e-5 if "bf16" in settings else 1e-2)
     killed, left = start(card_server, again, **KILLED)
     assert killed.wait().code == -9
     left.kill()  # as a launcher does
     left.wait()
     for rank in start(card_server, again, "resumed"):
-        _done(rank.wait())
+        done(rank.wait())
     assert_two_ranks(again, [tmp_path / f"resumed.{rank}" for rank in range(2)])
     assert losses_of(again) == losses_of(card)
     assert weights(again) == weights(card)
@@ -345,11 +336,11 @@ def test_accelerate_launches_two_ranks(
     method = Method(settings={"grad_sync": "host", "dtype": "float32", "bf16": False})
     log = {"SIMCARD_DEVICES": "2", "SIMCARD_LOG": str(tmp_path / "log")}
     environment = {**os.environ, **simcard.environment(), **log}
-    done = subprocess.run(
+    ended = subprocess.run(
         [*command, *argv(method, output)], env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "sums right on 2 ranks" in done.stdout
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "sums right on 2 ranks" in ended.stdout
     report = report_of(output)
     assert report["ranks"] == 2
     assert_covered(report)

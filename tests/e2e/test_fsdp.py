@@ -2,19 +2,15 @@
 
 Tolerances. LoRA in float32 differs in the order of float sums: losses within 1e-5 of each other, gradient norms within
 1e-4, over 50 steps; Adam turns a last bit into more where a gradient is near zero, so adapters are compared at 1e-3.
-QLoRA averages gradients in bfloat16, which one process does not: it is compared with two processes under DDP, which do,
-and whose norms are sums in bfloat16: losses within 1e-3.
+QLoRA is in `test_trajectories`.
 
-The full matrix is `long`: QLoRA, accumulation with packing, a tied head with evaluation, a run that is killed and goes
+The full matrix is `long`: accumulation with packing, a tied head with evaluation, a run that is killed and goes
 on (through the real launcher and its configuration), and injected faults.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,43 +18,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import tiny
-from tests.e2e.command import TIMEOUT, CommandServer, Result
-from tests.e2e.conftest import flags, losses_of, report_of
-from tests.two_ranks import environments
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, assert_covered, done, losses_of, report_of
 
 BATCH, STEPS = 2, 50
-QLORA = {"load_in_4bit": True, "bnb_4bit_quant_storage": "float32"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 
 
 @pytest.fixture(scope="module")
-def shared(model_of: Callable[[str], Path], scratch: Path) -> list[str]:
-    """Flags of all runs; without batch size, steps between saves and output directory."""
-    return flags(
-        model_name_or_path=model_of("llama3"),
-        dataset_name=tiny.write_dataset_dir(scratch / "fsdp", train=4 * BATCH * STEPS, test=5),
+def job(make_job: MakeJob) -> Job:
+    return make_job(
+        "fsdp",
+        train=4 * BATCH * STEPS,
+        test=5,
         max_steps=STEPS,
-        max_length=64,
+        save_steps=25,
+        per_device_train_batch_size=BATCH,
         learning_rate=0.005,
         lora_dropout=0.0,
-        logging_steps=1,
-        disable_tqdm=True,
     )
-
-
-def launched(config: str, *argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The real command line."""
-    command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", config, *argv]
-    environment = {**os.environ, **(env or {})}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, env=environment)
-
-
-def ranks(server: CommandServer, tmp_path: Path, *argv: str, env: dict[str, str]) -> tuple[Result, Result]:
-    """Two ranks of one job, as a launcher starts them, but forked: it is quicker."""
-    running = [server.start(*argv, env=each) for each in environments(tmp_path / "exit.json", **env)]
-    first, second = (each.wait() for each in running)
-    return first, second
 
 
 def rows_of(output: Path) -> list[dict[str, float]]:
@@ -67,16 +44,12 @@ def rows_of(output: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def outputs(shared: list[str], server: CommandServer, scratch: Path) -> tuple[Path, Path]:
+def outputs(job: Job) -> tuple[Path, Path]:
     """Output directories of one process with batch 2B, and of two with FSDP2 and batch B."""
-    one, two = scratch / "fsdp-one", scratch / "fsdp-two"
-    save = flags(save_steps=25)
-    argv = [*shared, *save, *flags(per_device_train_batch_size=BATCH, output_dir=two)]
-    for done in ranks(server, scratch / "fsdp-job", *argv, env=FSDP2):
-        assert done.code == 0, done.stderr[-3000:]
-    result = server.run(*shared, *save, *flags(per_device_train_batch_size=2 * BATCH, output_dir=one))
-    assert result.code == 0, result.stderr[-3000:]
-    return one, two
+    two = job.root / "two"
+    for each in job.ranks(two, each=[FSDP2, FSDP2]):
+        done(each)
+    return job.clean(per_device_train_batch_size=2 * BATCH), two
 
 
 def test_the_trajectory_is_that_of_one_process_with_twice_the_batch(outputs: tuple[Path, Path]) -> None:
@@ -97,7 +70,7 @@ def test_the_adapter_is_a_plain_one_that_peft_loads(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    one, two = (load_file(output / "adapter_model.safetensors") for output in outputs)
+    one, two = (load_file(output / ADAPTER) for output in outputs)
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-3)
@@ -114,8 +87,7 @@ def test_the_adapter_is_a_plain_one_that_peft_loads(
 def test_the_report_covers_shards_and_what_crossed_between_the_ranks(outputs: tuple[Path, Path]) -> None:
     one, two = (report_of(output) for output in outputs)
     assert two["ranks"] == 2 and two["grad_sync"]["way"] == "fsdp2"
-    assert two["coverage"]["unverified"] == []
-    assert two["coverage"]["verified_bytes"] == two["coverage"]["device_bytes"]
+    assert_covered(two)
     assert two["weights"]["bytes"] == pytest.approx(one["weights"]["bytes"], rel=0.05)  # each weight once, not twice
     assert two["gathered"]["checked"] > two["gradients"]["buckets"] >= 2 * STEPS
     assert two["gathered"]["mismatches"] == two["gradients"]["mismatches"] == two["frozen"]["mismatches"] == 0
@@ -138,26 +110,22 @@ def test_a_checkpoint_has_the_form_of_a_single_process(outputs: tuple[Path, Path
 
 @pytest.mark.long
 def test_a_run_that_is_killed_continues_to_the_same_adapter(
-    outputs: tuple[Path, Path], shared: list[str], tmp_path: Path
+    outputs: tuple[Path, Path], job: Job, tmp_path: Path
 ) -> None:
-    argv = [*shared, *flags(save_steps=25, per_device_train_batch_size=BATCH, output_dir=tmp_path / "out")]
-    killed = launched("cpu_dual_fsdp2", *argv, env={"HF_ROCM_TUNE_CRASH": "step=38,kind=kill,rank=1"})
+    killed = job.launched("cpu_dual_fsdp2", tmp_path / "out", {"HF_ROCM_TUNE_CRASH": "step=38,kind=kill,rank=1"})
     assert killed.returncode not in (0, 2, 3)
-    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
-    again = launched("cpu_dual_fsdp2", *argv)
+    assert not (tmp_path / "out" / ADAPTER).exists()
+    again = job.launched("cpu_dual_fsdp2", tmp_path / "out")
     assert again.returncode == 0, again.stderr[-3000:]
-    whole, continued = (load_file(each / "adapter_model.safetensors") for each in (outputs[1], tmp_path / "out"))
+    whole, continued = (load_file(each / ADAPTER) for each in (outputs[1], tmp_path / "out"))
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
     assert losses_of(tmp_path / "out") == losses_of(outputs[1])
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_ddp_is_continued_with_fsdp2(
-    shared: list[str], outputs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    argv = [*shared, *flags(save_steps=25, per_device_train_batch_size=BATCH, output_dir=tmp_path / "out")]
-    assert launched("cpu_dual", *argv, env={"HF_ROCM_TUNE_CRASH": "step=30,kind=kill"}).returncode != 0
-    again = launched("cpu_dual_fsdp2", *argv)
+def test_a_checkpoint_of_ddp_is_continued_with_fsdp2(job: Job, outputs: tuple[Path, Path], tmp_path: Path) -> None:
+    assert job.launched("cpu_dual", tmp_path / "out", {"HF_ROCM_TUNE_CRASH": "step=30,kind=kill"}).returncode != 0
+    again = job.launched("cpu_dual_fsdp2", tmp_path / "out")
     assert again.returncode == 0, again.stderr[-3000:]
     assert losses_of(tmp_path / "out") == pytest.approx(losses_of(outputs[1]), rel=1e-5)
 
@@ -168,45 +136,16 @@ def test_a_checkpoint_of_ddp_is_continued_with_fsdp2(
     "window", [{}, {"one_pass_loss": True}, {"gradient_accumulation_steps": 2, "packing": True, "lora_r": 3}]
 )
 def test_lora_like_one_process(
-    arch: str,
-    window: dict[str, object],
-    shared: list[str],
-    server: CommandServer,
-    model_of: Callable[[str], Path],
-    tmp_path: Path,
+    arch: str, window: dict[str, object], job: Job, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    more = {
-        "eval_strategy": "steps",
-        "eval_steps": 25,
-        "per_device_eval_batch_size": 1,
-        "activation_checkpointing": True,
-    }
-    argv = [*shared, *flags(**window, **more, save_steps=STEPS, model_name_or_path=model_of(arch))]
+    more = {"eval_strategy": "steps", "eval_steps": 25, "per_device_eval_batch_size": 1, "save_steps": STEPS}
+    more |= {"activation_checkpointing": True, "model_name_or_path": model_of(arch), **window}
     one, two = tmp_path / "one", tmp_path / "two"
-    alone = server.run(*argv, *flags(per_device_train_batch_size=2 * BATCH, output_dir=one))
-    assert alone.code == 0, alone.stderr[-3000:]
-    sharded = flags(per_device_train_batch_size=BATCH, output_dir=two)
-    for each in ranks(server, tmp_path, *argv, *sharded, env=FSDP2):
-        assert each.code == 0, each.stderr[-3000:]
+    job.done(one, **more | {"per_device_train_batch_size": 2 * BATCH})
+    for each in job.ranks(two, each=[FSDP2, FSDP2], **more):
+        done(each)
     assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-4)
     assert report_of(two)["coverage"]["unverified"] == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_qlora_like_ddp(accumulation: int, shared: list[str], server: CommandServer, tmp_path: Path) -> None:
-    argv = [*shared, *flags(**QLORA, gradient_accumulation_steps=accumulation, save_steps=STEPS)]
-    argv += flags(per_device_train_batch_size=BATCH)
-    outputs = {"ddp": tmp_path / "ddp", "fsdp2": tmp_path / "fsdp2"}
-    for way, output in outputs.items():
-        env = FSDP2 if way == "fsdp2" else {}
-        for each in ranks(server, tmp_path, *argv, *flags(output_dir=output), env=env):
-            assert each.code == 0, each.stderr[-3000:]
-    assert losses_of(outputs["fsdp2"]) == pytest.approx(losses_of(outputs["ddp"]), rel=1e-3)
-    ddp, sharded = (report_of(output) for output in outputs.values())
-    assert sharded["coverage"]["unverified"] == [] and sharded["frozen"]["mismatches"] == 0
-    # packed weights and their constants are watched, as under DDP: all of them, in each rank's own part
-    assert sharded["frozen"]["tensors"] == ddp["frozen"]["tensors"]
 
 
 @pytest.mark.long
@@ -220,12 +159,9 @@ def test_qlora_like_ddp(accumulation: int, shared: list[str], server: CommandSer
         ("kind=zero,stage=gradients,first=3,persist=1", 3, "averaging it again through the host failed too"),
     ],
 )
-def test_faults_between_the_ranks(
-    fault: str, code: int, says: str, shared: list[str], server: CommandServer, tmp_path: Path
-) -> None:
-    argv = [*shared, *flags(max_steps=4, save_strategy="no", per_device_train_batch_size=BATCH)]
-    output = tmp_path / "out"
-    ended = ranks(server, tmp_path, *argv, *flags(output_dir=output), env={**FSDP2, "HF_ROCM_TUNE_FAULT": fault})
+def test_faults_between_the_ranks(fault: str, code: int, says: str, job: Job, tmp_path: Path) -> None:
+    output, injected = tmp_path / "out", {**FSDP2, "HF_ROCM_TUNE_FAULT": fault}
+    ended = job.ranks(output, each=[injected, injected], max_steps=4, save_strategy="no")
     assert [each.code for each in ended] == [code, code], [each.stderr[-1500:] for each in ended]
     assert any(says in each.stderr for each in ended)
     if code == 0:

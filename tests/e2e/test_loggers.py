@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.command import CommandServer
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.conftest import MakeJob, flags, report_of
 
 SERVICES = ("tensorboard", "trackio")
 METRICS = (
@@ -54,33 +52,18 @@ class Logged:
 
 
 @pytest.fixture(scope="module")
-def logged(server: CommandServer, model_of: Callable[[str], Path], messages: Path, scratch: Path) -> Logged:
+def logged(make_job: MakeJob) -> Logged:
     """The run."""
-    root = scratch / "loggers"
-    root.mkdir()
-    (root / "recipe.yaml").write_text(f"report_to: [{', '.join(SERVICES)}]\n")
-    done = Logged(output=root / "out", trackio=root / "trackio")
-    result = server.run(
-        *flags(
-            config=root / "recipe.yaml",
-            model_name_or_path=model_of("llama3"),
-            dataset_name=messages,
-            output_dir=done.output,
-            max_steps=STEPS,
-            per_device_train_batch_size=2,
-            max_length=64,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=3,
-            save_strategy="no",
-            disable_tqdm=True,
-            project="of-a-test",
-            run_name="with-faults",
-        ),
-        env={"HF_ROCM_TUNE_FAULT": "kind=zero,rate=0.3,seed=5,persist=0", "TRACKIO_DIR": str(done.trackio)},
+    job = make_job("loggers", train=48, test=9, max_steps=STEPS, eval_strategy="steps", eval_steps=3)
+    recipe, ended = job.root / "recipe.yaml", Logged(output=job.root / "out", trackio=job.root / "trackio")
+    recipe.write_text(f"report_to: [{', '.join(SERVICES)}]\n")
+    job.done(
+        ended.output,
+        *flags(config=recipe, save_strategy="no", project="of-a-test", run_name="with-faults"),
+        fault="kind=zero,rate=0.3,seed=5,persist=0",
+        env={"TRACKIO_DIR": str(ended.trackio)},
     )
-    assert result.code == 0, result.stderr[-3000:]
-    return done
+    return ended
 
 
 def test_tensorboard_has_every_metric_of_every_log(logged: Logged) -> None:

@@ -7,8 +7,6 @@ steps, so the effective batch never changed. When it cannot, all ranks stop with
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from safetensors.torch import load_file
 
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
-from tests.e2e.command import TIMEOUT, Result, error_lines
+from tests.e2e.command import Result, error_lines
 from tests.e2e.conftest import ADAPTER, Job, MakeJob, checkpoint, done, report_of
 
 STEPS = 5
@@ -136,14 +134,11 @@ def test_with_several_ranks_the_same_command_goes_on_with_smaller_parts(
 
 
 @pytest.mark.long
-def test_through_the_launcher_beside_a_wrong_average(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "out"
-    monkeypatch.setenv(VARIABLE, "kind=oom,first=3,rows=1,rank=1")
-    monkeypatch.setenv("HF_ROCM_TUNE_FAULT", "kind=zero,stage=gradients,first=2,count=1")
-    command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"]
-    command += job.argv(output, **BATCHES["padded"])
+def test_through_the_launcher_beside_a_wrong_average(job: Job, tmp_path: Path) -> None:
+    output, faults = tmp_path / "out", {VARIABLE: "kind=oom,first=3,rows=1,rank=1"}
+    faults["HF_ROCM_TUNE_FAULT"] = "kind=zero,stage=gradients,first=2,count=1"
     for code in (5, 0):
-        launched = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        launched = job.launched("cpu_dual", output, faults, **BATCHES["padded"])
         assert launched.returncode == code, launched.stderr[-3000:]
     assert_went_on(output, job.clean(ranks=2, **BATCHES["padded"]))
     report = report_of(output)

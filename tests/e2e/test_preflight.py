@@ -7,33 +7,29 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import TIMEOUT, CommandServer, Result
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.command import TIMEOUT, error_lines
+from tests.e2e.conftest import Job, MakeJob, report_of
 from tests.notebooks.test_notebook_launcher import LAUNCH
-from tests.two_ranks import environments
 
 FAULT = "HF_ROCM_TUNE_PREFLIGHT_FAULT"
 WRONG = "trial=ddp,kind=wrong"
 
 
+# A busy machine takes longer than the real limit to import torch.
+LIMIT = {"PREFLIGHT_LIMIT": "180"}
+
+
 @pytest.fixture
-def argv(model_of: Callable[[str], Path], base_flags: list[str]) -> list[str]:
-    return [*base_flags, *flags(model_name_or_path=model_of("llama3"), preflight="always")]
-
-
-def two_ranks(server: CommandServer, tmp_path: Path, argv: list[str], env: Mapping[str, str]) -> list[Result]:
-    """Both ranks of a job, to their ends."""
-    limit = {"PREFLIGHT_LIMIT": "180"}  # a busy machine takes longer than the real limit to import torch
-    running = [server.start(*argv, env=each) for each in environments(tmp_path / "exit.json", **{**env, **limit})]
-    return [each.wait() for each in running]
+def job(make_job: MakeJob) -> Job:
+    more = {"max_steps": 4, "lora_dropout": 0.0, "save_strategy": "no", "preflight": "always"}
+    return make_job("preflight", **more)
 
 
 def launched(command: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -46,14 +42,8 @@ def preflight_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("hf-rocm-tune: preflight: ")]
 
 
-def error_lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if re.match(r"hf-rocm-tune: (\[rank \d+\] )?error: ", line)]
-
-
-def test_a_run_goes_on_through_the_host_where_the_sums_were_wrong(
-    argv: list[str], server: CommandServer, tmp_path: Path
-) -> None:
-    results = two_ranks(server, tmp_path, argv, {FAULT: WRONG})
+def test_a_run_goes_on_through_the_host_where_the_sums_were_wrong(job: Job, tmp_path: Path) -> None:
+    results = job.ranks(tmp_path / "out", each=[{FAULT: WRONG, **LIMIT}] * 2)
     assert [result.code for result in results] == [0, 0], results[0].stderr[-3000:]
     (line,) = preflight_lines(results[0].stdout)
     assert "averaged through host memory" in line and "sums wrong" in line
@@ -65,14 +55,12 @@ def test_a_run_goes_on_through_the_host_where_the_sums_were_wrong(
 
 
 @pytest.mark.long
-def test_what_the_user_insists_on_ends_the_run_before_a_model_is_loaded(
-    argv: list[str], server: CommandServer, tmp_path: Path
-) -> None:
-    results = two_ranks(server, tmp_path, [*argv, "--grad_sync", "ddp"], {FAULT: WRONG})
+def test_what_the_user_insists_on_ends_the_run_before_a_model_is_loaded(job: Job, tmp_path: Path) -> None:
+    results = job.ranks(tmp_path / "out", grad_sync="ddp", each=[{FAULT: WRONG, **LIMIT}] * 2)
     assert [result.code for result in results] == [4, 4]
-    (line,) = [line for result in results for line in error_lines(result.stderr)]
+    (line,) = error_lines(result.stderr for result in results)
     assert "--grad_sync ddp failed the preflight" in line and "--grad_sync host" in line
-    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 4
+    assert json.loads((tmp_path / "out.exit.json").read_text())["code"] == 4
     assert not (tmp_path / "out").exists()
 
 
@@ -85,8 +73,9 @@ def test_what_the_user_insists_on_ends_the_run_before_a_model_is_loaded(
         ("trial=ddp,kind=crash,rank=0", "rank 0 was ended by SIGSEGV"),
     ],
 )
-def test_the_launcher_ends_as_the_preflight_decides(fault: str, words: str, argv: list[str], tmp_path: Path) -> None:
-    done = launched([sys.executable, "-m", "hf_rocm_tune", "sft", "--num_processes", "2", *argv], {FAULT: fault})
+def test_the_launcher_ends_as_the_preflight_decides(fault: str, words: str, job: Job, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hf_rocm_tune", "sft", "--num_processes", "2", *job.argv(tmp_path / "out")]
+    done = launched(command, {FAULT: fault})
     assert done.returncode == 0, done.stderr[-3000:]
     (said,) = preflight_lines(done.stdout)
     assert words in said
@@ -95,7 +84,8 @@ def test_the_launcher_ends_as_the_preflight_decides(fault: str, words: str, argv
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "notebook"])
-def test_plain_launchers_get_the_same_decision(launcher: str, argv: list[str], tmp_path: Path) -> None:
+def test_plain_launchers_get_the_same_decision(launcher: str, job: Job, tmp_path: Path) -> None:
+    argv = job.argv(tmp_path / "out")
     script = tmp_path / "launch.py"
     script.write_text(LAUNCH)
     commands = {

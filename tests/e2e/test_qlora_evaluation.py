@@ -19,36 +19,17 @@ from transformers import BitsAndBytesConfig
 
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.transfer import Mover, TransferSettings
-from tests.e2e.command import CommandServer
-from tests.e2e.conftest import flags
+from tests.e2e.conftest import MakeJob
 
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def outputs(server: CommandServer, model_of: Callable[[str], Path], messages: Path, scratch: Path) -> tuple[Path, Path]:
+def outputs(make_job: MakeJob) -> tuple[Path, Path]:
     """Output directories of the same QLoRA run without evaluations, and with one after each second step."""
-    without, evaluated = scratch / "qlora-without", scratch / "qlora-evaluated"
-    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    for output, extra in ((without, {}), (evaluated, evaluation)):
-        result = server.run(
-            *flags(
-                model_name_or_path=model_of("llama3"),
-                dataset_name=messages,
-                output_dir=output,
-                load_in_4bit=True,
-                max_steps=STEPS,
-                per_device_train_batch_size=2,
-                max_length=64,
-                learning_rate=0.01,
-                lora_dropout=0.0,  # a loader draws from the generator that dropout draws from
-                logging_steps=1,
-                disable_tqdm=True,
-                **extra,
-            )
-        )
-        assert result.code == 0, result.stderr[-3000:]
-    return without, evaluated
+    # Without dropout: a loader draws from the generator that dropout draws from.
+    job = make_job("qlora-evaluation", train=48, test=9, load_in_4bit=True, max_steps=STEPS, lora_dropout=0.0)
+    return job.clean(), job.clean(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4)
 
 
 def _log(output: Path) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +17,36 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import simcard, tiny
-from tests.e2e.command import CommandServer
-from tests.e2e.conftest import flags, losses_of, report_of
-from tests.e2e.test_fsdp import launched, ranks
+from tests import simcard
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, assert_covered, done, losses_of, report_of
 
 BATCH, STEPS = 4, 50
-TOGETHER = ["--tensor_parallel", "true"]
 
 
 @pytest.fixture(scope="module")
-def shared(model_of: Callable[[str], Path], scratch: Path) -> list[str]:
-    """Flags of all runs; without steps between saves and output directory."""
-    return flags(
-        model_name_or_path=model_of("llama3"),
-        dataset_name=tiny.write_dataset_dir(scratch / "tensor-parallel", train=BATCH * STEPS, test=5),
+def job(make_job: MakeJob) -> Job:
+    return make_job(
+        "tensor-parallel",
+        train=BATCH * STEPS,
+        test=5,
         max_steps=STEPS,
+        save_steps=25,
         per_device_train_batch_size=BATCH,
-        max_length=64,
         learning_rate=0.005,
         lora_dropout=0.0,
-        logging_steps=1,
-        disable_tqdm=True,
     )
 
 
 @pytest.fixture(scope="module")
-def outputs(shared: list[str], server: CommandServer, scratch: Path) -> tuple[Path, Path]:
+def together(job: Job) -> Job:
+    """Two ranks that compute each layer together."""
+    return replace(job, settings=job.settings | {"tensor_parallel": True})
+
+
+@pytest.fixture(scope="module")
+def outputs(job: Job, together: Job) -> tuple[Path, Path]:
     """Output directories of one process and of two that compute each layer together."""
-    one, two = scratch / "tp-one", scratch / "tp-two"
-    save = flags(save_steps=25)
-    for done in ranks(server, scratch / "tp-job", *shared, *save, *TOGETHER, *flags(output_dir=two), env={}):
-        assert done.code == 0, done.stderr[-3000:]
-    result = server.run(*shared, *save, *flags(output_dir=one))
-    assert result.code == 0, result.stderr[-3000:]
-    return one, two
+    return job.clean(), together.clean(ranks=2)
 
 
 def _rows(output: Path) -> list[dict[str, float]]:
@@ -67,7 +62,7 @@ def test_the_trajectory_is_that_of_one_process(outputs: tuple[Path, Path]) -> No
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
         assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-4)
         assert theirs["num_tokens"] == ours["num_tokens"]
-    adapters = [load_file(output / "adapter_model.safetensors") for output in outputs]
+    adapters = [load_file(output / ADAPTER) for output in outputs]
     assert adapters[0].keys() == adapters[1].keys()
     for name, tensor in adapters[0].items():
         torch.testing.assert_close(adapters[1][name], tensor, rtol=1e-3, atol=1e-3)
@@ -76,8 +71,7 @@ def test_the_trajectory_is_that_of_one_process(outputs: tuple[Path, Path]) -> No
 def test_the_report_covers_parts_and_counts_what_crossed(outputs: tuple[Path, Path], model_of: Any) -> None:
     one, two = (report_of(output) for output in outputs)
     assert two["ranks"] == 2 and two["grad_sync"]["way"] == "tensor_parallel"
-    assert two["coverage"]["unverified"] == []
-    assert two["coverage"]["verified_bytes"] == two["coverage"]["device_bytes"]
+    assert_covered(two)
     weights = load_file(model_of("llama3") / "model.safetensors")
     cut = sum(each.nbytes for name, each in weights.items() if "_proj" in name)
     # a half on each rank; what each has whole does not cross on the CPU
@@ -95,15 +89,14 @@ def test_a_checkpoint_has_the_form_of_a_single_process(outputs: tuple[Path, Path
 
 
 def test_a_run_that_is_killed_continues_to_the_same_adapter(
-    outputs: tuple[Path, Path], shared: list[str], server: CommandServer, tmp_path: Path
+    outputs: tuple[Path, Path], together: Job, tmp_path: Path
 ) -> None:
-    argv = [*shared, *TOGETHER, *flags(save_steps=25, output_dir=tmp_path / "out")]
-    killed = ranks(server, tmp_path, *argv, env={"HF_ROCM_TUNE_CRASH": "step=28,kind=kill,rank=1"})
+    killed = together.ranks(tmp_path / "out", crash="step=28,kind=kill,rank=1")
     assert [each.code for each in killed] == [4, -signal.SIGKILL]
-    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
-    for each in ranks(server, tmp_path, *argv, env={}):
-        assert each.code == 0, each.stderr[-3000:]
-    whole, continued = (load_file(each / "adapter_model.safetensors") for each in (outputs[1], tmp_path / "out"))
+    assert not (tmp_path / "out" / ADAPTER).exists()
+    for each in together.ranks(tmp_path / "out"):
+        done(each)
+    whole, continued = (load_file(each / ADAPTER) for each in (outputs[1], tmp_path / "out"))
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
     assert losses_of(tmp_path / "out") == losses_of(outputs[1])
 
@@ -119,10 +112,9 @@ def test_a_run_that_is_killed_continues_to_the_same_adapter(
     ],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(
-    more: dict[str, object], says: str, shared: list[str], server: CommandServer, tmp_path: Path
+    more: dict[str, object], says: str, together: Job, tmp_path: Path
 ) -> None:
-    argv = [*shared, *TOGETHER, *flags(**more, output_dir=tmp_path / "out")]
-    ended = ranks(server, tmp_path, *argv, env={})
+    ended = together.ranks(tmp_path / "out", **more)
     assert [each.code for each in ended] == [2, 2], [each.stderr[-1500:] for each in ended]
     line = max((each.stderr for each in ended), key=len)  # the first rank to refuse says it
     assert "--tensor_parallel: " in line and says in line
@@ -142,11 +134,8 @@ def test_what_it_cannot_do_is_refused_in_one_line(
         pytest.param("kind=after,stage=weights,tensor=*o_proj*", 3, "do not make the tensor", marks=pytest.mark.long),
     ],
 )
-def test_faults_on_loading_and_on_sums(
-    fault: str, code: int, says: str, shared: list[str], server: CommandServer, tmp_path: Path
-) -> None:
-    argv = [*shared, *TOGETHER, *flags(max_steps=4, save_strategy="no", output_dir=tmp_path / "out")]
-    ended = ranks(server, tmp_path, *argv, env={"HF_ROCM_TUNE_FAULT": fault})
+def test_faults_on_loading_and_on_sums(fault: str, code: int, says: str, together: Job, tmp_path: Path) -> None:
+    ended = together.ranks(tmp_path / "out", fault=fault, max_steps=4, save_strategy="no")
     assert [each.code for each in ended] == [code, code], [each.stderr[-1500:] for each in ended]
     assert any(says in each.stderr for each in ended)
     if code == 0:
@@ -161,14 +150,14 @@ def test_faults_on_loading_and_on_sums(
 @pytest.mark.parametrize("arch", ["llama3", "qwen3", "gemma3"])
 @pytest.mark.parametrize("window", [{}, {"gradient_accumulation_steps": 2, "packing": True, "one_pass_loss": True}])
 def test_with_evaluation_like_one_process(
-    arch: str, window: dict[str, object], shared: list[str], server: CommandServer, model_of: Any, tmp_path: Path
+    arch: str, window: dict[str, object], job: Job, together: Job, model_of: Any, tmp_path: Path
 ) -> None:
     """The last batch of the evaluation's 5 rows is short."""
     more = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 2, "max_steps": 8, "save_steps": 8}
-    argv = [*shared, *flags(**window, **more, model_name_or_path=model_of(arch))]
-    for each in ranks(server, tmp_path, *argv, *TOGETHER, *flags(output_dir=tmp_path / "two"), env={}):
-        assert each.code == 0, each.stderr[-3000:]
-    assert server.run(*argv, *flags(output_dir=tmp_path / "one")).code == 0
+    more |= {"model_name_or_path": model_of(arch), **window}
+    for each in together.ranks(tmp_path / "two", **more):
+        done(each)
+    job.done(tmp_path / "one", **more)
     logs = []
     for output in ("one", "two"):
         history = json.loads((tmp_path / output / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
@@ -178,20 +167,19 @@ def test_with_evaluation_like_one_process(
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["ddp", "host"])
-def test_the_launcher_on_two_cards(way: str, shared: list[str], server: CommandServer, tmp_path: Path) -> None:
+def test_the_launcher_on_two_cards(way: str, job: Job, together: Job, tmp_path: Path) -> None:
     """On simulated cards, by the stand-in for RCCL and through the host: the losses of one process; killed and resumed;
     a wrong summand."""
     try:
         card = {**simcard.environment(), "SIMCARD_DEVICES": "2"}
     except simcard.NoCompiler as missing:
         pytest.skip(str(missing))
-    argv = [*shared, *flags(max_steps=6, save_steps=3, dtype="float32", bf16=False)]
-    done = server.run(*argv, *flags(output_dir=tmp_path / "one"))
-    assert done.code == 0, done.stderr[-3000:]
+    short = {"max_steps": 6, "save_steps": 3, "dtype": "float32", "bf16": False}
+    job.done(tmp_path / "one", **short)
 
     def launch(name: str, **env: str) -> tuple[int, str]:
-        more = flags(grad_sync=way, preflight="off", output_dir=tmp_path / name)
-        ended = launched("dual_rx7900xt", *argv, *TOGETHER, *more, env={**card, **env})
+        more = {**short, "grad_sync": way, "preflight": "off"}
+        ended = together.launched("dual_rx7900xt", tmp_path / name, {**card, **env}, **more)
         return ended.returncode, ended.stderr[-3000:]
 
     assert launch("two")[0] == 0
@@ -202,9 +190,9 @@ def test_the_launcher_on_two_cards(way: str, shared: list[str], server: CommandS
     crossed = report["activations"]
     assert crossed["verified_bytes"] == crossed["bytes"] and (crossed["bytes"] > 0) == (way == "host")
     assert launch("again", HF_ROCM_TUNE_CRASH="step=5,kind=kill,rank=1")[0] == 137
-    assert not (tmp_path / "again" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "again" / ADAPTER).exists()
     assert launch("again")[0] == 0
-    whole, continued = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("two", "again"))
+    whole, continued = (load_file(tmp_path / each / ADAPTER) for each in ("two", "again"))
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
     assert losses_of(tmp_path / "again") == losses_of(tmp_path / "two")
     code, said = launch("wrong", HF_ROCM_TUNE_FAULT="kind=flip,stage=gathered,first=9,count=1")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import os
 import signal
 import subprocess
-import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import clean_leftovers
+from hf_rocm_tune.survive.checkpoint import StagedSave, is_disk_full
 from tests.train.trainers import Make, VerifiedPlain, names, two_ranks
 
 
@@ -54,31 +58,42 @@ def test_another_failure_is_not_taken_for_a_full_disk(
     assert names(tmp_path / "out") == []
 
 
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_every_writer_s_way_of_reporting_a_full_disk_is_understood(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0:
         pytest.skip("no permission to mount a small disk (user namespaces are off)")
-    script = f"""
-import errno, os, subprocess, sys, torch
-from pathlib import Path
-from safetensors.torch import save_file
-from hf_rocm_tune.survive.checkpoint import StagedSave, is_disk_full
-disk = Path({str(tmp_path)!r})
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "small", str(disk)], check=True)
-big = torch.zeros(2_000_000)
-for write in (
-    lambda path: torch.save(big, path),
-    lambda path: save_file({{"a": big}}, path),
-    lambda path: path.write_bytes(bytes(8 << 20)),
-):
-    stage = StagedSave(root=disk, need_bytes=0)
-    stage.attempt(write, disk / "file")
-    assert is_disk_full(stage.failure, disk, 8_000_000), repr(stage.failure)
-    (disk / "file").unlink(missing_ok=True)
-    stage.drop(first=True)
-    assert not is_disk_full(RuntimeError("other"), disk, 2_000_000), "the space was not given back"
-"""
-    done = subprocess.run(["unshare", "-rm", sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    child = os.fork()
+    if child == 0:
+        _fill_a_small_disk(tmp_path / "disk", tmp_path / "said")
+    assert os.waitpid(child, 0)[1] == 0, (tmp_path / "said").read_text()
+
+
+def _fill_a_small_disk(disk: Path, said: Path) -> None:
+    """In a namespace of this process alone: never returns."""
+    big = torch.zeros(2_000_000)
+    writers: tuple[Callable[[Path], Any], ...] = (
+        lambda path: torch.save(big, path),
+        lambda path: save_file({"a": big}, path),
+        lambda path: path.write_bytes(bytes(8 << 20)),
+    )
+    code, user = 1, os.getuid()
+    try:
+        ctypes.CDLL(None).unshare(0x10000000 | 0x00020000)  # CLONE_NEWUSER, CLONE_NEWNS
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "small", disk], check=True)
+        for write in writers:
+            stage = StagedSave(root=disk, need_bytes=0)
+            stage.attempt(write, disk / "file")
+            assert is_disk_full(stage.failure, disk, 8_000_000), repr(stage.failure)
+            (disk / "file").unlink(missing_ok=True)
+            stage.drop(first=True)
+            assert not is_disk_full(RuntimeError("other"), disk, 2_000_000), "the space was not given back"
+        code = 0
+    except BaseException:
+        said.write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
 import threading
 import time
@@ -168,16 +167,6 @@ def test_what_the_card_says_at_each_step_stands_beside_its_loss(card: Card, save
     assert any("because of its temperature" in line for line in lines)
 
 
-def test_what_is_over_at_the_end_of_each_step_is_seen(card: Card, saver: Any, watch: Watch) -> None:
-    """The reason for a thread: whoever looks between steps sees the lull only."""
-    watched, _ = watch()
-    steps = _Steps(watched, lambda step: card.say(hotspot=108, throttle=VR_BIT), after=card.say)
-    train(saver, watched, steps, max_steps=3)
-    found = watched.summary()
-    assert found["hotspot_c"]["max"] == 108.0
-    assert [row["gpu/hotspot_max_c"] for row in steps.training] == [108.0] * 3
-
-
 def test_the_evaluation_log_says_nothing_of_the_card(saver: Any, watch: Watch) -> None:
     watched, _ = watch()
     steps = _Steps(watched, lambda step: None)
@@ -220,54 +209,6 @@ def test_a_read_that_hangs_holds_no_training_up(saver: Any) -> None:
     assert watched.summary()["looks"] == 0
     assert len([row for row in trainer.state.log_history if "loss" in row]) == 3
     released.set()
-
-
-def _nonsense(path: Path, number: int) -> None:
-    """One of many ways in which a file may be no good."""
-    ways: list[Callable[[], object]] = [
-        lambda: path.write_bytes(b""),
-        lambda: path.write_bytes(b"\x00\xff\x80nonsense"),
-        lambda: path.write_text("nan\n"),
-        lambda: path.write_text("-" * 9000),
-        lambda: path.write_bytes(b"\xff" * 3),
-        path.unlink,
-        lambda: (path.unlink(), path.mkdir()),
-    ]
-    if path.is_file():
-        ways[number % len(ways)]()
-
-
-def test_nonsense_in_every_file_changes_no_number_of_the_training(card: Card, saver: Any, watch: Watch) -> None:
-    def ruin(step: int) -> None:
-        if step == 4:
-            shutil.rmtree(card.root)
-        for number, path in enumerate(card.files if card.device.exists() else []):
-            _nonsense(path, number + step)
-
-    watched, lines = watch()
-    steps = _Steps(watched, ruin)
-    trainer = train(saver, watched, steps, max_steps=5)
-    plain = saver("plain", save_strategy="no", max_steps=5)
-    plain.train()
-    losses = [[row["loss"] for row in one.state.log_history if "loss" in row] for one in (trainer, plain)]
-    assert losses[0] == losses[1]
-    assert not [name for name in steps.training[-1] if name.startswith("gpu/")]
-    found = watched.summary()
-    assert found["looks"] >= 5
-    assert {"hotspot_c", "power_w", "utilisation_percent"} <= found["missing"].keys() | found.keys()
-    assert all(reason for reason in found["missing"].values())
-    assert lines == []
-
-
-def test_on_the_cpu_nothing_is_claimed_and_the_report_says_why() -> None:
-    lines: list[str] = []
-    watched = of_device(torch.device("cpu"), every_s=1.0, tell=lines.append)
-    watched.start()
-    watched.look()
-    watched.stop()
-    assert watched.since_last_log() == {}
-    found = watched.summary()
-    assert found == {"source": "training on cpu: there are no sensors to read", "looks": 0, "seconds": 0.0}
 
 
 def test_a_card_is_found_by_the_address_of_its_device(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
