@@ -147,13 +147,13 @@ def torch_memory(device: torch.device) -> dict[str, float]:
 class _Series(NamedTuple):
     """A metric's values."""
 
-    count: int = 0
+    number: int = 0
     total: float = 0.0
     greatest: float = float("-inf")
 
     @property
     def mean(self) -> float:
-        return self.total / self.count
+        return self.total / self.number
 
 
 class Telemetry:
@@ -214,7 +214,7 @@ class Telemetry:
             for series in (self._run, self._recent):
                 for name, value in values.items():
                     one = series.get(name, _Series())
-                    series[name] = _Series(one.count + 1, one.total + value, max(one.greatest, value))
+                    series[name] = _Series(one.number + 1, one.total + value, max(one.greatest, value))
             self._seconds += time.perf_counter() - began
             lines = self._judge(seen)
         for line in lines:
