@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_rocm_tune.models import products
 from hf_rocm_tune.models.quantised import host_weight
 from hf_rocm_tune.transfer import Mover, digest, host_copy
-
-if TYPE_CHECKING:
-    from hf_rocm_tune.train.owner import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +207,7 @@ class ArithmeticChecks:
 
     # ---- a training begins --------------------------------------------------------------------------------------
 
-    def prepare(self, trainer: Owner, changed: Callable[[], None]) -> None:
+    def prepare(self, trainer: Any, changed: Callable[[], None]) -> None:
         """Find the layers, and compute their checksums on the host.
 
         Args:
