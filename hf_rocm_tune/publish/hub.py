@@ -10,14 +10,16 @@ serves later.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, RepoFile
 from huggingface_hub.errors import (
@@ -25,7 +27,6 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
-    RevisionNotFoundError,
 )
 
 from hf_rocm_tune.errors import CorruptionError, TuneError, UsageError
@@ -52,21 +53,17 @@ class HubError(TuneError):
 class Pushed:
     """A push that was checked."""
 
-    repo_id: str  # with its owner
     url: str
     commit: str  # the one that was checked
     files: int
     bytes: int
-    sent: int  # files that the Hub did not have
-    deleted: int  # files of an earlier push of ours that this one does not have
 
     @property
     def summary(self) -> str:
         """The push in one line."""
-        deleted = f", {self.deleted} of an earlier push deleted" if self.deleted else ""
         return (
-            f"pushed to {self.url} (commit {self.commit[:10]}): {self.files} files, {self.bytes / 1e6:.3g} MB; "
-            f"{self.sent} sent, {self.files - self.sent} already present{deleted}; all hashes on the Hub are correct"
+            f"pushed to {self.url} (commit {self.commit[:10]}): {self.files} files, {self.bytes / 1e6:.3g} MB; all "
+            "hashes on the Hub are correct"
         )
 
 
@@ -147,33 +144,24 @@ class Repository:
         """
         pieces = {path: piece for each in staged for path, piece in each.pieces.items()}
         folders = tuple(each.prefix for each in staged if each.prefix)
-        sent: set[str] = set()
-        deleted: set[str] = set()
 
         def commit() -> str:
             """The commit with all files; an earlier attempt may have made it although its response was lost."""
-            head, there = self._head()
+            head = str(self._api.repo_info(self.repo_id, revision=self._revision).sha)
+            there = self._files(head)
             lacking = [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]
             # Remaining files of an earlier push would be loaded together with the new ones.
             earlier = self._of_earlier_push(staged, head, there)
-            old = {path for path in there if path in earlier or (folders and path.startswith(folders))}
-            stale = sorted(old - pieces.keys())
-            if head is not None and not lacking and not stale:
+            stale = [p for p in there if p not in pieces and (p in earlier or (folders and p.startswith(folders)))]
+            if not lacking and not stale:
                 return head
-            if CARD_NAME in lacking and any(pieces[path].source for path in lacking):
-                ModelCard((pieces[CARD_NAME].content or b"").decode()).validate()  # before hours of uploads
+            if CARD_NAME in lacking:
+                _validate((pieces[CARD_NAME].content or b"").decode())  # before hours of uploads
+            operations: list[Any] = [self._addition(path, pieces[path]) for path in lacking]
+            operations += [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in stale]
             done = self._api.create_commit(
-                self.repo_id,
-                operations=[
-                    *(self._addition(path, pieces[path]) for path in lacking),
-                    *(CommitOperationDelete(path_in_repo=path, is_folder=False) for path in stale),
-                ],
-                commit_message=message,
-                revision=self._revision,
-                parent_commit=head,
+                self.repo_id, operations, commit_message=message, revision=self._revision, parent_commit=head
             )
-            sent.update(lacking)
-            deleted.update(stale)
             return str(done.oid)
 
         done = self._retry("the push", commit)
@@ -183,15 +171,8 @@ class Repository:
                 f"{self.repo_id} on the Hub has another hash than was sent for {', '.join(wrong[:3])} (commit "
                 f"{done[:10]}). The local files are correct: delete those on the Hub, or push to another repository"
             )
-        return Pushed(
-            repo_id=self.repo_id,
-            url=self.url,
-            commit=done,
-            files=len(pieces),
-            bytes=sum(piece.entry.bytes for piece in pieces.values()),
-            sent=len(sent),
-            deleted=len(deleted),
-        )
+        size = sum(piece.entry.bytes for piece in pieces.values())
+        return Pushed(url=self.url, commit=done, files=len(pieces), bytes=size)
 
     def _addition(self, path: str, piece: Piece) -> CommitOperationAdd:
         """The operation for one file, whose bytes are sent before it is returned if it is large."""
@@ -204,29 +185,20 @@ class Repository:
             self._api.preupload_lfs_files(self.repo_id, additions=[addition], revision=self._revision)
         return addition
 
-    def _head(self) -> tuple[str | None, dict[str, RepoFile]]:
-        """The branch's newest commit (None for a repository without one), and its files."""
-        try:
-            sha = self._api.repo_info(self.repo_id, revision=self._revision).sha
-        except RevisionNotFoundError:
-            return None, {}
-        return sha, self._files(sha) if sha else {}
-
     def _files(self, commit: str) -> dict[str, RepoFile]:
         """The files of a commit, by path, with the sizes and hashes that the Hub states."""
         found = self._api.list_repo_tree(self.repo_id, recursive=True, revision=commit)
         return {one.path: one for one in found if isinstance(one, RepoFile)}
 
-    def _of_earlier_push(self, staged: Sequence[Staged], head: str | None, there: Mapping[str, RepoFile]) -> set[str]:
+    def _of_earlier_push(self, staged: Sequence[Staged], head: str, there: Mapping[str, RepoFile]) -> set[str]:
         """The files that the manifests on the Hub list, of the folders that are pushed."""
         earlier: set[str] = set()
-        for name in (each.prefix + MANIFEST_NAME for each in staged):
-            if head is not None and name in there:
-                with TemporaryDirectory() as folder:
-                    file = self._api.hf_hub_download(self.repo_id, name, revision=head, local_dir=folder)
-                    old = manifest.read(Path(file).parent)
-                if isinstance(old, Manifest):
-                    earlier.update(name.removesuffix(MANIFEST_NAME) + each for each in old.files)
+        for prefix in (each.prefix for each in staged if each.prefix + MANIFEST_NAME in there):
+            with TemporaryDirectory() as folder:
+                file = self._api.hf_hub_download(self.repo_id, prefix + MANIFEST_NAME, revision=head, local_dir=folder)
+                old = manifest.read(Path(file).parent)
+            if isinstance(old, Manifest):
+                earlier.update(prefix + each for each in old.files)
         return earlier
 
     def _retry(self, what: str, step: Callable[[], T], attempts: int = 0) -> T:
@@ -249,10 +221,31 @@ class Repository:
                 time.sleep(wait)
 
 
+def _validate(card: str) -> None:
+    """Ask the Hub whether it accepts a model card; a ``UsageError`` if it does not."""
+    try:
+        ModelCard(card).validate()
+    except ValueError as error:  # with the Hub's answer
+        with suppress(ValueError, LookupError, TypeError):
+            error = ValueError("; ".join(each["message"] for each in json.loads(str(error))["errors"]))
+        message = " ".join(str(error).split())
+        raise UsageError(f"the Hub refuses the model card: {message}; correct the metadata of README.md") from error
+
+
 def _redact_record(record: logging.LogRecord) -> bool:
     """Remove secrets, and the query part of addresses (signatures of uploads), from a log record."""
     record.msg, record.args = re.sub(r"(://[^\s?]*)\?\S*", r"\1", redact(record.getMessage())), ()
     return True
+
+
+_BY_STATUS = {
+    401: "the Hub does not accept the token {info}: it is wrong, expired or revoked, or none was sent; make one with "
+    "write access at {page}, then `hf auth login` or set HF_TOKEN",
+    403: "the token may not write to {repo} {info}: give it write permission there at {page}, or name a repository of "
+    "your own",
+    404: "{repo} does not exist, or has no such branch, or the token has no access to it {info}: check the names, and "
+    "that you are a member of the organisation",
+}
 
 
 def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
@@ -261,9 +254,6 @@ def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
     while (cause := causes[-1].__cause__) is not None:  # huggingface_hub wraps errors of uploads in a RuntimeError
         causes.append(cause)
     answer = next((one for one in causes if isinstance(one, HfHubHTTPError)), None)
-    if "nvalid metadata" in str(error):
-        message = str(error).partition("README.md")[2].strip(" .:\n") or " ".join(str(error).split())
-        return UsageError(f"the Hub refuses the model card: {message}; correct the metadata of README.md")
     in_words = re.search(r"HTTP status (?:client|server) error \((\d{3})\b", str(error))  # of hf_xet
     if answer is not None or in_words:
         status = answer.response.status_code if answer is not None else int(in_words[1]) if in_words else 0
@@ -272,23 +262,15 @@ def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
             return HubError(f"the Hub asks for fewer requests {info}: try again in some minutes")
         if status >= 500 or status in _PASSING:
             return HubError(f"the Hub answers {info[1:-1]}: try again later")
-        lines = {
-            401: f"the Hub does not accept the token {info}: it is wrong, expired or revoked, or none was sent; make "
-            f"one with write access at {_TOKENS_PAGE}, then `hf auth login` or set HF_TOKEN",
-            403: f"the token may not write to {repo_id} {info}: give it write permission there at {_TOKENS_PAGE}, or "
-            "name a repository of your own",
-            404: f"{repo_id} does not exist, or has no such branch, or the token has no access to it {info}: check the "
-            "names, and that you are a member of the organisation",
-        }
-        return UsageError(lines.get(status, f"the Hub refuses it {info}"))
-    for one in causes:
-        if isinstance(one, LocalTokenNotFoundError):
-            return UsageError(
-                f"no token for the Hub: run `hf auth login`, or set HF_TOKEN to one with write access ({_TOKENS_PAGE})"
-            )
-        if isinstance(one, OfflineModeIsEnabled):
-            return UsageError("HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it")
-        if isinstance(one, HFValidationError):
-            return UsageError(f"{repo_id!r} is not a valid repository name ({one}): write USER/NAME")
+        line = _BY_STATUS.get(status, "the Hub refuses it {info}")
+        return UsageError(line.format(info=info, repo=repo_id, page=_TOKENS_PAGE))
+    known = {
+        LocalTokenNotFoundError: "no token for the Hub: run `hf auth login`, or set HF_TOKEN to one with write access "
+        f"({_TOKENS_PAGE})",
+        OfflineModeIsEnabled: "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it",
+        HFValidationError: f"{repo_id!r} is not a valid repository name ({error}): write USER/NAME",
+    }
+    if said := next((known[kind] for kind in known for one in causes if isinstance(one, kind)), None):
+        return UsageError(said)
     what = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split()).rstrip(": ")
     return HubError(f"the Hub cannot be reached ({what}): check the network, or use another huggingface_hub")

@@ -30,7 +30,7 @@ from huggingface_hub import get_token
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
-from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, run_settings, unrecovered
+from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, run_settings, unrecovered
 from hf_rocm_tune.publish.hub import HubError, Piece, Pushed, Repository, Say, Staged
 from hf_rocm_tune.redaction import Private, find_in_file, scrub_json
 from hf_rocm_tune.survive import manifest
@@ -54,15 +54,13 @@ class PushSettings:
 
     private: bool | None = None  # True refuses a public repository, False makes a new one public, None a private one
     revision: str = "main"  # branch; created if it does not exist
-    message: str = "Upload with hf-rocm-tune"  # first line of the commit
     base_model_id: str | None = None  # the base model's id on the Hub, where it was loaded from a directory
     checkpoints: Checkpoints = "none"  # beside the result: the "last" one as ``last-checkpoint``, or "all"
+    report: bool = False  # the page of `hf-rocm-tune report`, too
 
     def __post_init__(self) -> None:
         if self.base_model_id is not None and not is_hub_id(self.base_model_id):
             raise ValueError(f"base_model_id must be an id on the Hub such as ORG/NAME, got {self.base_model_id!r}")
-        if not self.message.strip() or not self.revision:
-            raise ValueError("message and revision must not be empty")
 
 
 def push(
@@ -96,7 +94,7 @@ def push(
     for line in (line for each in staged for line in each.lines):
         say(line)
     repository.open(private=settings.private)
-    return repository.upload(staged, message=settings.message)
+    return repository.upload(staged, message="Upload with hf-rocm-tune")
 
 
 def _stage_all(directory: Path, settings: PushSettings, private: Private) -> list[Staged]:
@@ -110,10 +108,14 @@ def _stage_all(directory: Path, settings: PushSettings, private: Private) -> lis
             )
         last = settings.checkpoints == "last"
         sources += [(LAST_CHECKPOINT, found[-1])] if last else [(f"{path.name}/", path) for path in found]
-    return [
-        stage(source, private=private, prefix=prefix, base_model_id=settings.base_model_id)
-        for prefix, source in sources
-    ]
+    base = settings.base_model_id
+    staged = [stage(source, private=private, prefix=prefix, base_model_id=base) for prefix, source in sources]
+    if settings.report:
+        from hf_rocm_tune.publish.page import PAGE_NAME, page_of
+
+        page = Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
+        staged.append(Staged(prefix="", pieces={PAGE_NAME: page}, lines=(f"to be uploaded, too: {PAGE_NAME}",)))
+    return staged
 
 
 def private_here(
@@ -298,9 +300,7 @@ class Publisher:
         self._output_dir, self._wait_for_each, self._say = Path(args.output_dir), bool(args.hub_always_push), say
         self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
         try:
-            self._settings = PushSettings(
-                private=args.hub_private_repo, revision=revision, message="End of training", base_model_id=base_model_id
-            )
+            self._settings = PushSettings(private=args.hub_private_repo, revision=revision, base_model_id=base_model_id)
         except ValueError as error:
             raise UsageError(f"--{error}") from error
         repo_id = args.hub_model_id or self._output_dir.absolute().name
@@ -353,7 +353,7 @@ class Publisher:
             settings = self._settings
             if checkpoints(directory):
                 settings = replace(settings, checkpoints=_WHOLE.get(self._strategy, "none"))
-            done = self._send(_stage_all(directory, settings, self._private), settings.message)
+            done = self._send(_stage_all(directory, settings, self._private), "End of training")
         except KeyboardInterrupt as stop:
             raise Interrupted(f"the push was stopped. {self._how_to_finish(directory)}") from stop
         except (UsageError, HubError, CorruptionError) as error:
@@ -457,7 +457,7 @@ def _parser() -> argparse.ArgumentParser:
         "--public", action="store_false", dest="private", default=None, help="make a new repository public, not private"
     )
     parser.add_argument("--revision", default="main", metavar="BRANCH", help="created if it does not exist")
-    parser.add_argument("--message", default=PushSettings.message, help="first line of the commit")
+    parser.add_argument("--report", action="store_true", help="upload the page of `hf-rocm-tune report`, too")
     parser.add_argument(
         "--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory"
     )

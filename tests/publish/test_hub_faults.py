@@ -93,7 +93,7 @@ def test_a_commit_of_somebody_else_in_between_stays(hub: LoopbackHub, tmp_path: 
     hub.fault(COMMIT, first=other, times=2)
     pushed(out)
     assert "theirs.txt" in on_hub(hub, REPO) and commits(hub).count("theirs") == 2
-    assert commits(hub)[-1] == PushSettings().message and len(commits(hub)) == 3
+    assert commits(hub)[-1] == "Upload with hf-rocm-tune" and len(commits(hub)) == 3
 
 
 def failure(out: Path, **more: Any) -> TuneError:

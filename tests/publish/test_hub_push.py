@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.publish.card import clean_card
+from hf_rocm_tune.publish.hub import Pushed
 from hf_rocm_tune.publish.push import PushSettings, push
 from hf_rocm_tune.redaction import Private, find_in_file, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
@@ -45,8 +47,8 @@ TOP = {
 }
 
 
-def quietly(directory: Path, repo: str = REPO, **settings: object) -> object:
-    return push(directory, repo, settings=PushSettings(**settings), say=lambda _: None)  # type: ignore[arg-type]
+def quietly(directory: Path, repo: str = REPO, **settings: Any) -> Pushed:
+    return push(directory, repo, settings=PushSettings(**settings), say=lambda _: None)
 
 
 def manifest_on(files: dict[str, bytes], folder: Path) -> Manifest:
@@ -67,7 +69,7 @@ def test_a_push_brings_what_the_manifest_lists_and_leaves_the_local_files_alone(
     said: list[str] = []
     done = push(out, REPO, say=said.append)
     there = on_hub(hub, REPO)
-    assert set(there) == TOP and done.files == done.sent == len(TOP)
+    assert set(there) == TOP and done.files == len(TOP)
     assert bytes_of(out) == before
     assert there["adapter_model.safetensors"] == before["adapter_model.safetensors"]
     assert there["tokenizer.json"] == before["tokenizer.json"], "a vocabulary is never rewritten"
@@ -78,7 +80,7 @@ def test_a_push_brings_what_the_manifest_lists_and_leaves_the_local_files_alone(
     told = published.extra["published"]
     assert set(told["changed"]) == {"README.md", "adapter_config.json", "tokenizer_config.json", "transfer_report.json"}
     assert set(told["left_out"]) == {"run.json", "training_args.bin"}
-    assert "8 sent, 0 already present" in done.summary and any("adapter_config.json" in line for line in said)
+    assert "8 files" in done.summary and any("adapter_config.json" in line for line in said)
 
 
 def test_a_second_push_sends_only_what_changed(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -86,11 +88,11 @@ def test_a_second_push_sends_only_what_changed(hub: LoopbackHub, tmp_path: Path)
     first = quietly(out)
     sent = len(hub.lines("^PUT|/commit/"))
     again = quietly(out)
-    assert again.commit == first.commit and again.sent == 0  # type: ignore[attr-defined]
+    assert again.commit == first.commit
     assert len(hub.lines("^PUT|/commit/")) == sent, "nothing changed, and something was sent"
     (out / "README.md").write_text((out / "README.md").read_text() + "\nEdited.\n")
     third = quietly(out)
-    assert third.sent == 2 and len(hub.lines("^PUT")) == 1  # type: ignore[attr-defined]
+    assert third.commit != first.commit and len(hub.lines("^PUT")) == 1
     there = on_hub(hub, REPO)
     assert there["README.md"].endswith(b"Edited.\n")
     manifest_on(there, tmp_path / "pulled")
@@ -105,9 +107,8 @@ def test_files_of_an_earlier_run_are_not_left_beside_the_new_one(hub: LoopbackHu
     (other / "chat_template.jinja").unlink()
     kept = [name for name in TOP if name not in ("chat_template.jinja", "integrity.json")]
     manifest.write(other, run_id="run-2", step=9, status="final", files=kept)
-    done = quietly(other)
+    quietly(other)
     assert set(on_hub(hub, REPO)) == (TOP - {"chat_template.jinja"}) | {"notes.txt"}
-    assert done.deleted == 1  # type: ignore[attr-defined]
 
 
 def test_checkpoints_go_into_folders_of_their_own_with_what_a_resume_needs(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_private_and_revision(hub: LoopbackHub, tmp_path: Path) -> None:
     out = write_run(tmp_path / "out")
     done = quietly(out, private=True, revision="trial")
     repo = hub.store.repos[REPO]
-    assert repo.private and repo.branches["trial"] == done.commit  # type: ignore[attr-defined]
+    assert repo.private and repo.branches["trial"] == done.commit
     assert set(on_hub(hub, REPO, "trial")) == TOP and on_hub(hub, REPO) == {}
 
 
@@ -295,9 +296,6 @@ def test_checkpoints_that_are_asked_for_must_be_there(hub: LoopbackHub, tmp_path
 # ---- nothing private leaves this machine --------------------------------------------------------------------
 
 
-# huggingface_hub 2.4 passes files as httpx2 no longer likes them (lfs.py, _upload_single_part).
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
 ENVIRON = {
     "USER": "planted-user",
     "HOME": "/home/planted-user",
@@ -430,8 +428,9 @@ def test_nothing_planted_gets_out(hub: LoopbackHub, tmp_path: Path, monkeypatch:
     out = write_run(tmp_path / "planted-place" / "out", checkpoints=(4,))
     (out / "report.html").write_text(f"<p>{out} planted-key-0123456789</p>")
     said: list[str] = []
-    push(out, f"{USER}/a", settings=PushSettings(checkpoints="all"), say=said.append)
+    push(out, f"{USER}/a", settings=PushSettings(checkpoints="all", report=True), say=said.append)
     there = on_hub(hub, f"{USER}/a")
+    assert b"training report</title>" in there["report.html"]
     leaks = {
         (path, planted)
         for path, content in there.items()
