@@ -46,29 +46,17 @@ _UNITS = ((20 << 20, "20 MiB"), (2 << 20, "2 MiB"), (64 << 10, "64 KiB"), (4 << 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the diagnosis.
+    """One line of the diagnosis. ``unknown``: could not be read or measured; ``skipped``: not tried."""
 
-    Attributes:
-        row: its name for programs, ``environ:VARIABLE`` for the policy of variables; empty for ``unknown`` and
-            ``skipped``, whose text is the reason.
-        status: ``unknown``: could not be read or measured; ``skipped``: not tried.
-        title: the fact in a few words; ``text``: what it means.
-        read: what was read or measured, one line each.
-        fix: what to do, or empty.
-        source: issues and documents, separated by semicolons.
-        subject: a PCI address, a variable, a pair ``cuda:0->cuda:1``, if there are several.
-        check: its name, set by the caller of the check.
-    """
-
-    row: str
+    row: str  # its name for programs, environ:VARIABLE for variables; empty for unknown and skipped
     status: Status
-    title: str
-    text: str
-    read: tuple[str, ...] = ()
+    title: str  # the fact in a few words
+    text: str  # what it means; of unknown and skipped, the reason
+    read: tuple[str, ...] = ()  # what was read or measured, one line each
     fix: str = ""
-    source: str = ""
-    subject: str = ""
-    check: str = ""
+    source: str = ""  # issues and documents, separated by semicolons
+    subject: str = ""  # a PCI address, a variable, a pair cuda:0->cuda:1, if there are several
+    check: str = ""  # its name, set by the caller of the check
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -188,31 +176,19 @@ def read_here() -> Evidence:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: one that reads gives findings by ``run``, one that measures by ``measure``, see `diagnose`.
+    """One check: one that reads gives findings by ``run``, one that measures by ``measure``, see `diagnose`."""
 
-    Attributes:
-        name: for ``--only`` and ``--skip``.
-        group: a key of ``GROUPS``.
-        about: its purpose, one line.
-        run: yields findings, also ``ok`` ones, and none if it is not applicable.
-        needs_cards: it is omitted with fewer discrete cards.
-        measure: ``module.function`` in this package, ``function(request) -> list[Finding]``.
-        seconds: its usual time.
-        deadline_s: seconds after which a child is killed.
-        options: added to the request; ``full``: those of ``--full``, over them.
-        again: variables with which a second child repeats a check that fails on ROCm, to find the cause; None removes.
-    """
-
-    name: str
-    group: str
-    about: str
-    run: Callable[[Evidence], Iterable[Finding]] | None = None
-    needs_cards: int = 0
-    measure: str = ""
-    seconds: float = 0.0
+    name: str  # for --only and --skip
+    group: str  # a key of GROUPS
+    about: str  # its purpose, one line
+    run: Callable[[Evidence], Iterable[Finding]] | None = None  # yields none if it is not applicable
+    needs_cards: int = 0  # it is omitted with fewer discrete cards
+    measure: str = ""  # module.function in this package, function(request) -> list[Finding]
+    seconds: float = 0.0  # its usual time
     deadline_s: float = 120
-    options: Mapping[str, Any] = field(default_factory=dict)
-    full: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # added to the request
+    full: Mapping[str, Any] = field(default_factory=dict)  # those of --full, over them
+    # Variables with which a second child repeats a check that fails on ROCm, to find the cause; None removes one.
     again: Mapping[str, str | None] = field(default_factory=dict)
 
 

@@ -17,29 +17,18 @@ _TOLERANCE_GIB = 1.5
 
 @dataclass(frozen=True)
 class Card:
-    """One model of card. None means unknown.
+    """One model of card. None means unknown."""
 
-    Attributes:
-        name: as it is sold; ``key``: its distinguishing part, in lower case.
-        arch: LLVM's name of the architecture.
-        pci: ``device`` or ``device:revision`` in lower-case hexadecimal digits.
-        bandwidth_gb_s: memory bandwidth in 10^9 bytes a second, by data sheet.
-        power_w: of the board.
-        bf16_tflops: the lowest measured rate of large bf16 products, 10^12 operations a second.
-        fp8: whether the matrix units take it.
-        integrated: shares the CPU's memory.
-    """
-
-    name: str
-    key: str
+    name: str  # as it is sold
+    key: str  # its distinguishing part, in lower case
     arch: str
-    pci: tuple[str, ...]
+    pci: tuple[str, ...]  # device or device:revision, lower-case hexadecimal
     vram_gib: int | None = None
-    bandwidth_gb_s: int | None = None
-    power_w: int | None = None
-    bf16_tflops: int | None = None
-    fp8: bool = False
-    integrated: bool = False
+    bandwidth_gb_s: int | None = None  # of the memory, 10^9 bytes a second, by data sheet
+    power_w: int | None = None  # of the board
+    bf16_tflops: int | None = None  # the lowest measured rate of large bf16 products, 10^12 operations a second
+    fp8: bool = False  # whether the matrix units take it
+    integrated: bool = False  # shares the CPU's memory
     source: str = ""
 
 

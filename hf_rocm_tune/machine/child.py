@@ -63,27 +63,17 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a child ended.
-
-    Attributes:
-        status: ``done``: there is a result; ``timeout``: it was killed at the deadline; ``died``: it ended by a signal,
-            by an exception or without a result; ``garbage``: its result is not a JSON object.
-        error: type and message of the exception that ended it, or empty.
-        code: its exit code, negative for a signal; None if it could not be killed.
-        seconds: from start to end, including imports.
-        step: the last one reported with `step`.
-        state: of a killed child, its kernel state before: ``sleeping``, ``stopped``, ``disk-sleep``.
-        tail: the end of its output.
-    """
+    """How a child ended: ``done`` with a result; ``timeout``, killed at the deadline; ``died`` by a signal, by an
+    exception or without a result; ``garbage``: its result is not a JSON object."""
 
     status: Status
     result: dict[str, Any] | None = None
-    error: str = ""
-    code: int | None = None
-    seconds: float = 0.0
-    step: str = ""
-    state: str = ""
-    tail: str = ""
+    error: str = ""  # type and message of the exception that ended it
+    code: int | None = None  # negative for a signal; None if it could not be killed
+    seconds: float = 0.0  # from start to end, including imports
+    step: str = ""  # the last one reported with `step`
+    state: str = ""  # of a killed child, before: sleeping, stopped, disk-sleep (in the kernel)
+    tail: str = ""  # the end of its output
 
     @property
     def how(self) -> str:

@@ -49,21 +49,14 @@ _CAUSES = ((range(8), "power"), (range(16, 24), "current"), (range(32, 48), "tem
 
 @dataclass(frozen=True, kw_only=True)
 class GpuNode:
-    """One GPU of the KFD topology.
+    """One GPU of the KFD topology."""
 
-    Attributes:
-        index: place among the GPU nodes, from 0; ``node``: number of the topology node (CPUs are nodes too).
-        arch: ``gfx_target_version`` as LLVM spells it, for example ``gfx1100``.
-        vram_bytes: sum of the frame-buffer banks; None where one could not be read.
-        has_cpu: the node holds CPU cores as well, as an APU's node may.
-    """
-
-    index: int
-    node: int
-    arch: str
-    vram_bytes: int | None
+    index: int  # place among the GPU nodes, from 0
+    node: int  # number of the topology node; CPUs are nodes too
+    arch: str  # as LLVM spells it, for example gfx1100
+    vram_bytes: int | None  # None where a bank could not be read
     pci_address: str | None
-    has_cpu: bool
+    has_cpu: bool  # as an APU's node may
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,33 +136,20 @@ class DisplayDevice(NamedTuple):
 
 
 class Link(NamedTuple):
-    """One PCI Express link. None: unknown.
+    """One PCI Express link; speeds in 10^9 transfers a second and lane (16.0 is PCIe 4.0). None: unknown."""
 
-    Attributes:
-        device: PCI address of the device at the lower end.
-        speed: in 10^9 transfers a second and lane (16.0 is PCIe 4.0). The link may be slower when idle.
-        width: lanes in use.
-        able: the speed that both ends are able to reach.
-    """
-
-    device: str
-    speed: float | None
-    width: int | None
-    able: float | None
+    device: str  # PCI address of the device at the lower end
+    speed: float | None  # now; it may be slower when idle
+    width: int | None  # lanes in use
+    able: float | None  # the speed that both ends are able to reach
 
 
 class Upward(NamedTuple):
-    """A device's path up to the CPU.
+    """A device's path up to the CPU."""
 
-    Attributes:
-        chain: addresses from the root port down to the device itself.
-        links: outside of the card, the one at the card's connector first.
-        behind_chipset: a bridge of AMD's chipsets is on the path.
-    """
-
-    chain: tuple[str, ...]
-    links: tuple[Link, ...]
-    behind_chipset: bool
+    chain: tuple[str, ...]  # addresses from the root port down to the device itself
+    links: tuple[Link, ...]  # outside of the card, the one at the card's connector first
+    behind_chipset: bool  # a bridge of AMD's chipsets is on the path
 
 
 def list_display_devices(files: Files) -> tuple[DisplayDevice, ...]:
@@ -283,24 +263,17 @@ def _parse_speed(text: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensors:
-    """amdgpu's hwmon and load files of one card at one moment; None: unknown, with the reason in ``missing``.
-
-    Attributes:
-        power_w: average or momentary, as the driver has it; ``power_cap_w``: limit in force.
-        utilisation: busy share of the card, 0 to 1.
-        vram_used_bytes, vram_total_bytes: as the driver counts them, of all processes.
-        throttle: bits of the current clock limits; `throttle_causes` names them. A power limit is normal under load.
-    """
+    """amdgpu's hwmon and load files of one card at one moment; None: unknown, with the reason in ``missing``."""
 
     edge_c: float | None = None
     hotspot_c: float | None = None
     memory_c: float | None = None
-    power_w: float | None = None
-    power_cap_w: float | None = None
-    utilisation: float | None = None
-    vram_used_bytes: int | None = None
+    power_w: float | None = None  # average or momentary, as the driver has it
+    power_cap_w: float | None = None  # limit in force
+    utilisation: float | None = None  # busy share of the card, 0 to 1
+    vram_used_bytes: int | None = None  # by all processes
     vram_total_bytes: int | None = None
-    throttle: int | None = None
+    throttle: int | None = None  # bits of the current clock limits; a power limit is normal under load
     missing: Mapping[str, str] = field(default_factory=dict)
 
 

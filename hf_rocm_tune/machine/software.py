@@ -33,48 +33,33 @@ _ASKING_DEVICES = "asking torch for its devices"
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDevice:
-    """One device as torch sees it.
+    """One device as torch sees it."""
 
-    Attributes:
-        index: of ``cuda:index``, after all filters.
-        arch: ``gfx1100`` (``gcnArchName`` without features, after any override variable), or ``sm_90``.
-        pci_address: ``domain:bus:device.function`` as the kernel writes it; None where torch is too old.
-    """
-
-    index: int
+    index: int  # of cuda:index, after all filters
     name: str
-    arch: str
+    arch: str  # gfx1100 (gcnArchName without features, after any override variable), or sm_90
     total_bytes: int
-    pci_address: str | None
+    pci_address: str | None  # domain:bus:device.function as the kernel writes it; None where torch is too old
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """The installed software. None: unknown or not there, with the reason in ``problems`` by the field's name.
 
-    Attributes:
-        torch_version: with its local part (``2.13.0+rocm7.2``).
-        hip_version: ``torch.version.hip``, by which bitsandbytes chooses its library; None where torch is no ROCm
-            build. From ROCm 10 on it is another number than ROCm's: 10.1 comes with HIP 7.16 (pytorch#194256).
-        torch_rocm_version: ``torch.version.rocm``, which older builds do not have.
-        arch_list: architectures of torch's kernels; empty for a CPU build.
-        devices: in torch's order.
-        packages: version of every name of ``PACKAGES``; None where it is not installed.
-        bitsandbytes_libraries: names of its native library files.
-        rocm_wheels: distributions that carry ROCm itself, with their versions.
-        missing_for_triton: what its driver cannot be compiled without, on ROCm, and the package that has it; or empty.
+    bitsandbytes chooses its library by ``hip_version``, ``torch.version.hip``. From ROCm 10 on that is another number
+    than ROCm's: 10.1 comes with HIP 7.16 (pytorch#194256).
     """
 
-    torch_version: str | None = None
-    hip_version: str | None = None
-    torch_rocm_version: str | None = None
+    torch_version: str | None = None  # with its local part: 2.13.0+rocm7.2
+    hip_version: str | None = None  # None where torch is no ROCm build
+    torch_rocm_version: str | None = None  # older builds do not have it
     cuda_version: str | None = None
-    arch_list: tuple[str, ...] | None = None
+    arch_list: tuple[str, ...] | None = None  # of torch's kernels; empty for a CPU build
     devices: tuple[TorchDevice, ...] | None = None
-    packages: Mapping[str, str | None] = field(default_factory=dict)
-    bitsandbytes_libraries: tuple[str, ...] | None = None
-    rocm_wheels: Mapping[str, str] = field(default_factory=dict)
-    missing_for_triton: str = ""
+    packages: Mapping[str, str | None] = field(default_factory=dict)  # version of every name of PACKAGES
+    bitsandbytes_libraries: tuple[str, ...] | None = None  # names of its native library files
+    rocm_wheels: Mapping[str, str] = field(default_factory=dict)  # versions of distributions that carry ROCm itself
+    missing_for_triton: str = ""  # what its driver cannot be compiled without, on ROCm, and the package that has it
     problems: Mapping[str, str] = field(default_factory=dict)
 
     @property

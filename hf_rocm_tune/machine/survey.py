@@ -56,32 +56,20 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One display or compute device on the PCI bus.
-
-    Attributes:
-        vendor: ``amd``, ``nvidia``, ``intel`` or ``other``.
-        driver: name of the bound kernel driver.
-        node: its KFD node, with the true architecture; None if KFD does not list it.
-        card: the row of the card table, or None.
-        integrated: shares the CPU's memory (None: unknown).
-        bar_bytes: of the largest memory BAR; as large as the VRAM with ReBAR.
-        iommu_type: of its IOMMU group: ``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating).
-        display: whether a display is connected to it.
-        aer: error counters by name (``correctable``, ``nonfatal``, ``fatal``), see `gpus.read_aer`.
-    """
+    """One display or compute device on the PCI bus."""
 
     address: str
-    vendor: str
+    vendor: str  # amd, nvidia, intel or other
     device_id: int
-    driver: str | None
-    node: GpuNode | None
-    card: Card | None
-    integrated: bool | None
+    driver: str | None  # the bound kernel driver
+    node: GpuNode | None  # with the true architecture; None if KFD does not list it
+    card: Card | None  # the row of the card table
+    integrated: bool | None  # shares the CPU's memory
     upward: Upward
-    bar_bytes: int | None
-    iommu_type: str | None
-    display: bool
-    aer: Mapping[str, int]
+    bar_bytes: int | None  # of the largest memory BAR; as large as the VRAM with ReBAR
+    iommu_type: str | None  # identity (passthrough), DMA or DMA-FQ (translating)
+    display: bool  # one is connected to it
+    aer: Mapping[str, int]  # error counters: correctable, nonfatal, fatal
     sensors: Sensors
 
     @property
@@ -96,36 +84,24 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """All of it.
-
-    Attributes:
-        memory_limit_bytes: the container's limit where it is below the host's memory.
-        container: ``docker``, ``podman`` or the like; None outside of one.
-        device_nodes: ``/dev/kfd`` and every ``/dev/dri/renderD*`` that is there, with whether this process may read and
-            write it, and its group.
-        cmdline: boot parameters by name, dashes as underscores; one without a value has "".
-        config: ``PEER_OPTIONS`` of the kernel's configuration, ``n`` for "is not set".
-        pcie_p2p, ppfeaturemask: amdgpu's parameters.
-        iommu: whether the kernel lists one.
-        unread: why files could not be read, by path.
-    """
+    """All of it."""
 
     process: Process
     cpu: str
     memory_bytes: int | None
     available_bytes: int | None
     swap_bytes: int | None
-    memory_limit_bytes: int | None
-    container: str | None
-    device_nodes: Mapping[str, tuple[bool, str]]
-    cmdline: Mapping[str, str]
-    config: Mapping[str, str] | None
-    pcie_p2p: str | None
+    memory_limit_bytes: int | None  # the container's, where it is below the host's memory
+    container: str | None  # docker, podman or the like
+    device_nodes: Mapping[str, tuple[bool, str]]  # /dev/kfd and /dev/dri/renderD*: usable by this process, group
+    cmdline: Mapping[str, str]  # boot parameters, dashes as underscores; one without a value has ""
+    config: Mapping[str, str] | None  # PEER_OPTIONS of the kernel's configuration, n for "is not set"
+    pcie_p2p: str | None  # a parameter of amdgpu, as is ppfeaturemask
     ppfeaturemask: str | None
-    iommu: bool | None
+    iommu: bool | None  # whether the kernel lists one
     topology: Topology
     gpus: tuple[Gpu, ...]
-    unread: Mapping[str, str]
+    unread: Mapping[str, str]  # why files could not be read, by path
 
     @property
     def amd(self) -> tuple[Gpu, ...]:

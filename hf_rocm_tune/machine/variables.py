@@ -39,16 +39,11 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Facts that rules depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name.
-
-    Attributes:
-        hip_version: of torch's build, for example ``7.2.26015``; None without a reason means: not a ROCm build.
-        archs: visible GPUs' architectures in order, one entry a GPU.
-    """
+    """Facts that rules depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name."""
 
     torch_version: str | None
-    hip_version: str | None
-    archs: tuple[str, ...] | None
+    hip_version: str | None  # of torch's build; None without a reason means: not a ROCm build
+    archs: tuple[str, ...] | None  # of the visible GPUs, in order
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -134,22 +129,15 @@ def _other_arch(value: str, facts: MachineFacts) -> bool | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: the first of a variable that applies decides.
+    """One rule: the first of a variable that applies decides."""
 
-    Attributes:
-        names: variables, separated by spaces; a ``*`` stands for any rest of a name that is not empty.
-        reason, fix, source: one line each.
-        when: whether it applies to a value, None: unknown.
-        rocm: only if torch is a ROCm build.
-    """
-
-    names: str
+    names: str  # separated by spaces; a * stands for any rest of a name that is not empty
     action: Action
     reason: str
     fix: str
     source: str
-    when: Callable[[str, MachineFacts], bool | None] = lambda value, facts: True
-    rocm: bool = True
+    when: Callable[[str, MachineFacts], bool | None] = lambda value, facts: True  # applies to a value; None: unknown
+    rocm: bool = True  # only if torch is a ROCm build
 
     def covers(self, variable: str) -> bool:
         return any(fnmatchcase(variable, pattern.replace("*", "?*")) for pattern in self.names.split())
@@ -261,21 +249,13 @@ def covers(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was decided on one variable, or found of it.
+    """What was decided on one variable, or found of it."""
 
-    Attributes:
-        variable: its name, or several with commas.
-        action: all but ``set`` keep the user's value.
-        value: the current value; None if unset.
-        source: issues and documents, separated by semicolons.
-        fix: what to do, one line, or empty.
-    """
-
-    variable: str
-    action: Action
-    value: str | None
+    variable: str  # or several, with commas
+    action: Action  # all but set keep the user's value
+    value: str | None  # None if unset
     reason: str
-    source: str
+    source: str  # issues and documents, separated by semicolons
     fix: str = ""
 
     @property

@@ -115,37 +115,12 @@ def test_a_healthy_machine_needs_nothing_and_hears_nothing() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, value, _, action in FIRES if action == "error"])
-def test_where_torch_is_not_a_rocm_build_nothing_is_called_harmful(name: str, value: str) -> None:
+def test_an_error_is_none_without_rocm_and_softer_where_something_is_not_known(name: str, value: str) -> None:
     assert evaluate({name: value}, CPU) == []
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, value, _, action in FIRES if action == "error"])
-def test_what_is_not_known_softens_an_error_and_says_what_is_missing(name: str, value: str) -> None:
     (decision,) = evaluate({name: value}, NO_TORCH)
-    assert decision.action == "warn"
-    assert "uncertain" in decision.reason
-    assert "torch is gone" in decision.reason
-    assert "torch unknown" in explain([decision], NO_TORCH).splitlines()[0]
-    assert "no kernel files" in explain([decision], NO_TORCH).splitlines()[1]
-
-
-def test_several_allocator_names_are_a_matter_only_where_they_differ() -> None:
-    same = {"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:1 "}
-    assert evaluate(same, XT) == []
-    (decision,) = evaluate({**same, "PYTORCH_HIP_ALLOC_CONF": "a:2"}, XT)
-    assert decision.action == "warn"
-    assert decision.variable.split(", ") == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
-
-
-@pytest.mark.parametrize(
-    ("names", "nested"), [("HIP CUDA", False), ("HIP ROCR", True), ("CUDA ROCR", True), ("HIP CUDA ROCR", True)]
-)
-def test_filters_nest_only_under_that_of_the_runtime(names: str, nested: bool) -> None:
-    present = {f"{name}_VISIBLE_DEVICES": "0" for name in names.split()}
-    (decision,) = evaluate(present, XT)
-    assert (decision.action, decision.fix) == ("warn", "set one of them")
-    assert set(decision.variable.split(", ")) == set(present)
-    assert ("nest" in decision.reason, "ROCR" in decision.reason) == (nested, nested)
+    assert decision.action == "warn" and "uncertain" in decision.reason and "torch is gone" in decision.reason
+    first, second, *_ = explain([decision], NO_TORCH).splitlines()
+    assert "torch unknown" in first and "no kernel files" in second
 
 
 def test_a_recipe_may_set_real_names_and_nothing_that_loads_code() -> None:

@@ -29,13 +29,6 @@ CARDS: dict[str, Case] = {
         ),
         says=("gfx1100, 20.0 GiB", "800 GB/s, 315 W", "31.5 GB/s each way by arithmetic"),
     ),
-    "healthy_xtx": case(
-        Built("ROCm docs, GPU architecture specifications: a 7900 XTX is gfx1100 too, with 24 GB").card(XTX),
-        software=stack(devices=[device(name="AMD Radeon RX 7900 XTX", gib=23.98)]),
-        fine=("card_known", "arch_ok", "link_ok"),
-        says=("Radeon RX 7900 XTX", "960 GB/s, 355 W"),
-        never=("800 GB/s",),
-    ),
     "behind_an_igpu": case(
         Built("TheRock#5543: the processor's GPU is device 0").igpu(RAPHAEL).card(),
         software=stack(devices=[device("0000:04:00.0")]),

@@ -93,13 +93,6 @@ PLATFORMS: dict[str, Case] = {
         warn=("no_card",),
         says=("torch has no code for gfx1036", "check that it is seated and powered"),
     ),
-    "no_card_and_cpu_torch": case(
-        Built("uv#18730: a machine with nothing but the display of its processor").igpu(RAPHAEL),
-        software=cpu_stack(),
-        warn=("no_card",),
-        fine=("torch_no_gpu_needed",),
-        never=("rocm7.2",),
-    ),
     "strix_halo": case(
         Built("TheRock SUPPORTED_GPUS.md: gfx1151 is release-ready", cpu=STRIX_CPU).igpu(STRIX_HALO),
         software=stack(devices=[STRIX]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.machine.trees import XT_9070, Built
+from tests.machine.trees import Built
 from tests.machines.case import (
     BNB,
     ROCM72,
@@ -11,7 +11,6 @@ from tests.machines.case import (
     case,
     cpu_stack,
     cuda_stack,
-    device,
     multi_arch_stack,
     stack,
 )
@@ -42,12 +41,6 @@ SOFTWARE: dict[str, Case] = {
         fail=("torch_missing",),
         says=(ROCM_INDEX,),
     ),
-    "torch_hangs": case(
-        one("ROCm/ROCm#2429: a driver that hangs when it is asked"),
-        software=stack(devices="asked for 60 seconds and given up"),
-        fail=("torch_sees_nothing",),
-        says=("asked for 60 seconds and given up",),
-    ),
     "torch_does_not_import": case(
         one("a wheel whose libraries do not load"),
         software=broken("ImportError: libamdhip64.so.7: cannot open shared object file"),
@@ -76,12 +69,6 @@ SOFTWARE: dict[str, Case] = {
         software=multi_arch_stack(),
         fail=("device_wheel_missing",),
         says=("`torch[device-gfx1100]`", "hipErrorInvalidImage"),
-    ),
-    "rocm10_with_the_extra_of_another_card": case(
-        one("TheRock RELEASES.md: device-gfx1201 beside a gfx1100"),
-        software=multi_arch_stack("rocm-sdk-device-gfx1201"),
-        fail=("device_wheel_missing",),
-        says=("`torch[device-gfx1100]`",),
     ),
     "bitsandbytes_0_49_2": case(
         one("bitsandbytes#1887: NaN at decode shapes up to 0.49.2"),
@@ -139,25 +126,11 @@ SOFTWARE: dict[str, Case] = {
         says=("7.0.0-28-generic", "342981fff328", "6.17"),
         never=("7.0.0-30",),
     ),
-    "rocm_6_4_on_another_card": case(
-        Built("bitsandbytes#2089: what is wrong was tried on gfx1100 only").card(XT_9070),
-        software=stack(
-            "2.9.1+rocm6.4", "6.4.43484", devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]
-        ),
-        fail=("version_untested torch",),
-        fine=("bnb_library",),
-    ),
     "torch_lists_nothing": case(
         one("a ROCm build that starts and lists no device"),
         software=stack(devices=()),
         fail=("torch_sees_nothing",),
         says=("its list is empty",),
-    ),
-    "kernel_7_0_0_28_rdna4": case(
-        Built("ROCm/ROCm#6523: the same kernel under a 9070 XT").kernel("7.0.0-28-generic").card(XT_9070),
-        software=stack(devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]),
-        warn=("kernel_mmap_stall",),
-        never=("SDMA",),
     ),
     "kernel_7_0_12_of_another_distribution": case(
         Built("ROCm/ROCm#6358: the stall was reported of Fedora 44's kernel only").kernel("7.0.12-arch1-1").card(),

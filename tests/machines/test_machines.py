@@ -43,7 +43,7 @@ def test_a_machine_is_told_what_its_owner_needs(name: str, replays: dict[str, Re
 def test_each_machine_names_its_source() -> None:
     sources = {name: case.built.source for name, case in MACHINES.items()}
     assert [name for name, source in sources.items() if len(source) < 15] == []
-    assert len(set(sources.values())) > 60
+    assert len(set(sources.values())) > 55
 
 
 def read_rows() -> set[str]:
@@ -94,7 +94,7 @@ def test_every_issue_that_is_named_has_an_address(replays: dict[str, Replay]) ->
     assert len(named) > 40 and not [source for source in named if not allowed.fullmatch(link_of(source))]
 
 
-@pytest.mark.parametrize("name", ["healthy_xt", "x8_x8", "healthy_xtx", "rdna4", "kernel_6_17"])
+@pytest.mark.parametrize("name", ["healthy_xt", "x8_x8", "rdna4", "kernel_6_17"])
 def test_a_machine_in_order_is_one_line_a_group_without_a_fix(name: str, replays: dict[str, Replay]) -> None:
     done = replays[name]
     assert {one["status"] for one in done.findings} <= {"ok", "skipped"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.machine.trees import RAPHAEL, XTX, Built, Slot
-from tests.machines.case import Case, case, cuda_stack, device, stack
+from tests.machines.case import Case, case, device, stack
 
 HALF = Slot(width=8)
 SPLIT = "expandable_segments:True,max_split_size_mb:512,garbage_collection_threshold:0.8"
@@ -38,12 +38,6 @@ VARIABLES: dict[str, Case] = {
         software=stack(devices=[device(arch="gfx942")]),
         fail=("arch_spoofed", OVERRIDE),
         says=("is gfx1100 in the kernel's list, and gfx942 in torch's",),
-    ),
-    "override_of_one_node": case(
-        one("libhsakmt topology.c: the form for each node"),
-        environ={"HSA_OVERRIDE_GFX_VERSION_1": "10.3.0"},
-        software=stack(devices=[device(arch="gfx1030")]),
-        fail=("arch_spoofed", "environ:HSA_OVERRIDE_GFX_VERSION_1"),
     ),
     "expandable_segments_with_split": case(
         Built("ROCm/ROCm#6603: zeroed tensors on an RX 7900 XT, torch 2.12, kernel 7.0.0-28")
@@ -127,12 +121,5 @@ VARIABLES: dict[str, Case] = {
         ),
         says=("NCCL_MAX_NCHANNELS", "NCCL_ALGO", "both filters have the same effect in HIP"),
         never=("ROCR_VISIBLE_DEVICES",),
-    ),
-    "cuda_machine_with_expandable_segments": case(
-        Built("pytorch hip.rst: what is harmful on ROCm is none of a CUDA machine's concern").nvidia(),
-        environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:512"},
-        software=cuda_stack(device("0000:01:00.0", name="NVIDIA GeForce RTX 4090", arch="sm_89", gib=23.5)),
-        note=("other_gpu",),
-        fine=("variables_ok",),
     ),
 }
