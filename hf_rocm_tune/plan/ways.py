@@ -33,7 +33,7 @@ from hf_rocm_tune.plan.estimate import (
     fastest,
 )
 from hf_rocm_tune.plan.fit import Plan, grid_of, plan_for
-from hf_rocm_tune.plan.request import DEFAULT_OPTIMIZER, PlanRequest
+from hf_rocm_tune.plan.request import PlanRequest
 
 #: Assumed: bytes a second in one direction of PCIe 4.0 x8, the link of two cards on most AM5 boards; on x16, 28 to 29e9
 #: were measured (ROCm/ROCm#2253).
@@ -433,7 +433,7 @@ def advice(plan: Plan, *, training: bool = False) -> str:
     full32 = method == "full" and request.dtype is None
     changes: list[tuple[str, dict[str, Any], bool]] = [
         ("another micro-batch and checkpointing", {}, (request.micro_batch, request.checkpointing) != (None, None)),
-        ("--optim adamw_8bit", adam8, method == "full" and request.optim == DEFAULT_OPTIMIZER),
+        ("--optim adamw_8bit", adam8, method == "full" and "8bit" not in request.optim),
         ("--dtype bfloat16", bf16, full32),
         ("--dtype bfloat16 --optim adamw_8bit", bf16 | adam8, full32),
         ("--use_peft true" if training else "--method lora", {"methods": ("lora",)}, request.methods == ("full",)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import random
 from collections.abc import Callable
@@ -240,6 +241,27 @@ def _misreading(rng: random.Random, step: int, tell: Callable[[str], None], dire
     stock = modeling_utils.safe_open
     modeling_utils.safe_open = make(stock)
     tell("armed")
+
+
+def _mapped(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+    """The mapped file has another bit than the file on the disk, in one of its first tensors."""
+    del step
+    which, seen = rng.randrange(15), [0]
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(content: Any, *arguments: Any, **keywords: Any) -> Tensor:
+            found: Tensor = stock(content, *arguments, **keywords)
+            if isinstance(content, mmap.mmap):
+                seen[0] += 1
+                if seen[0] == which + 1:
+                    found = found.clone()
+                    flip(found, rng)
+                    tell(f"tensor {which} of the mapped file")
+            return found
+
+        return wrapped
+
+    _wrap(torch, "frombuffer", make)
 
 
 # ---- trained ------------------------------------------------------------------------------------------------
@@ -531,6 +553,7 @@ ATTACKS: dict[str, Callable[..., None]] = {
     "reference": _reference,
     "host model": _host_model,
     "misreading": _misreading,
+    "mapped": _mapped,
     "resumed state": _resumed_state,
     "initial adapter": _initial_adapter,
     "rate": _rate,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ from hf_rocm_tune.train.report import closing_line
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, report_of
+from tests.e2e.test_fsdp import FSDP2
 from tests.e2e.test_methods import rows_of
+from tests.two_ranks import environments
 
 ADAPTER = "adapter_model.safetensors"
 METHODS: dict[str, list[str]] = {
@@ -245,6 +248,55 @@ def test_what_the_reader_of_weight_files_returns_is_not_used(bench: Bench, metho
     attack: dict[str, Any] = {"kind": "misreading", "seed": seed, "nth": 2 if method in ("dpo", "kto") else 1}
     attack["directory"] = str(bench.reward_model() if method == "grpo" else bench.settings["model_name_or_path"])
     assert bench.attacked(method, attack)["incidents"] == []
+
+
+WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "fsdp2": (FSDP2, []),
+    "fsdp2 qlora": (FSDP2, ["--load_in_4bit", "--bnb_4bit_quant_storage", "float32"]),
+    "tensor": ({}, ["--tensor_parallel", "true"]),
+}
+
+
+def two_ranks(bench: Bench, way: str, output: Path, attack: dict[str, Any] | None, victim: int = 0) -> list[Result]:
+    """A job of two ranks, one of which is attacked."""
+    env, more = WAYS[way]
+    each: list[dict[str, str]] = [{}, {}]
+    if attack is not None:
+        each[victim] = {"MEMORY_ATTACK": json.dumps({**attack, "log": f"{output}.attacked"})}
+    argv = [*flags(**bench.settings, output_dir=output), *more]
+    running = [bench.server.start(*argv, env=one) for one in environments(bench.root / "job" / "exit", each, **env)]
+    return [one.wait() for one in running]
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "seed"),
+    [
+        pytest.param(way, kind, seed, marks=() if (way, kind, seed) == ("fsdp2", "mapped", 1) else pytest.mark.long)
+        for way, kind, seed in itertools.product(WAYS, ("misreading", "mapped", "after load"), SEEDS)
+    ],
+)
+def test_weights_that_one_of_two_ranks_has_otherwise_are_not_used(cpu: Bench, way: str, kind: str, seed: int) -> None:
+    """The reader of a file or the mapped file has given it other bytes, or a weight has changed since."""
+    clean, output = cpu.root / f"clean {way}", cpu.root / "one of two"
+    if not clean.exists():
+        for each in two_ranks(cpu, way, clean, None):
+            assert each.code == 0, each.stderr[-3000:]
+    shutil.rmtree(output, ignore_errors=True)
+    attack: dict[str, Any] = {"kind": kind, "seed": seed}
+    if kind == "misreading":
+        attack["directory"] = str(cpu.settings["model_name_or_path"])
+    ended = two_ranks(cpu, way, output, attack, seed % 2)
+    assert Path(f"{output}.attacked").exists(), [each.stderr[-1500:] for each in ended]
+    Path(f"{output}.attacked").unlink()
+    codes = sorted(each.code for each in ended)
+    if codes == [0, 0]:
+        assert weights_of(output) == weights_of(clean)
+        covered = report_of(output)["coverage"]
+        assert covered["verified_bytes"] == covered["device_bytes"] and covered["unverified"] == []
+    else:
+        said = "".join(each.stderr for each in ended)
+        assert codes in ([3, 3], [1, 3]) and len(re.findall("^hf-rocm-tune: .*error: ", said, re.MULTILINE)) == 1, said
+        assert not list(output.glob("*.safetensors"))
 
 
 # ---- trained state ------------------------------------------------------------------------------------------
