@@ -78,7 +78,7 @@ class _Sharding(ABC):
     # ---- do the parts make the whole? -----------------------------------------------------------------------
 
     def _remember(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Digests of whole tensors, each of two ranks: what one of them has read wrong is held against another's view."""
+        """Digests of whole tensors, each by two ranks: what one has read wrong is held against the view of another."""
         group = host_group()
         mine = {
             name: digest(tensor.detach()).hex()
