@@ -292,7 +292,9 @@ class Cards:
             data=self.data,
             columns=self.columns,
             trained=self._trained(),
-            settings=deciding_settings({**self.arguments.resolved(), "world_size": training.world_size}),
+            settings=deciding_settings(
+                {**self.arguments.resolved(), "world_size": training.world_size}, by_content=False
+            ),
             rows=state.log_history,
             step=state.global_step,
             final=final,

@@ -213,7 +213,10 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
             announce.say(announce.resumption(plan.checkpoint))
         publisher = _open_publisher(arguments)
         if plan.action == "finished":
-            announce.say(f"this run is finished in {plan.directory}; give --overwrite_output_dir to train again")
+            announce.say(
+                f"this run is finished in {plan.directory}; give a larger --max_steps or --num_train_epochs to extend "
+                "it, or --overwrite_output_dir to train again"
+            )
             if publisher is not None:
                 publisher.result(
                     plan.directory

@@ -2,7 +2,8 @@
 
 The same command in the same directory continues from its newest verified checkpoint, which is all a restart after a
 crash has to do. Another run is refused unless it may overwrite. Two runs are the same if the settings that determine
-the trained model are the same; settings for display, reports, pushes, retention and checks may change (`IGNORED`).
+the trained model are the same, and local files that they name have the same content; settings for display, reports,
+pushes, retention and checks may change (`IGNORED`). A run with a constant learning rate may be extended (`_LENGTH`).
 
 A directory that has files and no record of ours is refused. In a run's directory only what its manifests list is ever
 deleted. Nothing here imports torch. Before `StartPlan.commit` nothing changes in the directory, except that
@@ -65,6 +66,12 @@ _OWN = (
     "_step_down.json",
 )  # fmt: skip
 """Files that any run may write at the top of its directory, beside its result."""
+_LENGTH = ("max_steps", "num_train_epochs")
+"""Settings of which a larger value extends a run."""
+_MODELS = ("model_name_or_path", "adapter_name_or_path", "reward_model_name_or_path")
+_READ = (*_MODELS, "dataset_name", "chat_template_path")
+"""Settings that may name a file or a directory to read."""
+_END_BYTES = 32 << 20
 _MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|_(staging|replaced|deleted).*")
 """Names in a directory without a run that count as none: hidden ones, those of a volume, and ours before a run."""
 _LOCK_HOLDER = re.compile(rb"process \d+ on [^\n]*")
@@ -132,31 +139,60 @@ def skip_step(directory: Path, step: int) -> None:
     write_record(directory, replace(record, skipped_steps=tuple(sorted({*record.skipped_steps, step}))))
 
 
-def fingerprint(settings: Mapping[str, Any]) -> str:
+def fingerprint(settings: Mapping[str, Any], *, by_content: bool = True) -> str:
     """SHA-256 (64 hexadecimal digits) of the settings that affect the trajectory, in any order."""
-    text = json.dumps(deciding_settings(settings), sort_keys=True, separators=(",", ":"))
+    deciding = deciding_settings(settings, by_content=by_content)
+    text = json.dumps(deciding, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def deciding_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not `IGNORED`, as JSON represents them, without secrets."""
+def deciding_settings(settings: Mapping[str, Any], *, by_content: bool = True) -> dict[str, Any]:
+    """The settings that are not `IGNORED`, as JSON represents them, without secrets; ``by_content``: local files are
+    named by what is in them, not by their path, as older versions did."""
     kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
     # How the rows are divided over processes decides how they are packed; older runs did not record it.
     if not kept.get("packing") or kept.get("dataset_num_proc") is None:
         kept.pop("dataset_num_proc", None)
+    if by_content:
+        kept |= {name: _content(kept[name]) for name in _READ if isinstance(kept.get(name), str)}
+
+    def plain(value: Any) -> Any:
+        return sorted(value, key=repr) if isinstance(value, set | frozenset) else str(value)
+
     # NaN equals itself only as text.
-    text = json.dumps(
-        without_secrets(kept), default=lambda each: sorted(each, key=repr) if isinstance(each, set) else str(each)
-    )
-    plain: dict[str, Any] = json.loads(text, parse_constant=str)
-    return plain
+    found: dict[str, Any] = json.loads(json.dumps(without_secrets(kept), default=plain), parse_constant=str)
+    return found
+
+
+def _content(text: str) -> str:
+    """What stands for a local file or directory: a digest of names, sizes, and the first and last 32 MiB of each file.
+    An id of the Hub, or what does not exist, stands for itself."""
+    top = os.path.expanduser(text)
+    if not text or not os.path.exists(top):  # unlike Path.exists, never raises
+        return text
+    files = [top]
+    if os.path.isdir(top):
+        files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
+    found = hashlib.sha256()
+    for file in files:
+        if os.path.isfile(file) and "/." not in file[len(top) :]:
+            with open(file, "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                found.update(f"{file[len(top) :]} {size}\n".encode() + opened.read(_END_BYTES))
+                opened.seek(max(size - _END_BYTES, opened.tell()))
+                found.update(opened.read())
+    return f"content {found.hexdigest()[:32]}"
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """ "learning_rate 0.0002 -> 0.001, seed 1 -> 2 and 3 more": differences between two `deciding_settings`."""
     old, new = redact_json(old), redact_json(new)  # as in ``run.json``
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    return listed([f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in changed], 5)
+    rows = []
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            contents = all(str(each.get(key)).startswith("content ") for each in (old, new))
+            rows.append(f"the content of {key}" if contents else f"{key} {old.get(key)!r} -> {new.get(key)!r}")
+    return listed(rows, 5)
 
 
 # ---- the lock -----------------------------------------------------------------------------------------------
@@ -376,6 +412,7 @@ class _Start:
         self._newest_wanted = value in ("true", "yes", "1")
         self._named = None if self._newest_wanted or value in ("false", "no", "0", "") else Path(str(resume))
         self._notes: list[str] = []
+        self._is_extended = False
 
     def decide(self, restarted: bool | None) -> StartPlan:
         directory = self._directory
@@ -384,7 +421,10 @@ class _Start:
         if not self._lock.supported:
             self._notes.append(f"{directory} is on a file system without locks: a second run would not be noticed")
         record = read_record(directory)
-        same = record is not None and record.fingerprint == fingerprint(self._settings)
+        same = record is not None and record.fingerprint in (
+            fingerprint(self._settings),
+            fingerprint(self._settings, by_content=False),  # as older versions did
+        )
         if restarted is None:
             supervised = Supervised.of()
             restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (
@@ -393,17 +433,40 @@ class _Start:
         if self._overwrite and not (same and restarted):
             return self._begin_again(record)
         if record is not None and not same:
-            changed = differences(record.settings, deciding_settings(self._settings))
-            raise UsageError(
-                f"{directory} holds another run, which differs in {changed}: choose another --output_dir, or give "
-                "--overwrite_output_dir to delete that run"
-            )
+            record = self._extended(record)
         ours = record or new_record(self._settings)
         if self._named is None:
             return self._continue(ours)
         if restarted and (continued := self._continue(ours)).action != "fresh":
             return continued
         return self._resume(self._named, ours)
+
+    def _extended(self, record: RunRecord) -> RunRecord:
+        """The record of a run that goes on for longer; raises if it is another run, or cannot."""
+        now = deciding_settings(self._settings)
+        changed, told = {**record.settings}, differences(record.settings, now)
+        for name in _LENGTH:
+            before, wanted = changed.get(name), now.get(name)
+            if isinstance(before, int | float) and isinstance(wanted, int | float) and 0 < before < wanted:
+                changed[name] = wanted
+        checkpoints = list_checkpoints(self._directory)
+        onward = f", with --resume_from_checkpoint {checkpoints[-1][1]} to go on from there" if checkpoints else ""
+        if changed != now:
+            raise UsageError(
+                f"{self._directory} holds another run, which differs in {told}: choose another --output_dir{onward}, "
+                "or give --overwrite_output_dir to delete that run"
+            )
+        schedule = now.get("lr_scheduler_type")
+        warmed_up = schedule == "constant_with_warmup" and (now.get("warmup_steps") or 0) >= 1
+        if not (schedule == "constant" or warmed_up) or now.get("grad_compression") == "powersgd":
+            raise UsageError(
+                f"{self._directory} holds this run with {told}: its learning rate ({schedule}) depends on the number "
+                f"of steps, so it cannot be extended as it is: choose another --output_dir{onward}; a run with "
+                "--lr_scheduler_type constant can be"
+            )
+        self._is_extended = True
+        self._notes.append(f"the run is extended: {told}")
+        return replace(record, fingerprint=fingerprint(self._settings), settings=now)
 
     def _plan(self, action: Literal["fresh", "resume", "finished"], record: RunRecord, **more: Any) -> StartPlan:
         if record.skipped_steps and action != "finished":
@@ -414,7 +477,7 @@ class _Start:
 
     def _continue(self, record: RunRecord) -> StartPlan:
         """Plan for the same command: finished, or from the newest verified checkpoint, or from the beginning."""
-        if not self._newest_wanted and self._is_finished(record):
+        if not (self._newest_wanted or self._is_extended) and self._is_finished(record):
             return self._plan("finished", record)
         newest, damaged = self._newest_verified(record)
         if newest is None and self._newest_wanted:
@@ -510,13 +573,10 @@ class _Start:
                 yield path
 
 
-_MODELS = ("model_name_or_path", "adapter_name_or_path", "reward_model_name_or_path")
-
-
 def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
     """Raise if the run would read what it writes, now or when it resumes."""
     out = directory.resolve()
-    named = [(name, settings.get(name)) for name in (*_MODELS, "dataset_name", "chat_template_path")]
+    named = [(name, settings.get(name)) for name in _READ]
     for flag, text in [*named, *(("datasets", text) for text in _texts(settings.get("datasets")))]:
         if not isinstance(text, str) or not text or not os.path.exists(os.path.expanduser(text)):  # an id of the Hub
             continue

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hf_rocm_tune.survive.run_directory import (
     prepare_output_dir,
     read_record,
     skip_step,
+    write_record,
 )
 
 SETTINGS = {"learning_rate": 2e-4, "seed": 1, "model_name_or_path": "some/model", "logging_steps": 5}
@@ -136,6 +138,55 @@ def test_another_run_is_refused_with_the_settings_that_differ(tmp_path: Path) ->
     ):
         _start(out, {"learning_rate": 0.1, "model_name_or_path": "some/model"})
     assert (out / "checkpoint-1").is_dir()
+
+
+def test_a_run_is_known_by_the_content_of_its_files_and_not_by_their_place(tmp_path: Path) -> None:
+    out, data = tmp_path / "out", tmp_path / "data"
+    for place in (data, tmp_path / "elsewhere"):
+        (place / "sub").mkdir(parents=True)
+        (place / "sub" / "train.jsonl").write_text("rows")
+    (data / ".cache").write_text("x")
+    _begin(out, 1, settings={**SETTINGS, "dataset_name": str(data)})
+    assert _start(out, {**SETTINGS, "dataset_name": str(tmp_path / "elsewhere")}).action == "resume"
+    (tmp_path / "elsewhere" / "sub" / "train.jsonl").write_text("Rows")
+    with pytest.raises(UsageError, match=r"differs in the content of dataset_name: .*checkpoint-1 to go on from there"):
+        _start(out, {**SETTINGS, "dataset_name": str(tmp_path / "elsewhere")})
+    record = read_record(out)
+    assert record is not None
+    by_path = {**SETTINGS, "dataset_name": str(data)}
+    write_record(out, replace(record, fingerprint=fingerprint(by_path, by_content=False)))  # of an older version
+    assert _start(out, by_path).action == "resume"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "works"),
+    [
+        ({"lr_scheduler_type": "constant"}, True),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, True),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}, False),
+        ({"lr_scheduler_type": "linear"}, False),
+        ({"lr_scheduler_type": "constant", "grad_compression": "powersgd"}, False),
+    ],
+)
+def test_a_finished_run_is_extended_where_its_learning_rate_allows(
+    tmp_path: Path, schedule: dict[str, Any], works: bool
+) -> None:
+    settings = {**SETTINGS, **schedule, "max_steps": 4, "num_train_epochs": 3.0}
+    first = _begin(tmp_path, 4, settings=settings)
+    _finish(tmp_path, first)
+    longer = {**settings, "max_steps": 8}
+    if not works:
+        with pytest.raises(UsageError, match=r"max_steps 4 -> 8: its learning rate .* cannot be extended"):
+            _start(tmp_path, longer)
+        return
+    for other in ({"max_steps": 2}, {"max_steps": -1}, {"seed": 2}):
+        with pytest.raises(UsageError, match="another run"):
+            _start(tmp_path, {**longer, **other})
+    plan = _start(tmp_path, longer)
+    assert (plan.action, plan.checkpoint) == ("resume", tmp_path / "checkpoint-4") and plan.run_id == first.run_id
+    assert plan.notes == ("the run is extended: max_steps 4 -> 8",)
+    plan.commit()
+    assert _start(tmp_path, longer).notes == () and not (tmp_path / manifest.MANIFEST_NAME).exists()
 
 
 def test_what_is_only_shown_or_kept_may_change_and_secrets_are_not_written(tmp_path: Path) -> None:
