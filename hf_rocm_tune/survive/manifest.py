@@ -4,7 +4,7 @@ Each digest is taken of the file as it lies on disk: it is flushed (fsync), drop
 allows it (posix_fadvise), and read again. On a local disk that read comes from the device and shows that the device
 accepted and returns these bytes now. It does not show that they lie on the medium (a drive may answer from its own
 cache), nor anything on a file system that ignores the advice (tmpfs, some network mounts), and it says nothing about
-what the bytes *should* be: that comparison is `training.saved_state`, with the bytes of the same reading (`read_once`).
+what the bytes *should* be: that comparison is `saved_state`, with the bytes of the same reading (`read_once`).
 
 ``verify`` never raises on what it finds: a manifest is input like any other and may hold anything.
 """

@@ -1,6 +1,6 @@
 """Saved weights and training state: comparison with the live state, and loading.
 
-A file is read once, on the host, after it was dropped from the page cache (`integrity.manifest.read_once`): the bytes
+A file is read once, on the host, after it was dropped from the page cache (`manifest.read_once`): the bytes
 that are compared are those whose SHA-256 goes into the manifest. A live tensor is digested on its device by a compute
 kernel, so that a faulty copy engine cannot damage both sides alike.
 

@@ -40,9 +40,7 @@ class Case:
     Args:
         fault: specification for both ranks, "" for none.
         arch: of `tests.tiny`.
-        dtype: of the base's weights.
         verify: as ``--verify``.
-        stop: whether the first fault is to end it.
         steps: optimizer steps.
         spoil: rank 1 reads another byte than rank 0 from the file.
         after: what to look at when the training is over.
@@ -50,9 +48,7 @@ class Case:
 
     fault: str = ""
     arch: str = "llama3"
-    dtype: torch.dtype = torch.float32
     verify: str = "full"
-    stop: bool = False
     steps: int = 3
     spoil: bool = False
     after: str = ""
@@ -62,17 +58,12 @@ CASES: dict[str, Case] = {
     "clean": Case(after="whole"),
     "unchecked": Case(verify="off"),
     "tied": Case(arch="qwen3", after="whole"),
-    "bf16": Case(dtype=torch.bfloat16, steps=10),
     "one shard changes": Case(fault="kind=after,stage=weights,tensor=*embed_tokens*,count=1", steps=0),
-    "one shard changes, stop": Case(fault="kind=after,stage=weights,tensor=*embed_tokens*,count=1", steps=0, stop=True),
     "one shard always changes": Case(fault="kind=after,stage=weights,tensor=*embed_tokens*", steps=0),
     "ranks read other bytes": Case(spoil=True, steps=0),
-    "transfers zeroed": Case(fault="kind=zero,stage=weights,rate=0.3", steps=0),
     "gathered, one bit": Case(fault="kind=flip,stage=gathered,first=9,count=1"),
-    "gathered, zeros": Case(fault="kind=zero,stage=gathered,tensor=*layers.1,count=1"),
     "average zeroed": Case(fault="kind=zero,stage=gradients,first=3,count=2"),
     "average with two words swapped": Case(fault="kind=swap,stage=gradients,first=3,count=1,seed=3"),
-    "average zeroed, stop": Case(fault="kind=zero,stage=gradients,first=3,count=1", stop=True),
     "average always wrong": Case(fault="kind=zero,stage=gradients,first=3,persist=1"),
     "memory": Case(steps=1, after="memory"),
     "evaluation": Case(steps=1, after="evaluation"),
@@ -80,7 +71,7 @@ CASES: dict[str, Case] = {
 
 
 def _model(folder: Path, case: Case) -> nn.Module:
-    base = AutoModelForCausalLM.from_pretrained(folder / case.arch, dtype=case.dtype)
+    base = AutoModelForCausalLM.from_pretrained(folder / case.arch, dtype=torch.float32)
     torch.manual_seed(0)
     # rank 3 is odd: the ranks' parts of A are 2 rows and 1, of which the second is filled up
     return get_peft_model(base, LoraConfig(r=3, lora_dropout=0.0, target_modules="all-linear"))
@@ -88,7 +79,7 @@ def _model(folder: Path, case: Case) -> nn.Module:
 
 def _run(accelerator: Accelerator, folder: Path, case: Case) -> dict[str, Any]:
     faults = FaultSpec.parse(case.fault) if case.fault else None
-    settings = TransferSettings(verify=case.verify, on_corruption="stop" if case.stop else "recover")
+    settings = TransferSettings(verify=case.verify)
     with Mover(CPU, faults=faults, settings=settings) as mover:
         model = _model(folder, case)
         if case.spoil and dist.get_rank() == 1:

@@ -22,7 +22,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Outcom
     return run_pair("tests.cards.fsdp_rank", folder / "store", checkout, str(folder))
 
 
-@pytest.mark.parametrize("case", ["clean", "tied", "bf16"])
+@pytest.mark.parametrize("case", ["clean", "tied"])
 def test_each_rank_has_its_own_rows_and_knows_every_byte(outcomes: Outcomes, case: str) -> None:
     for rank in outcomes:
         row = rank[case]
@@ -31,7 +31,7 @@ def test_each_rank_has_its_own_rows_and_knows_every_byte(outcomes: Outcomes, cas
         assert row["moved"]["verified_bytes"] == row["moved"]["bytes"] > 0
 
 
-@pytest.mark.parametrize("case", ["clean", "tied", "bf16"])
+@pytest.mark.parametrize("case", ["clean", "tied"])
 def test_all_that_crosses_is_judged_without_a_false_alarm(outcomes: Outcomes, case: str) -> None:
     for rank in outcomes:
         row = rank[case]
@@ -59,23 +59,16 @@ def test_a_shard_that_changed_is_named_and_sent_again(outcomes: Outcomes) -> Non
     assert outcomes[1]["one shard changes"]["own_rows"]
 
 
-@pytest.mark.parametrize("case", ["one shard changes, stop", "one shard always changes", "ranks read other bytes"])
+@pytest.mark.parametrize("case", ["one shard always changes", "ranks read other bytes"])
 def test_shards_that_do_not_make_the_whole_stop_every_rank(outcomes: Outcomes, case: str) -> None:
     for rank in outcomes:
         assert EMBEDDINGS in rank[case]["error"] and "do not make the tensor" in rank[case]["error"]
     assert ("they read other bytes" in outcomes[0][case]["error"]) == (case == "ranks read other bytes")
 
 
-def test_a_shard_that_is_lost_on_its_way_is_sent_again(outcomes: Outcomes) -> None:
+def test_weights_that_arrive_wrong_stop_every_rank_before_the_optimizer(outcomes: Outcomes) -> None:
     for rank in outcomes:
-        moved = rank["transfers zeroed"]["moved"]
-        assert moved["mismatches"] == moved["recovered"] > 0 and rank["transfers zeroed"]["own_rows"]
-
-
-@pytest.mark.parametrize("case", ["gathered, one bit", "gathered, zeros"])
-def test_weights_that_arrive_wrong_stop_every_rank_before_the_optimizer(outcomes: Outcomes, case: str) -> None:
-    for rank in outcomes:
-        row = rank[case]
+        row = rank["gathered, one bit"]
         assert "gathered from the other cards arrived wrong" in row["error"] and row["gathered"]["mismatches"] >= 1
         assert row["incidents"][0]["stage"] == "gathered" and row["incidents"][0]["outcome"] == "stopped"
 
@@ -88,10 +81,9 @@ def test_a_wrong_average_is_made_again_bit_for_bit(outcomes: Outcomes, case: str
         assert row["weights"] == rank["clean"]["weights"]
 
 
-@pytest.mark.parametrize("case", ["average zeroed, stop", "average always wrong"])
-def test_an_average_that_stays_wrong_stops_every_rank(outcomes: Outcomes, case: str) -> None:
+def test_an_average_that_stays_wrong_stops_every_rank(outcomes: Outcomes) -> None:
     for rank in outcomes:
-        assert "the average of the gradients" in rank[case]["error"]
+        assert "the average of the gradients" in rank["average always wrong"]["error"]
 
 
 def test_a_bit_that_flips_in_one_ranks_shard_is_found_there(outcomes: Outcomes) -> None:
