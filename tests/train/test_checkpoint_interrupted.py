@@ -76,10 +76,12 @@ def _fill_a_small_disk(disk: Path, said: Path) -> None:
         lambda path: save_file({"a": big}, path),
         lambda path: path.write_bytes(bytes(8 << 20)),
     )
-    code, user = 1, os.getuid()
+    code, ids = 1, {"uid": os.getuid(), "gid": os.getgid()}
     try:
         ctypes.CDLL(None).unshare(0x10000000 | 0x00020000)  # CLONE_NEWUSER, CLONE_NEWNS
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/setgroups").write_text("deny")
+        for kind, outside in ids.items():
+            Path(f"/proc/self/{kind}_map").write_text(f"0 {outside} 1")
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "small", disk], check=True)
         for write in writers:
