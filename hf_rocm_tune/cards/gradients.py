@@ -42,15 +42,6 @@ _HEADER, _SENT, _AVERAGED = 3, 3, 2
 """int64 words of a bucket: failed and the digest; of each of its blocks: projected before and after averaging."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """A parameter in a bucket: the index of its first element, and its dimensions in memory order."""
-
-    parameter: nn.Parameter
-    start: int
-    order: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bucket:
     """The gradients of one bucket of DistributedDataParallel.
@@ -67,7 +58,7 @@ class Bucket:
     sent: Tensor
     wire: torch.dtype | None
     projected: Tensor
-    places: tuple[_Place, ...]
+    parameters: tuple[nn.Parameter, ...]  # in the bucket's order
 
     @classmethod
     def before_averaging(
@@ -80,17 +71,13 @@ class Bucket:
     ) -> Bucket:
         """Record a bucket given to the communication hook; ``copied``: keep a copy, because it will be overwritten."""
         buffer = bucket.buffer()
-        places, start = [], 0
-        for parameter in bucket.parameters():
-            places.append(_Place(parameter=parameter, start=start, order=_order_in_bucket(parameter)))
-            start += parameter.numel()
         return cls(
             index=bucket.index(),
             number=number,
             sent=buffer.clone() if copied else buffer,
             wire=wire,
             projected=_project_sent(buffer, wire),
-            places=tuple(places),
+            parameters=tuple(bucket.parameters()),
         )
 
     @property
@@ -103,23 +90,18 @@ class Bucket:
 
         A parameter that no rank used has no gradient; its elements are zero.
         """
-        flat = []
-        for place in self.places:
-            gradient = place.parameter.grad
-            if gradient is None:
-                flat.append(self.sent.new_zeros(place.parameter.numel()))
-            else:
-                flat.append(gradient.detach().permute(place.order).reshape(-1))
-        return torch.cat(flat)
+        return torch.cat(
+            [
+                self.sent.new_zeros(each.numel()) if each.grad is None else each.grad.detach().reshape(-1)
+                for each in self.parameters
+            ]
+        )
 
     def write(self, average: Tensor) -> None:
         """Write `average`, in the layout and on the device of `sent`, into the parameters' gradients."""
-        for place in self.places:
-            gradient = place.parameter.grad
-            if gradient is not None:
-                ordered = gradient.permute(place.order)
-                piece = average[place.start : place.start + gradient.numel()].view(ordered.shape)
-                ordered.copy_(piece)  # device: both are on the parameter's device
+        for each, piece in zip(self.parameters, average.split([each.numel() for each in self.parameters]), strict=True):
+            if each.grad is not None:
+                each.grad.copy_(piece.view_as(each.grad))  # device: both are on the parameter's device
 
     def pack(self, *, failed: bool) -> Tensor:
         """int64 words on the gradients' device: failed, digest of the average, projections of both; see `_judge`."""
@@ -225,6 +207,12 @@ class GradientCheck(AverageJudge):
                 "comm_hook from the DistributedDataParallelKwargs, or train with --verify off, --grad_sync ddp and "
                 "--grad_compression none"
             )
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not parameter.is_contiguous():  # its bucket would have another layout
+                raise UsageError(
+                    f"{name} is not contiguous in memory, so averages of its gradient cannot be checked: make it "
+                    "contiguous, or train with --verify off"
+                )
         super().__init__(mover)
         self.model = model
         self.settings = settings or SyncSettings()
@@ -353,7 +341,7 @@ class GradientCheck(AverageJudge):
 
     def _where(self, wrong: WrongAverage) -> str:
         """The parameters whose gradients are in the bucket: the first and the last of several."""
-        names = [self._names[id(place.parameter)] for place in wrong.record.places]
+        names = [self._names[id(each)] for each in wrong.record.parameters]
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
@@ -458,14 +446,6 @@ def _project_sent(flat: Tensor, wire: torch.dtype | None) -> Tensor:
     if wire is None:
         return torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=flat.device)
     return project(flat.to(wire))
-
-
-def _order_in_bucket(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The dimensions in the order in which torch's reducer lays the gradient out (``initialize_bucket_views``): the
-    parameter's memory order if that is dense. `GradBucket.gradients` is right only for contiguous parameters.
-    """
-    order = tuple(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
-    return order if parameter.permute(order).is_contiguous() else tuple(range(parameter.dim()))
 
 
 def _record_and_average(

@@ -188,17 +188,7 @@ def _without_weights(arguments: Arguments, flag: str) -> Any:
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
-    # runs of older versions recorded neither these nor the method
-    later = (
-        "init_lora_weights",
-        "adapter_name_or_path",
-        "loraplus_lr_ratio",
-        "embedding_learning_rate",
-        "mask_thinking",
-    )
-    asked = {name: value for name, value in asked.items() if name not in later or value not in (None, False, "default")}
-    if arguments.method != "sft":
-        asked["method"] = arguments.method
+    asked["method"] = arguments.method
     restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
     plan = _plan(arguments, asked, restarted=restarted)
     with closing(plan):

@@ -116,8 +116,6 @@ def read_record(directory: Path) -> RunRecord | None:
         body = json.loads(read_plain(path))
         if body.pop("schema") != SCHEMA:
             raise ValueError("another schema")
-        for name in ("status", "files"):  # of earlier versions
-            body.pop(name, None)
         record = RunRecord(**body)
         if not isinstance(record.settings, dict):
             raise ValueError("fields of the wrong kind")
@@ -139,19 +137,18 @@ def skip_step(directory: Path, step: int) -> None:
     write_record(directory, replace(record, skipped_steps=tuple(sorted({*record.skipped_steps, step}))))
 
 
-def fingerprint(settings: Mapping[str, Any], *, by_content: bool = True) -> str:
+def fingerprint(settings: Mapping[str, Any]) -> str:
     """SHA-256 (64 hexadecimal digits) of the settings that affect the trajectory, in any order."""
-    deciding = deciding_settings(settings, by_content=by_content)
-    text = json.dumps(deciding, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(deciding_settings(settings), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def deciding_settings(settings: Mapping[str, Any], *, by_content: bool = True) -> dict[str, Any]:
     """The settings that are not `IGNORED`, as JSON represents them, without secrets; ``by_content``: local files are
-    named by what is in them, not by their path, as older versions did."""
+    named by what is in them, not by their path."""
     kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
-    # How the rows are divided over processes decides how they are packed; older runs did not record it.
-    if not kept.get("packing") or kept.get("dataset_num_proc") is None:
+    # How the rows are divided over processes decides how they are packed.
+    if not kept.get("packing"):
         kept.pop("dataset_num_proc", None)
     if by_content:
         kept |= {name: _content(kept[name]) for name in _READ if isinstance(kept.get(name), str)}
@@ -421,10 +418,7 @@ class _Start:
         if not self._lock.supported:
             self._notes.append(f"{directory} is on a file system without locks: a second run would not be noticed")
         record = read_record(directory)
-        same = record is not None and record.fingerprint in (
-            fingerprint(self._settings),
-            fingerprint(self._settings, by_content=False),  # as older versions did
-        )
+        same = record is not None and record.fingerprint == fingerprint(self._settings)
         if restarted is None:
             supervised = Supervised.of()
             restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (

@@ -140,13 +140,13 @@ STEPS, WINDOW = 4, 2  # optimizer steps; micro-batches of each, all but the last
 
 
 class Net(nn.Module):
-    """Weights in several buckets, one of them transposed in memory, one that is frozen and one that is never used."""
+    """Weights in several buckets, one of which is frozen and one is never used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wide = nn.Linear(64, 96)
         self.narrow = nn.Linear(96, 8)
-        self.turned = nn.Parameter(torch.randn(96, 96).t() / 10)
+        self.turned = nn.Parameter(torch.randn(96, 96) / 10)
         self.frozen = nn.Parameter(torch.randn(96), requires_grad=False)
         self.unused = nn.Parameter(torch.zeros(5))
 
