@@ -48,7 +48,6 @@ IMPORTING = "importing torch"
 """The step of a child that has not begun to measure."""
 
 _MODULE = "hf_rocm_tune.cards.preflight"
-_Environ = Mapping[str, str | None]
 
 
 class _Trial(ABC):
@@ -154,7 +153,7 @@ def try_pairs(
     deadline_s: float,
     largest: int,
     repeats: int = 10,
-    environ: _Environ | None = None,
+    environ: Mapping[str, str | None] | None = None,
     fault: Mapping[str, str] | None = None,
 ) -> list[PairTrial]:
     """Copy between every ordered pair, each in a new process, one after another.
@@ -184,7 +183,6 @@ def try_all_reduce(
     deadline_s: float,
     largest: int = (64 << 20),
     repeats: int = 5,
-    environ: _Environ | None = None,
     fault: Mapping[str, Any] | None = None,
 ) -> ReduceTrial:
     """Sum over one rank per device, each rank in a new process.
@@ -195,7 +193,6 @@ def try_all_reduce(
         deadline_s: seconds for the trial, including imports.
         largest: bytes of the largest sum.
         repeats: number of sums of 25 MiB.
-        environ: additional environment variables of the children.
         fault: see `trial_measures.measure_sums`; ``rank``: the rank that gets it, by default the last.
     """
     # One thread per process, as torchrun sets it; RCCL's own warnings, such as those on the IOMMU, are evidence.
@@ -219,7 +216,7 @@ def try_all_reduce(
                 module=_MODULE,
                 arguments=("rank",),
                 request={**device, **shared, "rank": rank, "fault": dict(fault) if fault and rank == victim else None},
-                environ={**variables, **(environ or {})},
+                environ=variables,
             )
             for rank, device in enumerate(devices)
         ]
