@@ -79,7 +79,7 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
         where = "through host memory, over gloo" if sync.way == "host" else "by DistributedDataParallel"
         lines.append(f"gradients are averaged {where}, compression {sync.compression}")
     if mover.device.type != "cpu" and (refusal := triton_refusal(mover.device)):
-        lines.append(f"Triton does not run here: {refusal}; loss and digests are computed without it, which is slower")
+        lines.append(f"{refusal}; loss and digests are computed without Triton, which is slower")
     if training.bf16 and (choice := products.choose(mover.device)) is not None:
         lines.append(choice.describe())
     faults = mover.fault_injection()
