@@ -2,7 +2,8 @@
 # docs/install.md. python3-dev and gcc are for Triton, which compiles its driver against Python's headers at first use.
 FROM ubuntu:24.04
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev make python3 python3-dev python3-venv \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+       ca-certificates gcc libc6-dev make python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/hf_rocm_tune
 COPY . .
