@@ -284,7 +284,7 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
         UsageError: it is missing, or describes no model that transformers knows.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import AutoConfig
 
     from hf_rocm_tune.models.factory import check_architecture
 
@@ -298,33 +298,10 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
             where = str(path) if local else name
             how = {"revision": revision, "local_files_only": not local and not _hub_answers()}
             config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **how)
-            written, _ = PreTrainedConfig.get_config_dict(where, **how)
     except (*FOREIGN_ERRORS, OSError, StrictDataclassError) as error:
         raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
     check_architecture(config, name)
-    if unsaid := _unsaid(config, written):
-        raise UsageError(
-            f"model {name}: its config.json lacks {' and '.join(unsaid)}, the defaults of {type(config).__name__}: "
-            "download or copy it again"
-        )
     return config
-
-
-def _unsaid(config: Any, written: Mapping[str, Any]) -> list[str]:
-    """Width and depth that are missing in the file and have their class's defaults.
-
-    Not checked for parts of a composite configuration, which rely on such defaults (LLaVA's language model).
-    """
-    if text_config(config) is not config:
-        return []
-    usual = type(config)()
-    return [
-        f"{key} ({value})"
-        for key in ("hidden_size", "num_hidden_layers")
-        if not {key, config.attribute_map.get(key, key)} & set(written)
-        and (value := getattr(config, key, None)) is not None
-        and value == getattr(usual, key, None)
-    ]
 
 
 def config_of(fields: Mapping[str, Any]) -> Any:

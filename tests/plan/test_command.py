@@ -316,7 +316,6 @@ def test_what_transformers_makes_bfloat16_is_planned_so(changed: Any, run: Any) 
         ({"num_hidden_layers": 100_000}, "100000 layers are more than"),
         ({"architectures": ["set_seed"]}, "config.json names set_seed, which is no architecture"),
         ({"architectures": ["NobodyForCausalLM"]}, "NobodyForCausalLM cannot be planned: transformers"),
-        ({"hidden_size": None, "num_hidden_layers": None}, "hidden_size (4096) and num_hidden_layers (32)"),
         *(
             ({"quantization_config": {"quant_method": name}}, f"its weights are quantised by {name}")
             for name in ("awq", "gptq", "fp8", "mxfp4", "compressed-tensors")

@@ -154,11 +154,25 @@ def test_private_and_revision(hub: LoopbackHub, tmp_path: Path) -> None:
     assert set(on_hub(hub, REPO, "trial")) == TOP and on_hub(hub, REPO) == {}
 
 
-def test_private_is_not_pushed_to_a_public_repository(hub: LoopbackHub, tmp_path: Path) -> None:
-    hub.store.create(REPO, private=False)
-    with pytest.raises(UsageError, match="exists and is public"):
-        quietly(write_run(tmp_path / "out"), private=True)
-    assert on_hub(hub, REPO) == {}
+@pytest.mark.parametrize(
+    ("wanted", "there", "private"),
+    [(None, None, True), (True, None, True), (False, None, False), (None, "public", False), (True, "public", None)],
+)
+def test_a_repository_is_private_unless_said_otherwise(
+    hub: LoopbackHub, tmp_path: Path, wanted: bool | None, there: str | None, private: bool | None
+) -> None:
+    if there:
+        hub.store.create(REPO, private=False)
+    said: list[str] = []
+    settings = PushSettings(private=wanted)
+    if private is None:
+        with pytest.raises(UsageError, match="exists and is public"):
+            push(write_run(tmp_path / "out"), REPO, settings=settings, say=said.append)
+        assert on_hub(hub, REPO) == {}
+        return
+    push(write_run(tmp_path / "out"), REPO, settings=settings, say=said.append)
+    assert hub.store.repos[REPO].private is private
+    assert any("exists and is public: everyone can read" in line for line in said) == (there is not None)
 
 
 def test_what_the_manifest_does_not_name_stays_and_what_goes_is_listed_before(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -179,21 +193,6 @@ def test_what_the_manifest_does_not_name_stays_and_what_goes_is_listed_before(hu
     listed = next(line for line in said if line.startswith("to be uploaded"))
     assert set(listed.partition(": ")[2].split(", ")) == TOP and requests[said.index(listed)] == 0
     assert any("not uploaded" in line and "my-notes.txt" in line for line in said)
-
-
-@pytest.mark.parametrize(("wanted", "private"), [(None, True), (True, True), (False, False)])
-def test_a_new_repository_is_private_unless_said_otherwise(
-    hub: LoopbackHub, tmp_path: Path, wanted: bool | None, private: bool
-) -> None:
-    quietly(write_run(tmp_path / "out"), private=wanted)
-    assert hub.store.repos[REPO].private is private
-
-
-def test_a_public_repository_that_is_there_is_named_as_public(hub: LoopbackHub, tmp_path: Path) -> None:
-    hub.store.create(REPO, private=False)
-    said: list[str] = []
-    push(write_run(tmp_path / "out"), REPO, say=said.append)
-    assert any("exists and is public: everyone can read" in line for line in said)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])

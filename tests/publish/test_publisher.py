@@ -177,18 +177,6 @@ def test_a_result_that_cannot_be_brought_is_an_error_that_says_how_to_finish(
     assert manifest.verify(out) == [] and leftovers(tmp_path) == []
 
 
-def test_a_hub_that_is_away_at_the_start_is_asked_again(
-    publisher: Make, hub: LoopbackHub, tmp_path: Path, said: list[str]
-) -> None:
-    one, out = publisher(), tmp_path / "out"
-    hub.fault("POST /api/repos/create", status=503, times=2)
-    one.open()
-    assert "Training starts nevertheless" in said[-1]
-    one.checkpoint(write_checkpoint(out, 2))
-    one.wait()
-    assert "adapter_model.safetensors" in on_hub(hub, REPO)
-
-
 @pytest.mark.parametrize("there", [False, True])
 def test_a_token_that_will_not_do_is_an_error_at_the_start(
     publisher: Make, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, there: bool
