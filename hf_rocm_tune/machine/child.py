@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_rocm_tune.errors import TuneError, UsageError
-from hf_rocm_tune.machine.process import MARK
+from hf_rocm_tune.machine.process import MARK, state_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class Outcome:
     code: int | None = None  # negative for a signal; None if it could not be killed
     seconds: float = 0.0  # from start to end, including imports
     step: str = ""  # the last one reported with `step`
-    state: str = ""  # of a killed child, before: sleeping, stopped, disk-sleep (in the kernel)
+    state: str = ""  # of a killed child, before, see `process.state_of`: D hangs in a driver
     tail: str = ""  # the end of its output
 
     @property
@@ -203,11 +203,7 @@ class _Child:
     def note_late(self) -> None:
         """Note, if it runs, that it is killed at the deadline, and its state."""
         self._late = self.runs()
-        if self._late:
-            import psutil  # 50 ms, which most starts of the package need not pay
-
-            with contextlib.suppress(psutil.Error):
-                self._state = psutil.Process(self.process.pid).status()
+        self._state = state_of(self.process.pid) if self._late else ""
 
     def outcome(self) -> Outcome:
         status, result, error = ("timeout", None, "") if self._late else self._result()

@@ -71,7 +71,7 @@ def test_every_ending_is_told_for_what_it_is(kind: str, ended: dict[str, tuple[O
     outcome, pid = ended[kind]
     expected = {
         "hang": ("timeout", "had not ended after"),
-        "stop": ("timeout", "in state stopped"),
+        "stop": ("timeout", "in state T"),
         "kill": ("died", "was ended by SIGKILL"),
         "crash": ("died", "was ended by SIGSEGV"),
         "garbage": ("garbage", "cannot be read"),
@@ -91,7 +91,7 @@ def test_an_ending_waits_for_its_place() -> None:
 
 def test_a_hang_says_where_it_hangs(ended: dict[str, tuple[Outcome, int]]) -> None:
     outcome, _ = ended["slow"]
-    assert outcome.step == "taking its time" and outcome.state == "sleeping"
+    assert outcome.step == "taking its time" and outcome.state == "S"
 
 
 def test_what_is_deaf_to_signals_is_killed_all_the_same(ended: dict[str, tuple[Outcome, int]]) -> None:
