@@ -441,7 +441,8 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
     it, and the backend that torch chooses.
 
     The output is compared in every `_STRIDE`-th row, and only these have a gradient, so all gradients are known from
-    few rows of scores. Each query points at two keys before it, so that outputs and gradients are large in every row.
+    few rows of scores. Each query points at two keys that it may see, so that outputs and gradients are large in every
+    row, and at one that it may not, later or of the example before.
     """
     with Comparison(request) as compare:
         reached = {}
@@ -475,8 +476,12 @@ def _long(compare: Comparison, length: int, *, packed: bool) -> None:
     rows = places.flip(0)[::_STRIDE].flip(0)
     first = torch.where(places < length // 3, 0, length // 3) if packed else torch.zeros_like(places)
     key, value = (spread((1, 1, length, 128), dtype, generator) for _ in range(2))
-    targets = (first + torch.rand(2, 2, length, generator=generator) * (places + 1 - first)).long()
-    query = (2 * key[0, 0][targets].float().sum(0)).to(dtype)[None]  # (1, 2, length, 128)
+    seen = (first + torch.rand(2, 2, length, generator=generator) * (places + 1 - first)).long()
+    others = first + length - 1 - places
+    unseen = (torch.rand(2, length, generator=generator) * others).long()
+    unseen = torch.where(unseen < first, unseen, unseen - first + places + 1).clamp(max=length - 1)
+    targets = key[0, 0][seen].float().sum(0) + key[0, 0][unseen].float() * (others > 0)[:, None]
+    query = (1.5 * targets).to(dtype)[None]  # (1, 2, length, 128)
     upstream = torch.zeros_like(query)
     upstream[:, :, rows] = spread((1, 2, len(rows), 128), dtype, generator)
     step(f"computing {case}")

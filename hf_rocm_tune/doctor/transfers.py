@@ -47,7 +47,6 @@ from hf_rocm_tune.transfer.raw_bytes import typed_view
 SIZES = (1, 3, 255, 4096, 4097, 65_536, (1 << 20) - 4, (1 << 20) + 4, 2 << 20, (20 << 20) + 4, 64 << 20, 256 << 20)
 """Bytes. At 1 MiB HIP changes the engine of copies between cards; 2 and 20 MiB are sizes of pages and segments."""
 _DTYPE_BYTES, _REPEATED_BYTES = 16 * 6001, 1 << 20
-_KEPT_PROBLEMS = 12
 _SETTINGS = (
     "unset expandable_segments and backend:*MallocAsync in all three ALLOC_CONF variables, and run the check again; "
     "then another kernel and driver"

@@ -42,17 +42,14 @@ _PAGES = {
     "PyTorch: previous versions": "https://pytorch.org/get-started/previous-versions/",
     "PyTorch README: Docker image": "https://github.com/pytorch/pytorch#docker-image",
     "unsloth install.sh": "https://github.com/unslothai/unsloth/blob/main/install.sh",
-    "flash-attention README": "https://github.com/Dao-AILab/flash-attention",
     "TheRock RELEASES.md": "https://github.com/ROCm/TheRock/blob/main/RELEASES.md",
     "bitsandbytes installation page": "https://huggingface.co/docs/bitsandbytes/main/en/installation",
-    "kernel documentation: VFIO": f"{_KERNEL_DOCS}driver-api/vfio.html",
     "kernel documentation: amdgpu memory": f"{_KERNEL_DOCS}gpu/amdgpu/driver-misc.html",
     "kernel documentation: amdgpu module parameters": f"{_KERNEL_DOCS}gpu/amdgpu/module-parameters.html",
     "kernel documentation: amdgpu thermal controls": f"{_KERNEL_DOCS}gpu/amdgpu/thermal.html",
     "kernel documentation: cgroup v2": f"{_KERNEL_DOCS}admin-guide/cgroup-v2.html",
     "kernel documentation: PCI Express AER": f"{_KERNEL_DOCS}PCI/pcieaer-howto.html",
     "kernel documentation: sysfs-bus-pci": f"{_KERNEL_DOCS}admin-guide/abi-testing.html",
-    "Higham 2002, section 3.1": "https://epubs.siam.org/doi/book/10.1137/1.9780898718027",
     "QLoRA, appendix E": "https://arxiv.org/abs/2305.14314",
 }
 

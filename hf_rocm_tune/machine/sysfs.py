@@ -69,9 +69,6 @@ class Files:
             self.fail(path, f"{complaint}: {text[:40]!r}")
         return value
 
-    def number(self, path: str) -> int | None:
-        return self.parsed(path, parse_int, "not a number")
-
     def hexadecimal(self, path: str) -> int | None:
         return self.parsed(path, parse_hex, "not a hexadecimal number")
 

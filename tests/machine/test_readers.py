@@ -19,7 +19,7 @@ from hf_rocm_tune.machine.cards import CARDS, GIB, identify
 from hf_rocm_tune.machine.gpus import Sensors, core_dumps, parse_throttle, read_sensors, throttle_causes
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.survey import Gpu, join
-from hf_rocm_tune.machine.sysfs import MAX_BYTES, Files
+from hf_rocm_tune.machine.sysfs import MAX_BYTES, Files, parse_int
 from tests.machine.trees import (
     DEVICES,
     NODES,
@@ -72,9 +72,9 @@ def test_what_cannot_be_read_is_none_with_its_reason(tmp_path: Path) -> None:
 def test_only_plain_decimal_numbers_of_64_bits_are_numbers(tmp_path: Path, text: str) -> None:
     (tmp_path / "number").write_text(text)
     files = Files(tmp_path)
-    assert files.number("number") is None and text[:8] in files.unread["number"]
+    assert files.parsed("number", parse_int, "no") is None and text[:8] in files.unread["number"]
     (tmp_path / "number").write_text(f"{(1 << 64) - 1}\n")
-    assert files.number("number") == (1 << 64) - 1
+    assert files.parsed("number", parse_int, "no") == (1 << 64) - 1
 
 
 # The compute driver's list.
