@@ -158,6 +158,7 @@ def _quantised(model: Any, asked: PlanRequest, device: str) -> Any:
         bnb_4bit_compute_dtype=getattr(torch, asked.dtype_of("qlora")),
     )
     weights = {name: module.weight.data for name, module in model.named_modules() if hasattr(module, "weight")}
+    biases = {name: module.bias for name, module in model.named_modules() if getattr(module, "bias", None) is not None}
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), settings)
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
@@ -168,6 +169,7 @@ def _quantised(model: Any, asked: PlanRequest, device: str) -> Any:
                 quant_type="nf4",
                 module=module,
             ).to(device)
+            module.bias = biases.get(name)
     for _, experts in experts_of(model):
         for name in weights_of(experts):
             setattr(experts, name, pack_nf4(name, getattr(experts, name).data, settings))

@@ -27,6 +27,7 @@ from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.models import products
 from hf_rocm_tune.models.adapter import trainable_parameters
+from hf_rocm_tune.models.experts import experts_of, is_packed
 from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
 from hf_rocm_tune.publish.page import loss_panel, write_png
@@ -134,6 +135,8 @@ def method(trainer: VerifiedTransferMixin) -> str:
     bits = 4 if getattr(base, "is_loaded_in_4bit", False) else 8 if getattr(base, "is_loaded_in_8bit", False) else None
     kind = "DoRA" if getattr(config, "use_dora", False) else config.peft_type.value
     name = f"Q{kind} ({bits}-bit)" if bits else kind
+    if not bits and any(is_packed(experts) for _, experts in experts_of(base)):
+        name = f"{kind} (experts in MXFP4)"
     return f"{name}, r={getattr(config, 'r', '-')}, alpha={getattr(config, 'lora_alpha', '-')}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from contextlib import nullcontext
@@ -155,6 +156,7 @@ def load_model(
         mxfp4 = has_mxfp4(_config(source))
         if mxfp4:  # transformers' other way needs kernels that are no torch operators, and do not train
             arguments["quantization_config"] = Mxfp4Config(dequantize=True)
+            logging.getLogger("transformers.quantizers.quantizer_mxfp4").setLevel(logging.ERROR)  # of those kernels
         with (
             verified_loading(mover, on_host=on_host, streamed=streamed, packed=mxfp4 and source.packed),
             without_dispatch(),

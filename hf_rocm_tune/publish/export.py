@@ -185,8 +185,15 @@ def _check_values(stored: Iterator[tuple[str, Any]], file: Path, floating: str) 
         rounded = _sum_of_values(flat.to(getattr(torch, _FLOATING[floating])).float().numpy())
         if not take(flat.numel(), kept) and not take(flat.numel(), rounded):
             lacking[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)].append((tensor.ndim, flat.numel(), rounded))
-    for alike, parts in list(lacking.items()):  # experts that are stored one by one are stacked in GGUF
-        if take(sum(numel for _, numel, _ in parts), sum(total for _, _, total in parts)):
+
+    def take_halves(numel: int, total: int) -> bool:
+        halves = [first for (size, first), left in there.items() if left > 0 and 2 * size == numel]
+        return any(total % 2**64 == (one + two) % 2**64 for one in halves for two in halves)
+
+    for alike, parts in list(lacking.items()):
+        numel, total = sum(numel for _, numel, _ in parts), sum(total for _, _, total in parts)
+        # Experts that are stored one by one are stacked in GGUF; gpt-oss's gate and up, which alternate, are separated.
+        if take(numel, total) or take_halves(numel, total):
             del lacking[alike]
     if wrong := [name for name, parts in lacking.items() if parts[0][0] > 1]:
         raise CorruptionError(

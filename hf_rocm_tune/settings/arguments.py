@@ -586,6 +586,11 @@ def _plain(value: object) -> object:
 # ---- defaults and bounds, by plain values before TRL's objects are built -------------------------------------------
 
 
+_BATCHES_OF_GRPO = frozenset(
+    ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+)
+
+
 def differences(
     given: Mapping[str, Any], *, method: Method = "sft", accelerator: bool, bf16_supported: bool
 ) -> tuple[Difference, ...]:
@@ -624,6 +629,12 @@ def differences(
         default("dtype", "bfloat16", "frozen weights take half the memory; adapters are trained in float32")
     if given.get("early_stopping_patience") is not None:
         default("metric_for_best_model", "loss", "early stopping watches the evaluation loss")
+    if method == "grpo" and not given.keys() & _BATCHES_OF_GRPO:
+        answers = int(given.get("num_generations", defaults["num_generations"]))
+        micro = 2 - answers % 2
+        reason = "as many answers are generated at once as a prompt has, and trained on in micro-batches"
+        default("per_device_train_batch_size", micro, reason)
+        default("gradient_accumulation_steps", answers // micro, reason)
     if method == "orpo":
         default("remove_unused_columns", False, "ORPO's collator reads columns that the model does not")
     if not accelerator:

@@ -85,6 +85,9 @@ _OURS = {
     "lora_target_modules": "all-linear",
     "activation_checkpointing": "true",
 }
+_OURS_OF_METHOD: dict[Method, dict[str, str]] = {
+    "grpo": {"per_device_train_batch_size": "2", "gradient_accumulation_steps": "4"}
+}
 VERBS: dict[Method, Verb] = {
     "sft": Verb(
         config="SFTConfig", what="Fine-tune a language model; every byte that is sent to the device is verified."
@@ -286,11 +289,13 @@ def screen(verb: Method) -> str:
         name = ALIASES.get(typed or "", typed)
         if name is not None and ((known and name not in known) or (verb != "sft" and name in _SFT_ONLY)):
             continue
-        default = _OURS.get(name or "") or (_shown(known[name].default) if name in known else "")
+        default = _OURS_OF_METHOD.get(verb, {}).get(name or "") or _OURS.get(name or "") or (_shown(known[name].default) if name in known else "")
         if name == "learning_rate" and known:
             default = f"{LORA_FACTOR * known[name].default:g}; {default} without LoRA"
         lines.append(f"{line} [{default}]" if default else line)
-    return "\n".join(lines) + "\n" + _MORE
+    makes_its_rows = verb in ("grpo", "orpo")
+    more = [line for line in _MORE.splitlines() if not (makes_its_rows and line.startswith("  --dry_run"))]
+    return "\n".join([*lines, *more])
 
 
 def _shown(default: object) -> str:
