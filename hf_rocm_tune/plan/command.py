@@ -208,17 +208,23 @@ def _speed(plan: Plan, found: Estimate, rows: Rows) -> dict[str, Any] | None:
     }
 
 
+_LARGEST = 3
+
+
 def _largest(request: PlanRequest, card: CardMemory) -> list[dict[str, Any]]:
-    """By method, the largest public model that fits with one sequence and checkpointing."""
-    rows = []
+    """By method, the largest public models that fit with one sequence and checkpointing."""
+    rows: list[dict[str, Any]] = []
     for method in request.methods:
-        single = replace(request, methods=(method,), micro_batch=1, checkpointing=True)
+        single = replace(request, methods=(method,), micro_batch=1, checkpointing=True, mixes=False)
+        left = _LARGEST
         for model in sorted(PUBLIC_MODELS, key=lambda each: -each.billions):
             plan = plan_for(single, card=card, config=config_of(model.fields), grid=False)
-            if plan.choice is not None:
+            if plan.choice is not None and plan.choice.variant == method:  # else its files are quantised
                 speed = plan.choice.tokens_per_second if card.rates.known else None
-                rows.append({"method": method, "model": model.name, "total": plan.choice.total}
-                            | {"longest": plan.longest(method), "tokens_per_second": speed})  # fmt: skip
+                row = {"method": method, "model": model.name, "total": plan.choice.total, "tokens_per_second": speed}
+                rows.append(row | {"longest": plan.longest(method)})
+                left -= 1
+            if not left:
                 break
     return rows
 

@@ -13,7 +13,7 @@ import pytest
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.plan.estimate import GIB
-from hf_rocm_tune.plan.request import PlanRequest, from_training, public_model
+from hf_rocm_tune.plan.request import PUBLIC_MODELS, PlanRequest, from_training, public_model
 from hf_rocm_tune.settings import arguments
 from tests import tiny
 
@@ -179,6 +179,20 @@ def test_rows_of_a_dataset_give_length_padding_and_hours(
     code, out, err = run(*words, "--dataset", str(tmp_path / "nowhere.jsonl"))
     assert (code, out, err.count("\n")) == (2, "", 1) and "nowhere.jsonl" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == [model.name, "rows.jsonl"]
+
+
+@pytest.mark.long
+def test_the_largest_models_are_what_their_own_plans_say(run: Any) -> None:
+    words = ("--gpu", "rx7900xt", "--desktop_gib", "1", "--seq", "1024")
+    rows = json.loads(run("--largest", *words, "--json")[1])["largest"]
+    assert [row["method"] for row in rows] == ["lora"] * 3 + ["qlora"] * 3
+    size = {model.name: model.billions for model in PUBLIC_MODELS}
+    assert size[rows[0]["model"]] < size[rows[3]["model"]], "four bits take less"
+    more = ("--method", "qlora", "--effective_batch", "16", "--micro_batch", "1", "--checkpointing")
+    found = json.loads(run("--model", rows[3]["model"], *words, *more, "--json")[1])
+    assert rows[3]["total"] == pytest.approx(found["total"], rel=0.01)
+    assert rows[3]["longest"] == found["longest"]["qlora"] >= 1024
+    assert all(row["model"] in run("--largest", *words)[1] for row in rows)
 
 
 def test_four_bits_are_never_rated_faster_than_published_runs_were(small: Path, run: Any) -> None:
