@@ -84,6 +84,7 @@ class Bench:
         trainer: Any = SimpleNamespace(
             args=SimpleNamespace(torch_compile=False),
             is_sharded=False,
+            streamer=None,
             get_tp_size=lambda: 1,
             accelerator=SimpleNamespace(mixed_precision="no"),
             model=self.layers,

@@ -11,8 +11,8 @@ adapters and everything outside the stack stay on the card.
     before backward a hook on the gradient of the layer's output: nothing of the layer's backward runs earlier
     after use       digested once more when the next layer takes its place
 
-Streamed layer k always lands in landing ``k % n``. Autograd keeps references to views of the landing, and when the
-layer's backward runs, the landing holds that layer again. The engine writes through another tensor of the same
+Streamed layer k always lands in landing ``k % n`` of its card. Autograd keeps references to views of the landing, and
+when the layer's backward runs, the landing holds that layer again. The engine writes through another tensor of the same
 storage, so no version count tells of it; that the content is right is what the two hooks and the digests ensure.
 
 A thread of its own packs what is fetched ahead, so the training thread waits only for verdicts.
@@ -20,11 +20,9 @@ A thread of its own packs what is fetched ahead, so the training thread waits on
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +32,12 @@ from torch import Tensor, nn
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import LANDINGS, places_of, read_as, rebind
-from hf_rocm_tune.models.split import layer_stack
+from hf_rocm_tune.models.split import SplitMover, layer_stack
+from hf_rocm_tune.models.streamed import FLAG, LANDING_COUNT, Streamed
 from hf_rocm_tune.transfer import Digest, combine, tree_tensors
 from hf_rocm_tune.transfer.copies import ALIGNMENT, Segment
 from hf_rocm_tune.transfer.digest import digest_range
-from hf_rocm_tune.transfer.landing import Content, Landing
+from hf_rocm_tune.transfer.landing import ADVICE, Content, Landing
 from hf_rocm_tune.transfer.raw_bytes import typed_view
 
 if TYPE_CHECKING:
@@ -46,59 +45,13 @@ if TYPE_CHECKING:
 
     from hf_rocm_tune.transfer import Mover
 
-FLAG = "--stream_weights"
-#: One that computes, one that has arrived, one that arrives.
-LANDING_COUNT = 3
 _PIECE_BYTES = 4 << 20
 _ATTRIBUTE = "_hf_rocm_tune_streamer"  # of the list of layers
 
 
-AUTO = "auto"
-
-
-def parse(text: str) -> int | None:
-    """Reads ``auto``, ``off`` or ``N``: the number of layers; None: to be chosen."""
-    if text == AUTO:
-        return None
-    if text != "off" and not re.fullmatch("[1-9][0-9]{0,4}", text):
-        raise UsageError(f"{FLAG} {text!r} is not understood: give {AUTO}, off or the number of layers to stream")
-    return 0 if text == "off" else int(text)
-
-
-def spread(count: int, layers: int) -> tuple[int, ...]:
-    """Which of the layers are streamed: as many as wanted, evenly spread, so that every visit has time to arrive.
-
-    Raises:
-        UsageError: the model has fewer layers.
-    """
-    if count > layers:
-        raise UsageError(f"{FLAG} {count}: this model has {layers} layers")
-    return tuple(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """Which layers are streamed.
-
-    Attributes:
-        stack: name of the list of layers in the model.
-        layers: their numbers, ascending.
-        from_files: their weights are used as they are in the files: they need not visit the card to be quantised.
-    """
-
-    stack: str
-    layers: tuple[int, ...]
-    from_files: bool = True
-
-    def has(self, name: str) -> bool:
-        """Whether a tensor of that name, in the model or the files, is one of a streamed layer."""
-        found = re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)\.", name)
-        return found is not None and int(found[1]) in self.layers
-
-
 def is_streamed(name: str, tensor: Tensor) -> bool:
     """Whether a streamed layer's tensor is streamed, rather than on the card for good: matrices and 4-bit scales."""
-    return tensor.dim() >= 2 or name.endswith("quant_state.absmax")
+    return tensor.dim() >= 2 or hasattr(tensor, "quant_state") or name.endswith("quant_state.absmax")
 
 
 def streamer_of(model: nn.Module) -> Streamer | None:
@@ -116,6 +69,7 @@ class Streamer:
         mover: of the card.
 
     Attributes:
+        contents: the streamed layers as they are sent, in order.
         visits, waits, wait_seconds: layers fetched; uses of a layer for which the training thread waited, and how long.
         host_bytes: of streamed weights, by where they are: ``mapped`` files or ``anonymous`` memory.
     """
@@ -127,17 +81,22 @@ class Streamer:
         self.host_bytes = {"mapped": 0, "anonymous": 0}
         self.visits = self.waits = 0
         self.wait_seconds = 0.0
-        self._contents: list[Content] = []
+        self.contents: list[Content] = []
+        self._segments: dict[int, tuple[Tensor, Segment]] = {}  # by the identity of the layer's own tensor
         where = []
         for layer in self.layers:
             placed = list(self._take(stack[layer]))
-            self._contents.append(self._content(f"{streamed.stack}.{layer}", placed))
+            self.contents.append(self._content(f"{streamed.stack}.{layer}", placed))
             where.append(placed)
         self.landings: list[Landing] = []
-        for at in range(min(LANDING_COUNT, len(self.layers))):
-            nbytes = max(content.nbytes for content in self._contents[at::LANDING_COUNT])
-            self.landings.append(mover.landing(nbytes))
-            LANDINGS.put(self.landings[at].memory, f"landing {at} of streamed layers")
+        self._landing_of: list[int] = []  # of each streamed layer
+        for card, own in _by_card(self.layers, mover):
+            first = len(self.landings)
+            for at in range(min(LANDING_COUNT, len(own))):
+                nbytes = max(self.contents[self.layers.index(layer)].nbytes for layer in own[at::LANDING_COUNT])
+                self.landings.append(card.landing(nbytes))
+                LANDINGS.put(self.landings[-1].memory, f"landing {first + at} of streamed layers")
+            self._landing_of += [first + at % LANDING_COUNT for at in range(len(own))]
         for at, (layer, placed) in enumerate(zip(self.layers, where, strict=True)):
             self._bind(at, placed)
             stack[layer].register_forward_pre_hook(partial(self._before_forward, at))
@@ -195,10 +154,12 @@ class Streamer:
         return Content(layer, segments, combine(each.digest for each in segments if each.digest is not None))
 
     def _bind(self, at: int, placed: Sequence[tuple[str, nn.Module, str, Tensor]]) -> None:
-        memory = self.landings[at % len(self.landings)].memory
-        offsets = {id(segment.source): segment.offset for segment in self._contents[at].segments}
+        memory = self.landings[self._landing_of[at]].memory
+        segments = {id(segment.source): segment for segment in self.contents[at].segments}
         for _, module, path, source in placed:
-            rebind(module, path, typed_view(memory, offsets[id(source)], source.dtype, source.shape))
+            segment = segments[id(source)]
+            bound = rebind(module, path, typed_view(memory, segment.offset, source.dtype, source.shape))
+            self._segments[id(bound)] = bound, segment
 
     # ---- while it computes ------------------------------------------------------------------------------------
 
@@ -221,7 +182,7 @@ class Streamer:
         Whatever other layers have launched so far is all that they will launch until they enter again.
         """
         self._fetch_ahead(at)
-        landing = at % len(self.landings)
+        landing = self._landing_of[at]
         sent = self._sent[landing]
         assert sent is not None
         begun = time.perf_counter()
@@ -236,16 +197,15 @@ class Streamer:
 
     def _fetch_ahead(self, at: int) -> None:
         """Send what will be used next into the landings that nothing earlier needs."""
-        mark: Any = None
         claimed: set[int] = set()
         for layer in self._order_from(at):
-            landing = layer % len(self.landings)
+            landing = self._landing_of[layer]
             if self._holds[landing] != layer:
                 if landing in claimed:
                     return
-                mark = mark or self._mover.mark()
                 self._holds[landing] = layer
-                self._sent[landing] = self._worker.submit(self.landings[landing].send, self._contents[layer], mark)
+                send, mark = self.landings[landing].send, self.landings[landing].mark()
+                self._sent[landing] = self._worker.submit(send, self.contents[layer], mark)
                 self.visits += 1
             claimed.add(landing)
             if len(claimed) == len(self.landings):
@@ -264,6 +224,12 @@ class Streamer:
 
     # ---- for the trainer --------------------------------------------------------------------------------------
 
+    def bring(self, module: nn.Module) -> None:
+        """Have the layer that a module is part of in its landing, outside of a pass through the model."""
+        for at, layer in enumerate(self.layers):
+            if any(each is module for each in self._stack[layer].modules()):
+                self._enter(at)
+
     def require_frozen(self) -> None:
         """Refuse adapters that copy weights of streamed layers, which were not there to be copied.
 
@@ -277,6 +243,21 @@ class Streamer:
                         f"--lora_modules_to_save {name.rpartition('.')[2]}: it is in layers that {FLAG} streams, which "
                         "cannot be trained: leave it out"
                     )
+
+    def waiting(self, tensor: Tensor) -> Tensor | None:
+        """The bytes of a streamed layer's tensor, as they wait on the host; None for every other tensor.
+
+        Raises:
+            MemoryFaultError: they have changed, and no file has them.
+        """
+        if (found := self._segments.get(id(tensor))) is None:
+            return None
+        segment = found[1]
+        if not segment.is_right(segment.source):
+            if segment.read_again is None or not segment.is_right(again := segment.read_again()):
+                raise MemoryFaultError(f"streamed weights changed in host memory: {segment.name}", ADVICE)
+            segment.source = again
+        return segment.source
 
     def check(self) -> None:
         """Compare what the landings hold with what arrived; part of the check before a save.
@@ -300,6 +281,15 @@ class Streamer:
             "waits": self.waits,
             "wait_seconds": self.wait_seconds,
         }
+
+
+def _by_card(layers: Sequence[int], mover: Mover) -> Iterator[tuple[Mover, list[int]]]:
+    """The mover of each card of a split, or the only one, with the streamed layers there."""
+    if not isinstance(mover, SplitMover):
+        yield mover, list(layers)
+        return
+    for card, own in zip(mover.cards, mover.split.ranges, strict=True):
+        yield card, [layer for layer in layers if layer in own]
 
 
 def leave_device(model: nn.Module, name: str, mover: Mover) -> None:

@@ -289,7 +289,11 @@ def screen(verb: Method) -> str:
         name = ALIASES.get(typed or "", typed)
         if name is not None and ((known and name not in known) or (verb != "sft" and name in _SFT_ONLY)):
             continue
-        default = _OURS_OF_METHOD.get(verb, {}).get(name or "") or _OURS.get(name or "") or (_shown(known[name].default) if name in known else "")
+        default = (
+            _OURS_OF_METHOD.get(verb, {}).get(name or "")
+            or _OURS.get(name or "")
+            or (_shown(known[name].default) if name in known else "")
+        )
         if name == "learning_rate" and known:
             default = f"{LORA_FACTOR * known[name].default:g}; {default} without LoRA"
         lines.append(f"{line} [{default}]" if default else line)

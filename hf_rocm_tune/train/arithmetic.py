@@ -40,10 +40,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.models import products
 from hf_rocm_tune.models.quantised import host_weight
+from hf_rocm_tune.models.streaming import Streamer
 from hf_rocm_tune.transfer import Mover, digest, host_copy
 
 logger = logging.getLogger(__name__)
@@ -201,6 +203,7 @@ class ArithmeticChecks:
         self._begun = self._attempt = self._step = 0
         self._suspects: list[tuple[Product, Side]] = []
         self._paused = self._watching = self._skipped = False
+        self._streamer: Streamer | None = None
         self.failure = ""
         self.refusal: str | None = "--check_arithmetic off" if mode == "off" else "training has not begun"
         self.period = 0
@@ -232,7 +235,7 @@ class ArithmeticChecks:
             )
             found = frozen_products(trainer.model, but=head, computed_in=precision)
             self.refusal = None if found else "no layer is frozen"
-            self._products, self._changed = found, changed
+            self._products, self._changed, self._streamer = found, changed, trainer.streamer
             self._prepare()
         if self._products:
             share = share_of_step([each.columns for each in self._products])
@@ -285,9 +288,13 @@ class ArithmeticChecks:
 
     def _host_weight(self, layer: Product) -> Iterator[tuple[slice, Tensor]]:
         """The rows of the weight ``[out, in]`` in float32 as the layer computes with them, some at a time."""
+        if self._streamer is not None:
+            self._streamer.bring(layer.module)
         yield from host_weight(layer.module, layer.dtype, self._verified_copy)
 
     def _verified_copy(self, tensor: Tensor) -> Tensor:
+        if self._streamer is not None and (waiting := self._streamer.waiting(tensor)) is not None:
+            return waiting
         found, known = host_copy(tensor.detach()), self._mover.digest_of(tensor)
         if known is not None and digest(found) != known:
             self._changed()
@@ -349,7 +356,8 @@ class ArithmeticChecks:
 
     def _check(self, layer: Product, side: Side, operand: Tensor, result: Tensor, dtype: torch.dtype) -> None:
         checked = layer.sides[side]
-        with torch.no_grad(), torch.autocast(operand.device.type, enabled=False):
+        # Not within selective recomputation, which keeps products and would hand ours out in place of the model's.
+        with _disable_current_modes(), torch.no_grad(), torch.autocast(operand.device.type, enabled=False):
             operand = operand.detach().reshape(-1, operand.shape[-1]).to(dtype)
             result = result.detach().reshape(-1, result.shape[-1])
             bound = layer.bound(side, dtype)
@@ -521,6 +529,8 @@ class ArithmeticChecks:
     def _again(self, layer: Product, side: Side, operand: Tensor, dtype: torch.dtype) -> Tensor:
         """The product once more, by the layer itself."""
         module, kind = layer.module, operand.device.type
+        if self._streamer is not None:
+            self._streamer.bring(module)
         cast = not layer.quantised and module.weight.dtype != dtype
         with torch.autocast(kind, dtype=dtype if cast else None, enabled=cast), torch.enable_grad():
             if side == "forward":

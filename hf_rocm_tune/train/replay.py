@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,6 @@ from hf_rocm_tune.train.arithmetic import Verdict
 from hf_rocm_tune.train.oom import RandomState, StepWindow, local_gathers
 from hf_rocm_tune.transfer import QueuedDigests
 from hf_rocm_tune.transfer.host_group import host_group
-
-if TYPE_CHECKING:
-    from hf_rocm_tune.train.owner import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +68,8 @@ class Replays:
         bound: how far the figures of two runs may lie apart, where it does not.
     """
 
-    def __init__(self, trainer: Owner, *, on: bool) -> None:
-        self._trainer: Any = trainer
+    def __init__(self, trainer: Any, *, on: bool) -> None:
+        self._trainer = trainer
         self._on = on
         self._begun = 0
         self._due = self._awaited = self._wrong = False
