@@ -163,7 +163,7 @@ REASONS = {
     ("fms", "full"): "equal",
     ("fms", "lora"): "between the plan and the plan with whole logits",
     ("fms", "qlora"): "whole logits; within 5 % with them",
-    ("fms", "Mixtral-8x7B"): "it quantised the experts, which transformers 5 keeps as one tensor and in bfloat16",
+    ("fms", "Mixtral-8x7B"): "whole logits there, experts as one tensor here",
     ("peft", "full"): "whole logits; within 1 % with them",
     ("peft", "lora"): "whole logits; within 1 % with them",
 }
