@@ -235,9 +235,8 @@ class RanksArguments:
     )
     preflight: Literal["auto", "always", "off"] = _option(
         "auto",
-        "Test the cards before several processes join: copies between each pair, compared by value, and an all-reduce, "
-        "in child processes with deadlines, under 30 seconds in all. auto: when training on cards; always: on the "
-        "CPU too.",
+        "Test the cards before several processes join: sums over them, compared by value, in child processes with "
+        "deadlines, under 30 seconds in all. auto: when training on cards; always: on the CPU too.",
     )
     stall_timeout: str = _option(
         "auto",
