@@ -223,6 +223,5 @@ def gpu_cases() -> tuple[Case, ...]:
         model = public_model(name)
         assert model is not None, name
         asked = {"platform": "hip" if torch.version.hip else "cuda", "autocast": True, "dtype": "bfloat16"}
-        asked["triton"] = not triton_refusal(device)
         found.append(_case(name.rpartition("/")[2], model.fields, method, batch, length, check, **asked))
     return tuple(found)
