@@ -19,7 +19,7 @@ from hf_rocm_tune.transfer.damage import examine
 from hf_rocm_tune.transfer.digest import Digest, combine, digest, digest_range
 from hf_rocm_tune.transfer.faults import FaultyBackend
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, ordinary, typed_view
-from hf_rocm_tune.transfer.report import TransferReport
+from hf_rocm_tune.transfer.report import TransferReport, count_crossing
 
 VERIFY_MODES = ("full", "sample", "off")
 CORRUPTION_MODES = ("recover", "stop")
@@ -525,6 +525,8 @@ def host_copy(tensor: Tensor) -> Tensor:
     right = digest(tensor.detach())
     for _ in range(_TRIES):
         host = tensor.detach().cpu()
+        if tensor.is_cuda:
+            count_crossing(to_host_bytes=tensor.nbytes)
         if digest(host) == right:
             break
     return host.contiguous()  # one that stays wrong is found when it, or the file written from it, is compared
