@@ -26,6 +26,7 @@ NAMES = [
     "qwen_14b_lora_split",
     "qwen_14b_qlora",
     "qwen_30b_a3b_qlora",
+    "qwen_32b_qlora_streamed",
     "qwen_8b_lora_dual",
     "qwen_8b_qlora",
 ]

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from transformers import AutoConfig
 
 from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.cards.pipeline import IN_FLIGHT
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
-from hf_rocm_tune.models import recompute, streaming
+from hf_rocm_tune.models import recompute, streamed
 from hf_rocm_tune.models.split import FLAG, Split, SplitMover, counts_for, parse, stack_of
-from hf_rocm_tune.models.streaming import Streamed
+from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.plan import (
     CONTEXT_BYTES,
     GIB,
@@ -33,6 +34,7 @@ from hf_rocm_tune.plan import (
     describe,
     even_counts,
     from_training,
+    missing,
     plan_for,
     split_plan,
 )
@@ -109,6 +111,7 @@ class Choice:
     checkpointing: bool  # activations are recomputed
     recompute: tuple[int, int] | None  # of which layers; see `estimate.Case`
     eval_batch: int | None  # sequences at a time in evaluation; None: there is none
+    streamed: int = 0  # layers whose weights are streamed
     budget_bytes: int  # available to torch's allocator on the rank with least
     predicted_bytes: int  # the allocator's peak by the plan
 
@@ -176,10 +179,11 @@ def before_loading(
     return choice
 
 
-def _planned(arguments: Arguments, wanted: Demand, budget: int) -> tuple[Choice, int]:
+def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--auto_fit plan") -> tuple[Choice, int]:
     """The plan's choice, on the main process, and the number of cases that were considered."""
     # the budget is free memory, without that of other programs and the context
     card = replace(card_memory(), name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
+    card = replace(card, host=psutil.virtual_memory().total)
     if arguments.training.device.type == "cpu":
         card = replace(card, rates=cpu_rates(torch.get_num_threads()))
     asked = from_training(
@@ -204,8 +208,8 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int) -> tuple[Choice,
     found = plan.nearest
     if plan.choice is None:
         raise OutOfMemoryError(
-            f"--auto_fit plan: nothing fits by estimate: {describe(found.case)} needs {_gib(found.total)} GiB, and "
-            f"{_gib(budget)} GiB are free: {advice(plan, training=True)}"
+            f"{flag}: nothing fits by estimate: {describe(found.case)} needs {_gib(found.total)} GiB, and "
+            f"{_gib(budget)} GiB are free ({missing(found)}): {advice(plan, training=True)}"
         )
     case = found.case
     choice = Choice(
@@ -214,6 +218,7 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int) -> tuple[Choice,
         checkpointing=case.checkpointing,
         recompute=case.recompute,
         eval_batch=case.eval_batch,
+        streamed=case.streamed,
         budget_bytes=budget,
         predicted_bytes=int(found.allocated),
     )
@@ -287,17 +292,48 @@ def _config(source: ModelSource) -> Any:
 # ---- weight streaming ---------------------------------------------------------------------------------------------
 
 
-def streamed_layers(arguments: Arguments, source: ModelSource) -> Streamed | None:
-    """The layers that are streamed; None: none.
+def streamed_layers(
+    arguments: Arguments, source: ModelSource, choice: Choice | None, *, libraries: int, say: Say
+) -> Streamed | None:
+    """The layers that are streamed; None: none. Collective.
+
+    Args:
+        arguments: of the job.
+        source: the model.
+        choice: of ``--auto_fit``.
+        libraries: bytes of the card that libraries of this process hold already.
+        say: takes lines for the user.
 
     Raises:
         UsageError: the model has fewer layers, or they cannot be told.
+        OutOfMemoryError: it does not fit the card or the host, by the plan.
     """
-    count = streaming.parse(arguments.tune.stream_weights)
+    training, count = arguments.training, streamed.parse(arguments.tune.stream_weights)
     if not count:
         return None
-    stack, layers = stack_of(_config(source), streaming.FLAG, trust_remote_code=source.trust_remote_code)
-    return Streamed(stack, streaming.spread(count, layers), from_files=source.quantization is None)
+    stack, layers = stack_of(_config(source), streamed.FLAG, trust_remote_code=source.trust_remote_code)
+    if choice is not None:
+        count = choice.streamed
+    elif count == streamed.AUTO:
+        if (budget := _budget(training.device, None, libraries)) is None:
+            say(f"{streamed.FLAG} auto: there is no card, so nothing is streamed")
+            return None
+        micro_batch = training.per_device_train_batch_size
+        wanted = Demand(
+            each=micro_batch * training.gradient_accumulation_steps,
+            ranks=training.world_size,
+            micro_batch=micro_batch,
+            checkpointing=bool(training.activation_checkpointing),
+        )
+        planned, _ = on_main_process(lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto"))
+        count = planned.streamed
+        say(f"predicted peak {_gib(planned.predicted_bytes)} GiB of {_gib(budget)} GiB available")
+    say(
+        f"{count} of {layers} layers are streamed"
+        if count
+        else f"{streamed.FLAG} auto: everything fits, nothing is streamed"
+    )
+    return Streamed(stack, streamed.spread(count, layers), from_files=source.quantization is None) if count else None
 
 
 # ---- one model over several cards -------------------------------------------------------------------------------

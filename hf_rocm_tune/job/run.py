@@ -57,7 +57,7 @@ from hf_rocm_tune.models.factory import (
 )
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
-from hf_rocm_tune.models.streaming import Streamed
+from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.redaction import local_paths
@@ -244,7 +244,7 @@ def _complete(job: Job) -> None:
         job.plan = _plan(job.arguments, job.asked, rolling_back=True)
         where = job.plan.checkpoint.name if job.plan.checkpoint else "the start"
         announce.say(f"{fault}", f"all weights are loaded again and the run goes back to {where}")
-        job.mover.report.settle_incidents(("frozen", "trained", "batches"), "recovered")
+        job.mover.report.settle_incidents(("frozen", "trained", "batches", "streamed"), "recovered")
 
 
 def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
@@ -382,7 +382,7 @@ def _prepare(
         plan=plan,
         fit=fit,
         source=source,
-        streamed=streamed_layers(arguments, source),
+        streamed=streamed_layers(arguments, source, fit, libraries=libraries, say=announce.say),
         data=data,
         tokenizer=tokenizer,
         mover=mover,

@@ -22,7 +22,8 @@ from hf_rocm_tune.models.quantised import (
     require_quantised,
 )
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
-from hf_rocm_tune.models.streaming import Streamed, Streamer
+from hf_rocm_tune.models.streamed import Streamed
+from hf_rocm_tune.models.streaming import Streamer
 from hf_rocm_tune.paths import expand_user, is_local_model, require_model
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import Read, mark_loaded, remember_read
-from hf_rocm_tune.models.streaming import Streamed, leave_device
+from hf_rocm_tune.models.streamed import Streamed
+from hf_rocm_tune.models.streaming import leave_device
 from hf_rocm_tune.transfer import digest, redirected
 
 if TYPE_CHECKING:

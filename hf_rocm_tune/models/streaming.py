@@ -20,11 +20,9 @@ A thread of its own packs what is fetched ahead, so the training thread waits on
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +33,7 @@ from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import LANDINGS, places_of, read_as, rebind
 from hf_rocm_tune.models.split import layer_stack
+from hf_rocm_tune.models.streamed import FLAG, LANDING_COUNT, Streamed
 from hf_rocm_tune.transfer import Digest, combine, tree_tensors
 from hf_rocm_tune.transfer.copies import ALIGNMENT, Segment
 from hf_rocm_tune.transfer.digest import digest_range
@@ -46,59 +45,13 @@ if TYPE_CHECKING:
 
     from hf_rocm_tune.transfer import Mover
 
-FLAG = "--stream_weights"
-#: One that computes, one that has arrived, one that arrives.
-LANDING_COUNT = 3
 _PIECE_BYTES = 4 << 20
 _ATTRIBUTE = "_hf_rocm_tune_streamer"  # of the list of layers
 
 
-AUTO = "auto"
-
-
-def parse(text: str) -> int | None:
-    """Reads ``auto``, ``off`` or ``N``: the number of layers; None: to be chosen."""
-    if text == AUTO:
-        return None
-    if text != "off" and not re.fullmatch("[1-9][0-9]{0,4}", text):
-        raise UsageError(f"{FLAG} {text!r} is not understood: give {AUTO}, off or the number of layers to stream")
-    return 0 if text == "off" else int(text)
-
-
-def spread(count: int, layers: int) -> tuple[int, ...]:
-    """Which of the layers are streamed: as many as wanted, evenly spread, so that every visit has time to arrive.
-
-    Raises:
-        UsageError: the model has fewer layers.
-    """
-    if count > layers:
-        raise UsageError(f"{FLAG} {count}: this model has {layers} layers")
-    return tuple(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """Which layers are streamed.
-
-    Attributes:
-        stack: name of the list of layers in the model.
-        layers: their numbers, ascending.
-        from_files: their weights are used as they are in the files: they need not visit the card to be quantised.
-    """
-
-    stack: str
-    layers: tuple[int, ...]
-    from_files: bool = True
-
-    def has(self, name: str) -> bool:
-        """Whether a tensor of that name, in the model or the files, is one of a streamed layer."""
-        found = re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)\.", name)
-        return found is not None and int(found[1]) in self.layers
-
-
 def is_streamed(name: str, tensor: Tensor) -> bool:
     """Whether a streamed layer's tensor is streamed, rather than on the card for good: matrices and 4-bit scales."""
-    return tensor.dim() >= 2 or name.endswith("quant_state.absmax")
+    return tensor.dim() >= 2 or hasattr(tensor, "quant_state") or name.endswith("quant_state.absmax")
 
 
 def streamer_of(model: nn.Module) -> Streamer | None:
@@ -116,6 +69,7 @@ class Streamer:
         mover: of the card.
 
     Attributes:
+        contents: the streamed layers as they are sent, in order.
         visits, waits, wait_seconds: layers fetched; uses of a layer for which the training thread waited, and how long.
         host_bytes: of streamed weights, by where they are: ``mapped`` files or ``anonymous`` memory.
     """
@@ -127,15 +81,15 @@ class Streamer:
         self.host_bytes = {"mapped": 0, "anonymous": 0}
         self.visits = self.waits = 0
         self.wait_seconds = 0.0
-        self._contents: list[Content] = []
+        self.contents: list[Content] = []
         where = []
         for layer in self.layers:
             placed = list(self._take(stack[layer]))
-            self._contents.append(self._content(f"{streamed.stack}.{layer}", placed))
+            self.contents.append(self._content(f"{streamed.stack}.{layer}", placed))
             where.append(placed)
         self.landings: list[Landing] = []
         for at in range(min(LANDING_COUNT, len(self.layers))):
-            nbytes = max(content.nbytes for content in self._contents[at::LANDING_COUNT])
+            nbytes = max(content.nbytes for content in self.contents[at::LANDING_COUNT])
             self.landings.append(mover.landing(nbytes))
             LANDINGS.put(self.landings[at].memory, f"landing {at} of streamed layers")
         for at, (layer, placed) in enumerate(zip(self.layers, where, strict=True)):
@@ -196,7 +150,7 @@ class Streamer:
 
     def _bind(self, at: int, placed: Sequence[tuple[str, nn.Module, str, Tensor]]) -> None:
         memory = self.landings[at % len(self.landings)].memory
-        offsets = {id(segment.source): segment.offset for segment in self._contents[at].segments}
+        offsets = {id(segment.source): segment.offset for segment in self.contents[at].segments}
         for _, module, path, source in placed:
             rebind(module, path, typed_view(memory, offsets[id(source)], source.dtype, source.shape))
 
@@ -245,7 +199,7 @@ class Streamer:
                     return
                 mark = mark or self._mover.mark()
                 self._holds[landing] = layer
-                self._sent[landing] = self._worker.submit(self.landings[landing].send, self._contents[layer], mark)
+                self._sent[landing] = self._worker.submit(self.landings[landing].send, self.contents[layer], mark)
                 self.visits += 1
             claimed.add(landing)
             if len(claimed) == len(self.landings):

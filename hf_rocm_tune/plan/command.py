@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import psutil
 
-from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError
+from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, checked
 from hf_rocm_tune.machine.toolchain import missing_for_triton
-from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, CardMemory, Case, Estimate, host
+from hf_rocm_tune.models.streamed import AUTO
+from hf_rocm_tune.models.streamed import FLAG as STREAM
+from hf_rocm_tune.models.streamed import parse as parse_streamed
+from hf_rocm_tune.plan.estimate import GIB, LINK, OPTIMIZERS, CardMemory, Case, Estimate, host, missing
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
     ALL_LINEAR,
@@ -28,7 +33,7 @@ from hf_rocm_tune.plan.request import (
     config_of,
     quiet,
 )
-from hf_rocm_tune.plan.ways import LINK, THROUGH_HOST, advice, best_of, sentence, ways
+from hf_rocm_tune.plan.ways import THROUGH_HOST, advice, best_of, sentence, ways
 
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
@@ -60,6 +65,10 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
     fields["triton"] = card.desktop_source != "read" or not missing_for_triton()  # read: from a card that is here
     request = PlanRequest(**{name: value for name, value in fields.items() if value is not None})
     prepare()
+    here = None if wanted.gpu or wanted.vram else psutil.virtual_memory().total
+    card = replace(card, host=here if wanted.host_gib is None else int(wanted.host_gib * GIB))
+    if wanted.link_gb_s:
+        card = replace(card, link=wanted.link_gb_s * 1e9, link_source="given")
     with quiet():
         if wanted.largest:
             table = {"schema": 2, "length": request.length, "card": card.name, "largest": _largest(request, card)}
@@ -73,7 +82,7 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
         found = _values(plan, wanted.dataset_name or _NO_DATA, rows)
         print(json.dumps(found) if wanted.json else "\n".join(_text(found, verbose=wanted.verbose)))
         if not found["fits"]:
-            raise OutOfMemoryError(f"nothing fits: {_gib(-found['spare'])} GiB are missing; {advice(plan)}")
+            raise OutOfMemoryError(f"nothing fits: {missing(plan.nearest)}; {advice(plan)}")
     return 0
 
 
@@ -154,6 +163,7 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
         "data": _data(rows, found.case),
         "speed": _speed(plan, found, rows),
         "full_logits": plan.full_logits,
+        "streaming": _streaming(plan, found),
         "host": {"parts": parts, "total": sum(parts.values())},
         "grid": [_choice(each) for each in plan.grid],
         "notes": list(plan.notes),
@@ -162,7 +172,7 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
 
 
 def _choice(option: Estimate) -> dict[str, Any]:
-    names = ("fits", "tight", "total", "spare", "moment")
+    names = ("fits", "tight", "total", "spare", "moment", "host_missing")
     found = {"method": option.variant, **vars(option.case), **{name: getattr(option, name) for name in names}}
     found |= {"parts": dict(option.parts), "moments": dict(option.moments), "allocator_peak": option.allocated}
     return found | {"estimated_tokens_per_second": option.tokens_per_second}
@@ -208,16 +218,40 @@ def _speed(plan: Plan, found: Estimate, rows: Rows) -> dict[str, Any] | None:
     }
 
 
+def _streaming(plan: Plan, found: Estimate) -> dict[str, Any] | None:
+    """What is streamed, and how long it takes beside the rest of a step; None: nothing is."""
+    if not found.case.streamed:
+        return None
+    case = found.case
+    seconds = case.cards * case.micro_batch * case.length * case.accumulation / found.tokens_per_second
+    waiting = found.shares["waiting for streamed weights"] * seconds
+    layers = plan.variants[found.variant].weights.streamed(case.streamed)
+    return {
+        "layers": case.streamed,
+        "of": plan.layers,
+        "host_bytes": sum(sum(each.values()) for each in layers),
+        "bytes_a_step": found.visiting,
+        "link": plan.card.link,
+        "link_source": plan.card.link_source,
+        "link_seconds": found.visiting / plan.card.link,
+        "compute_seconds": seconds - waiting,
+        "host": plan.card.host,
+    }
+
+
 def _largest(request: PlanRequest, card: CardMemory) -> list[dict[str, Any]]:
-    """By method, the largest public model that fits with one sequence and checkpointing."""
+    """By method, the largest public model that fits with one sequence and checkpointing, streamed too."""
     rows = []
-    for method in request.methods:
-        single = replace(request, methods=(method,), micro_batch=1, checkpointing=True)
+    for method, stream in itertools.product(request.methods, (0, AUTO)):
+        if stream and (method == "full" or request.dora):
+            continue
+        single = replace(request, methods=(method,), micro_batch=1, checkpointing=True, stream=stream)
         for model in sorted(PUBLIC_MODELS, key=lambda each: -each.billions):
             plan = plan_for(single, card=card, config=config_of(model.fields), grid=False)
             if plan.choice is not None:
                 speed = plan.choice.tokens_per_second if card.rates.known else None
-                rows.append({"method": method, "model": model.name, "total": plan.choice.total}
+                name = f"{method}, streamed" if stream else method
+                rows.append({"method": name, "model": model.name, "total": plan.choice.total}
                             | {"longest": plan.longest(method), "tokens_per_second": speed})  # fmt: skip
                 break
     return rows
@@ -255,6 +289,15 @@ def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
     yield from (f"note: {note}" for note in found["notes"])
 
 
+def _streaming_line(told: dict[str, Any]) -> str:
+    of = f" of {_gib(told['host'])}" if told["host"] else ""
+    return (
+        f"streams {told['layers']} of {told['of']} layers: {_gib(told['host_bytes'])} GiB of host memory{of}; "
+        f"{told['bytes_a_step'] / 1e9:,.0f} GB a step, {told['link_seconds']:,.1f} s at {told['link'] / 1e9:.3g} GB/s "
+        f"({told['link_source']}) beside {told['compute_seconds']:,.1f} s of computing"
+    )
+
+
 def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
     choice, speed = found["choice"], found["speed"]
     if data := found["data"]:
@@ -266,6 +309,8 @@ def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
             f"data: {data['rows']:,} rows, {data['tokens']:,} tokens (median {data['median']:,}, 95 % up to "
             f"{data['p95']:,}, longest {data['longest']:,}){cut}; {padding}"
         )
+    if found["streaming"]:
+        yield _streaming_line(found["streaming"])
     if choice["eval_batch"]:
         evaluation = choice["moments"].get("evaluation")
         peak = f", {_gib(evaluation)} GiB at its peak" if evaluation else ""
@@ -362,11 +407,11 @@ def _ways_table(found: dict[str, Any]) -> Iterator[str]:
 
 def _largest_table(found: dict[str, Any]) -> Iterator[str]:
     yield f"largest known models that fit {found['card']}, one sequence of {found['length']:,} tokens, recomputed"
-    yield f"{'method':<6}  {'model':<40} {'GiB':>5} {'longest':>8} {'tokens/s':>9}"
+    yield f"{'method':<15}  {'model':<40} {'GiB':>5} {'longest':>8} {'tokens/s':>9}"
     for row in found["largest"]:
         speed = "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}"
         longest = f"{row['longest']:,}" if row["longest"] else "-"
-        yield f"{row['method']:<6}  {row['model']:<40} {_gib(row['total']):>5} {longest:>8} {speed:>9}"
+        yield f"{row['method']:<15}  {row['model']:<40} {_gib(row['total']):>5} {longest:>8} {speed:>9}"
     if not found["largest"]:
         yield "none"
     yield "speed: estimated, not measured"
@@ -411,6 +456,11 @@ def _parser() -> argparse.ArgumentParser:
     recompute = "only with, or only without, checkpointing (default: the faster that fits)"
     flag("--checkpointing", action=argparse.BooleanOptionalAction, default=None, help=recompute)
     flag("--packing", action="store_true", help="several short sequences in a row")
+    streams = "layers whose weights live in host memory: how many, auto or off (off)"
+    flag(STREAM, dest="stream", type=parse_streamed, metavar="auto|off|N", default=0, help=streams)
+    flag("--host_gib", type=float, metavar="GIB", help="memory of the host (default: of this machine, with its card)")
+    link = "from host memory to the card, as `hf-rocm-tune doctor --full` measures it (13, assumed)"
+    flag("--link_gb_s", type=checked(float, lambda rate: rate > 0, "above 0"), metavar="GB/S", help=link)
     flag("--rank", "--lora_r", type=int, default=usual.rank, help="of the adapters (16)")
     flag("--dropout", "--lora_dropout", type=float, default=usual.dropout, help="of the adapters (0)")
     which = f"modules with adapters, or {ALL_LINEAR}, the default"
@@ -468,6 +518,7 @@ def _settings(request: PlanRequest, method: str, case: Case) -> dict[str, Any]:
         "per_device_train_batch_size": case.micro_batch,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_checkpointing": case.checkpointing,
+        "stream_weights": case.streamed or None,
         "recompute_layers": None if case.recompute is None else "{},{}".format(*case.recompute),
         "use_peft": lora,
         "load_in_4bit": method == "qlora",

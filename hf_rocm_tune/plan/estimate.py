@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.streamed import LANDING_COUNT, spread
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 Counts: TypeAlias = "tuple[int, ...]"
@@ -39,6 +40,9 @@ SLACK_SHARE, SLACK_FLOOR = 0.05, GIB // 10
 TIGHT = 7 * GIB // 10
 #: Assumed if it cannot be read: a desktop session on the card.
 DESKTOP_BYTES = GIB
+#: Assumed: bytes a second from host memory to the card over PCIe 4.0 x8, the link of two cards on most AM5 boards, each
+#: byte packed by the processor before; on x16, 28 to 29e9 were measured (ROCm/ROCm#2253).
+LINK = 13e9
 #: An operation reads about twice what it writes.
 MOVED_PER_WRITTEN = 3.0
 #: Assumed: seconds per kernel launch, Python's share included.
@@ -354,6 +358,7 @@ class Weight:
     elements: int = 0  # of a parameter, before it is quantised
     itemsize: int = 0  # bytes of an element of its gradient
     trained: bool = False  # whether it has a gradient and optimizer state
+    streams: bool = False  # whether it is in host memory where its layer is streamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +369,9 @@ class Weights:
     trained: tuple[TrainedTensor, ...]  # the tensors that have gradients
     parameters: int  # of the model without adapters, before quantisation
     largest: int  # bytes of the largest quantised tensor before it is quantised; 0 without any
+    streams: tuple[
+        Mapping[str, int], ...
+    ] = ()  # of each layer of the real model, what can be streamed, as in ``parts``
 
     @classmethod
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
@@ -371,9 +379,12 @@ class Weights:
         parts = {"weights": 0, "quantisation constants": 0, "adapters": 0}
         trained: Counter[tuple[int, int]] = Counter()
         parameters, largest = 0, 0
+        streams: dict[int, Counter[str]] = {layer: Counter() for layer in layer_of}
         for tensor in tensors:
             count = 1 if tensor.layer < 0 else layer_of.count(tensor.layer)
             parts[tensor.part] += tensor.nbytes * count
+            if tensor.streams and tensor.layer in streams:
+                streams[tensor.layer][tensor.part] += tensor.nbytes
             if tensor.trained:
                 trained[tensor.elements, tensor.itemsize] += count
             if tensor.part == "weights":
@@ -381,7 +392,28 @@ class Weights:
                 if tensor.elements * tensor.itemsize > tensor.nbytes:  # quantised
                     largest = max(largest, 2 * tensor.elements)
         groups = tuple(TrainedTensor(elements=each, itemsize=size, count=n) for (each, size), n in trained.items())
-        return cls(parts=parts, trained=groups, parameters=parameters, largest=largest)
+        by_layer = tuple(streams[layer] for layer in layer_of)
+        return cls(parts=parts, trained=groups, parameters=parameters, largest=largest, streams=by_layer)
+
+    def streamed(self, count: int) -> list[Mapping[str, int]]:
+        """What lives in host memory of each layer where so many are streamed."""
+        return [self.streams[layer] for layer in spread(count, len(self.streams))]
+
+    def on_card(self, count: int) -> dict[str, int]:
+        """The parts that stay on the card where so many layers are streamed, with the landings that these share."""
+        parts = dict(self.parts)
+        layers = self.streamed(count)
+        for each in layers:
+            for name, nbytes in each.items():
+                parts[name] -= nbytes
+        sizes = [sum(each.values()) for each in layers]
+        landings = sum(max(sizes[first::LANDING_COUNT]) for first in range(min(count, LANDING_COUNT)))
+        return parts | ({"landings of streamed layers": landings} if count else {})
+
+    def visiting(self, count: int) -> float:
+        """Bytes that come to the card in a forward and backward pass: the last layers of one begin the other."""
+        nbytes = sum(sum(each.values()) for each in self.streamed(count))
+        return 2 * nbytes * max(count - LANDING_COUNT, 0) / max(count, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,6 +460,9 @@ class CardMemory:
     desktop_source: str = "assumed"
     context: int = CONTEXT_BYTES  # used by the runtime, assumed
     bandwidth: float = 800e9  # bytes a second, by the data sheet
+    link: float = LINK  # bytes a second from host memory
+    link_source: str = "assumed"
+    host: int | None = None  # memory of the host; None: unknown
     rates: Rates = Rates()
 
     @property
@@ -454,6 +489,7 @@ class Case:
     # from the first layer on, the number of layers that recompute everything, and then of those that keep products and
     # attention; None: all or no layers, as ``checkpointing`` says
     recompute: tuple[int, int] | None = None
+    streamed: int = 0  # layers whose weights live in host memory
     flights: int = 1  # micro-batches in flight, each of which keeps its activations
     trainer: str = "sft"  # ``dpo`` and ``kto`` have a second pass, of the reference model
     eval_batch: int | None = None  # sequences at a time in evaluation; None: without one
@@ -482,7 +518,8 @@ def describe(of: Any) -> str:
     on = "on" if of.checkpointing else "off"
     if of.recompute is not None:
         on = "of {} layers whole and of {} but for products and attention".format(*of.recompute)
-    return f"micro-batch {of.micro_batch} x {of.accumulation} accumulated, activation checkpointing {on}"
+    streams = f", {of.streamed} layers streamed" if of.streamed else ""
+    return f"micro-batch {of.micro_batch} x {of.accumulation} accumulated, activation checkpointing {on}{streams}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -509,16 +546,25 @@ class Estimate:
     tight: bool  # it fits with less left over than the assumed parts may be wrong
     tokens_per_second: float  # on all cards, padding counted as tokens
     shares: Mapping[str, float]  # of the time, by cause
+    visiting: float = 0.0  # bytes of streamed weights that come to a card in an optimizer step
+    host_missing: float = 0.0  # bytes that the host lacks for streamed weights
 
     @property
     def fits(self) -> bool:
         """Whether nothing is missing."""
-        return self.spare >= 0
+        return self.spare >= 0 >= self.host_missing
 
     @property
     def allocated(self) -> float:
         """The allocator's peak, without slack, context and desktop, to compare with measurements."""
         return max(self.moments.values())
+
+
+def missing(option: Estimate) -> str:
+    """How much memory is missing, and where, of an option that does not fit."""
+    of_card = f"{-option.spare / GIB:.1f} GiB are missing on the card" if option.spare < 0 else ""
+    of_host = f"{option.host_missing / GIB:.1f} GiB of host memory for streamed weights" if option.host_missing else ""
+    return f"{of_card} and {of_host}" if of_card and of_host else of_card or f"{of_host} are missing"
 
 
 _MOMENTS = {"start": "embeddings and masks", "head": "loss, forward", "loss": "loss, backward"}
@@ -531,7 +577,8 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     weights, step = variant.weights, variant.trace(case)
     peak = step.peak(accumulating=case.accumulation > 1)
     state = 0 if variant.optimizer.paged else variant.optimizer.kept(weights.trained)
-    parts = {name: float(nbytes) for name, nbytes in weights.parts.items()} | {"optimizer state": float(state)}
+    on_card = weights.on_card(case.streamed)
+    parts = {name: float(nbytes) for name, nbytes in on_card.items()} | {"optimizer state": float(state)}
     copied = (
         weights.parts["weights"] + weights.parts["quantisation constants"] if _has_reference_model(variant, case) else 0
     )
@@ -543,7 +590,7 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     others = (case.flights - 1) * peak.most_kept  # an upper bound: each at its highest
     moments = {f"{role} pass" if role in _OF_LAYERS else role: held + others + at for role, at in peak.by_role.items()}
     moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
-    moments["loading"] = copied + weights.parts["weights"] + weights.parts["quantisation constants"] + weights.largest
+    moments["loading"] = copied + on_card["weights"] + on_card["quantisation constants"] + weights.largest
     if case.eval_batch:
         moments["evaluation"] = held + variant.trace(case.evaluated).peak().total
     highest = max(moments, key=lambda name: moments[name])
@@ -563,7 +610,9 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     total = sum(parts.values())
     in_layer = highest == f"{peak.role} pass"
     moment = f"{peak.role} of layer {peak.layer + 1}" if in_layer else _MOMENTS.get(highest, highest)
-    seconds = _seconds(case, step, parts["weights"], card)
+    seconds = _seconds(case, step, float(weights.parts["weights"]), card)
+    visiting = weights.visiting(case.streamed)
+    seconds |= {"waiting for streamed weights": max(0.0, visiting / card.link - sum(seconds.values()))}
     return Estimate(
         variant=variant.name,
         case=case,
@@ -575,6 +624,8 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         tight=0 <= card.usable - total < card.margin,
         tokens_per_second=case.cards * case.micro_batch * case.length / sum(seconds.values()),
         shares={name: each / sum(seconds.values()) for name, each in seconds.items()},
+        visiting=visiting * case.accumulation,
+        host_missing=max(0.0, sum(host(variant, case).values()) - card.host) if case.streamed and card.host else 0.0,
     )
 
 
@@ -643,8 +694,9 @@ RING_BYTES = 4 * 32 * (1 << 20)
 def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
     """Host memory of a choice: bytes by part, of all training processes.
 
-    Weight files are mapped and read through the ring: their pages are page cache, which the system frees. A checkpoint
-    gathers a copy of adapter and optimizer state on the host.
+    Weight files are mapped and read through the ring: their pages are page cache, which the system frees. Those of
+    streamed layers must stay, or each visit would read the disk; quantised ones are memory of each process. A
+    checkpoint gathers a copy of adapter and optimizer state on the host.
     """
     state = variant.optimizer.kept(variant.weights.trained)
     parts = {
@@ -655,6 +707,9 @@ def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
     }
     if variant.optimizer.paged:
         parts["paged optimizer state"] = float(case.cards * state)
+    if case.streamed:
+        copies, layers = case.cards if variant.name == "qlora" else 1, variant.weights.streamed(case.streamed)
+        parts["streamed layers"] = copies * float(sum(sum(each.values()) for each in layers))
     if workers:
         parts["data loader workers"] = float(case.cards * workers * WORKER_BYTES)
     return parts

@@ -9,6 +9,7 @@ recorded.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.plan.estimate import (
     CardMemory,
     Case,
@@ -234,7 +236,8 @@ class Plan:
         None: none fits, or it is not known because a step takes too long to record.
         """
         recordings = self.recordings[method]
-        short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint)
+        streamed = self.layers if self.nearest.case.streamed else 0
+        short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint, streamed=streamed)
         fits = fits or (lambda case: estimate(recordings.variant, case, self.card).fits)
         with suppress(TooManyOperations):
             if not recordings.takes_long:
@@ -355,7 +358,11 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, leng
     grid = []
     for length in lengths:
         try:
-            grid += _of_length(recordings, card, request, length)
+            found = _of_length(recordings, card, request, length)
+            if request.stream and not (request.stream == AUTO and any(each.fits for each in found)):
+                cases = [each.case for each in found if each.case.checkpointing and each.case.recompute is None]
+                found = [_streamed(recordings.variant, case, card, request.stream) for case in cases]
+            grid += found
         except TooManyOperations:
             if length <= request.length:
                 raise
@@ -383,6 +390,18 @@ def _of_length(recordings: Recordings, card: CardMemory, request: PlanRequest, l
         if request.mixes and recordings.mixes and length == request.length and only_checkpointed:
             grid += _best_mix(variant, case, card, layers, selective="selective" in recordings.mixes)
     return grid
+
+
+def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Estimate:
+    """The case with so many layers streamed, or with as few as let it fit with the card's margin."""
+    layers = len(variant.weights.streams)
+
+    def at(streamed: int) -> Estimate:
+        return estimate(variant, replace(case, streamed=streamed), card)
+
+    if count == AUTO:
+        count = min(layers, 1 + bisect_left(range(1, layers + 1), True, key=lambda n: at(n).spare >= card.margin))
+    return at(count)
 
 
 def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:

@@ -17,6 +17,7 @@ from typing import Any
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.cards import CARDS, Card
 from hf_rocm_tune.machine.survey import Gpu, Machine, survey
+from hf_rocm_tune.models.streamed import FLAG, parse
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, RATES_OF, CardMemory, Rates, optimizer
 
@@ -71,6 +72,7 @@ class PlanRequest:
     recompute: tuple[int, int] | None = None  # only this mix; see `estimate.Case`
     mixes: bool = True  # consider mixes of recomputation
     one_pass_loss: bool = False  # see `models.loss`
+    stream: int = 0  # layers whose weights are streamed, or `AUTO`; see `models.streaming`
 
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
@@ -89,6 +91,8 @@ class PlanRequest:
             faults.append(f"--packing and --one_pass_loss are for sft, not {self.trainer}")
         if self.trainer == "kto" and (self.micro_batch or self.each) < 2:
             faults.append("kto needs two or more sequences in a micro-batch: its KL estimate pairs them")
+        if self.stream != 0 and ("full" in self.methods or self.dora):
+            faults.append(f"{FLAG} is for LoRA and QLoRA: leave it out with --method full and --dora")
         if "full" in self.methods and (self.dora or self.modules_to_save):
             faults.append("--dora and --modules_to_save are for adapters: leave them out with --method full")
         for name, given, known in (
@@ -134,7 +138,7 @@ def from_training(
     Raises:
         UsageError: the job uses something that the planner does not support.
     """
-    from hf_rocm_tune.models.recompute import parse
+    from hf_rocm_tune.models.recompute import parse as parse_counts
 
     if settings.get("load_in_8bit"):
         raise UsageError("--load_in_8bit cannot be planned: choose the micro-batch yourself")
@@ -171,8 +175,9 @@ def from_training(
         optim=str(settings["optim"]),
         platform=platform,
         workers=int(settings.get("dataloader_num_workers") or 0),
-        recompute=None if mix is None else parse(str(mix)),
+        recompute=None if mix is None else parse_counts(str(mix)),
         mixes=not settings.get("torch_compile"),
+        stream=parse(str(settings.get("stream_weights") or "off")),
     )
 
 
@@ -401,6 +406,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "max_position_embeddings": 131072},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "max_position_embeddings": 40960}
     | {"head_dim": 128},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "max_position_embeddings": 32768},
     "mistral": {"architectures": ["MistralForCausalLM"], "vocab_size": 131072, "max_position_embeddings": 32768}
     | {"head_dim": 128, "sliding_window": None},
     "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "max_position_embeddings": 32768}
@@ -464,8 +470,10 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
     ),
     _model("mistralai/Mistral-Small-24B-Base-2501", 23.57, "mistral", 5120, 32768, 40, 32, 8),
     _model("Qwen/Qwen3-30B-A3B", 30.53, "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3_A3B),
+    _model("Qwen/Qwen2.5-32B", 32.76, "qwen2", 5120, 27648, 64, 40, 8),
     _model("Qwen/Qwen3-32B", 32.76, "qwen3", 5120, 25600, 64, 64, 8),
     _model("meta-llama/Llama-3.1-70B", 70.55, "llama", 8192, 28672, 80, 64, 8),
+    _model("meta-llama/Llama-3.3-70B-Instruct", 70.55, "llama", 8192, 28672, 80, 64, 8),
 )
 
 

@@ -33,6 +33,7 @@ from hf_rocm_tune.models.experts import (
 )
 from hf_rocm_tune.models.placement import quant_state_of
 from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
+from hf_rocm_tune.models.streaming import is_streamed
 from hf_rocm_tune.plan.estimate import Counts, Weight
 from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PlanRequest, first_line, text_config
 
@@ -78,9 +79,12 @@ class Sample:
                 nbytes=-(-parameter.nbytes // parts),
                 itemsize=parameter.element_size(),
                 trained=parameter.requires_grad,
+                streams=not parameter.requires_grad and is_streamed(name, parameter),
             )
             if state is not None:
                 constants = sum(tensor.nbytes for tensor in _state_tensors(state))
+                yield Weight(part="quantisation constants", layer=layer, nbytes=state.absmax.nbytes, streams=True)
+                constants -= state.absmax.nbytes
             yield Weight(part="quantisation constants", layer=layer, nbytes=constants)
         for buffer in self.model.buffers():
             yield Weight(part="weights", layer=owners.get(id(buffer), -1), nbytes=buffer.nbytes)

@@ -19,8 +19,11 @@ from functools import partial
 from typing import Any
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.streamed import AUTO
+from hf_rocm_tune.models.streamed import FLAG as STREAM
 from hf_rocm_tune.plan.estimate import (
     GIB,
+    LINK,
     NEAR,
     CardMemory,
     Case,
@@ -35,10 +38,7 @@ from hf_rocm_tune.plan.estimate import (
 from hf_rocm_tune.plan.fit import Plan, grid_of, plan_for
 from hf_rocm_tune.plan.request import PlanRequest
 
-#: Assumed: bytes a second in one direction of PCIe 4.0 x8, the link of two cards on most AM5 boards; on x16, 28 to 29e9
-#: were measured (ROCm/ROCm#2253).
-LINK = 13e9
-#: Assumed: the same through host memory, with digests, and with gloo for averages.
+#: Assumed: as `LINK` through host memory, with digests, and with gloo for averages.
 THROUGH_HOST = 3e9
 #: Ways whose estimates differ by less count as equal: the first of them, which sends least, is taken.
 CLOSE = 0.05
@@ -441,6 +441,7 @@ def advice(plan: Plan, *, training: bool = False) -> str:
         (f"--{'lora_r' if training else 'rank'} 16", {"rank": 16}, method != "full" and request.rank > 16),
         ("--load_in_4bit" if training else "--method qlora", {"methods": ("qlora",)}, "qlora" not in request.methods),
         ("--packing false", {"packing": False}, request.packing),
+        (f"{STREAM} auto", {"stream": AUTO}, method != "full" and not request.dora and request.cards == 1),
         ("--cards 2", {"cards": 2}, request.cards == 1 and not training and request.effective_batch % 2 == 0),
     ]
     found: list[str] = []

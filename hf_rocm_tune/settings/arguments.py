@@ -36,7 +36,7 @@ from hf_rocm_tune.cards.ways import choose
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
-from hf_rocm_tune.models import recompute, streaming
+from hf_rocm_tune.models import recompute, streamed
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
 from hf_rocm_tune.settings import early, names
 from hf_rocm_tune.train import stall
@@ -175,7 +175,7 @@ class TuneArguments:
             raise ValueError(f"--{name} works only with --auto_fit plan; add it")
         if self.recompute_layers is not None:
             recompute.parse(self.recompute_layers)
-        streaming.parse(self.stream_weights)
+        streamed.parse(self.stream_weights)
         if not re.fullmatch(_INITS, self.init_lora_weights):
             raise ValueError(
                 f"--init_lora_weights {self.init_lora_weights}: choose default, gaussian, orthogonal, pissa, "

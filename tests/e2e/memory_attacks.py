@@ -540,6 +540,27 @@ def _copies(
     library.flips_begin(ctypes.c_size_t(least), begin, end, seed, numbers, ctypes.c_long(len(at)), log)
 
 
+# ---- layers that are streamed -------------------------------------------------------------------------------
+
+
+def _streamed(rng: random.Random, step: int, tell: Callable[[str], None], place: str) -> None:
+    """A streamed layer changes: where it waits, in the ``mapped`` file or in ``anonymous`` memory, or on the card."""
+
+    def do(trainer: Any) -> None:
+        if place == "card":
+            torch.cuda.synchronize()
+            flip(rng.choice(trainer.streamer.landings).memory, rng)
+        elif place == "anonymous":
+            flip(rng.choice([each.source for layer in trainer.streamer.contents for each in layer.segments]), rng)
+        else:  # the middle of the file: a layer's matrix
+            maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+            first, last = next(row[0] for row in maps if row[-1].endswith("model.safetensors")).split("-")
+            ctypes.c_ubyte.from_address((int(first, 16) + int(last, 16)) // 2).value ^= 16
+        tell(place)
+
+    _at("before forward", step, do)
+
+
 ATTACKS: dict[str, Callable[..., None]] = {
     "after load": _after_load,
     "replaced": _replaced,
@@ -557,6 +578,7 @@ ATTACKS: dict[str, Callable[..., None]] = {
     "resumed state": _resumed_state,
     "initial adapter": _initial_adapter,
     "rate": _rate,
+    "streamed": _streamed,
     "miscounted batch": _miscounted_batch,
     "used batch": _used_batch,
 }
