@@ -314,6 +314,8 @@ def streamed_layers(
     stack, layers = stack_of(_config(source), streamed.FLAG, trust_remote_code=source.trust_remote_code)
     if choice is not None:
         count = choice.streamed
+    elif count == streamed.AUTO and arguments.ranks.split_layers is not None:
+        raise UsageError(f"{streamed.FLAG} auto is not planned for {FLAG}: give the number of layers")
     elif count == streamed.AUTO:
         if (budget := _budget(training.device, None, libraries)) is None:
             say(f"{streamed.FLAG} auto: there is no card, so nothing is streamed")
@@ -391,6 +393,7 @@ def _planned_counts(
             triton=not triton_refusal(devices[0]),
             micro_batch=arguments.training.per_device_train_batch_size,
             checkpointing=bool(arguments.training.activation_checkpointing),
+            stream=0,
         )
         flights = IN_FLIGHT * len(cards) if arguments.ranks.pipeline == "auto" else 1
         plan = split_plan(request, cards=cards, counts=wanted, config=config, flights=flights)

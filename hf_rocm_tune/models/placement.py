@@ -310,14 +310,19 @@ def places_of(layer: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
     return [(name, module, path, _find(module, path)) for name, module, path in _places(layer)]
 
 
-def rebind(module: nn.Module, path: str, tensor: Tensor) -> None:
-    """Puts a tensor in the place of another one of the same shape and dtype; a parameter keeps its identity."""
+def rebind(module: nn.Module, path: str, tensor: Tensor) -> Tensor:
+    """Puts a tensor in the place of another one of the same shape and dtype; a parameter keeps its identity.
+
+    Returns:
+        What is there now.
+    """
     owner_path, _, attribute = path.rpartition(".")
     owner = attrgetter(owner_path)(module) if owner_path else module
     if isinstance(known := getattr(owner, attribute), nn.Parameter):
         known.data = tensor
-    else:
-        setattr(owner, attribute, tensor)
+        return known
+    setattr(owner, attribute, tensor)
+    return tensor
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -11,8 +11,8 @@ adapters and everything outside the stack stay on the card.
     before backward a hook on the gradient of the layer's output: nothing of the layer's backward runs earlier
     after use       digested once more when the next layer takes its place
 
-Streamed layer k always lands in landing ``k % n``. Autograd keeps references to views of the landing, and when the
-layer's backward runs, the landing holds that layer again. The engine writes through another tensor of the same
+Streamed layer k always lands in landing ``k % n`` of its card. Autograd keeps references to views of the landing, and
+when the layer's backward runs, the landing holds that layer again. The engine writes through another tensor of the same
 storage, so no version count tells of it; that the content is right is what the two hooks and the digests ensure.
 
 A thread of its own packs what is fetched ahead, so the training thread waits only for verdicts.
@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import LANDINGS, places_of, read_as, rebind
-from hf_rocm_tune.models.split import layer_stack
+from hf_rocm_tune.models.split import SplitMover, layer_stack
 from hf_rocm_tune.models.streamed import FLAG, LANDING_COUNT, Streamed
 from hf_rocm_tune.transfer import Digest, combine, tree_tensors
 from hf_rocm_tune.transfer.copies import ALIGNMENT, Segment
 from hf_rocm_tune.transfer.digest import digest_range
-from hf_rocm_tune.transfer.landing import Content, Landing
+from hf_rocm_tune.transfer.landing import ADVICE, Content, Landing
 from hf_rocm_tune.transfer.raw_bytes import typed_view
 
 if TYPE_CHECKING:
@@ -82,16 +82,21 @@ class Streamer:
         self.visits = self.waits = 0
         self.wait_seconds = 0.0
         self.contents: list[Content] = []
+        self._segments: dict[int, tuple[Tensor, Segment]] = {}  # by the identity of the layer's own tensor
         where = []
         for layer in self.layers:
             placed = list(self._take(stack[layer]))
             self.contents.append(self._content(f"{streamed.stack}.{layer}", placed))
             where.append(placed)
         self.landings: list[Landing] = []
-        for at in range(min(LANDING_COUNT, len(self.layers))):
-            nbytes = max(content.nbytes for content in self.contents[at::LANDING_COUNT])
-            self.landings.append(mover.landing(nbytes))
-            LANDINGS.put(self.landings[at].memory, f"landing {at} of streamed layers")
+        self._landing_of: list[int] = []  # of each streamed layer
+        for card, own in _by_card(self.layers, mover):
+            first = len(self.landings)
+            for at in range(min(LANDING_COUNT, len(own))):
+                nbytes = max(self.contents[self.layers.index(layer)].nbytes for layer in own[at::LANDING_COUNT])
+                self.landings.append(card.landing(nbytes))
+                LANDINGS.put(self.landings[-1].memory, f"landing {first + at} of streamed layers")
+            self._landing_of += [first + at % LANDING_COUNT for at in range(len(own))]
         for at, (layer, placed) in enumerate(zip(self.layers, where, strict=True)):
             self._bind(at, placed)
             stack[layer].register_forward_pre_hook(partial(self._before_forward, at))
@@ -149,10 +154,12 @@ class Streamer:
         return Content(layer, segments, combine(each.digest for each in segments if each.digest is not None))
 
     def _bind(self, at: int, placed: Sequence[tuple[str, nn.Module, str, Tensor]]) -> None:
-        memory = self.landings[at % len(self.landings)].memory
-        offsets = {id(segment.source): segment.offset for segment in self.contents[at].segments}
+        memory = self.landings[self._landing_of[at]].memory
+        segments = {id(segment.source): segment for segment in self.contents[at].segments}
         for _, module, path, source in placed:
-            rebind(module, path, typed_view(memory, offsets[id(source)], source.dtype, source.shape))
+            segment = segments[id(source)]
+            bound = rebind(module, path, typed_view(memory, segment.offset, source.dtype, source.shape))
+            self._segments[id(bound)] = bound, segment
 
     # ---- while it computes ------------------------------------------------------------------------------------
 
@@ -175,7 +182,7 @@ class Streamer:
         Whatever other layers have launched so far is all that they will launch until they enter again.
         """
         self._fetch_ahead(at)
-        landing = at % len(self.landings)
+        landing = self._landing_of[at]
         sent = self._sent[landing]
         assert sent is not None
         begun = time.perf_counter()
@@ -190,16 +197,15 @@ class Streamer:
 
     def _fetch_ahead(self, at: int) -> None:
         """Send what will be used next into the landings that nothing earlier needs."""
-        mark: Any = None
         claimed: set[int] = set()
         for layer in self._order_from(at):
-            landing = layer % len(self.landings)
+            landing = self._landing_of[layer]
             if self._holds[landing] != layer:
                 if landing in claimed:
                     return
-                mark = mark or self._mover.mark()
                 self._holds[landing] = layer
-                self._sent[landing] = self._worker.submit(self.landings[landing].send, self.contents[layer], mark)
+                send, mark = self.landings[landing].send, self.landings[landing].mark()
+                self._sent[landing] = self._worker.submit(send, self.contents[layer], mark)
                 self.visits += 1
             claimed.add(landing)
             if len(claimed) == len(self.landings):
@@ -232,6 +238,21 @@ class Streamer:
                         "cannot be trained: leave it out"
                     )
 
+    def waiting(self, tensor: Tensor) -> Tensor | None:
+        """The bytes of a streamed layer's tensor, as they wait on the host; None for every other tensor.
+
+        Raises:
+            MemoryFaultError: they have changed, and no file has them.
+        """
+        if (found := self._segments.get(id(tensor))) is None:
+            return None
+        segment = found[1]
+        if not segment.is_right(segment.source):
+            if segment.read_again is None or not segment.is_right(again := segment.read_again()):
+                raise MemoryFaultError(f"streamed weights changed in host memory: {segment.name}", ADVICE)
+            segment.source = again
+        return segment.source
+
     def check(self) -> None:
         """Compare what the landings hold with what arrived; part of the check before a save.
 
@@ -254,6 +275,15 @@ class Streamer:
             "waits": self.waits,
             "wait_seconds": self.wait_seconds,
         }
+
+
+def _by_card(layers: Sequence[int], mover: Mover) -> Iterator[tuple[Mover, list[int]]]:
+    """The mover of each card of a split, or the only one, with the streamed layers there."""
+    if not isinstance(mover, SplitMover):
+        yield mover, list(layers)
+        return
+    for card, own in zip(mover.cards, mover.split.ranges, strict=True):
+        yield card, [layer for layer in layers if layer in own]
 
 
 def leave_device(model: nn.Module, name: str, mover: Mover) -> None:

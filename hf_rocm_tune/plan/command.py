@@ -268,7 +268,9 @@ def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
     of = f"{_gib(found['total'])} of {_gib(card['usable'])} GiB"
     verdict = f"FITS: {of}{' (tight)' if found['tight'] else ''}"
     if not found["fits"]:
-        verdict = f"DOES NOT FIT: {_gib(-found['spare'])} GiB missing ({of})"
+        short = found["choice"]["host_missing"]
+        lacks = f"{_gib(short)} GiB of host memory" if short else f"{_gib(-found['spare'])} GiB"
+        verdict = f"DOES NOT FIT: {lacks} missing ({of})"
     name = found["model"] or found["architecture"]
     yield f"{verdict}: {name}, {found['parameters'] / 1e9:.2f} billion parameters, on {card['name']}"
     case = f"{choice['method']}, {_case(choice)}, effective batch {request['effective_batch']}"

@@ -44,6 +44,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.models import products
 from hf_rocm_tune.models.quantised import host_weight
+from hf_rocm_tune.models.streaming import Streamer
 from hf_rocm_tune.transfer import Mover, digest, host_copy
 
 logger = logging.getLogger(__name__)
@@ -201,6 +202,7 @@ class ArithmeticChecks:
         self._begun = self._attempt = self._step = 0
         self._suspects: list[tuple[Product, Side]] = []
         self._paused = self._watching = self._skipped = False
+        self._streamer: Streamer | None = None
         self.failure = ""
         self.refusal: str | None = "--check_arithmetic off" if mode == "off" else "training has not begun"
         self.period = 0
@@ -232,7 +234,7 @@ class ArithmeticChecks:
             )
             found = frozen_products(trainer.model, but=head, computed_in=precision)
             self.refusal = None if found else "no layer is frozen"
-            self._products, self._changed = found, changed
+            self._products, self._changed, self._streamer = found, changed, trainer.streamer
             self._prepare()
         if self._products:
             share = share_of_step([each.columns for each in self._products])
@@ -288,6 +290,8 @@ class ArithmeticChecks:
         yield from host_weight(layer.module, layer.dtype, self._verified_copy)
 
     def _verified_copy(self, tensor: Tensor) -> Tensor:
+        if self._streamer is not None and (waiting := self._streamer.waiting(tensor)) is not None:
+            return waiting
         found, known = host_copy(tensor.detach()), self._mover.digest_of(tensor)
         if known is not None and digest(found) != known:
             self._changed()

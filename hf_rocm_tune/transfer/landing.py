@@ -19,7 +19,7 @@ from hf_rocm_tune.transfer.ladder import Ladder
 from hf_rocm_tune.transfer.report import TransferReport
 
 STAGE = "streamed"
-_ADVICE = "The same command continues from the newest checkpoint; if it happens again, run the doctor and a memory test"
+ADVICE = "The same command continues from the newest checkpoint; if it happens again, run the doctor and a memory test"
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,16 @@ class Landing:
         self._leaving: tuple[Content, PendingDigest] | None = None
         self._pending: tuple[Content, Transfer, PendingDigest | None] | None = None
 
+    def mark(self) -> Any:
+        """The current end of the caller's compute stream on this device, for `send`."""
+        return self._backend.mark()
+
     def send(self, content: Content, after: Any) -> None:
         """Queue a content's transfer, and the last check of what it replaces.
 
         Args:
             content: what is sent.
-            after: a mark of the compute stream (`Mover.mark`): nothing is overwritten before it.
+            after: a `mark`: nothing is overwritten before it.
         """
         number, verify, _ = self._number_transfer(STAGE)
         transfer = Transfer(number, STAGE, content.segments, None, verify=verify, pieces=[content.digest])
@@ -100,7 +104,7 @@ class Landing:
             try:
                 self._ladder.recover(transfer, self.memory[: content.nbytes])
             except SourceChangedError as error:
-                raise MemoryFaultError(f"streamed weights changed in host memory: {content.name}", _ADVICE) from error
+                raise MemoryFaultError(f"streamed weights changed in host memory: {content.name}", ADVICE) from error
         assert transfer.ticket is not None
         self._backend.hand_out(self.memory, transfer.ticket)
         self._holds = content if transfer.verify else None
@@ -136,4 +140,4 @@ class Landing:
         row: dict[str, Any] = {"step": self._ladder.step, "stage": STAGE, "tensor": content.name}
         self._report.incident({**row, "kind": "changed on the device", "outcome": "stopped"})
         what = f"streamed weights changed in device memory after their arrival: {content.name}"
-        raise MemoryFaultError(what, _ADVICE)
+        raise MemoryFaultError(what, ADVICE)
