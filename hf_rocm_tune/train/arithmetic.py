@@ -288,8 +288,6 @@ class ArithmeticChecks:
 
     def _host_weight(self, layer: Product) -> Iterator[tuple[slice, Tensor]]:
         """The rows of the weight ``[out, in]`` in float32 as the layer computes with them, some at a time."""
-        if self._streamer is not None:
-            self._streamer.bring(layer.module)
         yield from host_weight(layer.module, layer.dtype, self._verified_copy)
 
     def _verified_copy(self, tensor: Tensor) -> Tensor:
