@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.train.arithmetic import ArithmeticChecks
-    from hf_rocm_tune.train.replay import Replays
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +164,7 @@ class TrainingGuard:
         model: nn.Module,
         norm: Any,
         settle: Callable[[int], None],
-        judges: tuple[ArithmeticChecks, Replays],
+        products: ArithmeticChecks,
         *,
         can_repeat: bool,
     ) -> bool:
@@ -178,7 +177,6 @@ class TrainingGuard:
         if not losses:
             return False  # one of ``skip_steps``
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        products, replays = judges
         residuals = products.pending()
         if type(norm) is torch.Tensor and norm.device == loss.device != _HOST:
             same = norm.dtype == loss.dtype
@@ -189,12 +187,12 @@ class TrainingGuard:
         else:
             mine, known = [loss.item(), float(norm)], []
         known += [each.tolist() for each in residuals[len(known) :]]
-        own = max(products.judge(known, can_repeat=can_repeat), replays.judge(can_repeat=can_repeat))
-        rows = everyone([*mine, own])  # NaN on one rank is NaN on all
+        rows = everyone([*mine, products.judge(known, can_repeat=can_repeat)])  # NaN on one rank is NaN on all
         verdict = Verdict(int(max(row[2] for row in rows)))
         if verdict == Verdict.END:
-            elsewhere = f"step {self._trainer.state.global_step + 1}: wrong arithmetic on another rank"
-            raise CorruptionError(products.failure or replays.failure or elsewhere)
+            raise CorruptionError(
+                products.failure or f"step {self._trainer.state.global_step + 1}: a product is wrong on another rank"
+            )
         if verdict == Verdict.REPEAT:
             return True
         mean = sum(row[0] for row in rows) / len(rows)

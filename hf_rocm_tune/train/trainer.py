@@ -73,7 +73,6 @@ from hf_rocm_tune.train.refusals import (
     own_arguments,
     with_offloads,
 )
-from hf_rocm_tune.train.replay import Replays
 from hf_rocm_tune.train.report import write_report
 from hf_rocm_tune.train.sentinels import SentinelCallback, has_writer, is_foreign
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry
@@ -198,7 +197,6 @@ class VerifiedTransferMixin(_Base):
         self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
         self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
         self._arithmetic = ArithmeticChecks(check_arithmetic, self.mover)
-        self._replays = Replays(self, on=check_arithmetic != "off")
         self._num_items: Any = None  # label tokens of the current step
         self._tr_loss: Tensor
         self._interrupts = InterruptCallback(self.stop_requests)
@@ -334,7 +332,6 @@ class VerifiedTransferMixin(_Base):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.way.start(self.model_wrapped, self.optimizer, max_steps=max_steps)
         step = self.state.global_step
-        self._replays.prepare()
         self._arithmetic.prepare(self, lambda: self._sentinel.check_all(step, "their checksums are computed"))
         self._recovery = recovery_for(self, on_oom=self._on_oom, resumed=bool(resume_from_checkpoint))
         return prepared
@@ -370,8 +367,7 @@ class VerifiedTransferMixin(_Base):
     ) -> tuple[list[Any], Any]:
         """As upstream, at the start of an optimizer step; iterating over the list starts the transfers."""
         self._guard.begin_step()
-        for each in (self._arithmetic, self._replays):
-            each.begin_step(self.state.global_step + 1)
+        self._arithmetic.begin_step(self.state.global_step + 1)
         self._loss_before = self._tr_loss.clone()  # upstream adds each micro-step's loss to it in place
         if self._recovery is not None:
             self._recovery.begin_step()
@@ -418,8 +414,6 @@ class VerifiedTransferMixin(_Base):
         self._crash_if_asked("step", self.state.global_step + 1)
         stock = super().training_step
         if self._recovery is None or self._recovery.divisor == 1:
-            self._replays.rehearse(stock, model, inputs, num_items_in_batch)
-        if self._recovery is None or self._recovery.divisor == 1:
             stock = self.way.stepping(stock)
         if not isinstance(inputs, Mapping):  # prompts from which the trainer generates its batch: cannot be split
             loss: Tensor = stock(model, inputs, num_items_in_batch)
@@ -429,8 +423,6 @@ class VerifiedTransferMixin(_Base):
             (part,) = parts_of(self, self.host_batch(inputs), 1)
             with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
                 loss = stock(model, inputs, num_items_in_batch)
-        if self._recovery is None or self._recovery.divisor == 1:
-            self._replays.compare(model, loss)
         self._sentinel.look_at_batches()
         self.way.check(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
         self._guard.add_loss(loss)
@@ -481,8 +473,7 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.look()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         can_repeat = self._recovery is not None and self._recovery.has_start
-        judges = self._arithmetic, self._replays
-        while self._guard.judge(model, norm, self._sentinel.settle, judges, can_repeat=can_repeat):
+        while self._guard.judge(model, norm, self._sentinel.settle, self._arithmetic, can_repeat=can_repeat):
             norm = self._repeat_step(model)
         return norm
 
@@ -491,8 +482,7 @@ class VerifiedTransferMixin(_Base):
         assert self._recovery is not None
         if self.accelerator.scaler is not None:
             self.accelerator.scaler._per_optimizer_states.clear()  # it refuses to unscale gradients twice in a step
-        after_first = partial(self._replays.compare, model, again=True)
-        losses = self._recovery.repeat(super().training_step, model, self._num_items, after_first)
+        losses = self._recovery.repeat(super().training_step, model, self._num_items)
         self._sentinel.look_at_batches()
         self.way.check(step=self.state.global_step + 1, synced=True)
         self._tr_loss = self._loss_before.clone()
@@ -651,7 +641,7 @@ class VerifiedTransferMixin(_Base):
             },
             "streaming": None if self.streamer is None else self.streamer.describe(),
             "crash_injection": self._crashes.text,
-            "arithmetic": {**self._arithmetic.describe(), **self._replays.describe()},
+            "arithmetic": self._arithmetic.describe(),
             "shard_seconds": self.way.seconds,
         }
 

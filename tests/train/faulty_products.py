@@ -7,7 +7,8 @@ product, so that nothing of the package is touched.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ def _tile(size: int) -> Harm:
 
 
 def _dropped_block(result: Tensor, call: dict[str, Any]) -> None:
-    left, right = call["factors"]  # not of a 4-bit product, whose weight is packed
+    left, right = call["factors"]
     width = max(1, left.shape[1] // 4)
     result -= (left[:, :width].float() @ right[:width].float()).to(result.dtype)
 
@@ -61,11 +62,6 @@ def _low_bit(result: Tensor, _: dict[str, Any]) -> None:
     result[0, 0] *= 1 + torch.finfo(result.dtype).eps
 
 
-def _block(result: Tensor, _: dict[str, Any]) -> None:
-    result[0, :64] = -result[0, :64]
-
-
-DEQUANTISED = "wrong dequantisation block"
 KINDS: dict[str, Harm] = {
     "zero tile": _tile(16),
     "dropped k-block": _dropped_block,
@@ -76,7 +72,6 @@ KINDS: dict[str, Harm] = {
     "scaled block": _scaled,
     "NaN": _nan,
     "low mantissa bit": _low_bit,
-    DEQUANTISED: _block,
 }
 _PLACES = {"aten::mm": (0, 1), "aten::addmm": (1, 2)}
 
@@ -104,7 +99,6 @@ class Faults(TorchDispatchMode):
     sizes: range = range(17, 257)  # above the rank of an adapter and the columns of a check, below a vocabulary
     done: int = 0
     seen: int = 0
-    relative: float = 0.0  # of the last wrong product: norm of the error over the right row's, in the worst row
     _before: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,31 +107,27 @@ class Faults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        call, name = result, func._schema.name
-        if self.kind == DEQUANTISED:
-            if name != "bitsandbytes::dequantize_4bit":
-                return result
-            sizes, factors = (self.sizes.start, *result.shape), None
-        elif name == "bitsandbytes::gemm_4bit":
-            out, into = args[2]
-            result, factors = result.view(-1, out), None
-            sizes = (len(result), into, out)
-        elif name in _PLACES:
-            left, weight = factors = tuple(args[place] for place in _PLACES[name])
-            sizes = (*left.shape, weight.shape[1])
-        else:
+        places = _PLACES.get(func._schema.name)
+        if places is None:
             return result
+        left, right = (args[place] for place in places)
+        sizes = (*left.shape, right.shape[1])
         if min(sizes) < self.sizes.start or max(sizes[1:]) >= self.sizes.stop or self.shape not in (None, sizes[1:]):
-            return call
+            return result
         self.seen += 1
-        right = result.clone()
+        right_result = result.clone() if self.kind == "previous output" else None
         on = self.library is None or (self.library == "oneDNN") == torch.backends.mkldnn.enabled
         if self.seen > self.first and on and self.count != 0 and self._random.random() < self.rate:
             self.done += 1
             self.count = None if self.count is None else self.count - 1
-            KINDS[self.kind](result, {"factors": factors, "before": self._before.get(sizes)})
-            error, norms = (result.double() - right.double()).norm(dim=1), right.double().norm(dim=1)
-            self.relative = float((error / norms.clamp(min=1e-300)).nan_to_num(1e38, 1e38).amax())
-        if self.kind == "previous output":
-            self._before[sizes] = right
-        return call
+            KINDS[self.kind](result, {"factors": (left, right), "before": self._before.get(sizes)})
+        if right_result is not None:
+            self._before[sizes] = right_result
+        return result
+
+
+@contextmanager
+def in_all_threads(faults: Faults) -> Iterator[Faults]:
+    """The faults, in the threads of autograd too: on the CPU backward runs in the caller's."""
+    with faults:
+        yield faults
