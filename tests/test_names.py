@@ -97,13 +97,17 @@ def test_an_alias_and_its_flag_in_one_recipe_are_refused(tmp_path: Path) -> None
             refuse()
 
 
+def _no_rows(*_: object) -> tuple[list[int], dict[str, object]]:
+    raise AssertionError("no dataset was given")
+
+
 def test_the_planner_knows_the_same_names(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [part for name, value in (TYPED | {"batch_size": "0"}).items() for part in (f"--{name}", value)]
     with pytest.raises(UsageError, match="--batch_size 0 does not divide"):
-        plan(flags, prepare=lambda: None)
+        plan(flags, prepare=lambda: None, read_rows=_no_rows)
     full = [f"--{names.ALIASES[name]}={value}" for name, value in (TYPED | {"batch_size": "0"}).items()]
     with pytest.raises(UsageError, match="--batch_size 0 does not divide"):
-        plan(full, prepare=lambda: None)
+        plan(full, prepare=lambda: None, read_rows=_no_rows)
 
 
 def test_what_is_no_flag_is_left_to_the_real_parser(monkeypatch: pytest.MonkeyPatch) -> None:
