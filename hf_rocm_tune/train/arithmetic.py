@@ -40,6 +40,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.models import products
@@ -349,7 +350,8 @@ class ArithmeticChecks:
 
     def _check(self, layer: Product, side: Side, operand: Tensor, result: Tensor, dtype: torch.dtype) -> None:
         checked = layer.sides[side]
-        with torch.no_grad(), torch.autocast(operand.device.type, enabled=False):
+        # Not within selective recomputation, which keeps products and would hand ours out in place of the model's.
+        with _disable_current_modes(), torch.no_grad(), torch.autocast(operand.device.type, enabled=False):
             operand = operand.detach().reshape(-1, operand.shape[-1]).to(dtype)
             result = result.detach().reshape(-1, result.shape[-1])
             bound = layer.bound(side, dtype)
