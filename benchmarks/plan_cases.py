@@ -117,9 +117,9 @@ WIDE_GEMMA3 = {**GEMMA3, **{key: WIDE[key] for key in WIDE if key.endswith(("_si
 _BF16 = {"autocast": True, "dtype": "bfloat16"}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-_EAGER = {"attention": "eager", "dropout": 0.0, "platform": "cpu"}
-#: For the simulated card, which computes by the CPU's operators and has no Triton: its loss is the CPU's. Attention is
-#: eager, because only that is the same operators everywhere.
+_EAGER = {"attention": "eager", "dropout": 0.0, "platform": "cuda", "triton": False}
+#: For the simulated card, which computes by the CPU's operators, without Triton. Attention is eager, because only that
+#: is the same operators everywhere.
 SIMULATED_CASES: tuple[Case, ...] = (
     _case("Llama", LLAMA, "lora", 2, 256, False, **_EAGER),
     _case("Llama", LLAMA, "lora", 4, 256, True, **_EAGER),
