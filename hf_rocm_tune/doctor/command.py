@@ -135,8 +135,9 @@ def _drill(wanted: argparse.Namespace) -> int:
     counts = {"faults": 10_000, "clean": 1_000_000} if wanted.full else {}
     counts |= {name: given for name in ("faults", "clean", "seed") if (given := getattr(wanted, name)) is not None}
     for name, count in counts.items():
-        if not (name != "seed") <= count < 1 << 32:
-            raise UsageError(f"--{name} is {count}; give a whole number from {int(name != 'seed')} to {(1 << 32) - 1}")
+        least = int(name != "seed")
+        if not least <= count < 1 << 32:
+            raise UsageError(f"--{name} is {str(count)[:20]}; give a whole number from {least} on, below 2**32")
     from hf_rocm_tune.doctor.drill import run
 
     done = run(wanted.device, **counts)
