@@ -168,11 +168,13 @@ def outlive_reader() -> None:
     libraries keep ``sys.stderr`` for their logs."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and (
-            stream.isatty() or stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-        ):
+        try:
+            descriptor = stream.fileno()
+        except (AttributeError, OSError):  # a program that calls us has put another object there
+            continue
+        if stream.isatty() or stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             stream.flush()
-            raw = _Output(stream.fileno(), "w", closefd=False)
+            raw = _Output(descriptor, "w", closefd=False)
             buffered = io.BufferedWriter(raw)
             setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, stream.errors, line_buffering=True))
 
