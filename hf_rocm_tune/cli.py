@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (``sys.argv`` unless given), and give the exit code (see ``errors``)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] in [["run"], *([verb] for verb in get_args(Method))]:
+    is_job = arguments[:1] in [["run"], *([verb] for verb in get_args(Method))]
+    if is_job and not {"-h", "--help"} & set(arguments):
         outlive_reader()  # of a job, whose end waits for its checkpoint
     return run_guarded(lambda: _until_read(arguments), argv=arguments, process_ends=argv is None)
 
