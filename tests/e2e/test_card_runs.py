@@ -68,6 +68,8 @@ BETWEEN_RANKS = {
 BETWEEN_RANKS_BYTES = 8192
 """Five numbers for each block of gradients: what is compared, not what is trained with."""
 SCALAR_BYTES = 64
+VERDICTS = "train/guard.py:TrainingGuard.judge"  # norm, loss and one figure a checked product, once a step
+VERDICTS_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +191,8 @@ def _listed(event: Event, ranks: int) -> bool:
         return event.caller.startswith(GROUP) or event.nbytes <= BETWEEN_RANKS_BYTES
     if event.kind == "to_host" and event.caller in SAVED:
         return True
+    if event.kind == "to_host" and event.caller == VERDICTS:
+        return event.nbytes <= VERDICTS_BYTES
     return event.nbytes <= SCALAR_BYTES and event.caller in (TO_CARD if event.kind == "to_card" else FROM_CARD)
 
 
