@@ -21,7 +21,7 @@ PROSE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 # of verbs that do not train, and of every verb
 OTHERS = {
     *("stall_seconds", "public", "desktop_gib", "help_all", "gguf", "llama_cpp"),
-    *("cards", "emit", "json", "method", "trainer"),
+    *("cards", "emit", "json", "method", "trainer", "host_gib", "link_gb_s"),
 }
 BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", PROSE, flags=re.DOTALL)
 

@@ -19,7 +19,7 @@ from hf_rocm_tune.transfer.damage import examine
 from hf_rocm_tune.transfer.digest import Digest, combine, digest, digest_range
 from hf_rocm_tune.transfer.faults import FaultyBackend
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, ordinary, typed_view
-from hf_rocm_tune.transfer.report import TransferReport
+from hf_rocm_tune.transfer.report import TransferReport, count_crossing
 
 VERIFY_MODES = ("full", "sample", "off")
 CORRUPTION_MODES = ("recover", "stop")
@@ -524,6 +524,8 @@ def host_copy(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host and compare its digest with the device's; a wrong copy is repeated up to twice."""
     right = digest(tensor.detach())
     for _ in range(_TRIES):
+        if tensor.is_cuda:
+            count_crossing(to_host_bytes=tensor.nbytes)
         host = tensor.detach().cpu()
         if digest(host) == right:
             break

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import mmap
 import os
 import random
@@ -552,10 +553,14 @@ def _streamed(rng: random.Random, step: int, tell: Callable[[str], None], place:
             flip(rng.choice(trainer.streamer.landings).memory, rng)
         elif place == "anonymous":
             flip(rng.choice([each.source for layer in trainer.streamer.contents for each in layer.segments]), rng)
-        else:  # the middle of the file: a layer's matrix
+        else:  # a layer that shares its landing, in this process's mappings alone
             maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-            first, last = next(row[0] for row in maps if row[-1].endswith("model.safetensors")).split("-")
-            ctypes.c_ubyte.from_address((int(first, 16) + int(last, 16)) // 2).value ^= 16
+            for row in (row for row in maps if row[-1].endswith("model.safetensors") and row[1] == "rw-p"):
+                content = Path(row[-1]).read_bytes()
+                start = 8 + int.from_bytes(content[:8], "little")
+                header = json.loads(content[8:start])
+                start += header["model.layers.6.mlp.up_proj.weight"]["data_offsets"][0]
+                ctypes.c_ubyte.from_address(int(row[0].split("-")[0], 16) + start - int(row[2], 16)).value ^= 16
         tell(place)
 
     _at("before forward", step, do)
