@@ -296,9 +296,13 @@ def leave_device(model: nn.Module, name: str, mover: Mover) -> None:
     """Brings what will be streamed of one weight, packed data and scales, to the host."""
     path, _, key = name.rpartition(".")
     owner = model.get_submodule(path)
+    moved: dict[int, Tensor] = {}  # 8-bit data has two names
     for found, module, attribute, tensor in places_of(owner):
         if found.split(".")[0] == key and is_streamed(found, tensor) and mover.provenance(tensor) is not None:
-            rebind(module, attribute, to_host(tensor, f"{path}.{found}", mover))
+            storage = tensor.untyped_storage()._cdata
+            if storage not in moved:
+                moved[storage] = to_host(tensor, f"{path}.{found}", mover)
+            rebind(module, attribute, moved[storage])
 
 
 def to_host(tensor: Tensor, name: str, mover: Mover) -> Tensor:

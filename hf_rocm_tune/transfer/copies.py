@@ -524,6 +524,8 @@ def host_copy(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host and compare its digest with the device's; a wrong copy is repeated up to twice."""
     right = digest(tensor.detach())
     for _ in range(_TRIES):
+        if tensor.is_cuda:
+            count_crossing(to_host_bytes=tensor.nbytes)
         host = tensor.detach().cpu()
         if tensor.is_cuda:
             count_crossing(to_host_bytes=tensor.nbytes)

@@ -553,13 +553,13 @@ def _streamed(rng: random.Random, step: int, tell: Callable[[str], None], place:
             flip(rng.choice(trainer.streamer.landings).memory, rng)
         elif place == "anonymous":
             flip(rng.choice([each.source for layer in trainer.streamer.contents for each in layer.segments]), rng)
-        else:  # in this process's mappings alone, not in the page cache
+        else:  # a layer that shares its landing, in this process's mappings alone
             maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
             for row in (row for row in maps if row[-1].endswith("model.safetensors") and row[1] == "rw-p"):
                 content = Path(row[-1]).read_bytes()
                 start = 8 + int.from_bytes(content[:8], "little")
                 header = json.loads(content[8:start])
-                start += header["model.layers.3.mlp.up_proj.weight"]["data_offsets"][0]
+                start += header["model.layers.6.mlp.up_proj.weight"]["data_offsets"][0]
                 ctypes.c_ubyte.from_address(int(row[0].split("-")[0], 16) + start - int(row[2], 16)).value ^= 16
         tell(place)
 

@@ -40,7 +40,6 @@ FROM_CARD = {
     "transformers/trainer.py:Trainer.store_flos": "floating point operations, counted",
     "transformers/trainer_pt_utils.py:nested_numpify": "losses of an evaluation",
     "transformers/masking_utils.py:_ignore_causal_mask_sdpa": "whether a mask masks nothing",
-    "train/guard.py:TrainingGuard.judge": "loss and norm, looked at for NaN",
     "train/guard.py:TrainingGuard.require_finite.<locals>.<listcomp>": "whether a weight is finite",
     "transformers/masking_utils.py:find_packed_sequence_indices": "whether positions begin anew",
     "bitsandbytes/functional.py:QuantState.as_dict": "the offset of 4-bit scales, for a state dict that is thrown away",
@@ -51,6 +50,7 @@ FROM_CARD = {
 }
 """Scalars, to be logged or looked at."""
 SAVED = {
+    "train/guard.py:TrainingGuard.judge": "loss, norm and the residuals of checked products, in one read",
     "train/metrics.py:settle": "what TRL's trainer has noted since the last log, in one read",
     "safetensors/torch.py:_to_ndarray": "an adapter or a model, compared with its file afterwards",
     "transformers/trainer.py:Trainer._save_optimizer_and_scheduler": "likewise",

@@ -23,7 +23,7 @@ BF16 = {"dtype": "bfloat16", "bf16": True, "activation_checkpointing": True, "op
 METHODS: dict[str, dict[str, Any]] = {
     "lora": BF16,
     "without recomputation": {**BF16, "activation_checkpointing": False},
-    "adapters in one place": {**BF16, "lora_target_modules": "q_proj"},
+    "adapters in one place": {**BF16, "lora_target_modules": "q_proj", "load_in_4bit": True},
     "some layers recomputed": {**BF16, "recompute_layers": "2,3"},
     "qlora": {**BF16, "load_in_4bit": True, "use_bnb_nested_quant": True},
     "8bit": {**BF16, "load_in_8bit": True},
