@@ -311,7 +311,9 @@ def streamed_layers(
     training, count = arguments.training, streamed.parse(arguments.tune.stream_weights)
     if not count:
         return None
-    stack, layers = stack_of(_config(source), streamed.FLAG, trust_remote_code=source.trust_remote_code)
+    config = _config(source)
+    stack, layers = stack_of(config, streamed.FLAG, trust_remote_code=source.trust_remote_code)
+    from_files = source.quantization is None and getattr(config, "quantization_config", None) is None
     if choice is not None:
         count = choice.streamed
     elif count == streamed.AUTO and arguments.ranks.split_layers is not None:
@@ -335,7 +337,7 @@ def streamed_layers(
         if count
         else f"{streamed.FLAG} auto: everything fits, nothing is streamed"
     )
-    return Streamed(stack, streamed.spread(count, layers), from_files=source.quantization is None) if count else None
+    return Streamed(stack, streamed.spread(count, layers), from_files=from_files) if count else None
 
 
 # ---- one model over several cards -------------------------------------------------------------------------------

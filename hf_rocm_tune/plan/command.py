@@ -60,6 +60,8 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
         raise UsageError(f"give --model, a Hub id or a directory, or --largest; see `{_PROGRAM} plan --help`")
     fields = {name: value for name, value in vars(wanted).items() if name in PlanRequest.__dataclass_fields__}
     fields |= {"targets": as_targets(wanted.targets), "modules_to_save": tuple(wanted.modules_to_save)}
+    if wanted.stream and wanted.cards > 1:
+        raise UsageError(f"{STREAM} is planned for one card (of several, each streams for itself): leave out --cards")
     fields["methods"] = wanted.method and (wanted.method,)
     card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
     fields["triton"] = card.desktop_source != "read" or not missing_for_triton()  # read: from a card that is here

@@ -442,7 +442,11 @@ def advice(plan: Plan, *, training: bool = False) -> str:
         ("--load_in_4bit" if training else "--method qlora", {"methods": ("qlora",)}, "qlora" not in request.methods),
         ("--packing false", {"packing": False}, request.packing),
         (f"{STREAM} auto", {"stream": AUTO}, method != "full" and not request.dora and request.cards == 1),
-        ("--cards 2", {"cards": 2}, request.cards == 1 and not training and request.effective_batch % 2 == 0),
+        (
+            "--cards 2",
+            {"cards": 2, "stream": 0},
+            request.cards == 1 and not training and request.effective_batch % 2 == 0,
+        ),
     ]
     found: list[str] = []
     for words, change, applies in changes:

@@ -15,6 +15,7 @@ from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import flags, losses_of, report_of, sampled
 from tests.e2e.test_card_runs import ADAPTER, assert_census, assert_covered
 from tests.simcard.log import Log
+from tests.two_ranks import environments
 
 LAYERS = 7
 STEPS = 4
@@ -60,6 +61,15 @@ class Job:
         done = self._server.run(*argv, env={"SIMCARD_LOG": f"{output}.log"} | (env or {}))
         assert done.code == code, done.stderr[-3000:]
         return output, done
+
+    def run_ranks(self, name: str, **more: Any) -> Path:
+        output = self._scratch / name
+        argv = flags(**self._base | {"output_dir": output} | self._settings | more)
+        ranks = environments(output.with_suffix(".exit.json"), SIMCARD_DEVICES="2")
+        for running in [self._server.start(*argv, env=environment) for environment in ranks]:
+            done = running.wait()
+            assert done.code == 0, done.stderr[-3000:]
+        return output
 
 
 @pytest.fixture(scope="session")
@@ -135,6 +145,8 @@ def test_a_fault_on_a_visit_leaves_no_trace(kind: str, job: Callable[[str], Job]
     report = assert_recovered(output, clean("lora"))
     assert report["fault_injection"]["injected"] >= count
     assert report["streamed"]["mismatches"] >= count
+    if kind == "after":  # not only before the save, after the second step
+        assert {row["step"] for row in report["incidents"]} == {1}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +177,28 @@ def test_a_killed_run_goes_on_with_other_layers_streamed(
     assert "checkpoint-2" in done.stdout
     assert (output / ADAPTER).read_bytes() == (clean("lora") / ADAPTER).read_bytes()
     assert losses_of(output) == losses_of(clean("lora"))
+
+
+@pytest.mark.long
+def test_each_of_two_ranks_streams_for_itself(job: Callable[[str], Job]) -> None:
+    ranks: dict[str, Any] = {"grad_sync": "host", "preflight": "off"}
+    found = []
+    for count in ("off", "5"):
+        outputs = job("lora").run_ranks(f"two-{count}", stream_weights=count, **ranks)
+        report = report_of(outputs)
+        assert report["ranks"] == 2
+        assert_covered(report)
+        found.append((losses_of(outputs), (outputs / ADAPTER).read_bytes()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.long
+def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(job: Callable[[str], Job]) -> None:
+    shortage = {"HF_ROCM_TUNE_STEP_FAULT": "kind=oom,rate=1,count=1"}
+    resident, _ = job("lora").run("resident", shortage)
+    streamed, _ = job("lora").run("streamed", shortage, stream_weights=5)
+    assert report_of(streamed)["memory"]["recovered"] > 0
+    assert (streamed / ADAPTER).read_bytes() == (resident / ADAPTER).read_bytes()
 
 
 @pytest.mark.parametrize(
