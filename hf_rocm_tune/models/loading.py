@@ -134,11 +134,10 @@ def _set_weight(stock: Callable[..., Any], mover: Mover, streamed: Streamed | No
 
     def set_weight(model: PreTrainedModel, target_name: str, param_value: Any, *rest: Any, **more: Any) -> None:
         stock(model, target_name, param_value, *rest, **more)
-        visits = streamed is not None and streamed.has(target_name)
-        if visits and streamed.from_files:
-            return  # it is on the host
-        mark_loaded(model, target_name, mover)
-        if visits:
+        if streamed is None or not streamed.has(target_name):
+            mark_loaded(model, target_name, mover)
+        elif not streamed.from_files:  # else it is on the host
+            mark_loaded(model, target_name, mover)
             leave_device(model, target_name, mover)
 
     return set_weight
