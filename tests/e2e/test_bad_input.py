@@ -374,7 +374,7 @@ def test_an_evaluation_without_rows_to_evaluate(bench: Bench) -> None:
 def test_an_output_directory_that_is_a_file(bench: Bench, below: str) -> None:
     output = bench.file("taken", "not a directory") / below
     line = bench.refused(output_dir=output)
-    assert str(output) in line and "is a file" in line
+    assert str(output) in line and "Not a directory" in line
 
 
 def test_an_output_directory_that_no_one_can_write(bench: Bench) -> None:
@@ -400,13 +400,13 @@ def _mounted(directory: Path, options: str) -> Iterator[Path]:
 
 def test_an_output_directory_on_a_read_only_file_system(bench: Bench) -> None:
     with _mounted(bench.room / "locked", "ro,size=1m") as directory:
-        assert "the file system is read-only" in bench.refused(output_dir=directory / "out")
+        assert "Read-only file system" in bench.refused(output_dir=directory / "out")
 
 
 def test_a_full_output_directory(bench: Bench) -> None:
     with _mounted(bench.room / "small", "size=64k") as directory:
         (directory / "filler").write_bytes(b"x" * (60 << 10))
-        assert "no space left" in bench.refused(output_dir=directory / "out")
+        assert "No space left" in bench.refused(output_dir=directory / "out")
 
 
 def test_an_output_directory_that_fills_up_while_training(bench: Bench) -> None:

@@ -212,9 +212,17 @@ def test_four_bits_are_never_rated_faster_than_published_runs_were(small: Path, 
 def test_the_command_is_the_planned_job(method: str, small: Path, tmp_path: Path, run: Any) -> None:
     data = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 2)
     flags = ["--model", str(small), "--seq", "384", "--effective_batch", "6", "--rank", "8", "--targets", "q_proj"]
-    flags += ["--modules_to_save", "lm_head", "--packing", "--dora", "--method", method, "--dataset", str(data)]
+    flags += ["--modules_to_save", "lm_head", "--packing", "--dora", "--method", method]
     found = json.loads(run(*flags, "--json")[1])
-    words = [*shlex.split(found["command"]), "--output_dir", str(tmp_path / "out"), "--use_cpu", "--bf16"]
+    words = [
+        *shlex.split(found["command"]),
+        "--dataset_name",
+        str(data),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--use_cpu",
+        "--bf16",
+    ]
     assert words[:2] == ["hf-rocm-tune", "sft"]
     # what follows from the card is said, because there is none here
     resolved = arguments.parse([*words[2:], "--dtype", "bfloat16"]).resolved()
@@ -332,7 +340,7 @@ def test_what_transformers_makes_bfloat16_is_planned_so(changed: Any, run: Any) 
         ({"architectures": ["NobodyForCausalLM"]}, "NobodyForCausalLM cannot be planned: transformers"),
         *(
             ({"quantization_config": {"quant_method": name}}, f"its weights are quantised by {name}")
-            for name in ("awq", "gptq", "fp8", "mxfp4", "compressed-tensors")
+            for name in ("awq", "gptq", "fp8", "compressed-tensors")
         ),
         (
             {"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_key_value_heads": None},
