@@ -179,7 +179,7 @@ _AT_THE_START = "before the first step"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class RestartDecision:
     """What to do now, and why."""
 
     reason: str
@@ -188,7 +188,7 @@ class Decision:
     wait_seconds: float = 0.0  # before the restart
 
 
-def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> Decision:
+def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> RestartDecision:
     """The decision after the last of these deaths (oldest first). Codes 0, 2, 3 and 130 are not deaths.
 
     Rules, in this order: died in the upload: stop, the result is complete; the second exception (code 1) before the
@@ -198,23 +198,25 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
     """
     last, place = deaths[-1], deaths[-1].place
     if last.phase == "publish":
-        return Decision(reason="the result is complete on disk, only its upload failed")
+        return RestartDecision(reason="the result is complete on disk, only its upload failed")
     recent = [death for death in deaths if death.checkpoint == last.checkpoint]
     here = sum(death.place == place and death.cut == last.cut for death in recent)
     raised = sum(death.code == 1 and death.place == _AT_THE_START for death in recent)
     if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
-        return Decision(reason=f"died {here} times {place}{', although it is skipped' * (last.suspect in skipped)}")
+        return RestartDecision(
+            reason=f"died {here} times {place}{', although it is skipped' * (last.suspect in skipped)}"
+        )
     if len(recent) > settings.max_restarts:
-        return Decision(reason=f"{settings.max_restarts} restarts without a new checkpoint")
+        return RestartDecision(reason=f"{settings.max_restarts} restarts without a new checkpoint")
     wait = min(settings.backoff_seconds * 2 ** (len(recent) - 1), _LONGEST_WAIT_SECONDS)
     if here < DEATHS_TO_SKIP or last.suspect is None or last.suspect in skipped:
-        return Decision(restart=True, wait_seconds=wait, reason=f"died {place}")
+        return RestartDecision(restart=True, wait_seconds=wait, reason=f"died {place}")
     if len(skipped) >= settings.max_skips:
         steps = ", ".join(map(str, sorted(skipped)))
         why = f"steps {steps} are skipped already" if skipped else "no step may be skipped"
-        return Decision(reason=f"died {here} times {place}, and {why} (--max_skips)")
+        return RestartDecision(reason=f"died {here} times {place}, and {why} (--max_skips)")
     reason = f"died {here} times {place}: the step is skipped, its batches are not trained on"
-    return Decision(restart=True, skip=last.suspect, wait_seconds=wait, reason=reason)
+    return RestartDecision(restart=True, skip=last.suspect, wait_seconds=wait, reason=reason)
 
 
 # ---- one attempt: its processes, heartbeats and journal ------------------------------------------------
@@ -427,7 +429,7 @@ class _Supervision:
         may_restart = not self._asked and code not in {0, INTERRUPTED, *FINAL_CODES}
         return _End(code=code, how=how or f"exit code {code}", message=message, may_restart=may_restart)
 
-    def _judge(self, end: _End, watch: Watch) -> Decision:
+    def _judge(self, end: _End, watch: Watch) -> RestartDecision:
         pulse = watch.pulse if watch.begun else None
         resumed = ((watch.begun.resumed_from if watch.begun else None) or "").rpartition("-")[2]
         death = Death(
@@ -449,7 +451,7 @@ class _Supervision:
                 return int(found["divisor"]) if found["run_id"] == self._begun.run_id else 1
         return 1
 
-    def _enter(self, end: _End, watch: Watch, decision: Decision | None, dumps: Sequence[str]) -> None:
+    def _enter(self, end: _End, watch: Watch, decision: RestartDecision | None, dumps: Sequence[str]) -> None:
         evidence = [f"amdgpu left the device core dump {name}" for name in dumps]
         said = f"{'restart' if decision.restart else 'stop'}: {decision.reason}" if decision is not None else None
         self._ledger.add(
@@ -468,7 +470,7 @@ class _Supervision:
         if self._ledger.failure is not None:
             _say(f"{JOURNAL_FILE} could not be written: {self._ledger.failure.strerror}")
 
-    def _carry_out(self, decision: Decision, end: _End) -> None:
+    def _carry_out(self, decision: RestartDecision, end: _End) -> None:
         newest = self._deaths[-1].checkpoint
         if not decision.restart:
             where = f"; see {Path(self._begun.output_dir) / JOURNAL_FILE}" if self._begun else ""

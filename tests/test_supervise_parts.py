@@ -16,8 +16,8 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.supervisor import (
     ENTRIES,
     Death,
-    Decision,
     Ledger,
+    RestartDecision,
     Settings,
     Watch,
     decide,
@@ -113,9 +113,9 @@ def death(
     return Death(code=code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=checkpoint)  # type: ignore[arg-type]
 
 
-def decisions(deaths: list[Death], settings: Settings = SETTINGS) -> list[Decision]:
+def decisions(deaths: list[Death], settings: Settings = SETTINGS) -> list[RestartDecision]:
     """The decision after each of them, until it is to stop; steps are left out as decided."""
-    made: list[Decision] = []
+    made: list[RestartDecision] = []
     for count in range(1, len(deaths) + 1):
         skipped = {each.skip for each in made if each.skip is not None}
         made.append(decide(deaths[:count], skipped, settings))

@@ -77,7 +77,7 @@ from hf_rocm_tune.train.refusals import (
     check_rows,
     check_scheduler,
 )
-from hf_rocm_tune.train.samples import Samples
+from hf_rocm_tune.train.samples import SampledAnswers
 from hf_rocm_tune.train.stall import StallGuard
 from hf_rocm_tune.train.telemetry import Telemetry
 from hf_rocm_tune.train.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
@@ -473,7 +473,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     if tune.early_stopping_patience is not None:
         callbacks.append(_EarlyStopping(tune.early_stopping_patience, tune.early_stopping_threshold))
     if tune.sample_every is not None:
-        callbacks.append(Samples(tune.sample_every, tune.sample_prompts or (), job.mover, announce.say))
+        callbacks.append(SampledAnswers(tune.sample_every, tune.sample_prompts or (), job.mover, announce.say))
     with as_usage_errors():
         trainer = _trainer_class(job.arguments.method)(
             model=model,

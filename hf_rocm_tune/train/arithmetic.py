@@ -69,7 +69,7 @@ _OPERATIONS, _BYTES = 50e12, 640e9  # a second, of an RX 7900 XT: dense bfloat16
 _BYTES_AN_ELEMENT = 12  # of a bfloat16 activation: read for its norm and to widen it (2 + 2), written, read (4 + 4)
 
 
-class Verdict(IntEnum):
+class StepVerdict(IntEnum):
     """What is to be done with a step, from the lightest on: ranks agree on the highest."""
 
     GO_ON = 0
@@ -281,7 +281,7 @@ class ArithmeticChecks:
         bias = layer.module.bias
         offset = torch.zeros(1, _VECTORS)
         if bias is not None:
-            values = host_copy(bias).float()
+            values = self._verified_copy(bias).float()
             layer.bias_norm = float(values.norm())
             offset = (values @ vectors[out])[None]
         return [forward, backward, offset]
@@ -379,7 +379,7 @@ class ArithmeticChecks:
             by_device[worst.device].append(worst)
         return [torch.stack(each) for each in by_device.values()]
 
-    def judge(self, numbers: Sequence[Sequence[float]], *, can_repeat: bool) -> Verdict:
+    def judge(self, numbers: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
         """What to do with the step, by the numbers of `pending` as read, on this rank alone.
 
         Args:
@@ -403,21 +403,21 @@ class ArithmeticChecks:
                     checked.flagged = number
                     flagged.append((layer, side))
         if flagged:
-            return self._accused(flagged, Verdict.REPEAT if can_repeat else Verdict.SKIP)
+            return self._accused(flagged, StepVerdict.REPEAT if can_repeat else StepVerdict.SKIP)
         for layer in self._due:
             for checked in layer.sides.values():
                 if id(checked) in largest:
                     checked.learn(largest[id(checked)])
         return self._settled()
 
-    def _settled(self) -> Verdict:
+    def _settled(self) -> StepVerdict:
         """Nothing is wrong now: what made the step be repeated was a fault that has passed."""
         for layer, side in self._suspects:
             self._tell(layer, side, "transient", "recovered", "the step was computed again, and is right now")
         self._suspects.clear()
-        return Verdict.GO_ON
+        return StepVerdict.GO_ON
 
-    def _accused(self, flagged: list[tuple[Product, Side]], again: Verdict) -> Verdict:
+    def _accused(self, flagged: list[tuple[Product, Side]], again: StepVerdict) -> StepVerdict:
         """Judge products whose operands are held, and have the others computed again, in a step that holds them."""
         self._watching, self._attempt = True, self._attempt + 1
         wrong, unknown, current = [], [], products.current_library(self._mover.device)
@@ -440,7 +440,7 @@ class ArithmeticChecks:
         if wrong and (chosen is None or self._attempt > _ATTEMPTS):
             why = "no library computes it right" if chosen is None else f"so it was in {self._attempt} attempts"
             self.failure, *_ = [self._tell(*each, "repeatable", "stopped", why) for each in wrong]
-            return Verdict.END
+            return StepVerdict.END
         if chosen is not None and chosen != current:
             products.use_library(self._mover.device, chosen)
             for each in wrong:
@@ -448,7 +448,7 @@ class ArithmeticChecks:
             self._suspects = [each for each in self._suspects if each not in wrong]
         else:
             self._suspects += [each for each in (*unknown, *wrong) if each not in self._suspects]
-        if again is Verdict.SKIP:
+        if again is StepVerdict.SKIP:
             self._skipped = True
         return again
 

@@ -35,7 +35,7 @@ from hf_rocm_tune.cards.agree import everyone, highest
 from hf_rocm_tune.errors import CorruptionError, DivergedError, listed
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.survive.run_directory import list_checkpoints
-from hf_rocm_tune.train.arithmetic import Verdict
+from hf_rocm_tune.train.arithmetic import StepVerdict
 from hf_rocm_tune.transfer import Digest, QueuedDigests
 
 if TYPE_CHECKING:
@@ -188,18 +188,18 @@ class TrainingGuard:
             mine, known = [loss.item(), float(norm)], []
         known += [each.tolist() for each in residuals[len(known) :]]
         rows = everyone([*mine, products.judge(known, can_repeat=can_repeat)])  # NaN on one rank is NaN on all
-        verdict = Verdict(int(max(row[2] for row in rows)))
-        if verdict == Verdict.END:
+        verdict = StepVerdict(int(max(row[2] for row in rows)))
+        if verdict == StepVerdict.END:
             raise CorruptionError(
                 products.failure or f"step {self._trainer.state.global_step + 1}: a product is wrong on another rank"
             )
-        if verdict == Verdict.REPEAT:
+        if verdict == StepVerdict.REPEAT:
             return True
         mean = sum(row[0] for row in rows) / len(rows)
         worst = max((row[1] for row in rows), key=lambda one: one if one < math.inf else math.inf)
         step = self._trainer.state.global_step + 1
         settle(step)
-        if verdict == Verdict.SKIP:
+        if verdict == StepVerdict.SKIP:
             model.zero_grad()
             return False
         finding = self._steps.judge(step, mean, worst, scaled=self._trainer.accelerator.scaler is not None)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 64
 
 
-class Samples(TrainerCallback):
+class SampledAnswers(TrainerCallback):
     """Answers the prompts every so many steps, and at the end; the answers are rows of the log."""
 
     def __init__(self, every: int, prompts: Sequence[str], mover: Mover, say: Callable[[str], None]) -> None:

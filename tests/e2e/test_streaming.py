@@ -89,7 +89,7 @@ def job(
     return make
 
 
-@pytest.mark.parametrize("method", sampled(METHODS, "lora"))
+@pytest.mark.parametrize("method", sampled(METHODS, "lora", "qlora"))
 def test_a_streamed_run_is_the_resident_run_bit_for_bit(method: str, job: Callable[[str], Job]) -> None:
     """Memory is poisoned when it is freed, and copies and kernels take random times: a layer that computes with
     another one's weights, or too early, is seen."""

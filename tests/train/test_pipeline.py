@@ -221,15 +221,19 @@ def test_on_two_cards_whose_kernels_and_copies_are_late(on_two_cards: dict[str, 
     assert on_two_cards["late"] == {"differ": [], "losses": True, "mismatches": 0}
 
 
+IN_FLIGHT = 0.55
+"""Of the planned memory of four flights, the least that one of a few runs reaches."""
+
+
 @pytest.mark.parametrize("flights", [1, 4])
 def test_the_memory_of_each_card_is_what_was_planned(on_two_cards: dict[str, Any], flights: int) -> None:
-    """Of torch's allocator at the peak. Planned is every flight at its highest: on a busy machine fewer coincide.
+    """Of torch's allocator at the peak. Planned is every flight at its highest: fewer coincide in a single run.
 
     The other card's mask, of all pairs of tokens for "eager", is counted once too often: 4 % of so small a model.
     """
     found = on_two_cards[f"memory of {flights}"]
     for card, (measured, planned) in enumerate(zip(found["measured"], found["planned"], strict=True)):
-        least = 0.5 if flights > 1 else 0.95 if card else 0.97
+        least = IN_FLIGHT if flights > 1 else 0.95 if card else 0.97
         assert least * planned <= measured <= 1.03 * planned, found
 
 
@@ -249,21 +253,25 @@ def _memory(place: Path, flights: int) -> dict[str, Any]:
     runs, batch, length, steps = Runs(place, torch.device("cuda", 0), torch.device("cuda", 1)), 4, 512, 8
     runs.lengths, runs.attention = [length] * batch * steps, "eager"  # the simulated card has no fused attention
     sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_length": length}
-    for card in range(2):
-        torch.cuda.reset_peak_memory_stats(card)
-    runs(pipeline=flights > 1, max_steps=1, **sizes)
     request = PlanRequest(
         methods=("lora",), length=length, effective_batch=batch * steps, micro_batch=batch, checkpointing=False, rank=4,
         dtype="float32", autocast=False,
         platform="cuda", triton=False,
         attention="eager", evaluates=False,
     )  # fmt: skip
-    cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
-    plan = split_plan(request, cards=cards, counts=(2, 2), config=runs.config, flights=flights)
-    measured = [torch.cuda.max_memory_allocated(card) for card in range(2)]
+    for card in range(2):
+        torch.cuda.reset_peak_memory_stats(card)
+    for _ in range(5):  # how many flights coincide is a matter of time
+        runs(pipeline=flights > 1, max_steps=1, **sizes)
+        cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
+        plan = split_plan(request, cards=cards, counts=(2, 2), config=runs.config, flights=flights)
+        planned = [each.allocated for each in plan.estimates]
+        measured = [torch.cuda.max_memory_allocated(card) for card in range(2)]
+        if flights == 1 or all(most >= IN_FLIGHT * least for most, least in zip(measured, planned, strict=True)):
+            break
     del runs
     gc.collect()
-    return {"measured": measured, "planned": [each.allocated for each in plan.estimates]}
+    return {"measured": measured, "planned": planned}
 
 
 if __name__ == "__main__":
