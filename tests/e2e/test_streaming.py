@@ -138,13 +138,16 @@ def assert_recovered(output: Path, clean: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", sampled(FAULTS, "stale"))
 def test_a_fault_on_a_visit_leaves_no_trace(kind: str, job: Callable[[str], Job], clean: Callable[[str], Path]) -> None:
-    """`after`: the layer changes on the card after its arrival; it is found when the next one takes its place."""
+    """`after`: the layer changes on the card after its arrival; it is found when the next one takes its place.
+
+    `late`: two tensors of one visit are hit; both have arrived when the visit, which was wrong, is examined: one incident.
+    """
     count = 1 if kind == "after" else 5
     fault = f"kind={kind},stage=streamed,rate=0.3,seed=3,first=20,count={count}"
     output, _ = job("lora").run("out", {"HF_ROCM_TUNE_FAULT": fault}, stream_weights=4)
     report = assert_recovered(output, clean("lora"))
     assert report["fault_injection"]["injected"] >= count
-    assert report["streamed"]["mismatches"] >= count
+    assert report["streamed"]["mismatches"] >= count - (kind == "late")
     if kind == "after":  # not only before the save, after the second step
         assert {row["step"] for row in report["incidents"]} == {1}
 
