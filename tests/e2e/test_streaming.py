@@ -140,7 +140,7 @@ def assert_recovered(output: Path, clean: Path) -> dict[str, Any]:
 def test_a_fault_on_a_visit_leaves_no_trace(kind: str, job: Callable[[str], Job], clean: Callable[[str], Path]) -> None:
     """`after`: the layer changes on the card after its arrival; it is found when the next one takes its place.
 
-    `late`: two tensors of one visit are hit; both have arrived when the visit, which was wrong, is examined: one incident.
+    `late`: two tensors of one visit are hit; both have arrived when the wrong visit is examined: one incident.
     """
     count = 1 if kind == "after" else 5
     fault = f"kind={kind},stage=streamed,rate=0.3,seed=3,first=20,count={count}"
