@@ -191,7 +191,7 @@ def _listed(event: Event, ranks: int) -> bool:
         return event.caller.startswith(GROUP) or event.nbytes <= BETWEEN_RANKS_BYTES
     if event.kind == "to_host" and event.caller in SAVED:
         return True
-    if event.kind == "to_host" and event.caller == VERDICTS:
+    if event.kind == "to_host" and event.caller.startswith(VERDICTS):  # a split reads one from each card
         return event.nbytes <= VERDICTS_BYTES
     return event.nbytes <= SCALAR_BYTES and event.caller in (TO_CARD if event.kind == "to_card" else FROM_CARD)
 
