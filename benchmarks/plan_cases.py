@@ -37,6 +37,7 @@ class Case:
             ("packed", asked.packing),
             ("DoRA", asked.dora),
             ("one-pass loss", asked.one_pass_loss),
+            (f"{asked.stream} layers streamed", asked.stream),
         )
         more = [word for word, is_on in ways if is_on]
         more += [f"saves {', '.join(asked.modules_to_save)}"] if asked.modules_to_save else []
@@ -113,6 +114,10 @@ WIDE = _model(
     vocab_size=512,
     tie_word_embeddings=False,
 )
+# Most of it is layers.
+DEEP = {**WIDE, "num_hidden_layers": 12}
+# Matrices so small that the memory in which the CPU's operators unpack them, which a card does not take, is little.
+NARROW = {**DEEP, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 WIDE_GEMMA3 = {**GEMMA3, **{key: WIDE[key] for key in WIDE if key.endswith(("_size", "_layers", "_heads"))}}
 _BF16 = {"autocast": True, "dtype": "bfloat16"}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -144,6 +149,9 @@ SIMULATED_CASES: tuple[Case, ...] = (
     _case("Llama, wide", WIDE, "full", 1, 64, True, trainer="dpo", **{**_EAGER, "autocast": True}),
     _case("Qwen3-MoE", MOE, "qlora", 2, 256, True, **_BF16, **_EAGER, targets=_ATTENTION),
     _case("gpt-oss", GPT_OSS, "qlora", 2, 256, False, **_BF16, **_EAGER, targets=_ATTENTION),
+    _case("Llama, deep", DEEP, "lora", 6, 128, True, **_BF16, **_EAGER, stream=12),
+    _case("Llama, deep", DEEP, "lora", 1, 256, True, accumulation=2, **_BF16, **_EAGER, stream=6),
+    _case("Llama, narrow", NARROW, "qlora", 2, 256, True, **_BF16, **_EAGER, stream=12),
 )
 
 CPU_CASES: tuple[Case, ...] = (

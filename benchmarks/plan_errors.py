@@ -68,8 +68,9 @@ def measure(case: Case, *, device: str) -> dict[str, float]:
     torch.manual_seed(0)
     stock = getattr(trl, f"{case.request.trainer.upper()}Trainer")
     with tempfile.TemporaryDirectory() as scratch, quiet():
+        job = _job(case, device, Path(scratch))
         trainer = type(f"Verified{stock.__name__}", (VerifiedTransferMixin, stock), {})(
-            **_job(case, device, Path(scratch)),
+            **job | (_streamed(case, job["model"], Path(scratch), device) if case.request.stream else {}),
             recompute_layers=case.request.recompute,
             one_pass_loss=case.request.one_pass_loss,
             consent_unverified=True,
@@ -134,11 +135,11 @@ def _random_model(case: Case, device: str) -> Any:
     asked = case.request
     method = asked.methods[0]
     more = {} if asked.attention == "sdpa" else {"attn_implementation": asked.attention}
-    with torch.device(device):
+    with torch.device("cpu" if asked.stream else device):
         model = AutoModelForCausalLM.from_config(
             config_of(case.fields), dtype=getattr(torch, asked.dtype_of(method)), **more
         )
-    return _quantised(model, asked, device) if method == "qlora" else model
+    return _quantised(model, asked, device) if method == "qlora" and not asked.stream else model
 
 
 def _quantised(model: Any, asked: PlanRequest, device: str) -> Any:
@@ -178,6 +179,35 @@ def _quantised(model: Any, asked: PlanRequest, device: str) -> Any:
     model.hf_quantizer = AutoHfQuantizer.from_config(settings)
     model.config.quantization_config = settings
     return model
+
+
+def _streamed(case: Case, model: Any, scratch: Path, device: str) -> dict[str, Any]:
+    """The model written to disk and loaded again, with some of its layers streamed, and the mover that brings them."""
+    from transformers import BitsAndBytesConfig
+
+    from hf_rocm_tune.models.factory import ModelSource, load_model
+    from hf_rocm_tune.models.streamed import Streamed, spread
+    from hf_rocm_tune.transfer import Mover
+
+    asked = case.request
+    dtype = getattr(torch, asked.dtype_of(asked.methods[0]))
+    quantised = asked.methods[0] == "qlora"
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=asked.nested,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    model.save_pretrained(scratch / "model")
+    layers = spread(asked.stream, model.config.num_hidden_layers)
+    mover = Mover(torch.device(device, 0))
+    source = ModelSource(
+        name=str(scratch / "model"),
+        init={"dtype": dtype, "attn_implementation": asked.attention},
+        quantization=settings if quantised else None,
+    )
+    streamed = Streamed("model.layers", layers, from_files=not quantised)
+    return {"model": load_model(source, mover, streamed=streamed)[0], "mover": mover}
 
 
 def _rows(case: Case, count: int, batch: int) -> Any:

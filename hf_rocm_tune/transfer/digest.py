@@ -63,8 +63,8 @@ BLOCK_WORDS = 1 << 16
 """Words per block of the definition; also the host's working set: 256 KiB of input, 512 KiB of table."""
 PIECE_BYTES = 4 * BLOCK_WORDS
 """Bytes gathered from a strided tensor, or digested by plain torch on the host, at a time."""
-CHUNK_BLOCKS = 64
-"""Blocks that plain torch digests at a time on a device: 16 MiB of input, two temporaries of 32 MiB."""
+CHUNK_BLOCKS = 16
+"""Blocks that plain torch digests at a time on a device: 4 MiB of input, a temporary of 8 MiB."""
 TABLED_BLOCKS = 1 << 12
 """Blocks whose weights are kept in a table: 1 GiB of data, 64 KiB of table."""
 SMALL_BYTES = 1 << 16
@@ -457,21 +457,26 @@ def _differs(sums: Sums, device: torch.device) -> str:
 
 def torch_sums(flat: Tensor, word_offset: int, sums: Tensor) -> None:
     """Add the digest of uint8[n] to `sums` in plain torch, for any device."""
-    table = place_weights(flat.device)
     position, index = 0, word_offset
     while position < flat.numel():
         low = index % BLOCK_WORDS
         room = BLOCK_WORDS - low if low else BLOCK_WORDS * CHUNK_BLOCKS
-        words = _words(flat[position : position + 4 * room])
-        whole = words.numel() // BLOCK_WORDS if low == 0 else 0
-        if whole:
-            body = words[: whole * BLOCK_WORDS].view(whole, BLOCK_WORDS)
-            _add_rows(body, table, index // BLOCK_WORDS, sums)
-        rest = words[whole * BLOCK_WORDS :]
-        if rest.numel():
-            _add_rows(rest[None], table[low : low + rest.numel()], index // BLOCK_WORDS + whole, sums)
+        _add_piece(flat[position : position + 4 * room], index, sums)
         position += 4 * room
         index += room
+
+
+def _add_piece(piece: Tensor, index: int, sums: Tensor) -> None:
+    """Add whole blocks and the part of one that follows them, or a part of one block."""
+    table, words = place_weights(piece.device), _words(piece)
+    low = index % BLOCK_WORDS
+    whole = words.numel() // BLOCK_WORDS if low == 0 else 0
+    if whole:
+        body = words[: whole * BLOCK_WORDS].view(whole, BLOCK_WORDS)
+        _add_rows(body, table, index // BLOCK_WORDS, sums)
+    rest = words[whole * BLOCK_WORDS :]
+    if rest.numel():
+        _add_rows(rest[None], table[low : low + rest.numel()], index // BLOCK_WORDS + whole, sums)
 
 
 def _words(piece: Tensor) -> Tensor:

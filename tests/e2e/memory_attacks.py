@@ -559,7 +559,7 @@ def _streamed(rng: random.Random, step: int, tell: Callable[[str], None], place:
                 content = Path(row[-1]).read_bytes()
                 start = 8 + int.from_bytes(content[:8], "little")
                 header = json.loads(content[8:start])
-                start += header["model.layers.6.mlp.up_proj.weight"]["data_offsets"][0]
+                start += header["model.layers.4.mlp.up_proj.weight"]["data_offsets"][0]
                 ctypes.c_ubyte.from_address(int(row[0].split("-")[0], 16) + start - int(row[2], 16)).value ^= 16
         tell(place)
 

@@ -17,7 +17,7 @@ from tests.e2e.test_card_runs import ADAPTER, assert_census, assert_covered
 from tests.simcard.log import Log
 from tests.two_ranks import environments
 
-LAYERS = 7
+LAYERS = 5
 STEPS = 4
 #: What the CPU of the machine computes must not decide over bits: one thread each, and the same operators.
 BF16 = {"dtype": "bfloat16", "bf16": True, "activation_checkpointing": True, "optim": "adamw_torch_fused"}
@@ -74,7 +74,7 @@ class Job:
 
 @pytest.fixture(scope="session")
 def deep(scratch: Path) -> Callable[[str], Path]:
-    """A model of seven layers in bfloat16."""
+    """A model of five layers in bfloat16."""
     return lambda arch: tiny.build(arch, scratch / "deep", dtype=torch.bfloat16, num_hidden_layers=LAYERS)
 
 
@@ -186,7 +186,7 @@ def test_a_killed_run_goes_on_with_other_layers_streamed(
 def test_each_of_two_ranks_streams_for_itself(job: Callable[[str], Job]) -> None:
     ranks: dict[str, Any] = {"grad_sync": "host", "preflight": "off"}
     found = []
-    for count in ("off", "5"):
+    for count in ("off", "4"):
         outputs = job("lora").run_ranks(f"two-{count}", stream_weights=count, **ranks)
         report = report_of(outputs)
         assert report["ranks"] == 2
@@ -199,7 +199,7 @@ def test_each_of_two_ranks_streams_for_itself(job: Callable[[str], Job]) -> None
 def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(job: Callable[[str], Job]) -> None:
     shortage = {"HF_ROCM_TUNE_STEP_FAULT": "kind=oom,rate=1,count=1"}
     resident, _ = job("lora").run("resident", shortage)
-    streamed, _ = job("lora").run("streamed", shortage, stream_weights=5)
+    streamed, _ = job("lora").run("streamed", shortage, stream_weights=4)
     assert report_of(streamed)["memory"]["recovered"] > 0
     assert (streamed / ADAPTER).read_bytes() == (resident / ADAPTER).read_bytes()
 
@@ -208,7 +208,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(job: Callable[[str]
     ("settings", "reason"),
     [
         ({"use_peft": False}, "--stream_weights does not work with --use_peft false"),
-        ({"stream_weights": 8}, "this model has 7 layers"),
+        ({"stream_weights": 8}, "this model has 5 layers"),
         ({"stream_weights": "some"}, "give auto, off or the number of layers"),
         ({"lora_modules_to_save": "q_proj", "lora_target_modules": "v_proj"}, "--lora_modules_to_save q_proj"),
     ],
