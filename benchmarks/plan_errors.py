@@ -68,9 +68,9 @@ def measure(case: Case, *, device: str) -> dict[str, float]:
     torch.manual_seed(0)
     stock = getattr(trl, f"{case.request.trainer.upper()}Trainer")
     with tempfile.TemporaryDirectory() as scratch, quiet():
-        job = _job(case, device, Path(scratch))
+        job = job_of(case, device, Path(scratch))
         trainer = type(f"Verified{stock.__name__}", (VerifiedTransferMixin, stock), {})(
-            **job | (_streamed(case, job["model"], Path(scratch), device) if case.request.stream else {}),
+            **job | (streamed_model(case, job["model"], Path(scratch), device) if case.request.stream else {}),
             recompute_layers=case.request.recompute,
             one_pass_loss=case.request.one_pass_loss,
             consent_unverified=True,
@@ -82,7 +82,8 @@ def measure(case: Case, *, device: str) -> dict[str, float]:
     return found
 
 
-def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
+def job_of(case: Case, device: str, scratch: Path, *, steps: int = STEPS) -> dict[str, Any]:
+    """The arguments of a trainer."""
     import trl
     from peft import LoraConfig
 
@@ -95,7 +96,7 @@ def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
         output_dir=str(scratch),
         per_device_train_batch_size=asked.micro_batch,
         gradient_accumulation_steps=case.accumulation,
-        max_steps=STEPS,
+        max_steps=steps,
         max_length=asked.length,
         train_sampling_strategy="sequential",  # so that each batch has a row of full length
         gradient_checkpointing=asked.checkpointing,
@@ -119,7 +120,7 @@ def _job(case: Case, device: str, scratch: Path) -> dict[str, Any]:
     found = {
         "model": _random_model(case, device),
         "args": args,
-        "train_dataset": _rows(case, asked.effective_batch * STEPS, asked.micro_batch or 1),
+        "train_dataset": _rows(case, asked.effective_batch * steps, asked.micro_batch or 1),
         "eval_dataset": _rows(case, asked.eval_batch, asked.eval_batch) if asked.eval_batch else None,
         "processing_class": _tokenizer(),
         "peft_config": adapters if lora else None,
@@ -181,7 +182,7 @@ def _quantised(model: Any, asked: PlanRequest, device: str) -> Any:
     return model
 
 
-def _streamed(case: Case, model: Any, scratch: Path, device: str) -> dict[str, Any]:
+def streamed_model(case: Case, model: Any, scratch: Path, device: str) -> dict[str, Any]:
     """The model written to disk and loaded again, with some of its layers streamed, and the mover that brings them."""
     from transformers import BitsAndBytesConfig
 

@@ -364,12 +364,16 @@ def run(
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     here = int(environ.get("LOCAL_WORLD_SIZE", world))
     first = rank // here * here
+    began = time.monotonic()
+    ended = f"rank {first} ended while it tried the cards for the preflight, or rank 0 did: start the job again"
     try:
         store = next(distributed.rendezvous("env://", timeout=timedelta(seconds=meet_s)))[0]  # type: ignore[attr-defined]
         _stores.append(store)
         store.set(f"preflight-device-{rank}", json.dumps(dict(device)))
         devices = [json.loads(store.get(f"preflight-device-{each}")) for each in range(first, first + here)]
     except distributed.DistError as error:
+        if time.monotonic() < began + meet_s:  # a connection broke: rank 0, which holds the store, had joined
+            raise StallError(ended) from error
         raise StallError(
             f"not all of {world} ranks joined the preflight within {meet_s:.0f} s: see what the others printed, and "
             "whether they see a card as this one does; --preflight off starts without the preflight"
@@ -391,9 +395,7 @@ def run(
             time.sleep(0.05)
         found = json.loads(store.get(name))
     except distributed.DistError as error:
-        raise StallError(
-            f"rank {first} ended while it tried the cards for the preflight, or rank 0 did: start the job again"
-        ) from error
+        raise StallError(ended) from error
     if "error" in found:
         raise StallError(found["error"])
     choice = GradSyncChoice(**{**found, "evidence": tuple(found["evidence"])})

@@ -220,9 +220,14 @@ def test_where_all_is_right_both_ranks_hear_so(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_joins_or_dies_holds_nobody_up_for_ever(tmp_path: Path) -> None:
-    with ranks(tmp_path, number=1, meet_s=3) as (alone,), ranks(tmp_path / "two", dies=True) as running:
+    """Also where the other one has not yet heard of its card when it dies."""
+    with (
+        ranks(tmp_path, number=1, meet_s=3) as (alone,),
+        ranks(tmp_path / "two", dies=True) as (_, left),
+        ranks(tmp_path / "late", dies=True, late=2) as (_, late),
+    ):
         said = answer(alone)
         assert said["exit"] == said["code"] == 4
         assert "not all of 2 ranks joined the preflight within 3 s" in said["message"]
-        said = answer(running[1])
-        assert said["exit"] == said["code"] == 4 and "rank 0 ended while it tried the cards" in said["message"]
+        for said in map(answer, (left, late)):
+            assert said["exit"] == said["code"] == 4 and "rank 0 ended while it tried the cards" in said["message"]
