@@ -1,5 +1,4 @@
-"""Checks and decisions before a model is loaded: settings that exclude each other, GRPO's reward functions, and how
-several ranks average their gradients."""
+"""Before a model is loaded: optimizers, adapters, GRPO's reward functions, and how several ranks average gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,12 @@ import torch
 from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
-from hf_rocm_tune.models.experts import has_experts
-from hf_rocm_tune.models.quantised import has_mxfp4
-from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
-from hf_rocm_tune.settings.compatibility import launched_with, refuse
+from hf_rocm_tune.settings.arguments import RanksArguments
+from hf_rocm_tune.settings.compatibility import launched_with
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.adapter import Adapter
 
-_NEVER_TRIED = ("galore", "apollo", "lomo", "adalomo")
 _OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
     "adamw_anyprecision": "torchdistx",
     "adamw_torch_4bit": "torchao",
@@ -38,55 +34,13 @@ _OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
 def check_optimizer(name: str) -> None:
     """Refuses an optimizer that was never tried here, or whose package is missing."""
     instead = "choose adamw_torch_fused, adamw_8bit, paged_adamw_8bit or another of --help_all"
-    if name.startswith(_NEVER_TRIED):
+    if name.startswith(("galore", "apollo", "lomo", "adalomo")):
         raise UsageError(
-            f"--optim {name} is not supported: projected gradients (GaLore, APOLLO) and updates inside backward (LOMO) "
-            f"were never tried with verified averages and checkpoints; {instead}"
+            f"--optim {name} is not supported: it was never tried with verified averages and checkpoints; {instead}"
         )
     package = next((package for family, package in _OF_PACKAGES.items() if name.startswith(family)), None)
     if package is not None and importlib.util.find_spec(package) is None:
         raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
-
-
-def check_grpo(arguments: Arguments) -> None:
-    """Refuses what GRPO would do wrong, or without verification."""
-    training, model = arguments.training, arguments.model
-    if arguments.method != "grpo":
-        return
-    refuse(
-        "grpo",
-        {
-            "a checkpoint between two generations, whose answers it would lack: --save_steps times "
-            "--gradient_accumulation_steps must be a multiple of --steps_per_generation times --num_iterations": (
-                _saves_between_generations(training)
-            ),
-            "--use_peft false with --beta and --model_revision: TRL loads the reference model without the revision": (
-                training.beta != 0.0 and not model.use_peft and model.model_revision != "main"
-            ),
-        },
-    )
-
-
-def _saves_between_generations(training: Any) -> bool:
-    block = training.steps_per_generation * training.num_iterations
-    micro_batches = training.save_steps * training.gradient_accumulation_steps
-    return training.save_strategy == "steps" and training.save_steps >= 1 and bool(micro_batches % block)
-
-
-def check_packed(arguments: Arguments, config: Any) -> None:
-    """Refuses what a mixture whose experts are in 4 bit cannot do, before it is loaded."""
-    training, model = arguments.training, arguments.model
-    if has_mxfp4(config) or (model.load_in_4bit and has_experts(config)):
-        refuse(
-            "a mixture whose experts are in 4 bit",
-            {
-                "--use_peft false (packed weights cannot be trained; adapters can)": not model.use_peft,
-                "FSDP2 or --tensor_parallel (packed experts cannot be cut; use --split_layers auto)": (
-                    arguments.way().on_host
-                ),
-                "--torch_compile (it was never tried)": training.torch_compile,
-            },
-        )
 
 
 def check_adapter(method: str, adapter: Adapter | None) -> None:
@@ -106,15 +60,10 @@ def reward_functions(script: Any) -> list[Any]:
     """
     from trl import rewards
 
-    known = {
-        "accuracy_reward": rewards.accuracy_reward,
-        "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
-        "think_format_reward": rewards.think_format_reward,
-        "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(1280, 256),  # TRL's numbers
-    }
+    known = {each: getattr(rewards, each) for each in _REWARDS_OF_TRL}
+    known["get_soft_overlong_punishment"] = rewards.get_soft_overlong_punishment(1280, 256)  # TRL's numbers
     found: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
-    for name in script.reward_funcs or ():
-        found.append(known[name] if name in known else _imported(name, known))
+    found += [known[name] if name in known else _imported(name, known) for name in script.reward_funcs or ()]
     if not found:
         raise UsageError(
             f"no reward: give --reward_funcs ({', '.join(known)}, or module.function), or --reward_model_name_or_path"
@@ -122,6 +71,7 @@ def reward_functions(script: Any) -> list[Any]:
     return found
 
 
+_REWARDS_OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 _OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -140,15 +90,14 @@ def check_rewards(rewards: Iterable[Any], columns: Iterable[str] | None) -> None
             ) from error
 
 
-def _imported(name: str, known: Mapping[str, Any]) -> Any:
+def _imported(name: str, known: Iterable[str]) -> Any:
     here = name.startswith("./")
     module, _, function = name.removeprefix("./").rpartition(".")
     if not module:
         raise UsageError(f"--reward_funcs {name}: give {', '.join(known)}, or a path module.function")
     try:
         if here:
-            file = Path.cwd() / f"{module.replace('.', os.sep)}.py"
-            spec = importlib.util.spec_from_file_location(module, file)
+            spec = importlib.util.spec_from_file_location(module, Path.cwd() / f"{module.replace('.', os.sep)}.py")
             assert spec is not None and spec.loader is not None, "the name ends in .py"
             loaded = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(loaded)

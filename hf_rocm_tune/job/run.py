@@ -38,9 +38,7 @@ from hf_rocm_tune.job import announce, preview
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
 from hf_rocm_tune.job.refusals import (
     check_adapter,
-    check_grpo,
     check_optimizer,
-    check_packed,
     check_rewards,
     decide,
     reward_functions,
@@ -352,9 +350,8 @@ def _prepare(
     """Everything that can be checked without loading the model."""
     training, tune = arguments.training, arguments.tune
     source, config = _source(arguments)
-    compatibility.check(arguments)
+    compatibility.check(arguments, config)
     check_recomputation(arguments, source)
-    check_grpo(arguments)
     adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
     check_adapter(arguments.method, adapter)
     check_optimizer(training.optim.value)
@@ -409,9 +406,7 @@ def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
         },
         quantization=get_quantization_config(arguments.model),
     )
-    config = check_source(source, training.device)
-    check_packed(arguments, config)
-    return source, config
+    return source, check_source(source, training.device)
 
 
 def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizerBase:

@@ -111,8 +111,7 @@ class TuneArguments:
         "the original weights; their checkpoints can only be resumed.",
     )
     adapter_name_or_path: str | None = _option(
-        None,
-        "Continue training an existing LoRA adapter, a directory or a Hub id, with its own rank and targets.",
+        None, "Continue training an existing LoRA adapter, a directory or a Hub id, with its own rank and targets."
     )
     loraplus_lr_ratio: float | None = _option(
         None, "LoRA+: learning rate of LoRA's B matrices, as a multiple of --learning_rate (usually 16)."
@@ -155,11 +154,7 @@ class TuneArguments:
         "Hub id of the base model (ORG/NAME) to name in a pushed adapter when --model_name_or_path is a directory. "
         "Default: the directory's last part.",
     )
-    verbose: bool = _option(
-        False,
-        "At the start, print each default that differs from TRL's, and why.",
-        aliases=["-v"],
-    )
+    verbose: bool = _option(False, "At the start, print each default that differs from TRL's, and why.", aliases=["-v"])
     dry_run: Literal["text", "json", "html"] | None = _option(
         None,
         "Check all settings, show the rows as the model will read them with the tokens that count in the loss, lengths "

@@ -1,6 +1,6 @@
-"""Settings that exclude each other: the flags, whether a job uses them, and what each does not go with.
+"""What a job refuses before its model is loaded: one table of settings that exclude each other, with the reason.
 
-A way over cards names what it excludes in its own file (`cards.way.Way.excludes`), by the names of `USES`.
+A way over cards names what it excludes in its own file (`cards.way.Way.excludes`), in the same words.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from accelerate.utils import str_to_bool
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.experts import has_experts
+from hf_rocm_tune.models.quantised import has_mxfp4
 from hf_rocm_tune.settings.arguments import Arguments
-
-Uses = Callable[[Arguments], object]
 
 
 def launched_with(engine: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -22,56 +22,49 @@ def launched_with(engine: str, environ: Mapping[str, str] = os.environ) -> bool:
     return bool(str_to_bool(environ.get(f"ACCELERATE_USE_{engine}") or "no"))
 
 
-def _training(name: str) -> Uses:
-    return lambda job: getattr(job.training, name, False)
+def _saves_between_generations(job: Arguments) -> bool:
+    training: Any = job.training
+    block = training.steps_per_generation * training.num_iterations
+    micro_batches = training.save_steps * training.gradient_accumulation_steps
+    return training.save_strategy == "steps" and training.save_steps >= 1 and bool(micro_batches % block)
 
 
-def _model(name: str) -> Uses:
-    return lambda job: getattr(job.model, name, False)
+def _reference_of_revision(job: Arguments) -> bool:
+    training: Any = job.training
+    return training.beta != 0.0 and not job.model.use_peft and job.model.model_revision != "main"
 
 
-USES: Mapping[str, Uses] = {
+_BETWEEN_GENERATIONS = "a checkpoint between two generations"
+_REFERENCE = "--use_peft false with --beta and --model_revision"
+USES: Mapping[str, Callable[[Arguments], object]] = {
     "several processes": lambda job: job.training.world_size > 1,
     "FSDP": lambda job: job.training.fsdp or launched_with("FSDP"),
     "DeepSpeed": lambda job: job.training.deepspeed or launched_with("DEEPSPEED"),
-    "--auto_fit": lambda job: job.tune.auto_fit != "off",
-    "--auto_find_batch_size": _training("auto_find_batch_size"),
-    "--grad_sync host": lambda job: job.ranks.grad_sync == "host",
-    "--grad_compression": lambda job: job.ranks.grad_compression != "none",
-    "--split_layers": lambda job: job.ranks.split_layers is not None,
-    "--pipeline auto": lambda job: job.ranks.pipeline == "auto",
-    "--tensor_parallel": lambda job: job.ranks.tensor_parallel,
-    "--recompute_layers": lambda job: job.tune.recompute is not None,
+    "FSDP2 or --tensor_parallel": lambda job: job.way().on_host,
     "--init_lora_weights": lambda job: job.tune.rewrites_base,
-    "--adapter_name_or_path": lambda job: job.tune.adapter_name_or_path is not None,
-    "--mask_thinking": lambda job: job.tune.mask_thinking,
-    "--one_pass_loss": lambda job: bool(job.tune.one_pass_loss),
-    "--sample_every": lambda job: job.tune.sample_every is not None,
-    "--stream_weights": lambda job: job.tune.stream_weights != "off",
-    "--loraplus_lr_ratio": lambda job: job.tune.loraplus_lr_ratio is not None,
-    "--use_peft false": lambda job: not job.model.use_peft,
-    "--use_dora": _model("use_dora"),
-    "--lora_modules_to_save": _model("lora_modules_to_save"),
-    "--lora_target_parameters": _model("lora_target_parameters"),
-    "--load_in_4bit": _model("load_in_4bit"),
-    "--load_in_8bit": _model("load_in_8bit"),
-    "--attn_implementation flex_attention": lambda job: job.model.attn_implementation == "flex_attention",
-    "--fp16": _training("fp16"),
-    "--torch_compile": _training("torch_compile"),
-    "--activation_offloading": _training("activation_offloading"),
-    "--activation_checkpointing false": lambda job: not job.training.activation_checkpointing,
-    "--activation_checkpointing_kwargs": lambda job: bool(
-        job.given.intersection(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"))
+    "--activation_checkpointing_kwargs": lambda job: (
+        job.given & {"activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"}
     ),
     "--packing_strategy wrapped": lambda job: (
         getattr(job.training, "packing", False) and job.training.packing_strategy == "wrapped"
     ),
-    "--precompute_ref_log_probs": _training("precompute_ref_log_probs"),
-    "--use_vllm": _training("use_vllm"),
-    "--use_transformers_continuous_batching": _training("use_transformers_continuous_batching"),
-    "--sync_ref_model": _training("sync_ref_model"),
+    _BETWEEN_GENERATIONS: _saves_between_generations,
+    _REFERENCE: _reference_of_revision,
 }
-"""Each flag or setting, and whether a job uses it."""
+"""Whether a job uses what is more than the value of a flag."""
+
+
+def uses(job: Arguments, what: str) -> bool:
+    """Whether a job uses a setting: one of `USES`, a flag that is on, or ``--flag value``."""
+    if what in USES:
+        return bool(USES[what](job))
+    name, _, value = what.removeprefix("--").partition(" ")
+    parts = (job.tune, job.ranks, job.model, job.training)
+    found = next((getattr(part, name) for part in parts if hasattr(part, name)), None)
+    if value:
+        return str(getattr(found, "value", found)).lower() == value
+    return bool(found) and found not in ("off", "none")
+
 
 _LOST = "the saved adapter would lack it"
 _LORA = "it is for LoRA"
@@ -87,6 +80,7 @@ _OTHER_METHODS = {
     "--use_transformers_continuous_batching": "it casts the model in place",
     "--sync_ref_model": "no checkpoint has the moved reference model",
 }
+PACKED = "a mixture whose experts are in 4 bit"
 EXCLUDES: Mapping[str, Mapping[str, str]] = {
     "--auto_fit": {
         "FSDP": "it plans for cards that each hold the whole model",
@@ -122,26 +116,33 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "--pipeline auto": "a layer's weights would have to stay for several micro-batches",
         "--torch_compile": "compiled layers do not wait for their weights",
     },
-    **dict.fromkeys(("dpo", "kto", "orpo", "grpo"), _OTHER_METHODS),
+    PACKED: {
+        "--use_peft false": "packed weights cannot be trained; adapters can",
+        "FSDP2 or --tensor_parallel": "packed experts cannot be cut; use --split_layers auto",
+        "--torch_compile": "it was never tried",
+    },
+    **dict.fromkeys(("dpo", "kto", "orpo"), _OTHER_METHODS),
+    "grpo": {
+        **_OTHER_METHODS,
+        _BETWEEN_GENERATIONS: "whose answers it would lack: --save_steps times --gradient_accumulation_steps must be a "
+        "multiple of --steps_per_generation times --num_iterations",
+        _REFERENCE: "TRL loads the reference model without the revision",
+    },
     "reward": {
         **_OTHER_METHODS,
         "--sample_every": "a reward model gives no text",
         "--init_lora_weights": "the saved adapter would lack the reward head",
     },
 }
-"""For each flag or training method: what it does not go with, and why."""
+"""For each setting or training method: what it does not go with, and why."""
 
 
-def check(job: Arguments) -> None:
-    """Refuse settings that exclude each other, and what the way over cards excludes."""
-    uses = {flag: bool(used(job)) for flag, used in USES.items()}
+def check(job: Arguments, config: Any) -> None:
+    """Refuse settings that exclude each other or this model's ``config``, and what the way over cards excludes."""
+    packed = has_mxfp4(config) or (job.model.load_in_4bit and has_experts(config))
     for what, excluded in EXCLUDES.items():
-        if uses.get(what) or what == job.method:
-            refuse(what, {f"{flag} ({why})": uses[flag] for flag, why in excluded.items()})
-    job.way().refuse(job.training, job.model, uses, os.environ)
-
-
-def refuse(what: str, reasons: Mapping[str, Any]) -> None:
-    """Refuse `what` together with settings that it excludes: the description of each, and whether it applies."""
-    if found := [reason for reason, applies in reasons.items() if applies]:
-        raise UsageError(f"{what} does not work with {'; nor with '.join(found)}")
+        applies = packed if what == PACKED else what == job.method or (what.startswith("--") and uses(job, what))
+        if applies and (found := [f"{flag} ({why})" for flag, why in excluded.items() if uses(job, flag)]):
+            raise UsageError(f"{what} does not work with {'; nor with '.join(found)}")
+    way = job.way()
+    way.refuse(job.training, job.model, {flag: uses(job, flag) for flag in way.excludes}, os.environ)

@@ -1,11 +1,8 @@
 """The command line before torch, transformers and TRL are imported: names of flags, ``--help``, recipes.
 
-Importing those takes ten seconds, and a mistyped flag or ``--help`` needs none of them. So the names, defaults and
-spellings of flags are parsed from the sources of the classes from which the parser in ``arguments`` is built. That
-parser stays the authority: it refuses everything that is refused here, and nothing is refused here if a source cannot
-be read. Values are not checked here.
-
-A recipe is the YAML mapping of ``--config``: names of flags, and an ``env`` mapping that is set before torch reads it.
+Importing those takes ten seconds, and a mistyped flag or ``--help`` needs none of them. So names and defaults of flags
+are read from the sources of the classes from which the parser in ``arguments`` is built. That parser stays the
+authority: it refuses everything that is refused here, and nothing is refused here if a source cannot be read.
 """
 
 from __future__ import annotations
@@ -32,10 +29,10 @@ from hf_rocm_tune.settings import early
 
 CONFIG = "--config"
 CONFIG_FLAG = "--accelerate_config"
+HELP_ALL = "--help_all"
 #: Names of both the launcher and ``trl sft``; they belong to the job, as in ``trl``.
 SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
 _NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
-
 #: Short names of flags, on the command line and in recipes.
 ALIASES = {
     "model": "model_name_or_path",
@@ -45,8 +42,7 @@ ALIASES = {
     "batch_size": "per_device_train_batch_size",
     "max_seq_length": "max_length",
 }
-HELP_ALL = "--help_all"
-_HELP = frozenset({"-h", "--help"})
+LORA_FACTOR = 10  # an adapter's learning rate over that of full training, in TRL's examples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +59,8 @@ class Verb:
         """Module and name of the classes that the parser is built from, in its order."""
         config = f"{self.library or 'trl.trainer'}.{self.config.removesuffix('Config').lower()}_config"
         ours = tuple(("hf_rocm_tune.settings.arguments", name) for name in ("TuneArguments", "RanksArguments"))
-        return (*ours, self.script, (config, self.config), *_COMMON)
+        common = (("trl.trainer.model_config", "ModelConfig"), ("trl.scripts.utils", "DatasetMixtureConfig"))
+        return (*ours, self.script, (config, self.config), *common)
 
     @property
     def trainer(self) -> str:
@@ -71,23 +68,6 @@ class Verb:
         return self.config.replace("Config", "Trainer")
 
 
-_COMMON = (("trl.trainer.model_config", "ModelConfig"), ("trl.scripts.utils", "DatasetMixtureConfig"))
-_BASES = {  # modules of base classes
-    "_BaseConfig": "trl.trainer.base_config",
-    "TrainingArguments": "transformers.training_args",
-    "ScriptArguments": "trl.scripts.utils",
-}
-LORA_FACTOR = 10  # an adapter's learning rate over that of full training, in TRL's examples
-# our defaults that differ from those in TRL's sources
-_OURS = {
-    "use_peft": "true",
-    "lora_dropout": "0",
-    "lora_target_modules": "all-linear",
-    "activation_checkpointing": "true",
-}
-_OURS_OF_METHOD: dict[Method, dict[str, str]] = {
-    "grpo": {"per_device_train_batch_size": "2", "gradient_accumulation_steps": "4"}
-}
 VERBS: dict[Method, Verb] = {
     "sft": Verb(
         config="SFTConfig", what="Fine-tune a language model; every byte that is sent to the device is verified."
@@ -114,12 +94,11 @@ def answered(verb: Method, argv: Sequence[str]) -> bool:
     Call it before torch is imported.
     """
     if HELP_ALL in argv:
-        from hf_rocm_tune.machine.process import prepare_process
         from hf_rocm_tune.settings.arguments import help_all
 
-        prepare_process(os.environ)
+        process.prepare_process(os.environ)
         print(help_all(verb))
-    elif _HELP & set(argv):
+    elif {"-h", "--help"} & set(argv):
         print(screen(verb))
     else:
         check(verb, argv)
@@ -129,40 +108,53 @@ def answered(verb: Method, argv: Sequence[str]) -> bool:
 
 def check(verb: Method, argv: Sequence[str]) -> None:
     """Refuse flags, and keys of the recipe, that the verb does not have, and values that `early` refuses."""
-    if not (known := {option for flag in flags(verb).values() for option in flag.options}):
+    if not (known := flags(verb)):
         return
+    recipe, typed = _typed(argv)
+    names = list(known)
+    # `--no_NAME` is argparse's for flags that are on, and left to it
+    if faults := [
+        unknown(flag, names, dashes="--")
+        for flag in typed
+        if bare(flag) not in known and not (bare(flag).startswith("no_") and bare(flag).removeprefix("no_") in known)
+    ]:
+        raise UsageError("; ".join(faults))
+    values = {bare(flag): value for flag, value in typed.items()}
+    if recipe is not None:
+        keys = canonical_keys(recipe)
+        if faults := [unknown(key, names, dashes="") for key, name in keys.items() if name not in known]:
+            raise UsageError(f"recipe {recipe.path}: {'; '.join(faults)}")
+        values = {name: recipe.values[key] for key, name in keys.items()} | values
+    early.check(verb, values)
+
+
+def _typed(argv: Sequence[str]) -> tuple[RecipeFile | None, dict[str, Any]]:
+    """The recipe of a command line, and its flags with the first value of each."""
     path, rest = take_flag(canonical(argv), CONFIG)
     given: dict[str, Any] = {}
     last = ""
     for argument in rest:
         if argument == "--":
             break
-        # as in argparse: an argument with a space is a value
-        if argument.startswith("--") and " " not in argument:
+        if argument.startswith("--") and " " not in argument:  # as in argparse: one with a space is a value
             last, equals, value = argument.partition("=")
             given[last] = value if equals else None
         elif last and given[last] is None:
             given[last] = argument
-    names = list(flags(verb))
-    if faults := [unknown(name, names, dashes="--") for name in given if name not in known]:
-        raise UsageError("; ".join(faults))
-    values = {bare(name): value for name, value in given.items()}
-    if path is not None:
-        recipe = read_recipe(path)
-        keys = canonical_keys(recipe)
-        if faults := [unknown(key, names, dashes="") for key, name in keys.items() if name not in names]:
-            raise UsageError(f"recipe {recipe.path}: {'; '.join(faults)}")
-        values = {name: recipe.values[key] for key, name in keys.items()} | values
-    early.check(verb, values)
+    return None if path is None else read_recipe(path), given
+
+
+def bare(argument: str) -> str:
+    """The name of a flag, without dashes and value."""
+    return argument.partition("=")[0].lstrip("-").replace("-", "_")
 
 
 def canonical(argv: Sequence[str]) -> list[str]:
     """A command line with aliases replaced by their flags."""
 
     def renamed(argument: str) -> str:
-        name, equals, value = argument.partition("=")
-        full = ALIASES.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
-        return argument if full is None else f"--{full}{equals}{value}"
+        full = ALIASES.get(bare(argument)) if argument.startswith("--") else None
+        return argument if full is None else "--" + full + "".join(argument.partition("=")[1:])
 
     return [renamed(argument) for argument in argv]
 
@@ -171,8 +163,7 @@ def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
     """The flag of each key of a recipe; keys may have dashes or be aliases."""
     found: dict[str, str] = {}
     for key in recipe.values:
-        plain = key.removeprefix("--").replace("-", "_")
-        name = ALIASES.get(plain, plain)
+        name = ALIASES.get(bare(key), bare(key))
         if twin := next((other for other, same in found.items() if same == name), None):
             raise UsageError(f"recipe {recipe.path}: {twin} and {key} are the same flag, --{name}; keep one")
         found[key] = name
@@ -181,11 +172,10 @@ def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
 
 def unknown(name: str, names: Sequence[str], *, dashes: str) -> str:
     """The message for an unknown name, with the nearest known one."""
-    plain = name.removeprefix("--").replace("-", "_")
     what = "flag" if dashes else "key"
-    if is_launcher_flag(plain):
+    if bare(name) in launcher_flags() or bare(name) == bare(CONFIG_FLAG):
         return f"{what} {name} belongs to the launcher; give it on the command line of `hf-rocm-tune sft`"
-    nearest = difflib.get_close_matches(plain, [*names, *ALIASES], n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(bare(name), [*names, *ALIASES], n=1, cutoff=0.5)
     hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else f"; {HELP_ALL} lists all"
     return f"unknown {what} {name}{hint}"
 
@@ -203,12 +193,12 @@ model and data:
   --assistant_only_loss           train on the assistant's turns only
 
 method:
-  --use_peft BOOL                 LoRA; false trains all weights
+  --use_peft BOOL                 LoRA; false trains all weights [true]
   --load_in_4bit                  QLoRA: LoRA on a base in 4 bits
   --lora_r N                      rank of the adapters
   --lora_alpha N                  adapter scale is alpha over rank
-  --lora_dropout X                dropout before the adapters
-  --lora_target_modules NAME ...  layers with adapters
+  --lora_dropout X                dropout before the adapters [0]
+  --lora_target_modules NAME ...  layers with adapters [all-linear]
 
 steps:
   --epochs X                      passes over the data
@@ -224,7 +214,7 @@ steps:
 
 memory:
   --auto_fit off|plan             choose batch and checkpointing
-  --activation_checkpointing BOOL recompute activations
+  --activation_checkpointing BOOL recompute activations [true]
   --stream_weights auto|off|N     layers in host memory, fetched in use
   --split_layers auto|N,N         one model over several cards
   --on_oom step_down|stop         smaller passes, or exit code 5
@@ -267,6 +257,8 @@ rewards:
   --beta X                        weight of the distance to the reference
 """,
 }
+#: Our defaults in GRPO, beside those of `_SCREEN`.
+_GRPO = {"per_device_train_batch_size": "2", "gradient_accumulation_steps": "4"}
 #: Flags of the short help that the other methods refuse.
 _SFT_ONLY = frozenset({"auto_fit", "split_layers"})
 _MORE = f"""
@@ -280,146 +272,96 @@ more:
 
 def screen(verb: Method) -> str:
     """The common flags of a verb with their defaults, on one screen."""
-    about, known = VERBS[verb], flags(verb)
-    lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", about.what, ""]
+    known = flags(verb)
+    lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", VERBS[verb].what, ""]
     head, memory, tail = _SCREEN.partition("memory:\n")
     own = f"{_OF_METHOD[verb]}\n" if verb in _OF_METHOD else ""
     for line in (head + own + memory + tail).splitlines():
-        typed = line.split()[0].removeprefix("--") if line.startswith("  --") else None
-        name = ALIASES.get(typed or "", typed)
-        if name is not None and ((known and name not in known) or (verb != "sft" and name in _SFT_ONLY)):
+        if not line.startswith("  --"):
+            lines.append(line)
             continue
-        default = (
-            _OURS_OF_METHOD.get(verb, {}).get(name or "")
-            or _OURS.get(name or "")
-            or (_shown(known[name].default) if name in known else "")
-        )
+        typed = bare(line.split()[0])
+        name = ALIASES.get(typed, typed)
+        if (known and name not in known) or (verb != "sft" and name in _SFT_ONLY):
+            continue
+        value = known.get(name)
+        shown = "true" if value is True else f"{value:g}" if type(value) is float else "" if not value else str(value)
         if name == "learning_rate" and known:
-            default = f"{LORA_FACTOR * known[name].default:g}; {default} without LoRA"
-        lines.append(f"{line} [{default}]" if default else line)
-    makes_its_rows = verb in ("grpo", "orpo")
-    more = [line for line in _MORE.splitlines() if not (makes_its_rows and line.startswith("  --dry_run"))]
-    return "\n".join([*lines, *more])
-
-
-def _shown(default: object) -> str:
-    """A default as a user would type it; empty where there is none."""
-    if default is None or default is False or default is _NO_LITERAL:
-        return ""
-    return "true" if default is True else f"{default:g}" if isinstance(default, float) else str(default)
+            shown = f"{LORA_FACTOR * known[name]:g}; {shown} without LoRA"
+        shown = _GRPO.get(name, shown) if verb == "grpo" else shown
+        lines.append(f"{line} [{shown}]" if shown and not line.endswith("]") else line)
+    no_rows = verb in ("grpo", "orpo")  # they make theirs
+    return "\n".join([*lines, *(line for line in _MORE.splitlines() if not (no_rows and "--dry_run" in line))])
 
 
 # ---- flags from sources -------------------------------------------------------------------------------------------
 
-_NO_LITERAL = object()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """A field of a settings class, read from its source."""
-
-    default: Any  # `_NO_LITERAL` where it is computed
-    options: tuple[str, ...]  # the spellings that the parser accepts
-
 
 @functools.cache
-def flags(verb: Method) -> dict[str, Flag]:
-    """All flags of a verb by name; empty if a class is not found."""
-    found = {CONFIG.removeprefix("--"): Flag(default=None, options=(CONFIG,))}
+def flags(verb: Method) -> dict[str, Any]:
+    """The default of each flag of a verb, None where there is none or it is computed; empty if a class is missing."""
     try:
-        for module, name in VERBS[verb].owners:
-            found |= _fields(module, name)
+        return {"config": None} | {key: each for owner in VERBS[verb].owners for key, each in _fields(*owner).items()}
     except LookupError:
         return {}
-    return found
-
-
-def is_launcher_flag(name: str) -> bool:
-    """Whether ``name``, without dashes, is a flag that only the launcher reads."""
-    return name == bare(CONFIG_FLAG) or name in launcher_flags()
 
 
 @functools.cache
 def launcher_flags() -> dict[str, bool]:
-    """The flags that only the launcher reads: name without dashes, and whether a value follows.
-
-    They are parsed from the function that builds its parser; empty if the source cannot be read.
-    """
-    tree = _tree("accelerate.commands.launch")
-    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef)) if tree else ()
-    built = (node for node in functions if node.name == "launch_command_parser")
+    """The flags that only the launcher reads: name without dashes, and whether a value follows."""
+    functions = {each.name: each for each in _body("accelerate.commands.launch") if isinstance(each, ast.FunctionDef)}
     found: dict[str, bool] = {}
-    for call in (node for each in built for node in ast.walk(each) if isinstance(node, ast.Call)):
-        if getattr(call.func, "attr", "") == "add_argument":
-            settings = {each.arg: each.value for each in call.keywords}
-            valueless = "action" in settings and str(_literal(settings["action"])).startswith(("store_", "help"))
-            for option in map(_literal, call.args):
-                if isinstance(option, str) and option.startswith("--"):
-                    found[bare(option)] = not valueless
+    for call in ast.walk(functions["launch_command_parser"]) if functions else ():
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument":
+            action = next((_literal(each.value) for each in call.keywords if each.arg == "action"), None)
+            options = [each for each in map(_literal, call.args) if isinstance(each, str) and each.startswith("--")]
+            found |= dict.fromkeys(map(bare, options), not str(action).startswith(("store_", "help")))
     return {name: valued for name, valued in found.items() if name not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS}
 
 
-def bare(argument: str) -> str:
-    """The name of a flag, without dashes and value."""
-    return argument.partition("=")[0].lstrip("-").replace("-", "_")
+_BASES = {"_BaseConfig": "trl.trainer.base_config", "TrainingArguments": "transformers.training_args"}
 
 
-def _fields(module: str, name: str) -> dict[str, Flag]:
-    """The fields of a dataclass, those of its bases first."""
-    tree = _tree(module)
-    classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)} if tree is not None else {}
-    found: dict[str, Flag] = {}
-    for base in reversed(classes[name].bases):
-        found |= _fields(_BASES[ast.unparse(base)], ast.unparse(base))
-    for each in classes[name].body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            kind = ast.unparse(each.annotation)
-            flag = None if kind.startswith("ClassVar") else _flag(each.target.id, kind, each.value)
-            if flag is not None:
-                found[each.target.id] = flag
+def _fields(module: str, name: str) -> dict[str, Any]:
+    """The fields of a dataclass with their defaults, those of its bases first."""
+    owner = next((each for each in _body(module) if isinstance(each, ast.ClassDef) and each.name == name), None)
+    if owner is None:
+        raise LookupError(name)
+    found: dict[str, Any] = {}
+    for base in map(ast.unparse, owner.bases):
+        found |= _fields(_BASES.get(base, "trl.scripts.utils"), base)
+    for each in owner.body:
+        if not isinstance(each, ast.AnnAssign) or ast.unparse(each.annotation).startswith("ClassVar"):
+            continue
+        value = each.value
+        if isinstance(value, ast.Call):  # `field(default=...)`, or ours with the default first
+            settings = {each.arg: each.value for each in value.keywords}
+            if "init" in settings and _literal(settings["init"]) is False:
+                continue
+            value = value.args[0] if value.args else settings.get("default")
+        found[ast.unparse(each.target)] = None if value is None else _literal(value)
     return found
-
-
-def _flag(name: str, kind: str, value: ast.expr | None) -> Flag | None:
-    """One field; None where it is no argument of the constructor."""
-    settings: dict[str | None, ast.expr] = {}
-    default: Any = _NO_LITERAL if value is None else _literal(value)
-    if isinstance(value, ast.Call):
-        settings = {each.arg: each.value for each in value.keywords}
-        first = value.args[0] if value.args else settings.get("default")  # positional in our own classes
-        default = _NO_LITERAL if first is None else _literal(first)
-    if "init" in settings and _literal(settings["init"]) is False:
-        return None
-    metadata = settings.get("metadata")
-    told = dict(zip(metadata.keys, metadata.values, strict=True)) if isinstance(metadata, ast.Dict) else {}
-    given = next((each for key, each in told.items() if key and _literal(key) == "aliases"), settings.get("aliases"))
-    aliases = [] if given is None else _literal(given)
-    aliases = [aliases] if isinstance(aliases, str) else aliases
-    spelled = [name]
-    if default is True and kind in ("bool", "bool | None"):
-        spelled.append(f"no_{name}")
-    options = {f"--{each}" for each in spelled} | {f"--{each.replace('_', '-')}" for each in spelled}
-    return Flag(default=default, options=(*sorted(options), *aliases))
 
 
 def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        return _NO_LITERAL
+        return None
 
 
 @functools.cache
-def _tree(module: str) -> ast.Module | None:
-    """The source of a module, found without importing its package; None where it cannot be read."""
+def _body(module: str) -> list[ast.stmt]:
+    """The source of a module, found without importing its package; empty where it cannot be read."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:
-        return None
+        return []
+    file = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
     try:
-        return ast.parse(Path(spec.submodule_search_locations[0], *rest).with_suffix(".py").read_text(encoding="utf-8"))
+        return ast.parse(file.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
-        return None
+        return []
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -532,17 +474,10 @@ class _NoDuplicates(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_SPLIT = "--split_layers"
-
-
 def asks_for_split(argv: Sequence[str]) -> bool:
     """Whether a command line or its recipe splits a model."""
-    value, rest = take_flag([argument.replace("--split-layers", _SPLIT) for argument in argv], _SPLIT)
-    path, _ = take_flag(rest, CONFIG)
-    if value is not None or path is None:
-        return value is not None
-    values = read_recipe(path).values
-    return any(key.removeprefix("--").replace("-", "_") == _SPLIT.removeprefix("--") for key in values)
+    recipe, typed = _typed(argv)
+    return any(bare(name) == "split_layers" for name in [*typed, *(recipe.values if recipe else ())])
 
 
 def show_all_cards(

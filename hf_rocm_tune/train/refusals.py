@@ -102,18 +102,15 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
     lacking = [name for name in wanted if name not in (*available, "none", "all")]
     if not lacking:
         return
-    there = ", ".join(available) or "none of those that transformers supports"
+    what, fix = "unknown or not installed", "`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio"
     if any("," in name or " " in name for name in lacking):
-        fix = "Give several as a list in a --config file, or `all`"
+        fix = "give several as a list in a --config file, or `all`"
     elif all(name in INTEGRATION_TO_CALLBACK for name in lacking):
         packages = " ".join(_PACKAGES.get(name, name) for name in lacking)
-        raise UsageError(
-            f"--report_to {' '.join(lacking)}: not installed; installed here: {there}. Install it "
-            f"(`pip install {packages}`), or leave the flag out"
-        )
-    else:
-        fix = "Install it (`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio), or leave the flag out"
-    raise UsageError(f"--report_to {' '.join(lacking)}: unknown or not installed; installed here: {there}. {fix}")
+        what, fix = "not installed", f"install it (`pip install {packages}`), or leave the flag out"
+    raise UsageError(
+        f"--report_to {' '.join(lacking)}: {what}; installed here: {', '.join(available) or 'none'}; {fix}"
+    )
 
 
 def check_scheduler(args: TrainingArguments) -> None:

@@ -14,7 +14,7 @@ from hf_rocm_tune.cards.way import CardSettings, Way
 from hf_rocm_tune.cards.ways import WAYS
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
-from hf_rocm_tune.settings import compatibility
+from hf_rocm_tune.settings import compatibility, names
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -70,9 +70,9 @@ def test_each_refusal_says_what_to_do(change: dict[str, dict[str, Any]], says: s
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_every_flag_that_a_way_excludes_is_one_of_the_table_and_is_refused(way: type[Way]) -> None:
+def test_every_flag_that_a_way_excludes_exists_and_is_refused(way: type[Way]) -> None:
     for flag, why in way.excludes.items():
-        assert flag in compatibility.USES
+        assert flag in compatibility.USES or names.bare(flag.split()[0]) in names.flags("sft")
         with pytest.raises(UsageError, match=re.escape(f"it does not work with {flag}: {why}")):
             way().refuse(args(), model(), {flag: True}, FSDP2)
 
@@ -91,3 +91,10 @@ def test_deepspeed_without_a_gpu_is_refused_where_accelerate_would_train_with_dd
     monkeypatch.setattr(process, "has_accelerator", lambda: False)
     with pytest.raises(UsageError, match="sees no GPU"):
         process.prepare_process({"ACCELERATE_USE_DEEPSPEED": "true"})
+
+
+def test_every_flag_of_the_table_exists() -> None:
+    known = {flag for verb in names.VERBS for flag in names.flags(verb)}
+    told = {flag for what, excluded in compatibility.EXCLUDES.items() for flag in (what, *excluded)}
+    for flag in told - compatibility.USES.keys() - names.VERBS.keys() - {compatibility.PACKED}:
+        assert names.bare(flag.split()[0]) in known
