@@ -1,15 +1,8 @@
 """Memory and time of a training step on a card: arithmetic on recorded shapes. Imports no torch.
 
-A recording (`Tape`, made by `recorder`) lists when each storage of one step is allocated and freed, for a model with a
-few of its layers. A model of L layers is the recorded segments in order, each layer's as often as the model has layers
-of that kind. The peak is the highest of several moments (backward of the loss, of a layer, the optimizer's step,
-loading), never the sum of all allocations of a step.
-
-    during the whole step    weights, quantisation constants, adapters, optimizer state, gradient buckets
-    at the peak              gradients, activations kept for backward, working memory of the segment with the peak
-    other                    allocator slack, the driver's context, the memory of a desktop: assumed or read
-
-Speed is an estimate to compare choices with, not a measurement.
+A `Tape`, made by `recorder`, lists when each storage of one step is allocated and freed, for a model with a few of its
+layers; a model of L layers is the recorded segments in order, each layer's as often as the model has such a layer. The
+peak is the highest of several moments, never the sum of all allocations. Speed is an estimate to compare choices with.
 """
 
 from __future__ import annotations
@@ -31,24 +24,18 @@ Floats: TypeAlias = "npt.NDArray[np.float64]"
 Counts: TypeAlias = "tuple[int, ...]"
 
 GIB = 1 << 30
-#: Assumed, not measured on a 7900 XT: memory of the runtime before the first tensor, kernels and workspaces included.
-CONTEXT_BYTES = GIB // 2
-#: Assumed: share of temporary memory that the caching allocator cannot reuse, and a minimum.
-SLACK_SHARE, SLACK_FLOOR = 0.05, GIB // 10
+# Assumed, not measured on a 7900 XT: memory of the runtime before the first tensor, kernels and workspaces included;
+# share of temporary memory that the caching allocator cannot reuse, and a minimum; a desktop session on the card.
+CONTEXT_BYTES, SLACK_SHARE, SLACK_FLOOR, DESKTOP_BYTES = GIB // 2, 0.05, GIB // 10, GIB
 #: A case that leaves less is called tight. Reserved minus allocated memory plus the context was 0.5 to 1.8 GiB on T4s
 #: (fitcheck), the context alone 612 MiB on a B200 (unsloth#8669), more than is assumed here.
 TIGHT = 7 * GIB // 10
-#: Assumed if it cannot be read: a desktop session on the card.
-DESKTOP_BYTES = GIB
 #: Assumed: bytes a second from host memory to the card over PCIe 4.0 x8, the link of two cards on most AM5 boards, each
 #: byte packed by the processor before; on x16, 28 to 29e9 were measured (ROCm/ROCm#2253).
 LINK = 13e9
-#: An operation reads about twice what it writes.
-MOVED_PER_WRITTEN = 3.0
-#: Assumed: seconds per kernel launch, Python's share included.
-LAUNCH = 10e-6
-#: Assumed unless it was measured: share of the data sheet's bandwidth that a kernel reaches.
-BANDWIDTH_SHARE = 0.8
+# An operation reads about twice what it writes. Assumed: seconds per kernel launch, Python's share included; share of
+# the data sheet's bandwidth that a kernel reaches.
+MOVED_PER_WRITTEN, LAUNCH, BANDWIDTH_SHARE = 3.0, 10e-6, 0.8
 #: Estimates of speed that differ by less count as equal.
 NEAR = 0.02
 #: Lengths are searched in steps of this many tokens.
@@ -58,6 +45,7 @@ MIX_GAIN = 0.15
 #: In order of time. Of an evaluation, only the first three; the ``reference`` pass is that of DPO and KTO.
 ROLES = ("start", "forward", "head", "reference start", "reference", "reference head", "loss", "backward", "end")
 _OF_LAYERS = ("forward", "reference", "backward")
+WORK = ("flops", "written", "launches", "products", "unpacked")
 
 
 # ---- recordings -------------------------------------------------------------------------------------------------
@@ -108,8 +96,7 @@ class StepRecording:
             self._stretches[key] = storages, signs, owners[storages]
         self._makers = {key: np.unique(owned) for key, (_, _, owned) in self._stretches.items()}
         self._places = [layer for _, layer in keys]
-        names = ("flops", "written", "launches", "products", "unpacked")
-        self._work = np.array([[getattr(each, name) for each in tape.segments] for name in names], dtype=np.float64)
+        self._work = np.array([[getattr(each, name) for each in tape.segments] for name in WORK], dtype=np.float64)
         self._levels: dict[tuple[object, ...], Floats] = {}
 
     @property
@@ -233,26 +220,14 @@ class Step:
             if first_row <= at < first_row + len(rows):
                 found = role, at - first_row
             first_row += len(rows)
-        at_layer = {"backward": self.layers - 1 - found[1]}.get(found[0], found[1])
-        layer = at_layer if found[0] in _OF_LAYERS else -1
-        return Peak(
-            total=float(levels[at]),
-            role=found[0],
-            layer=layer,
-            kept=float(kept[at]),
-            most_kept=float(kept.max()),
-            gradients=float(gradients[at]),
-            by_role=by_role,
-            all_gradients=all_gradients,
-        )
+        role, layer = found
+        layer = self.layers - 1 - layer if role == "backward" else layer if role in _OF_LAYERS else -1
+        some = {"total": levels[at], "kept": kept[at], "most_kept": kept.max(), "gradients": gradients[at]}
+        values = {name: float(value) for name, value in some.items()}
+        return Peak(role=role, layer=layer, by_role=by_role, all_gradients=all_gradients, **values)
 
     def work(self) -> tuple[float, ...]:
-        """The work of one step, over all layers, recomputation included.
-
-        Returns:
-            Floating point operations of matrix products and attention, bytes that other operations write, number of
-            operations that write a tensor, number of such products, and elements of 4-bit weights that are dequantised.
-        """
+        """The work of one step, recomputation included, in the order of `WORK`."""
         rows = []
         for (recording, _), times in zip(self.runs, self._times, strict=True):
             counted = np.append(times[:-1], 0.0) if self.layers_only else times
@@ -261,9 +236,6 @@ class Step:
 
 
 # ---- optimizers -------------------------------------------------------------------------------------------------
-
-_SMALLEST_8_BIT = 4096
-_BLOCK_8_BIT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,11 +257,10 @@ class Optimizer:
     """Memory of an optimizer: its state, and temporary memory of its step.
 
     Sources: torch 2.13 ``optim/adam.py`` (states in the parameter's dtype; a step takes one copy of the parameters in
-    the foreach form, which is the default on a GPU, three of one parameter in the loop on a CPU, and none in the fused
-    form); bitsandbytes 0.50.2 ``optim/optimizer.py`` (8-bit states with a float32 constant per 256 elements; float32
-    for tensors below 4096 elements; 32-bit states are float32 whatever the parameter; paged states are in managed
-    memory) and ``backends/cpu/ops.py`` (on a CPU an 8-bit step has float32 copies of one parameter, its gradient and
-    its states, and of two results). Paged states were not tried on RDNA3; they are counted as host memory.
+    the foreach form, three of one parameter in the loop on a CPU, none in the fused form); bitsandbytes 0.50.2
+    ``optim/optimizer.py`` (8-bit states with a float32 constant per 256 elements; float32 below 4096 elements; 32-bit
+    states are float32) and ``backends/cpu/ops.py`` (float32 copies of one parameter, its gradient, its states and two
+    results). Paged states were not tried on RDNA3; they are counted as host memory.
     """
 
     states: int  # values per parameter
@@ -303,8 +274,8 @@ class Optimizer:
         """Bytes of state, on the card or the host."""
 
         def one(tensor: TrainedTensor) -> int:
-            if self.bits == 8 and tensor.elements >= _SMALLEST_8_BIT:
-                return tensor.elements + 4 * -(-tensor.elements // _BLOCK_8_BIT)
+            if self.bits == 8 and tensor.elements >= 4096:
+                return tensor.elements + 4 * -(-tensor.elements // 256)
             return tensor.elements * (4 if self.bits else tensor.itemsize)
 
         return self.states * sum(one(tensor) * tensor.count for tensor in trained)
@@ -369,9 +340,8 @@ class Weights:
     trained: tuple[TrainedTensor, ...]  # the tensors that have gradients
     parameters: int  # of the model without adapters, before quantisation
     largest: int  # bytes of the largest quantised tensor before it is quantised; 0 without any
-    streams: tuple[
-        Mapping[str, int], ...
-    ] = ()  # of each layer of the real model, what can be streamed, as in ``parts``
+    # of each layer of the real model, what can be streamed, as in ``parts``
+    streams: tuple[Mapping[str, int], ...] = ()
 
     @classmethod
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
@@ -418,24 +388,20 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The speed of a card.
+    """The speed of a card: a matrix product of n operations takes ``n / products + each`` seconds.
 
-    A matrix product of n operations takes ``n / products + each`` seconds, so its rate depends on its size. The
-    defaults are for an RX 7900 XT, from measurements by others: 77 TFLOPS in bfloat16 at best and 14 at 1024 cubed
+    The defaults are for an RX 7900 XT, from measurements by others: 77 TFLOPS in bfloat16 at best and 14 at 1024 cubed
     (zzc0721/torch-performance-test-data, through ZLUDA). 4-bit weights: torchtune's Llama-3.1-8B on a 4090, 3,083
-    tokens a second with LoRA and 2,413 with QLoRA, read as 4096 tokens a step and scaled by bandwidth.
-
-    Those of a card of which no such figure is known rank choices, and no speed is shown.
+    tokens a second with LoRA and 2,413 with QLoRA, read as 4096 tokens a step and scaled by bandwidth. The rates of a
+    card of which no such figure is ``known`` rank choices, and no speed is shown.
     """
 
     known: bool = True
-
     products: float = 77e12  # floating point operations a second of a large product in bfloat16
     each: float = 125e-6  # additional seconds per product
     unpacked: float = 45e9  # elements of 4-bit weights dequantised to bfloat16 a second
     bandwidth: float | None = None  # bytes a second; None: `BANDWIDTH_SHARE` of the data sheet's
-    # Bounds of the true speed as shares of the estimate, chosen by us.
-    least: float = 0.5
+    least: float = 0.5  # bounds of the true speed as shares of the estimate, chosen by us
     most: float = 1.4
 
 
@@ -579,10 +545,9 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     state = 0 if variant.optimizer.paged else variant.optimizer.kept(weights.trained)
     on_card = weights.on_card(case.streamed)
     parts = {name: float(nbytes) for name, nbytes in on_card.items()} | {"optimizer state": float(state)}
-    copied = (
-        weights.parts["weights"] + weights.parts["quantisation constants"] if _has_reference_model(variant, case) else 0
-    )
-    if copied:
+    copied = 0
+    if case.trainer != "sft" and variant.name == "full":  # the reference of DPO and KTO is a second model
+        copied = weights.parts["weights"] + weights.parts["quantisation constants"]
         parts["reference model"] = float(copied)
     if case.cards > 1:
         parts["gradient buckets"] = float(sum(tensor.nbytes for tensor in weights.trained))
@@ -599,11 +564,8 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         gradients = peak.all_gradients
     elif highest not in ("loading", "evaluation"):
         kept, gradients = peak.kept + others, peak.gradients
-    at_peak = {
-        "gradients": gradients,
-        "activations kept": kept,
-        "working memory": moments[highest] - held - kept - gradients,
-    }
+    at_peak = {"gradients": gradients, "activations kept": kept}
+    at_peak["working memory"] = moments[highest] - held - kept - gradients
     slack = SLACK_SHARE * sum(at_peak.values()) + SLACK_FLOOR
     around = {"allocator slack": slack, "context": float(card.context), "desktop": float(card.desktop)}
     parts |= at_peak | around
@@ -627,11 +589,6 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         visiting=visiting * case.accumulation,
         host_missing=max(0.0, sum(host(variant, case).values()) - card.host) if case.streamed and card.host else 0.0,
     )
-
-
-def _has_reference_model(variant: Variant, case: Case) -> bool:
-    """Whether the reference of DPO and KTO is a second model; below adapters it is the same one without them."""
-    return case.trainer != "sft" and variant.name == "full"
 
 
 def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[str, float]:
@@ -684,8 +641,7 @@ def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:
     return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length)) or None
 
 
-#: Assumed: system and desktop session; Python, torch, ROCm runtime and kernels of one training process; one data loader
-#: worker.
+# Assumed: system and desktop session; Python, torch, ROCm runtime and kernels of one process; one data loader worker.
 SYSTEM_BYTES, PROCESS_BYTES, WORKER_BYTES = 5 * GIB // 2, 3 * GIB, GIB // 2
 #: The page-locked ring of the verified transfer: 4 slots of 32 MiB (``transfer/copies.py``).
 RING_BYTES = 4 * 32 * (1 << 20)
@@ -694,9 +650,8 @@ RING_BYTES = 4 * 32 * (1 << 20)
 def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
     """Host memory of a choice: bytes by part, of all training processes.
 
-    Weight files are mapped and read through the ring: their pages are page cache, which the system frees. Those of
-    streamed layers must stay, or each visit would read the disk; quantised ones are memory of each process. A
-    checkpoint gathers a copy of adapter and optimizer state on the host.
+    Weight files are page cache, which the system frees; those of streamed layers must stay, or each visit would read
+    the disk, and quantised ones are memory of each process.
     """
     state = variant.optimizer.kept(variant.weights.trained)
     parts = {

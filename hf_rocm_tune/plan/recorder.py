@@ -1,13 +1,8 @@
 """Recording of one training step on the meta device: when each storage is allocated, and when it is freed.
 
-Nothing is downloaded or allocated. The step is that of TRL: the backbone, the fused head and its loss, and the backward
-pass with or without checkpointing of each layer. Saved tensors, gradients and recomputation are recorded, not computed
-by a formula. A storage counts once, however many views it has; parameters and buffers, which exist before the step, do
-not count.
-
-Covered: every architecture of transformers with a causal language model whose forward pass runs on the meta device.
-Not covered, and refused with one line: models with control flow that depends on the content of tensors (experts
-selected by Python loops), and models whose decoder layers cannot be found.
+The step is that of TRL: the backbone, the fused head with its loss, and the backward pass. Saved tensors, gradients and
+recomputation are recorded, not computed by a formula. A storage counts once, however many views it has; parameters and
+buffers do not count. Refused: models whose control flow depends on the content of tensors.
 """
 
 from __future__ import annotations
@@ -26,19 +21,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from hf_rocm_tune.data.summary import MASKED
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models import recompute
-from hf_rocm_tune.plan.estimate import Case, Tape, TapeSegment
-from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PLATFORMS, TooManyOperations, first_line
+from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment
+from hf_rocm_tune.plan.request import FOREIGN_ERRORS, TooManyOperations, first_line
 from hf_rocm_tune.plan.sample import Sample
 
 aten = torch.ops.aten
 
-#: For each operation of a layer, torch decides in Python whether its result is kept, and again in recomputation. That
-#: takes the time of two more launches (10 microseconds each; 20 per operation were measured on a CPU).
+#: Torch decides in Python whether each result of a layer is kept, and again in recomputation: two more launches each.
 _SELECTIVE_LAUNCHES = 3
-
-# ---- recording a step -------------------------------------------------------------------------------------------
+#: Steps of more operations are not recorded, as that would take many seconds.
+MOST_OPERATIONS = 20_000
 
 
 def record(
@@ -52,43 +47,35 @@ def record(
     triton: bool = True,
     one_pass: bool = False,
 ) -> Tape:
-    """Records one training step of a sample.
+    """Records one training step of a sample: the case's kind of rows and recomputation, at this batch and length.
 
-    Args:
-        sample: the model.
-        case: its rows are plain, padded or packed; with checkpointing, all activations of the layers are recomputed, or
-            if it has ``recompute``, those of all operations except products and attention.
-        batch, length: rows, and tokens of each.
-        platform: ``hip``, ``cuda`` or ``cpu``: the device whose kernels are recorded.
-        autocast: mixed precision in bfloat16.
-        triton: whether Triton's kernels run on the device.
-        one_pass: the gradient of the loss is computed in forward (`models.loss`).
+    ``platform`` (``hip``, ``cuda``, ``cpu``) and ``triton`` say whose kernels; ``autocast``: mixed precision in
+    bfloat16; ``one_pass``: the gradient of the loss is computed in forward (`models.loss`).
 
     Raises:
         TooManyOperations: recording takes too long.
         UsageError: the model does not run on the meta device.
     """
-    name = type(sample.base).__name__
-    parameters = list(sample.model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    tape = Tape()
-    recorder = Recorder(tape, [*parameters, *sample.model.buffers()], _workspaces(platform), sample.kernels)
+    name, model, tape = type(sample.base).__name__, sample.model, Tape()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    existing = [*model.parameters(), *model.buffers()]
+    recorder = Recorder(tape, existing, _workspaces(platform), sample.kernels)
     mode = DeviceMode(platform=platform, autocast=autocast, content_is_plain=case.content == "plain")
     _set_checkpointing(sample.base, mode if case.checkpointing else None, selective=case.recompute is not None)
     hooks = _watch(sample, trained, recorder)
+    kernels = "cpu" if platform == "cpu" else "triton" if triton else "plain"
+    head = partial(FusedHead.apply, recorder, kernels, one_pass)
+    forward = partial(_forward, sample, (batch, length), case.packing, head, compact=kernels == "triton")
     try:
         with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
             warnings.simplefilter("ignore")
-            kernels = "cpu" if platform == "cpu" else "triton" if triton else "plain"
-            head = partial(FusedHead.apply, recorder, kernels, one_pass)
-            forward = partial(_forward, sample, (batch, length), case.packing, head, compact=kernels == "triton")
             loss = other = None
             if not case.evaluation:
                 with mode:
                     loss = forward()
             if case.evaluation or case.trainer != "sft":
                 with mode, _untrained(sample, recorder, reference=not case.evaluation):
-                    mode.second_model = not case.evaluation and sample.model is sample.base
+                    mode.second_model = not case.evaluation and model is sample.base
                     other = forward()
             mode.forget_casts()
             if loss is not None:
@@ -99,15 +86,14 @@ def record(
             if case.recompute is not None and segment.role == "forward":
                 segment.launches *= _SELECTIVE_LAUNCHES
             if case.trainer == "kto" and segment.role.startswith("reference"):  # its KL estimate takes two more passes
-                for work in ("flops", "written", "launches", "products", "unpacked"):
+                for work in WORK:
                     setattr(segment, work, 3 * getattr(segment, work))
         return tape
     except TooManyOperations as error:
         raise TooManyOperations(f"{name} cannot be planned: {error}") from error
     except FOREIGN_ERRORS as error:
-        raise UsageError(
-            f"{name} cannot be planned: its forward pass does not run without data ({first_line(error)})"
-        ) from error
+        reason = f"its forward pass does not run without data ({first_line(error)})"
+        raise UsageError(f"{name} cannot be planned: {reason}") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -118,6 +104,7 @@ def record(
 def _forward(
     sample: Sample, shape: tuple[int, int], packed: bool, head: Callable[..., Tensor], *, compact: bool
 ) -> Tensor:
+    """The loss, as in TRL's fused forward: with Triton (``compact``) only positions that have a label are projected."""
     ids, labels, second = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
     extra: dict[str, Any] = {"position_ids" if packed else "attention_mask": second}
     config = sample.config
@@ -125,33 +112,38 @@ def _forward(
     if balanced:
         extra["output_router_logits"] = True
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
-    projection = sample.base.get_output_embeddings()
-    project = partial(head, projection.weight, getattr(projection, "bias", None))
-    loss = _loss_of(outputs.last_hidden_state, labels, project, compact=compact)
-    if balanced and outputs.router_logits:  # the auxiliary loss of experts, by the function that TRL calls
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+    states, projection = outputs.last_hidden_state, sample.base.get_output_embeddings()
+    loss = _loss_of(states, labels, partial(head, projection.weight, getattr(projection, "bias", None)), compact)
+    if not balanced or not outputs.router_logits:
+        return loss
+    # the auxiliary loss of experts, by the function that TRL calls, of each sparse layer of the real model
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        logits = _of_all_layers(sample, outputs.router_logits)
-        experts = getattr(config, "num_experts", None) or config.num_local_experts
-        mask = extra.get("attention_mask")
-        loss = loss + load_balancing_loss_func(tuple(logits), experts, config.num_experts_per_tok, mask)
-    return loss
-
-
-def _of_all_layers(sample: Sample, logits: tuple[Tensor, ...]) -> list[Tensor]:
-    """The router logits of the real model: those of the recorded layer for each of its sparse layers."""
+    logits = list(outputs.router_logits)
     sparse = [i for i, layer in enumerate(sample.layers) if any("expert" in name for name, _ in layer.named_modules())]
-    if len(sparse) != len(logits):
-        return list(logits)
-    by_layer = dict(zip(sparse, logits, strict=True))
-    return [by_layer[i] for i in sample.layer_of if i in by_layer]
+    if len(sparse) == len(logits):
+        by_layer = dict(zip(sparse, logits, strict=True))
+        logits = [by_layer[i] for i in sample.layer_of if i in by_layer]
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    mask = extra.get("attention_mask")
+    return loss + load_balancing_loss_func(tuple(logits), experts, config.num_experts_per_tok, mask)
+
+
+def _loss_of(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], compact: bool) -> Tensor:
+    states, targets = hidden[:, :-1], labels[:, 1:]
+    mask = targets != MASKED
+    # not `states[mask]`: the number of selected ones is unknown on the meta device
+    per_token = head(_Selected.apply(states) if compact else states.reshape(-1, states.shape[-1]))
+    log_probs = per_token.view(mask.shape) * mask
+    return -log_probs.sum()
 
 
 @contextmanager
 def _untrained(sample: Sample, recorder: Recorder, *, reference: bool) -> Iterator[None]:
     """A pass without gradients, in evaluation or of the reference model; that of adapters is the model without them."""
     without: Any = getattr(sample.model, "disable_adapter", nullcontext) if reference else nullcontext
-    recorder.roles = _REFERENCE if reference else {}
+    names = {"start": "reference start", "forward": "reference", "head": "reference head"}
+    recorder.roles = names if reference else {}
     recorder.segment("start")
     sample.model.eval()
     try:
@@ -161,62 +153,46 @@ def _untrained(sample: Sample, recorder: Recorder, *, reference: bool) -> Iterat
         sample.model.train()
 
 
-_REFERENCE = {"start": "reference start", "forward": "reference", "head": "reference head"}
-
-
 def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> list[Any]:
     """Start a segment at each layer's boundary, forward and backward."""
-    last = len(sample.layers) - 1
-    hooks = []
 
-    def before(layer: int) -> Any:
-        def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            del module
-            recorder.segment("forward", layer)
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if layer == 0 and isinstance(hidden, Tensor) and hidden.requires_grad:
-                hidden.register_hook(lambda gradient: recorder.segment("end"))
+    def before(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder.segment("forward", layer)
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if layer == 0 and isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: recorder.segment("end"))
 
-        return begin
+    def after(layer: int, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: recorder.segment("backward", layer))
+        if layer == len(sample.layers) - 1:
+            recorder.segment("head")
 
-    def after(layer: int) -> Any:
-        def finish(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            del module, args
-            hidden = output if isinstance(output, Tensor) else output[0]
-            if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: recorder.segment("backward", layer))
-            if layer == last:
-                recorder.segment("head")
-
-        return finish
-
+    hooks: list[Any] = []
     for position, layer in enumerate(sample.layers):
-        hooks.append(layer.register_forward_pre_hook(before(position), with_kwargs=True))
-        hooks.append(layer.register_forward_hook(after(position)))
+        hooks.append(layer.register_forward_pre_hook(partial(before, position), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(partial(after, position)))
     for parameter in trained:
         hooks.append(parameter.register_post_accumulate_grad_hook(lambda each: recorder.landed(each.grad)))
     return hooks
 
 
 def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -> None:
-    """Enable checkpointing as ``transformers.Trainer`` does, which makes the embeddings' output require a gradient.
-
-    Recomputation runs in the mode, too.
-    """
+    """As ``transformers.Trainer`` does, which makes the embeddings' output require a gradient."""
     if base.is_activation_checkpointing:
         base.activation_checkpointing_disable()
         base.disable_input_require_grads()
     if mode is None:
         return
 
-    def contexts() -> tuple[Any, Any]:
+    def contexts() -> tuple[Any, Any]:  # recomputation runs in the mode, too
         first, second = recompute.contexts() if selective else (nullcontext(), nullcontext())
         return first, mode.again(second)
 
+    how = {"use_reentrant": False, "context_fn": contexts}
     try:
-        base.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts}
-        )
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     except ValueError as error:
         raise UsageError(f"{type(base).__name__} does not support checkpointing: {error}") from error
 
@@ -224,28 +200,15 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
 # ---- storages --------------------------------------------------------------------------------------------------------
 
 
-#: Steps of more operations are not recorded, as that would take many seconds.
-MOST_OPERATIONS = 20_000
-
-
 class Recorder(TorchDispatchMode):
-    """Records the operations inside its ``with`` block, below autograd.
+    """Records the operations inside its ``with`` block on a tape, below autograd.
 
-    The block raises :class:`TooManyOperations` after `MOST_OPERATIONS`.
-
-    Args:
-        tape: receives the recording.
-        existing: tensors that exist before the step and do not count.
-        workspaces: by operator, a function of its arguments that returns the bytes of its workspace.
-        kernels: cached results of operators; see `cached`.
+    ``existing`` tensors do not count; ``workspaces`` gives, by operator, its workspace in bytes from its arguments;
+    ``kernels`` are cached results, see `cached`.
     """
 
     def __init__(
-        self,
-        tape: Tape,
-        existing: Iterable[Tensor],
-        workspaces: dict[Any, Callable[..., int]],
-        kernels: dict[Any, Any] | None = None,
+        self, tape: Tape, existing: Iterable[Tensor], workspaces: dict[Any, Any], kernels: dict[Any, Any] | None = None
     ) -> None:
         super().__init__()
         self._tape, self._workspaces, self._kernels = tape, workspaces, {} if kernels is None else kernels
@@ -268,15 +231,7 @@ class Recorder(TorchDispatchMode):
             self._landed.add(index)
             self._event(index, 0)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """An option of torch: nothing is compiled here, and its guard around each operator costs a twentieth."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self._next is not None:
             self._tape.segments.append(self._next)
@@ -289,8 +244,7 @@ class Recorder(TorchDispatchMode):
         own = self._workspaces.get(func)
         workspace = self._new(own(*args, **kwargs)) if own is not None else None
         out, flops = cached(self._kernels, func, args, kwargs)
-        entered = self._enter(out) if isinstance(out, Tensor) else sum([self._enter(each) for each in _tensors_in(out)])
-        if entered or "out" in kwargs:
+        if sum([self._enter(each) for each in _tensors_in(out)]) or "out" in kwargs:
             segment.launches += 1
             segment.flops += flops
             segment.products += flops > 0
@@ -337,16 +291,15 @@ class Recorder(TorchDispatchMode):
         self._event(index, -1)
 
 
+#: Products that torch's table lacks.
+_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::int8_scaled_mm", "aten::_grouped_mm"})
+
+
 def cached(known: dict[Any, Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
     """The result of an operator on the meta device, and the floating point operations of its matrix product.
 
     torch computes an output's shape in Python, which takes longer than the rest of a recording, and layers repeat the
-    same operators on the same shapes. For arguments that occurred before, the result is new tensors of the same shapes,
-    strides and dtypes. Operators that return or change their arguments, or whose output is not on the meta device, are
-    called each time.
-
-    Args:
-        known: the cache, which is updated; all recordings of a model share one.
+    same operators on the same shapes. Operators that return or change their arguments are called each time.
     """
     operator = known.get(func)
     if operator is None:
@@ -363,8 +316,10 @@ def cached(known: dict[Any, Any], func: Any, args: tuple[Any, ...], kwargs: dict
             for each in outputs
         ]
         return made[0] if alone else tuple(made), flops
-    out = func(*args, **kwargs)
-    flops = _flops(func, args, kwargs, out) if counted else 0
+    out, flops = func(*args, **kwargs), 0
+    if counted:  # rows times both sides of the weight, where torch has no count
+        count = flop_registry.get(func._overloadpacket)
+        flops = int(count(*args, **kwargs, out_val=out) if count else 2 * args[0].numel() * out.shape[-1])
     if key is not None and (described := _outputs(out, (args, kwargs))) is not None:
         known[key] = isinstance(out, Tensor), described, flops
     return out, flops
@@ -379,27 +334,24 @@ def _key(value: Any) -> Any:
 
 
 def _outputs(out: Any, given: object) -> tuple[Any, ...] | None:
-    """The values of an operator's result, tensors as shape, strides and dtype; None if it cannot be cached: a tensor is
-    not new, not contiguous in memory or not on the meta device.
+    """An operator's result, tensors as shape, strides and dtype; None if a tensor is not new, dense and on meta.
 
     Some operators return a view although their schema does not say so. A result without tensors depends on content.
     """
     outputs = out if isinstance(out, tuple) else (out,)
-    if not _tensors_in(outputs):
-        return None
     seen = {id(tensor.untyped_storage()) for tensor in _tensors_in(given)}
     found: list[Any] = []
     for each in outputs:
-        if not isinstance(each, Tensor | int | float | None):
-            return None
         if isinstance(each, Tensor):
             storage = each.untyped_storage()
             again = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
             if id(storage) in seen or not each.is_meta or again.untyped_storage().nbytes() != storage.nbytes():
                 return None
             seen.add(id(storage))
+        elif not isinstance(each, int | float | None):
+            return None
         found.append((each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each)
-    return tuple(found)
+    return tuple(found) if _tensors_in(outputs) else None
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -409,36 +361,16 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [tensor for each in inside for tensor in _tensors_in(each)]
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Operations of a matrix product or of attention."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=out))
-    return 2 * int(args[0].numel()) * int(out.shape[-1])  # rows times both sides of the weight
-
-
-#: Products that torch's table lacks.
-_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::int8_scaled_mm", "aten::_grouped_mm"})
-
-
 # ---- the device's kernels and autocast -------------------------------------------------------------------------------
 
-_LOWER = frozenset(
-    {
-        *("linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "einsum", "chain_matmul"),
-        *("addmm", "addbmm", "baddbmm", "scaled_dot_product_attention"),
-        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
-    }
-)
+_LOWER = {"linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "einsum", "chain_matmul", "addmm"}
+_LOWER |= {"addbmm", "baddbmm", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d"}
+_LOWER |= {"conv_transpose2d"}
 # Only names that models use between their matrix products. The CPU's autocast list has none of them.
-_UPPER = frozenset(
-    {
-        *("layer_norm", "group_norm", "rms_norm", "norm", "linalg_norm", "linalg_vector_norm", "cosine_similarity"),
-        *("pow", "__pow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp"),
-        *("softplus", "nll_loss", "cross_entropy"),
-    }
-)
-_UPPER_BY_DTYPE = frozenset({"softmax", "log_softmax", "sum", "cumsum", "prod"})
+_UPPER = {"layer_norm", "group_norm", "rms_norm", "norm", "linalg_norm", "linalg_vector_norm", "cosine_similarity"}
+_UPPER |= {"pow", "__pow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp"}
+_UPPER |= {"softplus", "nll_loss", "cross_entropy"}
+_UPPER_BY_DTYPE = {"softmax", "log_softmax", "sum", "cumsum", "prod"}
 
 
 class DeviceMode(TorchFunctionMode):
@@ -449,10 +381,7 @@ class DeviceMode(TorchFunctionMode):
 
     def __init__(self, *, platform: str, autocast: bool, content_is_plain: bool) -> None:
         super().__init__()
-        assert platform in PLATFORMS, platform
-        self._platform = platform
-        self._autocast = autocast
-        self._plain = content_is_plain
+        self._platform, self._autocast, self._plain = platform, autocast, content_is_plain
         self._casts: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
         self._caching = True
         self.second_model = False  # a model of the same shape, recorded with the same parameters
@@ -472,45 +401,39 @@ class DeviceMode(TorchFunctionMode):
         finally:
             self.forget_casts()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs, name, card = kwargs or {}, getattr(func, "__name__", ""), self._platform != "cpu"
         if name == "__bool__" and args[0].is_meta:
             return self._plain
-        if self._autocast and _on_meta(args):
+        if self._autocast and any(isinstance(each, Tensor) and each.is_meta for each in args):
             if name in _LOWER:
                 args, kwargs = self._cast((args, kwargs), torch.bfloat16)
-            elif self._platform != "cpu" and name in _UPPER:
+            elif card and name in _UPPER:
                 args, kwargs = self._cast((args, kwargs), torch.float32)
-            elif self._platform != "cpu" and name in _UPPER_BY_DTYPE and _is_low(args[0]):
+            elif card and name in _UPPER_BY_DTYPE and args[0].dtype in (torch.bfloat16, torch.float16):
                 kwargs = {"dtype": torch.float32, **kwargs} if kwargs.get("dtype") is None else kwargs
         if name == "scaled_dot_product_attention":
             return self._attention(func, *args, **kwargs)
         if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
             return _GroupedProduct.apply(*args[:2])  # on the meta device torch takes bfloat16 only
-        if name == "dropout" and self._platform != "cpu":
+        if name == "dropout" and card:
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _cast(self, given: Any, dtype: torch.dtype) -> Any:
-        if isinstance(given, Tensor):
-            return self._cast_tensor(given, dtype)
         if type(given) is dict:
             return {name: self._cast(each, dtype) for name, each in given.items()}
-        return type(given)([self._cast(each, dtype) for each in given]) if type(given) in (tuple, list) else given
-
-    def _cast_tensor(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
-            return tensor
-        lasting = tensor.dtype == torch.float32 and tensor.is_leaf and tensor.requires_grad
+        if type(given) in (tuple, list):
+            return type(given)([self._cast(each, dtype) for each in given])
+        keeps = not isinstance(given, Tensor) or not given.is_floating_point()
+        if keeps or given.dtype in (dtype, torch.float64):
+            return given
+        lasting = given.dtype == torch.float32 and given.is_leaf and given.requires_grad
         if not (self._caching and lasting and dtype == torch.bfloat16):
-            return tensor.to(dtype)
-        key = id(tensor), self.second_model
+            return given.to(dtype)
+        key = id(given), self.second_model
         if key not in self._casts:
-            self._casts[key] = tensor, tensor.to(dtype)
+            self._casts[key] = given, given.to(dtype)
         return self._casts[key][1]
 
     def _attention(
@@ -525,30 +448,26 @@ class DeviceMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        if self._platform == "cpu" and (dropout_p > 0 or query.shape[-1] != value.shape[-1]):
-            more = {"scale": scale, "enable_gqa": enable_gqa}  # by plain products, as on the meta device
-            return stock(query, key, value, attn_mask, dropout_p, is_causal, **more)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
+        mask, same_width = attn_mask, query.shape[-1] == value.shape[-1]
+        if self._platform == "cpu" and (dropout_p > 0 or not same_width):  # by plain products, as on the meta device
+            return stock(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device="meta")
         if self._platform == "cpu":
-            return aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )[0]
-        if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
+            flash = aten._scaled_dot_product_flash_attention_for_cpu
+            return flash(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+        if mask is None and query.dtype != torch.float32 and same_width:
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if key.shape[1] != query.shape[1]:  # the memory-efficient kernel needs equal numbers of heads
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        if attn_mask is not None:
-            # it needs rows at multiples of 8 elements, too: torch pads other masks
-            short = -attn_mask.shape[-1] % 8
-            if short:
-                attn_mask = torch.nn.functional.pad(attn_mask, (0, short))[..., : attn_mask.shape[-1]]
-            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        if mask is not None:
+            if short := -mask.shape[-1] % 8:  # it needs rows at multiples of 8 elements, too: torch pads other masks
+                mask = torch.nn.functional.pad(mask, (0, short))[..., : mask.shape[-1]]
+            mask = mask.expand(*query.shape[:3], key.shape[2])
         wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, wants_grad, dropout_p, is_causal, scale=scale
-        )[0]
+        efficient = aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, mask, wants_grad, dropout_p, is_causal, scale=scale)[0]
 
 
 @contextmanager
@@ -557,7 +476,7 @@ def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
 
     ``torch.autocast("meta", enabled=False)``, which PEFT calls and torch refuses, does nothing.
     """
-    name, stock = autocast_device(platform), torch.autocast
+    name, stock = _autocast_device(platform), torch.autocast
     before = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
     torch.set_autocast_enabled(name, enabled)
     torch.set_autocast_dtype(name, torch.bfloat16)
@@ -574,9 +493,8 @@ def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
         torch.set_autocast_dtype(name, before[1])
 
 
-def autocast_device(platform: str) -> str:
-    """The device type of a platform's autocast in torch; that of HIP is ``cuda``."""
-    return "cpu" if platform == "cpu" else "cuda"
+def _autocast_device(platform: str) -> str:
+    return "cpu" if platform == "cpu" else "cuda"  # HIP's too
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -596,56 +514,40 @@ class _GroupedProduct(torch.autograd.Function):
         return tuple(grad.new_empty(shape) if need else None for shape, need in wanted)
 
 
-def _workspaces(platform: str) -> dict[Any, Callable[..., int]]:
-    """Bytes of workspaces that kernels allocate themselves, by operator."""
-    found: dict[Any, Callable[..., int]] = {}
+def _workspaces(platform: str) -> dict[Any, Any]:
+    """Bytes of workspaces that kernels allocate themselves, by operator, as functions of its arguments."""
+
+    def flash_backward(grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **more: Any) -> int:
+        groups = query.shape[1] // key.shape[1]
+        return query.numel() * 4 + (2 * key.numel() * groups * key.element_size() if groups > 1 else 0)
+
+    def unpacked(x: Tensor, packed: Tensor, shape: tuple[int, ...], *rest: Any, **more: Any) -> int:
+        elements = math.prod(shape)
+        return elements * x.element_size() + (8 * (elements // 64) if more.get("absmax_8bit") is not None else 0)
+
+    def int8(rows: Tensor, weight: Tensor, *rest: Any, **more: Any) -> int:  # the product itself, before it is scaled
+        return 4 * len(weight) * rows.numel() // rows.shape[-1]
+
+    found: dict[Any, Any] = {}
     if platform == "cuda":  # flash attention 2 accumulates the gradient of the queries in float32
-        found[aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward_cuda
+        found[aten._scaled_dot_product_flash_attention_backward.default] = flash_backward
     if hasattr(torch.ops, "bitsandbytes") and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        found[torch.ops.bitsandbytes.gemm_4bit.default] = _unpacked
-        # the product itself is int32 (bitsandbytes 0.50.2, ``backends/default/ops.py``)
-        found[torch.ops.bitsandbytes.int8_scaled_mm.default] = lambda rows, weight, *_, **more: (
-            4 * len(weight) * rows.numel() // rows.shape[-1]
-        )
+        found[torch.ops.bitsandbytes.gemm_4bit.default] = unpacked
+        found[torch.ops.bitsandbytes.int8_scaled_mm.default] = int8
     return found
 
 
-def _flash_backward_cuda(grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **more: Any) -> int:
-    groups = query.shape[1] // key.shape[1]
-    return query.numel() * 4 + (2 * key.numel() * groups * key.element_size() if groups > 1 else 0)
-
-
-def _unpacked(x: Tensor, packed: Tensor, shape: tuple[int, ...], *rest: Any, **more: Any) -> int:
-    elements = math.prod(shape)
-    constants = 2 * 4 * (elements // 64) if more.get("absmax_8bit") is not None else 0
-    return elements * x.element_size() + constants
-
-
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    del inplace
     return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
-
-
-def _on_meta(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(argument, Tensor) and argument.is_meta for argument in args)
-
-
-def _is_low(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
 # ---- the head and the loss -------------------------------------------------------------------------------------------
 
-TILE_TOKENS = 4096
-PLAIN_TOKENS = 1024
-"""On a card without Triton, see `models.loss.fit_to`."""
-TILE_WIDTH = 32768
-IGNORED = -100
+TILE_TOKENS, TILE_WIDTH = 4096, 32768
+PLAIN_TOKENS = 1024  # on a card without Triton, see `models.loss.fit_to`
 _STATISTICS = 7  # float32 values a token: running maximum, sums, the target's logit
-# Number of float32 copies of a tile at a time without Triton, besides one of booleans (TRL's `_forward_tile`,
-# `_backward_tile`).
-_FORWARD_TILES = 3
-_BACKWARD_TILES = 7
+# Float32 copies of a tile without Triton, besides one of booleans (TRL's `_forward_tile`, `_backward_tile`).
+_FORWARD_TILES, _BACKWARD_TILES = 3, 7
 
 
 class FusedHead(torch.autograd.Function):
@@ -683,18 +585,16 @@ class FusedHead(torch.autograd.Function):
             (gradient,) = ctx.saved_tensors
             return (*[None] * 5, (gradient * grad.unsqueeze(-1)).to(ctx.dtype))
         hidden, weight, bias = ctx.saved_tensors
-        tensors, wanted = (weight, bias, hidden), ctx.needs_input_grad[3:]
-        sums = [
-            torch.empty_like(tensor, dtype=torch.float32) if need else None
-            for tensor, need in zip(tensors, wanted, strict=True)
-        ]
-        _project(ctx, hidden, weight, products=1 + wanted[0] + wanted[2], copies=_BACKWARD_TILES)
-        cast = [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
+        wanted = list(zip((weight, bias, hidden), ctx.needs_input_grad[3:], strict=True))
+        sums = [torch.empty_like(tensor, dtype=torch.float32) if need else None for tensor, need in wanted]
+        products = 1 + wanted[0][1] + wanted[2][1]
+        _project(ctx, hidden, weight, products=products, copies=_BACKWARD_TILES)
+        cast = [total if total is None else total.to(each.dtype) for total, (each, _) in zip(sums, wanted, strict=True)]
         return (*[None] * 3, *cast)
 
 
 def _computed_in(hidden: Tensor, kernels: str) -> torch.dtype:
-    return torch.bfloat16 if torch.is_autocast_enabled(autocast_device(kernels)) else hidden.dtype
+    return torch.bfloat16 if torch.is_autocast_enabled(_autocast_device(kernels)) else hidden.dtype
 
 
 def _project(ctx: Any, hidden: Tensor, weight: Tensor, *, products: int, copies: int, width: int = TILE_WIDTH) -> None:
@@ -711,21 +611,8 @@ def _project(ctx: Any, hidden: Tensor, weight: Tensor, *, products: int, copies:
     del casts, tiles
 
 
-def _loss_of(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], *, compact: bool) -> Tensor:
-    """The loss of a batch from the last hidden states (B, S, H) and int64 labels (B, S), as in TRL's fused forward.
-
-    Without Triton every position is projected, with it (``compact``) only those that have a label, here all.
-    """
-    states, targets = hidden[:, :-1], labels[:, 1:]
-    mask = targets != IGNORED
-    # not `states[mask]`: the number of selected ones is unknown on the meta device
-    per_token = head(_Selected.apply(states) if compact else states.reshape(-1, states.shape[-1]))
-    log_probs = per_token.view(mask.shape) * mask
-    return -log_probs.sum()
-
-
 class _Selected(torch.autograd.Function):
-    """``states[mask]`` with a mask that is true everywhere: a copy, and int64 positions."""
+    """``states[mask]`` with a mask that is true everywhere: a copy, and int64 positions; backward into zeros."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:
@@ -737,5 +624,5 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Zeros, into which the rows are written."""
+        """The rows are written into zeros."""
         return grad.new_zeros(ctx.shape)

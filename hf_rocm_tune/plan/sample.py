@@ -22,15 +22,7 @@ from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.adapter import adaptable, beside_experts, check_targets, share_inputs, target_names
-from hf_rocm_tune.models.experts import (
-    experts_of,
-    mxfp4_code,
-    pack_mxfp4,
-    pack_nf4,
-    routers_of,
-    use_packed,
-    weights_of,
-)
+from hf_rocm_tune.models.experts import experts_of, mxfp4_code, pack_mxfp4, pack_nf4, routers_of, use_packed, weights_of
 from hf_rocm_tune.models.placement import quant_state_of
 from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
 from hf_rocm_tune.models.streaming import is_streamed
