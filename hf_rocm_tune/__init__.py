@@ -44,6 +44,7 @@ _leave_working_directory()
 # isort: split
 import importlib
 import logging
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,9 @@ def _matters(record: logging.LogRecord) -> bool:
 
 def _prepare_process() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_matters)
+    # PEFT 0.21 and TRL 1.16 use names that transformers 5.23 has changed; the user cannot change that.
+    renamed = r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated"
+    warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
     torch_loaded = "torch" in sys.modules
     topology = gpus.read_topology()
     facts = variables.read_facts(archs=())

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,8 +96,6 @@ def _quieten_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # transformers 5.23 warns of a name that its own `generate` path reads on a PEFT model
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 
 def _sample_pairs(test_file: Path) -> list[tuple[str, str]]:

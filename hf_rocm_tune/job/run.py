@@ -266,7 +266,6 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
         )
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
-    telemetry.show(trainer, report=job.mover.report, telemetry=job.telemetry)
     cards = job.cards = announce.Cards(
         arguments=job.arguments,
         data=job.data.description,

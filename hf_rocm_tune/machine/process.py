@@ -21,7 +21,6 @@ import os
 import re
 import socket
 import stat
-import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -217,9 +216,6 @@ def prepare_process(environ: MutableMapping[str, str]) -> None:
     _listen_on_loopback_only(environ)
     if not has_accelerator():
         environ["ACCELERATE_USE_CPU"] = "true"
-    # PEFT 0.21 and TRL 1.16 use names that transformers 5.23 has changed; the user cannot change that.
-    renamed = r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated"
-    warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
 
 
 def several_machines(environ: Mapping[str, str]) -> bool:

@@ -59,6 +59,7 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
     if wanted.model is None and not wanted.largest:
         raise UsageError(f"give --model, a Hub id or a directory, or --largest; see `{_PROGRAM} plan --help`")
     fields = {name: value for name, value in vars(wanted).items() if name in PlanRequest.__dataclass_fields__}
+    fields |= {"target_parameters": tuple(wanted.target_parameters)}
     fields |= {"targets": as_targets(wanted.targets), "modules_to_save": tuple(wanted.modules_to_save)}
     if wanted.stream and wanted.cards > 1:
         raise UsageError(f"{STREAM} is planned for one card (of several, each streams for itself): leave out --cards")
@@ -475,6 +476,8 @@ def _parser() -> argparse.ArgumentParser:
     flag("--dropout", "--lora_dropout", type=float, default=usual.dropout, help="of the adapters (0)")
     which = f"modules with adapters, or {ALL_LINEAR}, the default"
     flag("--targets", "--lora_target_modules", nargs="+", default=[ALL_LINEAR], help=which)
+    names = ("--target_parameters", "--lora_target_parameters")
+    flag(*names, nargs="+", default=[], help="experts with adapters: experts.gate_up_proj experts.down_proj")
     flag("--modules_to_save", "--lora_modules_to_save", nargs="+", default=[], help="modules that are trained whole")
     flag("--dora", "--use_dora", action="store_true", help="DoRA")
     flag("--one_pass_loss", action="store_true", help="gradient of the loss in the forward pass")
@@ -543,6 +546,7 @@ def _settings(request: PlanRequest, method: str, case: Case) -> dict[str, Any]:
         "lora_target_modules": list([request.targets] if isinstance(request.targets, str) else request.targets)
         if lora
         else None,
+        "lora_target_parameters": list(request.target_parameters) or None,
         "lora_modules_to_save": list(request.modules_to_save) or None,
         "use_dora": request.dora,
     }

@@ -49,10 +49,11 @@ class PlanRequest:
     effective_batch: int = 16  # sequences (``dpo``: pairs) per optimizer step, over all cards
     cards: int = 1  # each with the whole model
     packing: bool = False  # several sequences in a row
-    # rank, dropout, targets, modules_to_save, dora: of the adapters
+    # rank, dropout, targets, target_parameters, modules_to_save, dora: of the adapters
     rank: int = 16
     dropout: float = 0.0
     targets: str | tuple[str, ...] = ALL_LINEAR
+    target_parameters: tuple[str, ...] = ()  # of fused experts
     modules_to_save: tuple[str, ...] = ()
     dora: bool = False
     nested: bool = True  # constants of 4-bit weights are quantised too
@@ -93,8 +94,9 @@ class PlanRequest:
             faults.append("kto needs two or more sequences in a micro-batch: its KL estimate pairs them")
         if self.stream != 0 and ("full" in self.methods or self.dora):
             faults.append(f"{FLAG} is for LoRA and QLoRA: leave it out with --method full and --dora")
-        if "full" in self.methods and (self.dora or self.modules_to_save):
-            faults.append("--dora and --modules_to_save are for adapters: leave them out with --method full")
+        if "full" in self.methods and (self.dora or self.modules_to_save or self.target_parameters):
+            ours = "--dora, --target_parameters and --modules_to_save"
+            faults.append(f"{ours} are for adapters: leave them out with --method full")
         for name, given, known in (
             ("trainer", self.trainer, TRAINERS),
             *(("method", method, METHODS) for method in self.methods),
@@ -165,6 +167,7 @@ def from_training(
         # TRL turns dropout off for preferences
         dropout=0.0 if settings.get("disable_dropout") else float(settings["lora_dropout"]),
         targets=as_targets([targets] if isinstance(targets, str) else targets),
+        target_parameters=tuple((lora and settings.get("lora_target_parameters")) or ()),
         modules_to_save=tuple((lora and settings.get("lora_modules_to_save")) or ()),
         dora=lora and bool(settings.get("use_dora")),
         nested=bool(settings.get("use_bnb_nested_quant")),
@@ -415,6 +418,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "max_position_embeddings": 40960}
     | {"head_dim": 128, "router_aux_loss_coef": 0.001},
     "olmoe": {"architectures": ["OlmoeForCausalLM"], "vocab_size": 50304, "max_position_embeddings": 4096},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "vocab_size": 32000, "max_position_embeddings": 32768}
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v2": {"architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102400}
+    | {"max_position_embeddings": 163840, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2}
+    | {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None}
+    | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     "gpt_oss": {"architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "max_position_embeddings": 131072}
     | {"head_dim": 64, "sliding_window": 128, "router_aux_loss_coef": 0.9, "attention_bias": True},
 }
@@ -455,6 +464,7 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
     ),
     _model("microsoft/phi-4", 14.66, "phi3", 5120, 17920, 40, 40, 10, **_PHI4),
     _model("Qwen/Qwen3-14B", 14.77, "qwen3", 5120, 17408, 40, 40, 8),
+    _model("deepseek-ai/DeepSeek-V2-Lite", 15.71, "deepseek_v2", 2048, 10944, 27, 16, 16),
     _model(
         "openai/gpt-oss-20b",
         20.91,
@@ -472,6 +482,7 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("Qwen/Qwen3-30B-A3B", 30.53, "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3_A3B),
     _model("Qwen/Qwen2.5-32B", 32.76, "qwen2", 5120, 27648, 64, 40, 8),
     _model("Qwen/Qwen3-32B", 32.76, "qwen3", 5120, 25600, 64, 64, 8),
+    _model("mistralai/Mixtral-8x7B-v0.1", 46.70, "mixtral", 4096, 14336, 32, 32, 8),
     _model("meta-llama/Llama-3.1-70B", 70.55, "llama", 8192, 28672, 80, 64, 8),
     _model("meta-llama/Llama-3.3-70B-Instruct", 70.55, "llama", 8192, 28672, 80, 64, 8),
 )
@@ -481,6 +492,6 @@ def public_model(name: str) -> PublicModel | None:
     """The entry of a Hub id, or of its chat-tuned variant, which has the same shape."""
 
     def stem(text: str) -> str:
-        return re.sub(r"(-(instruct|it|base|pt))?(-25\d\d|-24\d\d)?$", "", text.lower())
+        return re.sub(r"-(instruct|it|base|pt|chat|\d{4})(?=-|$)", "", text.lower())
 
     return next((model for model in PUBLIC_MODELS if stem(model.name) == stem(name)), None)

@@ -271,6 +271,7 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
         r=request.rank,
         lora_dropout=request.dropout,
         target_modules=target_names(targets),
+        target_parameters=list(request.target_parameters) or None,
         modules_to_save=list(request.modules_to_save) or None,
         use_dora=request.dora,
     )

@@ -102,7 +102,11 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
     if adapter is not None and adapter.is_reward:
         raise _gives_scores(adapter.name, "an adapter of a reward model")
     source = _source(settings, adapter)
-    if any("ForSequenceClassification" in str(name) for name in check_source(source, device).architectures or ()):
+    try:
+        architectures = check_source(source, device).architectures or ()
+    except UsageError as error:
+        raise UsageError(f"{error}{'; --base names another base of the adapter' if adapter else ''}") from error
+    if any("ForSequenceClassification" in str(name) for name in architectures):
         raise _gives_scores(source.name, "a reward model, or another that classifies")
     with Mover(device, settings=TransferSettings(), faults=FaultSpec.from_environment()) as mover:
         if (faults := mover.fault_injection()) is not None:

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -364,6 +365,7 @@ class MetricsCallback(TrainerCallback):
 # ---- the terminal -------------------------------------------------------------------------------------------
 
 _REFRESH_S = 0.25
+_BESIDE_FIGURES = 33  # characters of the live line, but for the two numbers of steps
 _MEMORY = ("gpu/vram_used_gib", "gpu/torch_reserved_gib")  # of the card, else of this process
 _HOTSPOT = ("gpu/hotspot_max_c", "gpu/hotspot_c", "gpu/edge_c")
 
@@ -399,8 +401,9 @@ _SHOWN_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
 
 
 def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> None:
-    """Replace transformers' progress and printer callbacks by `TerminalCallback`, on rank 0; not in a notebook."""
-    theirs = [each for each in trainer.callback_handler.callbacks if type(each) in (ProgressCallback, PrinterCallback)]
+    """Replace transformers' progress and printer callbacks by ours, which on rank 0 show the log."""
+    stock = (ProgressCallback.__name__, PrinterCallback.__name__, "NotebookProgressCallback")
+    theirs = [each for each in trainer.callback_handler.callbacks if type(each).__name__ in stock]
     for each in theirs:
         trainer.remove_callback(each)
     if not theirs or not trainer.is_world_process_zero():
@@ -414,7 +417,8 @@ def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | Non
         read = telemetry.latest() if telemetry is not None else torch_memory(device)
         return counters | {f"gpu/{name}": value for name, value in read.items()}
 
-    trainer.add_callback(TerminalCallback(live=live, now=now, memory_gib=memory / 2**30 if memory else None))
+    of_kind = NotebookCallback if type(theirs[0]).__name__ == stock[2] else TerminalCallback
+    trainer.add_callback(of_kind(live=live, now=now, memory_gib=memory / 2**30 if memory else None))
 
 
 def clear_live_line() -> None:
@@ -438,6 +442,7 @@ class TerminalCallback(TrainerCallback):
     def __init__(self, *, live: bool, now: Callable[[], Mapping[str, float]], memory_gib: float | None) -> None:
         self._live, self._now, self._memory_gib = live, now, memory_gib
         self._columns: list[_Column] = []
+        self._width = self._rows_shown = 0  # of the terminal at the last titles, and since them
         self._last: dict[str, Any] = {}  # the last training log
         self._progress: Progress | None = None
         self._refreshed = 0.0
@@ -458,9 +463,9 @@ class TerminalCallback(TrainerCallback):
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=12),
-            TextColumn("{task.fields[figures]}"),
             TextColumn("ETA"),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
             console=Console(file=sys.stdout),
             auto_refresh=False,
             transient=True,
@@ -471,7 +476,7 @@ class TerminalCallback(TrainerCallback):
         self._progress.start()
         _LIVE.add(self)
         self._progress.console.show_cursor()  # a run that is killed cannot restore it
-        self._refresh(state, "")
+        self._refresh(state, [""])
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._progress is not None and self._due():
@@ -483,7 +488,7 @@ class TerminalCallback(TrainerCallback):
         self._evaluated += 1
         if self._progress is not None and self._due():
             total = f" of {len(eval_dataloader)}" if has_length(eval_dataloader) else ""
-            self._refresh(state, f"evaluating: batch {self._evaluated}{total}")
+            self._refresh(state, [f"evaluating: batch {self._evaluated}{total}"])
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """The next evaluation counts its batches from 0."""
@@ -498,16 +503,22 @@ class TerminalCallback(TrainerCallback):
         first = max(9, 2 * len(str(state.max_steps)) + 1)
         if "loss" in logs:
             self._last = dict(logs)
-            if not self._columns:
+            size = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((sys.maxsize, sys.maxsize))
+            if size.columns != self._width or self._rows_shown >= size.lines - 3:
+                self._width, self._rows_shown = size.columns, 0
                 self._columns = self._chosen(logs, first)
-                titles = (f"{each.title:>{each.width}}" for each in self._columns)
-                print(f"{'step':>{first}}  {'  '.join(titles)}", flush=True)
-            cells = (f"{self._cell(each):>{each.width}}" for each in self._columns)
-            print(f"{step:>{first}}  {'  '.join(cells)}", flush=True)
-            if self._progress is not None:
-                self._refresh(state, self._figures())
+                self._put(["step", *(each.title for each in self._columns)], first)
+            self._put([step, *map(self._cell, self._columns)], first)
         else:
-            print(f"{step:>{first}}  {_sentence(logs)}", flush=True)
+            self._put([step, _sentence(logs)], first)
+        if self._progress is not None:
+            self._refresh(state, self._figures())
+
+    def _put(self, cells: list[str], first: int) -> None:
+        """Show a row: the titles, figures below them, or a step and a sentence."""
+        self._rows_shown += 1
+        widths = [first, *(each.width for each in self._columns)]
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)), flush=True)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.close()
@@ -515,9 +526,8 @@ class TerminalCallback(TrainerCallback):
     def _chosen(self, logs: Mapping[str, Any], first: int) -> list[_Column]:
         """The columns for which this log has values, as many as fit the terminal."""
         found = [each for each in _COLUMNS if _first(logs, each.keys) is not None]
-        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         for title in _FIRST_TO_DROP:
-            if first + sum(each.width + 2 for each in found) > room:
+            if first + sum(each.width + 2 for each in found) >= self._width:
                 found = [each for each in found if each.title != title]
         return found
 
@@ -528,7 +538,7 @@ class TerminalCallback(TrainerCallback):
         text = column.text(value)
         return f"{text}/{self._memory_gib:.1f}" if column.keys is _MEMORY and self._memory_gib else text
 
-    def _figures(self) -> str:
+    def _figures(self) -> list[str]:
         now = self._now()
         known = {**self._last, **now}
         parts = [f"loss {known['loss']:.4f}"] if "loss" in known else []
@@ -540,16 +550,41 @@ class TerminalCallback(TrainerCallback):
             parts.append(f"{hot:.0f} C")
         faults = int(now["integrity/mismatches"])
         recovered = f", {now['integrity/recovered']:.0f} recovered" if faults else ""
-        parts.append(f"{_size(now['integrity/verified_gb'])} verified, {faults} faults{recovered}")
-        return " · ".join(parts)
+        parts += [f"{_size(now['integrity/verified_gb'])} verified", f"{faults} faults{recovered}"]
+        return parts
 
     def _due(self) -> bool:
         return time.monotonic() - self._refreshed >= _REFRESH_S
 
-    def _refresh(self, state: TrainerState, figures: str) -> None:
+    def _refresh(self, state: TrainerState, figures: list[str]) -> None:
         assert self._progress is not None
         self._refreshed = time.monotonic()
-        self._progress.update(self._progress.task_ids[0], completed=state.global_step, figures=figures, refresh=True)
+        first, *parts = figures
+        room = self._progress.console.width - 2 * len(str(state.max_steps)) - _BESIDE_FIGURES
+        while parts and len(" · ".join((first, *parts))) > room:
+            del parts[0]  # the table has it too
+        text = " · ".join((first, *parts))[: max(room, 0)]
+        self._progress.update(self._progress.task_ids[0], completed=state.global_step, figures=text, refresh=True)
+
+
+class NotebookCallback(TerminalCallback):
+    """The same as one table in the output of the cell, drawn again with each log and not by each step."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        from IPython.display import HTML, display
+
+        self._table: list[str] = []
+        self._html, self._drawn = HTML, display(HTML(""), display_id=True)
+
+    def _put(self, cells: list[str], first: int) -> None:
+        tag, wide = ("td", "") if self._table else ("th", "")
+        if len(cells) < 3:  # a sentence
+            wide = f' colspan="{max(len(self._columns), 1)}" style="text-align: left"'
+        step, *others = (escape(cell) for cell in cells)
+        self._table.append(
+            f"<tr><{tag}>{step}</{tag}>{''.join(f'<{tag}{wide}>{each}</{tag}>' for each in others)}</tr>"
+        )
+        self._drawn.update(self._html(f"<table>{''.join(self._table)}</table>"))
 
 
 _LIVE: set[TerminalCallback] = set()

@@ -75,7 +75,7 @@ from hf_rocm_tune.train.refusals import (
 )
 from hf_rocm_tune.train.report import write_report
 from hf_rocm_tune.train.sentinels import SentinelCallback, has_writer, is_foreign
-from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry
+from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry, show
 from hf_rocm_tune.transfer import (
     Mover,
     TransferReport,
@@ -256,6 +256,7 @@ class VerifiedTransferMixin(_Base):
             self.add_callback(callback)
         # Before all others: a logging service sees only what an earlier callback has added to a log.
         self.callback_handler.callbacks.insert(0, MetricsCallback(self.transfer_report, telemetry, self._memory))
+        show(self, report=self.transfer_report, telemetry=telemetry)
         self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)
 
     @override

@@ -78,14 +78,6 @@ def test_the_other_end_may_be_kept(start: Start, lengths: tuple[Path, list[int],
     assert counted(result, tmp_path / "out")["trained"] == sum(min(answer, 30) for answer in answers)
 
 
-def test_chats_cut_to_their_question_are_told(start: Start, tmp_path: Path) -> None:
-    chats = tiny.write_messages_jsonl(tmp_path / "chats.jsonl", ROWS)
-    result = start("--assistant_only_loss", dataset_name=chats, max_length=44)
-    found = counted(result, tmp_path / "out")
-    assert 0 < found["dropped"] < found["answers_cut"] <= found["rows"] == ROWS
-    assert f"{found['dropped']} of {ROWS} train rows are dropped" in result.stdout
-
-
 def test_pairs_that_are_too_long_are_told(start: Start, tmp_path: Path) -> None:
     rows = [{"prompt": "Why" + " so" * count, "chosen": " yes", "rejected": " no"} for count in range(ROWS)]
     file = tmp_path / "pairs.jsonl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -35,21 +34,6 @@ def test_patience_goes_on_where_it_was(job: Job, tmp_path: Path) -> None:
     assert "continues from checkpoint-3 of 12 steps (verified)" in again.stdout
     assert 1 < len(losses_of(tmp_path / "whole")) < 12
     assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "whole")
-
-
-def test_a_finished_run_is_extended_with_the_same_data_from_elsewhere_to_the_bits_of_a_whole_one(
-    job: Job, tmp_path: Path
-) -> None:
-    constant, data = {"lr_scheduler_type": "constant"}, Path(job.settings["dataset_name"])
-    job.done(tmp_path / "whole", **constant)
-    job.done(tmp_path / "out", max_steps=4, **constant)
-    shutil.copytree(data, tmp_path / "moved")
-    extended = job.done(tmp_path / "out", dataset_name=tmp_path / "moved", **constant)
-    assert "the run is extended: max_steps 4 -> 6" in extended.stdout
-    assert "continues from checkpoint-4 of 4 steps (verified)" in extended.stdout
-    assert (tmp_path / "out" / ADAPTER).read_bytes() == (tmp_path / "whole" / ADAPTER).read_bytes()
-    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-    assert manifest.verify(tmp_path / "out") == []
 
 
 def test_a_rollback_goes_to_the_checkpoint_that_was_named(job: Job, tmp_path: Path) -> None:
