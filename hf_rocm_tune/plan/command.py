@@ -476,8 +476,8 @@ def _parser() -> argparse.ArgumentParser:
     flag("--dropout", "--lora_dropout", type=float, default=usual.dropout, help="of the adapters (0)")
     which = f"modules with adapters, or {ALL_LINEAR}, the default"
     flag("--targets", "--lora_target_modules", nargs="+", default=[ALL_LINEAR], help=which)
-    names = ("--target_parameters", "--lora_target_parameters")
-    flag(*names, nargs="+", default=[], help="experts with adapters: experts.gate_up_proj experts.down_proj")
+    parameters = ("--target_parameters", "--lora_target_parameters")
+    flag(*parameters, nargs="+", default=[], help="experts with adapters: experts.gate_up_proj experts.down_proj")
     flag("--modules_to_save", "--lora_modules_to_save", nargs="+", default=[], help="modules that are trained whole")
     flag("--dora", "--use_dora", action="store_true", help="DoRA")
     flag("--one_pass_loss", action="store_true", help="gradient of the loss in the forward pass")
