@@ -263,7 +263,12 @@ def test_every_import_is_a_declared_dependency(checkout: Path) -> None:
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     extras = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
     declared = {line.split(">")[0].split("=")[0].lower() for line in [*project["dependencies"], *extras]}
-    known = {"yaml": "pyyaml", "triton": "torch", "lm_eval": "lm-eval"}  # the GPU builds of torch bring triton
+    known = {
+        "yaml": "pyyaml",
+        "IPython": "ipython",
+        "triton": "torch",
+        "lm_eval": "lm-eval",
+    }  # the GPU builds of torch bring triton
     for file in (checkout / "hf_rocm_tune").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
