@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +182,44 @@ def _from_4_bit(packed: Tensor, state: Any, copy: Callable[[Tensor], Tensor]) ->
         values = code[torch.stack([pairs >> 4, pairs & 15], dim=1).flatten()[: last - first].int()]
         values *= scales[first // size : -(-last // size)].repeat_interleave(size)[: last - first]
         yield part, values.to(state.dtype).float().view(-1, columns)
+
+
+# ---- 4-bit weights as bitsandbytes has dequantised them ----------------------------------------------------------
+
+
+def dequantised(module: Any) -> Tensor:
+    """The weight of a `Linear4bit`, ``[out, in]``, dequantised by bitsandbytes."""
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    found: Tensor = functional.dequantize_4bit(module.weight.data.view(-1, 1), module.weight.quant_state)
+    return found
+
+
+def on_dequantised(weight: Any, look: Callable[[Tensor], None]) -> _Removable:
+    """Have each weight that bitsandbytes dequantises from this one looked at, before it is multiplied with."""
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    stock = functional.dequantize_4bit
+    if not hasattr(stock, "looks"):
+
+        @functools.wraps(stock)
+        def dequantize_4bit(*arguments: Any, **keywords: Any) -> Tensor:
+            found: Tensor = stock(*arguments, **keywords)
+            state = keywords.get("quant_state", arguments[1] if len(arguments) > 1 else None)
+            if (one := getattr(state, "look", None)) is not None:
+                one(found)
+            return found
+
+        dequantize_4bit.looks = True  # type: ignore[attr-defined]
+        functional.dequantize_4bit = dequantize_4bit
+    weight.quant_state.look = look
+    return _Removable(weight.quant_state)
+
+
+class _Removable:
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def remove(self) -> None:
+        self._state.look = None
 
 
 # ---- buffers that a model changes in its forward pass: running statistics of batch normalisation ----------------

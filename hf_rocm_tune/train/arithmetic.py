@@ -12,8 +12,8 @@ t = 8.5, which is 4e-6 for a million products of 4,096 rows and two vectors. ``|
 
     u ||y_i||                          the output is rounded to its dtype (unit roundoff u); twice with a separate bias
     2^-24 sqrt(K) ||x_i|| ||W||        K float32 additions with roundings of random sign (Higham and Mary 2019)
-    q max|x_i| ||W||                   quantised layers only: the dequantised weight is rounded (u), 8-bit layers also
-                                       round the input to 1/127 of its largest value
+    u ||x_i|| max_k ||W_k||            quantised: the dequantised weight is rounded (W_k: column, in backward row)
+    ||W|| max|x_i| / 254               8-bit layers, forward: the input is rounded to 1/127 of its largest value
 
 (Frobenius norm), and the check's own two products and the float32 ``c`` add terms of the second kind. A `level` below 1
 tightens this bound to four times a layer's largest clean residual so far: for float32 the bound is far too wide. That
@@ -21,10 +21,14 @@ stays sound because a residual above the level accuses nobody: the step is repea
 computed on the host in float64. Only a product that differs from them by more than its own rounding is called wrong;
 else the layer's level rises.
 
+A 4-bit weight that bitsandbytes has dequantised, as for each backward product, is checked by itself, where no output
+rounding hides an error: each row times the vectors against `r`, within float32's rounding, ``t 2^-23 sqrt(K)`` of its
+norm. The forward product dequantises within its kernel: there a wrong block must exceed the product's own bound.
+
 What is found: a single element that is off by more than the bound B (3.4 % of its row's norm in bfloat16, 0.4 % in
-float16), always; an error of norm E spread over a row escapes with a probability of about (0.8 B / E)^2, and one in r
-rows with independent errors with the r-th power of that. What is not: smaller errors such as one low mantissa bit, and
-a product in a step in which its layer is not checked.
+float16; 0.007 % of a dequantised row of 4,096), always; an error of norm E spread over a row escapes with a probability
+of about (0.8 B / E)^2, and one in r rows with independent errors with the r-th power of that. What is not: smaller
+errors such as one low mantissa bit, and a product in a step in which its layer is not checked.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -44,14 +49,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.models import products
-from hf_rocm_tune.models.quantised import host_weight
+from hf_rocm_tune.models.quantised import dequantised, host_weight, on_dequantised
 from hf_rocm_tune.models.streaming import Streamer
 from hf_rocm_tune.transfer import Mover, digest, host_copy
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["off", "sampled", "every"]
-Side = Literal["forward", "backward"]
+Side = Literal["forward", "backward", "dequantised"]
 FIRST_STEPS = 2
 """Steps after a start in which all products are checked."""
 SHARE = 0.008
@@ -121,6 +126,7 @@ class Product:
     quantised: Literal["", "4 bit", "8 bit"]
     dtype: torch.dtype | None  # in which it is computed; None: the dtype of each call's input
     norm: float = 0.0  # Frobenius
+    largest: tuple[float, float] = (0.0, 0.0)  # norms of columns and of rows
     bias_norm: float = 0.0
     sides: dict[Side, _Checked] = field(default_factory=dict)
 
@@ -137,12 +143,13 @@ class Product:
         finfo = torch.finfo(dtype)
         out, (inner, outer) = _roundoff(dtype), self.columns if side == "forward" else self.columns[::-1]
         bias = self.bias_norm if side == "forward" else 0.0
-        rounded = out + (1 / 254 + 2**-11 if self.quantised == "8 bit" and side == "forward" else 0.0)
+        weight = out * self.largest[side == "backward"] if self.quantised else 0.0
+        rounds_input = self.quantised == "8 bit" and side == "forward"
         return _Bound(
-            a=_T * _FLOAT32 * (2 * math.sqrt(inner) + math.sqrt(outer)) * self.norm,
+            a=_T * (_FLOAT32 * (2 * math.sqrt(inner) + math.sqrt(outer)) * self.norm + weight),
             b=_T * (out * (2 if bias else 1) + _FLOAT32 * math.sqrt(outer)),
             c=_T * (out * bias + finfo.tiny * math.sqrt(outer)),
-            q=_T * rounded * self.norm if self.quantised else 0.0,
+            q=_T * (1 / 254 + 2**-11) * self.norm if rounds_input else 0.0,
             limit=finfo.max / max(self.norm, 1.0),
         )
 
@@ -267,17 +274,23 @@ class ArithmeticChecks:
                 layer.sides["forward"] = _Checked(
                     vectors=placed[out], checksum=forward, offset=offset if has_bias else None
                 )
+                if layer.quantised == "4 bit":  # before the product, whose error it explains
+                    layer.sides["dequantised"] = _Checked(vectors=placed[into], checksum=backward, offset=None)
                 layer.sides["backward"] = _Checked(vectors=placed[into], checksum=backward, offset=None)
 
     def _checksums(self, layer: Product, vectors: dict[int, Tensor]) -> list[Tensor]:
         """``W^T v``, ``W u`` and ``b . v`` on the host; sets the layer's norms."""
         into, out = layer.columns
-        forward, backward, squares = torch.zeros(into, _VECTORS), torch.zeros(out, _VECTORS), 0.0
+        forward, backward = torch.zeros(into, _VECTORS), torch.zeros(out, _VECTORS)
+        by_column, by_row = torch.zeros(into), torch.zeros(out)
         for rows, weight in self._host_weight(layer):
             forward += weight.T @ vectors[out][rows]
             backward[rows] = weight @ vectors[into]
-            squares += float(torch.linalg.vector_norm(weight)) ** 2
-        layer.norm = math.sqrt(squares)
+            squares = weight.square()
+            by_column += squares.sum(0)
+            by_row[rows] = squares.sum(1)
+        layer.norm = math.sqrt(float(by_row.double().sum()))
+        layer.largest = math.sqrt(float(by_column.max())), math.sqrt(float(by_row.max()))
         bias = layer.module.bias
         offset = torch.zeros(1, _VECTORS)
         if bias is not None:
@@ -318,6 +331,8 @@ class ArithmeticChecks:
         for layer in self._due:
             self._handles.append(layer.module.register_forward_pre_hook(self._branch))
             self._handles.append(layer.module.register_forward_hook(_Hook(self, layer)))
+            if "dequantised" in layer.sides:
+                self._handles.append(on_dequantised(layer.module.weight, partial(self._check_weight, layer)))
         self._report.count("arithmetic", products=layers, checked=len(self._due))
 
     def _release(self) -> None:
@@ -368,6 +383,19 @@ class ArithmeticChecks:
             worst = residuals.amax()
             if self._watching and checked.held is None and not worst.item() <= checked.level:
                 checked.held = (operand.clone(), result.clone(), residuals, dtype)
+        self._found.append((checked, worst))
+
+    def _check_weight(self, layer: Product, weight: Tensor) -> None:
+        """Check a dequantised weight, [out, in]."""
+        checked = layer.sides["dequantised"]
+        if self._paused or tuple(weight.shape[::-1]) != layer.columns:
+            return
+        with _disable_current_modes(), torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+            residuals = _weight_residuals(weight, checked)
+            worst = residuals.amax()
+            if self._watching and checked.held is None and not worst.item() <= checked.level:
+                rows = residuals.topk(min(_ROWS, len(residuals))).indices
+                checked.held = (rows, weight[rows].clone(), residuals, weight.dtype)
         self._found.append((checked, worst))
 
     # ---- the verdict --------------------------------------------------------------------------------------------
@@ -456,9 +484,10 @@ class ArithmeticChecks:
         """Report an incident; returns its sentence."""
         checked = layer.sides[side]
         where = f", {checked.where}" if checked.where else ""
+        what = "weight" if side == "dequantised" else "product"
         sentence = (
-            f"step {self._step}: the {side} product of {layer.name} is wrong ({checked.flagged:.3g} times what "
-            f"rounding explains{where}): {text}"
+            f"step {self._step}: the {side} {what} of {layer.name} is wrong "
+            f"({checked.flagged:.3g} times what rounding explains{where}): {text}"
         )
         row = {"step": self._step, "stage": "arithmetic", "tensor": layer.name, "side": side, "kind": kind}
         self._report.incident(
@@ -485,6 +514,8 @@ class ArithmeticChecks:
         checked = layer.sides[side]
         assert checked.held is not None
         operand, result, residuals, dtype = checked.held
+        if side == "dequantised":
+            return self._is_wrong_weight(layer, checked, host_copy(operand), host_copy(result).double())
         worst = residuals.topk(min(_ROWS, len(residuals))).indices
         x, y = host_copy(operand[worst]).double(), host_copy(result[worst]).double()
         if not x.isfinite().all():
@@ -511,12 +542,29 @@ class ArithmeticChecks:
         checked.where = _where(~(residuals <= checked.level), wrong.any(0))
         return bool(wrong.any())
 
+    def _is_wrong_weight(self, layer: Product, checked: _Checked, rows: Tensor, found: Tensor) -> bool:
+        """Whether these rows of a dequantised weight differ from the host's by more than a rounding."""
+        assert checked.held is not None
+        right, (_, _, residuals, dtype) = torch.zeros_like(found), checked.held
+        for part, weight in self._host_weight(layer):
+            inside = (rows >= part.start) & (rows < part.stop)
+            right[inside] = weight[rows[inside] - part.start].double()
+        wrong = ~((found - right).abs() <= 4 * _roundoff(dtype) * right.abs() + torch.finfo(dtype).tiny)
+        checked.where = _where(~(residuals <= checked.level), wrong.any(0))
+        return bool(wrong.any())
+
     def _library_for(self, layer: Product, side: Side) -> str | None:
         """The library that computes the held product right, the current one first; None if none does."""
         checked = layer.sides[side]
         assert checked.held is not None
         operand, _, _, dtype = checked.held
         device = operand.device
+        if side == "dequantised":  # by no BLAS library
+            if self._streamer is not None:
+                self._streamer.bring(layer.module)
+            with torch.no_grad():
+                right = bool(_weight_residuals(dequantised(layer.module), checked).amax() <= checked.level)
+            return products.current_library(device) if right else None
         for name in products.each_library(device):
             again = self._again(layer, side, operand, dtype)
             with torch.no_grad():
@@ -567,6 +615,19 @@ def _residuals(operand: Tensor, result: Tensor, checked: _Checked, bound: _Bound
     if bound.q:
         allowed.add_(torch.linalg.vector_norm(operand, math.inf, dim=1, dtype=torch.float32), alpha=bound.q)
     return torch.where(length < bound.limit, found.div_(allowed.add_(bound.c)), 0.0)
+
+
+def _weight_residuals(weight: Tensor, checked: _Checked) -> Tensor:
+    """Of each row of a weight the larger of its two residuals over its bound, float32 [rows]."""
+    step = max(1, _CHUNK // weight.shape[1])
+    bound = _T * _FLOAT32 * 2 * math.sqrt(weight.shape[1])
+    parts = []
+    for begin in range(0, len(weight), step):
+        wide = weight[begin : begin + step].float()
+        found = torch.addmm(checked.checksum[begin : begin + step], wide, checked.vectors, beta=-1).abs_().amax(1)
+        length = torch.linalg.vector_norm(wide, dim=1)
+        parts.append(found.div_(length.mul_(bound).add_(torch.finfo(torch.float32).tiny)))
+    return torch.cat(parts)
 
 
 def _where(rows: Tensor, columns: Tensor) -> str:

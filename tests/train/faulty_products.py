@@ -7,8 +7,7 @@ product, so that nothing of the package is touched.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +61,15 @@ def _low_bit(result: Tensor, _: dict[str, Any]) -> None:
     result[0, 0] *= 1 + torch.finfo(result.dtype).eps
 
 
+def _block(result: Tensor, call: dict[str, Any]) -> None:
+    if call["factors"] is None:  # the weight itself
+        result[0, :64] *= -1
+    else:
+        left, right = call["factors"]
+        result[:, 0] -= 2 * (left[:, :64].float() @ right[:64, 0].float()).to(result.dtype)
+
+
+DEQUANTISED = "wrong dequantisation block"
 KINDS: dict[str, Harm] = {
     "zero tile": _tile(16),
     "dropped k-block": _dropped_block,
@@ -72,6 +80,7 @@ KINDS: dict[str, Harm] = {
     "scaled block": _scaled,
     "NaN": _nan,
     "low mantissa bit": _low_bit,
+    DEQUANTISED: _block,
 }
 _PLACES = {"aten::mm": (0, 1), "aten::addmm": (1, 2)}
 
@@ -86,6 +95,8 @@ class Faults(TorchDispatchMode):
         first: how many products are right at first.
         count: how many are wrong at most; None: no limit.
         shape: only products of a ``[rows, inner] x [inner, columns]`` with this (inner, columns); None: all.
+        strength: part of the error that is kept.
+        operators: only in these; empty: in all.
         library: only while torch prefers this CPU library ("oneDNN"); None: always.
     """
 
@@ -96,9 +107,12 @@ class Faults(TorchDispatchMode):
     shape: tuple[int, int] | None = None
     library: str | None = None
     seed: int = 0
+    strength: float = 1.0
+    operators: tuple[str, ...] = ()
     sizes: range = range(17, 257)  # above the rank of an adapter and the columns of a check, below a vocabulary
     done: int = 0
     seen: int = 0
+    relative: float = 0.0  # of the last wrong product: norm of the error over the right row's, in the worst row
     _before: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,27 +121,37 @@ class Faults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        places = _PLACES.get(func._schema.name)
-        if places is None:
+        call, name = result, func._schema.name
+        if name == "bitsandbytes::dequantize_4bit":
+            if self.kind != DEQUANTISED:
+                return result
+            sizes, factors = (self.sizes.start, *result.shape), None
+        elif name == "bitsandbytes::gemm_4bit":
+            out, into = args[2]
+            result = result.view(-1, out)
+            unit = torch.eye(into, dtype=result.dtype, device=result.device)
+            factors = args[0].reshape(-1, into), func(unit, *args[1:6], None, *args[7:], **(kwargs or {}))
+            sizes = (len(result), into, out)
+        elif name in _PLACES and self.kind != DEQUANTISED:
+            left, weight = factors = tuple(args[place] for place in _PLACES[name])
+            sizes = (*left.shape, weight.shape[1])
+        else:
             return result
-        left, right = (args[place] for place in places)
-        sizes = (*left.shape, right.shape[1])
+        if self.operators and name not in self.operators:
+            return call
         if min(sizes) < self.sizes.start or max(sizes[1:]) >= self.sizes.stop or self.shape not in (None, sizes[1:]):
-            return result
+            return call
         self.seen += 1
-        right_result = result.clone() if self.kind == "previous output" else None
+        right = result.clone()
         on = self.library is None or (self.library == "oneDNN") == torch.backends.mkldnn.enabled
         if self.seen > self.first and on and self.count != 0 and self._random.random() < self.rate:
             self.done += 1
             self.count = None if self.count is None else self.count - 1
-            KINDS[self.kind](result, {"factors": (left, right), "before": self._before.get(sizes)})
-        if right_result is not None:
-            self._before[sizes] = right_result
-        return result
-
-
-@contextmanager
-def in_all_threads(faults: Faults) -> Iterator[Faults]:
-    """The faults, in the threads of autograd too: on the CPU backward runs in the caller's."""
-    with faults:
-        yield faults
+            KINDS[self.kind](result, {"factors": factors, "before": self._before.get(sizes)})
+            if self.strength != 1.0:
+                result.copy_(right + self.strength * (result - right))
+            error, norms = (result.double() - right.double()).norm(dim=1), right.double().norm(dim=1)
+            self.relative = float((error / norms.clamp(min=1e-300)).nan_to_num(1e38, 1e38).amax())
+        if self.kind == "previous output":
+            self._before[sizes] = right
+        return call

@@ -11,13 +11,14 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_rocm_tune.errors import CorruptionError
-from tests.train.faulty_products import KINDS, Faults
+from tests.train.faulty_products import DEQUANTISED, KINDS, Faults
 from tests.train.trainers import VerifiedSFT, build
 
 LONG = os.environ.get("LONG")
-FOUND = [kind for kind in KINDS if kind != "low mantissa bit"]
+FOUND = [kind for kind in KINDS if kind not in ("low mantissa bit", DEQUANTISED)]
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +123,33 @@ def test_a_step_that_cannot_be_computed_again_is_skipped(run: Any, clean: Any) -
     assert counted(trainer)["disagreements"] == 1
     with pytest.raises(CorruptionError, match="no library computes it right"):
         run(Faults(kind="zero tile", shape=(64, 128), first=50), ours={"on_oom": "stop"})
+
+
+# ---- 4-bit weights as bitsandbytes dequantises them ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 30])
+def test_a_wrong_dequantised_block_is_found_apart_from_its_product(
+    model_path: Path, tokens: Dataset, tmp_path: Path, at: int
+) -> None:
+    def train(faults: Faults, mode: str = "every") -> Any:
+        quantised = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=quantised, device_map="cpu")
+        ours = {"consent_unverified": True, "check_arithmetic": mode}
+        trainer = build(VerifiedSFT, model, tokens, tmp_path, ours=ours, max_steps=4)
+        with faults:
+            trainer.train()
+        return trainer
+
+    clean = train(Faults(rate=0.0), mode="off")
+    faults = Faults(kind=DEQUANTISED, operators=("bitsandbytes::dequantize_4bit",), first=at, count=1)
+    trainer = train(faults)
+    assert faults.done == 1
+    assert_same(trainer, clean)
+    sides = {row["side"]: row["outcome"] for row in trainer.transfer_report.incidents if row["stage"] == "arithmetic"}
+    assert sides["dequantised"] == "recovered"
+    with pytest.raises(CorruptionError, match=r"the dequantised weight of .* is wrong"):
+        train(Faults(kind=DEQUANTISED, operators=("bitsandbytes::dequantize_4bit",)))

@@ -1,0 +1,262 @@
+"""How often wrong products are found, and right ones accused, by the checks of products with frozen weights.
+
+clean    right products of all dtypes, shapes and inputs, outliers among them: none may be accused
+faults   wrong ones by kind and dtype: found or missed, by the size of the error over the bound
+cost     CPU seconds of a training step with and without, interleaved; the share of an 8B step by counted bytes
+
+python benchmarks/arithmetic.py --part clean --checks 1000000 --json FILE
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import tempfile
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from common import Figures, main, print_table
+
+import torch  # isort: skip
+from torch import Tensor, nn  # isort: skip
+
+KINDS = ("float32", "bfloat16", "float16", "nf4", "int8")
+WIDTHS = ((64, 64), (64, 256), (256, 64), (192, 128))
+LLAMA_8B = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096)] * 32
+
+
+def layers(kind: str, generator: torch.Generator) -> nn.ModuleList:
+    """Frozen layers of all widths: the first with a bias, and but for quantised kinds one Conv1D."""
+    from transformers import BitsAndBytesConfig  # noqa: F401  # registers bitsandbytes' operators
+    from transformers.pytorch_utils import Conv1D
+
+    found = nn.ModuleList()
+    for number, (into, out) in enumerate(WIDTHS):
+        weight = torch.randn(out, into, generator=generator) / math.sqrt(into)
+        weight[:, :: max(1, into // 5)] *= 4  # outlier columns, as trained models have
+        bias = number == 0
+        if kind in ("nf4", "int8"):
+            import bitsandbytes as bnb
+
+            if kind == "nf4":
+                layer: Any = bnb.nn.Linear4bit(
+                    into, out, bias, compute_dtype=torch.bfloat16, quant_type="nf4", compress_statistics=True
+                )
+                layer.weight = bnb.nn.Params4bit(
+                    weight.bfloat16(), requires_grad=False, quant_type="nf4", compress_statistics=True
+                )
+            else:
+                layer = bnb.nn.Linear8bitLt(into, out, bias, has_fp16_weights=False, threshold=6.0)
+                layer.weight = bnb.nn.Int8Params(weight.half(), requires_grad=False, has_fp16_weights=False)
+            layer = layer.to("cpu")
+            if bias:
+                layer.bias = nn.Parameter(layer.bias.data.bfloat16())
+        elif number == 1:
+            layer = Conv1D(out, into)
+            layer.weight.data = weight.T.contiguous()
+        else:
+            layer = nn.Linear(into, out, bias)
+            layer.weight.data = weight
+        if kind not in ("nf4", "int8"):
+            layer = layer.to(getattr(torch, kind))
+        found.append(layer.requires_grad_(False).train())
+    return found
+
+
+class Bench:
+    """Frozen layers under the checks, without a model around them."""
+
+    def __init__(self, kind: str, seed: int = 0) -> None:
+        from hf_rocm_tune.train.arithmetic import ArithmeticChecks
+        from hf_rocm_tune.transfer import Mover
+
+        self.generator = torch.Generator().manual_seed(seed)
+        self.layers = layers(kind, self.generator)
+        self.dtype = torch.bfloat16 if kind in ("nf4", "int8") else getattr(torch, kind)
+        self.mover = Mover(torch.device("cpu"))
+        self.checks = ArithmeticChecks("every", self.mover)
+        trainer: Any = SimpleNamespace(
+            args=SimpleNamespace(torch_compile=False),
+            is_sharded=False,
+            get_tp_size=lambda: 1,
+            accelerator=SimpleNamespace(mixed_precision="no"),
+            model=self.layers,
+            streamer=None,
+        )
+        self.checks.prepare(trainer, lambda: None)
+        self.step = 0
+
+    def inputs(self) -> Iterator[tuple[Any, Tensor, Tensor]]:
+        """Each layer with an input and a gradient of its output, of many sizes and shapes of distribution."""
+        for layer, (into, out) in zip(self.layers, WIDTHS, strict=True):
+            rows = int(torch.randint(1, 65, (), generator=self.generator))
+            yield layer, self._draw(rows, into), self._draw(rows, out)
+
+    def _draw(self, rows: int, columns: int) -> Tensor:
+        kind = int(torch.randint(0, 6, (), generator=self.generator))
+        found = torch.randn(rows, columns, generator=self.generator)
+        if kind == 1:
+            found[:, torch.randint(0, columns, (2,), generator=self.generator)] *= 100  # outlier features
+        elif kind == 2:
+            found[torch.randint(0, rows, (max(1, rows // 3),), generator=self.generator)] = 0  # padding
+        elif kind == 3:
+            found *= torch.exp(3 * torch.randn(rows, 1, generator=self.generator))  # rows of all lengths
+        elif kind == 4:
+            found = found.abs()  # no cancellation
+        elif kind == 5:
+            found = found * 1e-3 if self.dtype == torch.float16 else found * 1e-12  # gradients
+        return found.to(self.dtype)
+
+    def run(self, each: list[tuple[Any, Tensor, Tensor]], harm: Any = None) -> Any:
+        """One step, or the step again; the verdict."""
+        for number, (layer, x, gradient) in enumerate(each):
+            x = x.clone().requires_grad_()
+            if harm is not None and number == 0:
+                with harm:
+                    layer(x).backward(gradient)
+            else:
+                layer(x).backward(gradient)
+        return self.checks.judge([row.tolist() for row in self.checks.pending()], can_repeat=True)
+
+    def begin(self) -> list[tuple[Any, Tensor, Tensor]]:
+        self.step += 1
+        self.checks.begin_step(self.step)
+        return list(self.inputs())
+
+    def close(self) -> None:
+        self.mover.close()
+
+
+def clean(checks: int, seed: int) -> Figures:
+    """Right products: none is accused, and the largest residual over the bound stays below 1."""
+    rows, found = [], {}
+    for kind in KINDS:
+        bench = Bench(kind, seed)
+        begun = time.process_time()
+        for _ in range(math.ceil(checks / len(KINDS) / 2 / len(WIDTHS))):
+            each = bench.begin()
+            if bench.run(each):  # accused: the step again, in which the host judges
+                bench.run(each)
+        counted = bench.mover.report.to_dict()["arithmetic"]
+        sides = [side for product in bench.checks._products for side in product.sides.values()]
+        largest = max(side.largest for side in sides)
+        found[kind] = {
+            "checks": counted["residuals"],
+            "accused": counted["disagreements"],
+            "cleared": counted["cleared"],
+            "largest": largest,
+            "microseconds": 1e6 * (time.process_time() - begun) / counted["residuals"],
+        }
+        rows.append([kind, counted["residuals"], counted["disagreements"], counted["cleared"], f"{largest:.3g}"])
+        bench.close()
+    print_table(["kind", "checks", "wrongly accused", "cleared by the host", "largest residual / bound"], rows)
+    return {"clean": found}
+
+
+def faults(runs: int, seed: int) -> Figures:
+    """Wrong products in forward and backward, each at a random place."""
+    from tests.train.faulty_products import DEQUANTISED, Faults
+    from tests.train.faulty_products import KINDS as HARMS
+
+    found: dict[str, dict[str, Counter[str]]] = {}
+    for kind in ("float32", "bfloat16", "nf4"):
+        bench = Bench(kind, seed)
+        for name in HARMS:
+            for side in ("forward", "backward"):
+                if name == DEQUANTISED and kind != "nf4":
+                    continue
+                counts: Counter[str] = Counter()
+                for run in range(runs):
+                    each = bench.begin()
+                    first, x, gradient = each[0]
+                    each[0] = (first, bench._draw(64, x.shape[1]), bench._draw(64, gradient.shape[1]))
+                    harm = Faults(kind=name, first=int(side == "backward"), count=1, seed=run)
+                    verdict = bench.run(each, harm)
+                    size = harm.relative
+                    bucket = "none" if size == 0 else "NaN" if size > 1e30 else f"1e{math.floor(math.log10(size))}"
+                    counts[f"{bucket} {'found' if verdict else 'missed'}"] += 1
+                    if verdict:
+                        bench.run(each)
+                found.setdefault(kind, {})[f"{name}, {side}"] = counts
+        bench.close()
+    rows = [
+        [kind, name, sum(n for key, n in counts.items() if "found" in key), dict(sorted(counts.items()))]
+        for kind, by_name in found.items()
+        for name, counts in by_name.items()
+    ]
+    print_table(["dtype", "fault", f"found of {runs}", "by the error's norm over its row's, largest row"], rows)
+    return {"faults": {kind: {name: dict(counts) for name, counts in rest.items()} for kind, rest in found.items()}}
+
+
+def cost(repeats: int) -> Figures:
+    """CPU seconds a step of a small model, off and sampled in turn, and the estimate for Llama 3.1 8B."""
+    from datasets import Dataset
+
+    from hf_rocm_tune.train.arithmetic import SHARE, share_of_step
+    from tests import tiny
+    from tests.train.trainers import VerifiedSFT, build
+
+    whole = share_of_step(LLAMA_8B)
+    at_once = max(1, int(min(1.0, SHARE / whole) * len(LLAMA_8B)))
+    found: Figures = {
+        "llama_8b": {"share_of_all": whole, "layers_a_step": at_once, "share": whole * at_once / len(LLAMA_8B)}
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        model = tiny.build("llama3", Path(scratch))
+        for name, length, batch, steps in (("short steps", 32, 4, 60), ("long steps", 256, 64, 6)):
+            tokens = torch.randint(5, 500, (256, length), generator=torch.Generator().manual_seed(1)).tolist()
+            data = Dataset.from_list([{"input_ids": row, "labels": row} for row in tokens])
+            seconds: dict[str, list[float]] = {"off": [], "sampled": [], "every": []}
+            wall = []
+            for _ in range(repeats):
+                for mode, taken in seconds.items():
+                    trainer = build(
+                        VerifiedSFT, model, data, Path(scratch) / "out",
+                        ours={"consent_unverified": True, "check_arithmetic": mode},
+                        max_steps=steps, per_device_train_batch_size=batch,
+                    )  # fmt: skip
+                    begun, clock = time.process_time(), time.perf_counter()
+                    trainer.train()
+                    taken.append((time.process_time() - begun) / steps)
+                    wall.append((time.perf_counter() - clock) / steps)
+            middle = {mode: statistics.median(taken) for mode, taken in seconds.items()}
+            found[name] = {
+                "cpu_seconds_a_step": seconds,
+                "median": middle,
+                "steps_a_second": 1 / statistics.median(wall),
+            }
+            rows.append(
+                [name, *(f"{1e3 * each:.1f}" for each in middle.values()), f"{1 / statistics.median(wall):.1f}"]
+            )
+    print_table(["", "off, CPU ms a step", "sampled", "every", "steps a second"], rows)
+    print(f"Llama 3.1 8B: all products {whole:.1%} of their time, sampled {found['llama_8b']['share']:.2%}")
+    return {"cost": found}
+
+
+def run(wanted: Namespace) -> Figures:
+    torch.set_num_threads(1)
+    logging.getLogger("hf_rocm_tune").setLevel(logging.ERROR)  # each fault found is a warning
+    if wanted.part == "clean":
+        return clean(wanted.checks, wanted.seed)
+    return faults(wanted.runs, wanted.seed) if wanted.part == "faults" else cost(wanted.repeats)
+
+
+if __name__ == "__main__":
+    main(
+        run,
+        __doc__,
+        {
+            "part": {"choices": ("clean", "faults", "cost"), "required": True},
+            "checks": {"type": int, "default": 20_000, "help": "clean: how many products"},
+            "runs": {"type": int, "default": 200, "help": "faults: products of each kind"},
+            "repeats": {"type": int, "default": 5, "help": "cost: runs of each mode"},
+            "seed": {"type": int, "default": 0},
+        },
+    )
