@@ -1,28 +1,19 @@
 """Checks the format of the rows before a model is loaded, and converts it to TRL's.
 
-Unchanged are the formats that TRL 1.16 reads: ``messages``, ``prompt`` and ``completion`` (text or messages), a text
-column or ready ``input_ids`` (SFTTrainer); ``chosen`` and ``rejected``, with or without ``prompt`` (DPO, reward, KTO);
-``prompt``, ``completion`` and ``label`` (KTO); ``prompt`` (GRPO); messages may have ``tools``. `as_trl` converts
-Alpaca's and other question-and-answer columns, and ShareGPT's ``conversations``. Without this check a bad row would end
-in a traceback during tokenizing.
-
-Covered: every row of a dataset (about 30 seconds for a million conversations, once while `datasets` caches them); the
-first `STREAMED_ROWS` of a streamed one. Not covered: whether a chat template accepts the order of the roles.
+Unchanged are the formats that TRL 1.16 reads; `as_trl` converts Alpaca's and other question-and-answer columns, and
+ShareGPT's ``conversations``. Every row of a dataset is checked (about 30 seconds for a million conversations), of a
+streamed one the first `STREAMED_ROWS`; not whether a chat template accepts the order of the roles.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
-import os
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from hf_rocm_tune.errors import UsageError
@@ -69,9 +60,7 @@ class _Layout:
     single: frozenset[str]  # those of them that hold one message, not in a list
     more: tuple[str, ...]  # optional text that is added to the prompt
     dropped: tuple[str, ...]  # columns that TRL would misread
-    has_tools: bool
-    has_template_kwargs: bool
-    beside_ids: tuple[str, ...]  # columns with an entry for each of ``input_ids``
+    beside: tuple[str, ...]  # further columns that are checked
     vocabulary: int | None  # size of the model's; None: unknown
     needs_assistant: bool  # every row needs an assistant turn
     role_key: str
@@ -80,31 +69,17 @@ class _Layout:
     @property
     def columns(self) -> list[str]:
         """The columns that are checked."""
-        given = {"tools": self.has_tools, _KWARGS: self.has_template_kwargs}
-        of_template = [name for name, given in given.items() if given and self.messages]
-        return [*self.content.values(), *self.beside_ids, *self.more, *self.labels, *of_template]
-
-    @property
-    def labels(self) -> list[str]:
-        """The columns that label an answer as good or bad."""
-        return ["label"] * (self.kind == "unpaired")
+        return [*self.content.values(), *self.more, *self.beside]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatInfo:
-    """The format that was recognised.
-
-    Attributes:
-        layout: TRL's format (`kind`) and its columns.
-        conversational: whether a chat template is applied.
-        mapping: description of the changes that `as_trl` makes; None if TRL reads the rows as they are.
-        unusual_roles: roles other than system, developer, user, assistant, tool, which a chat template may not support.
-    """
+    """The format that was recognised."""
 
     layout: _Layout
-    conversational: bool
-    mapping: str | None
-    unusual_roles: tuple[str, ...]
+    conversational: bool  # a chat template is applied
+    mapping: str | None  # the changes that `as_trl` makes; None if TRL reads the rows as they are
+    unusual_roles: tuple[str, ...]  # which a chat template may not support
 
     @property
     def kind(self) -> Kind:
@@ -114,7 +89,7 @@ class FormatInfo:
     @property
     def description(self) -> str:
         """One phrase, such as ``messages (conversational, with tools)``."""
-        traits = ["conversational"] * self.conversational + ["with tools"] * self.layout.has_tools
+        traits = ["conversational"] * self.conversational + ["with tools"] * ("tools" in self.layout.beside)
         return self.kind.replace("_", "/") + (f" ({', '.join(traits)})" if traits else "")
 
 
@@ -138,11 +113,15 @@ def check_format(
     if first is None:
         raise UsageError(f"the '{split}' split is empty: there are no rows to check or to train on")
     columns = list(dataset.column_names or first)
-    layout = _layout(
-        columns, first, method, dataset_text_field, split, needs_assistant=assistant_only_loss, vocabulary=vocabulary
-    )
+    layout = _layout(columns, first, method, dataset_text_field, split, assistant_only_loss, vocabulary)
     _check_flags(layout, columns, completion_only_loss, split)
-    roles = _check_rows(dataset, layout, split)
+    roles = set[str]()
+    for number, row in enumerate(_rows(dataset, layout), start=1):
+        if fault := _fault_in(row, layout):
+            begins = repr({column: row[column] for column in layout.columns if column in row})
+            begins = begins if len(begins) <= 120 else begins[:117] + "..."
+            raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {begins}")
+        roles.update(turn[layout.role_key] for column in layout.messages for turn in _turns(row[column]))
     if layout.messages and not has_chat_template:
         raise UsageError(
             f"the '{split}' rows are conversations, but the tokenizer of '{model_name}' has no chat template: name a "
@@ -227,36 +206,29 @@ def _layout(
     method: Method,
     text_field: str,
     split: str,
-    *,
     needs_assistant: bool,
     vocabulary: int | None,
 ) -> _Layout:
     kind, content, dropped = recognise(columns, first, method, text_field, split)
-    single = frozenset(column for column in content.values() if isinstance(first[column], dict))
-    messages = frozenset(
-        column
-        for column in content.values()
-        if kind not in ("text", "tokenized") and (isinstance(first[column], list | dict) or column in _CHATS)
-    )
-    texts = {*content.values()} - messages
+    may_chat = kind not in ("text", "tokenized")
+    messages = {each for each in content.values() if isinstance(first[each], list | dict) or each in _CHATS}
+    messages = messages if may_chat else set()
     foreign = content.get("prompt", "prompt") != "prompt" or content.get("messages", "messages") != "messages"
     more = [name for name in columns if foreign and name in (*_MORE, _SYSTEM) and name not in content.values()]
-    if content.get("prompt") not in texts:
+    if content.get("prompt") not in {*content.values()} - messages or kind == "prompt":  # a reward function may read it
         more = [name for name in more if name == _SYSTEM]
-    if kind == "prompt":
-        more = [name for name in more if name not in _MORE]  # a reward function may read it
+    beside = _BESIDE_IDS if kind == "tokenized" else ("label",) if kind == "unpaired" else ()
+    beside = (*beside, *(("tools", _KWARGS) if messages else ()))
     probe: Any = next((turn for column in messages for turn in _turns(first[column])), {})
     sharegpt = isinstance(probe, dict) and probe.get("role") is None and probe.get("from") is not None
     return _Layout(
         kind=kind,
         content=content,
-        messages=messages,
-        single=single,
+        messages=frozenset(messages),
+        single=frozenset(column for column in content.values() if isinstance(first[column], dict)),
         more=tuple(more),
         dropped=dropped,
-        has_tools="tools" in columns,
-        has_template_kwargs=_KWARGS in columns,
-        beside_ids=tuple(name for name in _BESIDE_IDS if kind == "tokenized" and name in columns),
+        beside=tuple(name for name in beside if name in columns),
         vocabulary=vocabulary if kind == "tokenized" else None,
         needs_assistant=needs_assistant,
         role_key="from" if sharegpt else "role",
@@ -322,24 +294,19 @@ def _refusal(columns: list[str], method: Method, text_field: str, split: str) ->
     missing, foreign = sorted(names - {*columns}), [column for column in columns if column not in names]
     near = [(column, match[0]) for column in foreign if (match := difflib.get_close_matches(column, missing, n=1))]
     hint = ", ".join(f"rename '{column}' to '{match}'?" for column, match in near)
-    if not hint and "prompt" in columns and method == "sft":
-        hint = "'prompt' without 'completion' cannot be trained on"
+    if not hint and method == "sft":
+        hint = "rename the columns, or name the column of plain text with --dataset_text_field NAME"
+        hint = "'prompt' without 'completion' cannot be trained on" if "prompt" in columns else hint
     hint = hint or "rename the columns"
-    if method == "sft" and hint == "rename the columns":
-        hint += ", or name the column of plain text with --dataset_text_field NAME"
     return f"the columns of the '{split}' split fit no format of {method}: found {found}; accepted {accepted}; {hint}"
 
 
 def _check_flags(layout: _Layout, columns: list[str], completion_only_loss: bool | None, split: str) -> None:
-    if layout.needs_assistant and layout.kind in ("text", "tokenized"):
-        raise UsageError(
-            f"--assistant_only_loss needs conversations, but the '{split}' rows are {layout.kind}: "
-            "drop the flag, or give rows with 'messages'"
-        )
     if layout.needs_assistant and not layout.messages:
+        anyway = ", of which only the completion counts anyway" if layout.kind == "prompt_completion" else ""
         raise UsageError(
-            f"--assistant_only_loss needs conversations, but the '{split}' rows are prompt/completion, of which only "
-            "the completion counts anyway: drop the flag, or give rows with 'messages'"
+            f"--assistant_only_loss needs conversations, but the '{split}' rows are "
+            f"{layout.kind.replace('_', '/')}{anyway}: drop the flag, or give rows with 'messages'"
         )
     masked = layout.kind == "prompt_completion" or (layout.kind == "tokenized" and "completion_mask" in columns)
     if completion_only_loss and not masked:
@@ -347,43 +314,6 @@ def _check_flags(layout: _Layout, columns: list[str], completion_only_loss: bool
             f"--completion_only_loss needs 'prompt' and 'completion', but the '{split}' rows are "
             f"{layout.kind}: drop the flag, or for conversations use --assistant_only_loss"
         )
-
-
-def _check_rows(dataset: Rows, layout: _Layout, split: str) -> set[str]:
-    """The roles in the rows: now, or by an earlier run that found the same rows right."""
-    kept = _verdict_file(dataset, layout)
-    if kept is not None:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return set(json.loads(kept.read_text(encoding="utf-8"))["roles"])
-    found = _look_at_rows(dataset, layout, split)
-    if kept is not None:
-        with suppress(OSError):  # a cache that cannot be written is none
-            fresh = kept.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps({"roles": sorted(found)}), encoding="utf-8")
-            fresh.replace(kept)
-    return found
-
-
-def _verdict_file(dataset: Rows, layout: _Layout) -> Path | None:
-    """Beside the cached rows, named by all that the verdict follows from: rows, columns and this code; None: no cache.
-
-    By the fingerprint by which `datasets` and TRL take their own cached results for those of the same rows.
-    """
-    files, fingerprint = getattr(dataset, "cache_files", None), getattr(dataset, "_fingerprint", None)
-    if not files or fingerprint is None:
-        return None
-    content = hashlib.sha256(Path(__file__).read_bytes())
-    content.update(json.dumps([fingerprint, asdict(layout)], default=sorted).encode())  # sets have no order
-    return Path(files[0]["filename"]).with_name(f"checked-{content.hexdigest()[:24]}.json")
-
-
-def _look_at_rows(dataset: Rows, layout: _Layout, split: str) -> set[str]:
-    roles = set[str]()
-    for number, row in enumerate(_rows(dataset, layout), start=1):
-        if fault := _fault_in(row, layout):
-            raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {_beginning(row, layout)}")
-        roles.update(turn[layout.role_key] for column in layout.messages for turn in _turns(row[column]))
-    return roles
 
 
 def _rows(dataset: Rows, layout: _Layout) -> Iterator[dict[str, Any]]:
@@ -397,42 +327,34 @@ def _rows(dataset: Rows, layout: _Layout) -> Iterator[dict[str, Any]]:
             yield dict(zip(batch, values, strict=True))
 
 
-def _beginning(row: dict[str, Any], layout: _Layout) -> str:
-    text = repr({column: row[column] for column in layout.columns if column in row})
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
 # ---- what is wrong with one row -------------------------------------------------------------------------------------
 
 
 def _fault_in(row: dict[str, Any], layout: _Layout) -> str | None:
     """What is wrong with this row, or None."""
-    for column in layout.content.values():
+    if layout.kind == "tokenized":
+        return _fault_in_tokens(row, layout)
+    for column in layout.columns:
         value = row.get(column)
         if column in layout.messages:
             fault = _fault_in_messages([value] if column in layout.single else value, layout, column)
-        elif layout.kind == "tokenized":
-            fault = _fault_in_tokens(row, layout)
+        elif column == "tools":
+            fault = _fault_in_tools(value)
         else:
-            fault = None if isinstance(value, str) else f"column '{column}' holds {_named(value)}, not text"
+            right, what = isinstance(value, str) or (value is None and column in layout.more), "text"
+            if column == "label":
+                right, what = value in (True, False), "true or false"
+            elif column == _KWARGS:
+                right, what = isinstance(value, dict | None), "an object"
+            fault = None if right else f"column '{column}' holds {_named(value)}, not {what}"
         if fault:
             return fault
-    for column in layout.more:
-        if not isinstance(row.get(column), str | None):
-            return f"column '{column}' holds {_named(row[column])}, not text"
-    for column in layout.labels:
-        if row.get(column) not in (True, False):
-            return f"column '{column}' holds {_named(row[column])}, not true or false"
-    if _KWARGS in layout.columns and not isinstance(row.get(_KWARGS), dict | None):
-        return f"column '{_KWARGS}' holds {_named(row[_KWARGS])}, not an object"
-    return _fault_in_tools(row.get("tools")) if "tools" in layout.columns else None
+    return None
 
 
 def _fault_in_messages(value: Any, layout: _Layout, column: str) -> str | None:
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not value:
         return f"column '{column}' holds {_named(value)}, not a list of messages"
-    if not value:
-        return f"column '{column}' holds an empty list, not messages"
     role, content = layout.role_key, layout.content_key
     for number, message in enumerate(value, start=1):
         place = f"column '{column}', message {number}"
@@ -441,26 +363,19 @@ def _fault_in_messages(value: Any, layout: _Layout, column: str) -> str | None:
         if not isinstance(message.get(role), str):
             keys = ", ".join(f"'{key}'" for key, entry in message.items() if entry is not None) or "nothing"
             return f"{place} has no '{role}' of type text (it has {keys})"
-        if fault := _fault_in_content(message, content):
-            return f"{place} {fault}"
+        said = message.get(content)
+        parts = isinstance(said, list) and said and all(isinstance(each, dict) and "type" in each for each in said)
+        if not (isinstance(said, str) or parts or (said is None and message.get("tool_calls"))):
+            return f"{place} has {_named(said)} as '{content}', not text"
     roles = [_ROLES.get(message[role], message[role]) for message in value]
     if layout.needs_assistant and layout.content.get("prompt") != column and "assistant" not in roles:
         return f"column '{column}' has no message of the role 'assistant', which --assistant_only_loss needs"
     return None
 
 
-def _fault_in_content(message: dict[str, Any], key: str) -> str | None:
-    content = message.get(key)
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return None
-    if isinstance(content, list) and content and all(isinstance(part, dict) and "type" in part for part in content):
-        return None
-    return f"has {_named(content)} as '{key}', not text"
-
-
 def _fault_in_tokens(row: dict[str, Any], layout: _Layout) -> str | None:
-    ids = row.get("input_ids")
-    for column in ("input_ids", *layout.beside_ids):
+    count = len(row.get("input_ids") or ())
+    for column in layout.columns:
         value, mask = row.get(column), column not in ("input_ids", "labels")
         what = "zeros and ones" if mask else "token ids"
         if not isinstance(value, list) or not value:
@@ -468,19 +383,15 @@ def _fault_in_tokens(row: dict[str, Any], layout: _Layout) -> str | None:
         if others := {*map(type, value)} - ({int, bool} if mask else {int}):
             wrong = next(token for token in value if type(token) in others)
             return f"column '{column}' has {_named(wrong)} among its {what}"
-        if len(value) != len(ids or ()):
-            return f"column '{column}' has {len(value)} entries for {len(ids or ())} 'input_ids'"
-        if not mask and (fault := _fault_in_range(value, column, layout.vocabulary)):
-            return fault
+        if len(value) != count:
+            return f"column '{column}' has {len(value)} entries for {count} 'input_ids'"
+        known = range(sys.maxsize if layout.vocabulary is None else layout.vocabulary)
+        tokens = {0} if mask else {*value} - ({_NOT_LEARNT} if column == "labels" else set()) or {0}
+        for token in (min(tokens), max(tokens)):
+            if token not in known:
+                last = "" if layout.vocabulary is None else f" to {known[-1]}, the vocabulary of the model"
+                return f"column '{column}' has the token id {token}; ids are from 0{last}"
     return None
-
-
-def _fault_in_range(value: list[int], column: str, vocabulary: int | None) -> str | None:
-    known = range(sys.maxsize if vocabulary is None else vocabulary)
-    tokens = {*value} - ({_NOT_LEARNT} if column == "labels" else set()) or {0}
-    wrong = next((token for token in (min(tokens), max(tokens)) if token not in known), None)
-    last = "" if vocabulary is None else f" to {vocabulary - 1}, the vocabulary of the model"
-    return None if wrong is None else f"column '{column}' has the token id {wrong}; ids are from 0{last}"
 
 
 def _fault_in_tools(value: Any) -> str | None:
@@ -511,15 +422,8 @@ _BEGIN, _END, _NOT_LEARNT = "<think>", "</think>", -100
 def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> tuple[Rows, int]:
     """Masks the labels from ``<think>`` to ``</think>``; the model still reads the text.
 
-    Args:
-        dataset: with ``input_ids`` and ``labels`` (-100: masked), as TRL prepares it; ``seq_lengths`` if several
-            examples share a row.
-        tokenizer: of the ids.
-        split: for messages.
-
-    Returns:
-        The rows with unmasked labels, and the number of the others (0 for a stream). A span that was cut off ends with
-        its example; one that begins in masked labels (a question) is ignored.
+    Returns the rows with unmasked labels, and the number of the others (0 for a stream). A span that was cut off ends
+    with its example; one that begins in masked labels (a question) is ignored.
     """
     from datasets import Dataset
 

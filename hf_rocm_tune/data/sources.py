@@ -1,8 +1,6 @@
-"""Loading of datasets: one name for a Hub dataset, a folder, a `save_to_disk` folder or a single file.
+"""Loading of datasets by `datasets`: a Hub dataset, a folder, a `save_to_disk` folder or a single file, by one name.
 
-`datasets` does the loading. This module selects its loader, picks the splits, and reports each user error in one line.
-
-Not covered: errors after the first row of a streamed source.
+Each user error is one line, except errors after the first row of a streamed source.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import gzip
-import io
 import json
 import os
 import zlib
@@ -19,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.paths import expand_user
@@ -27,7 +24,6 @@ from hf_rocm_tune.paths import expand_user
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from trl import DatasetMixtureConfig
-    from trl.scripts.utils import DatasetConfig
 
     Rows: TypeAlias = Dataset | IterableDataset
 
@@ -56,18 +52,10 @@ def load_source(
     eval_split_size: float | int | None = None,
     seed: int = 42,
 ) -> Splits:
-    """Load the dataset that the user has named.
+    """Load the dataset that the user has named: a file or a folder that exists, else a dataset on the Hub.
 
-    Args:
-        name: a file or a folder that exists, or else the id of a dataset on the Hugging Face Hub.
-        config: of a dataset with several configurations.
-        streaming: return iterable datasets; only the first row is read now.
-        train_split: split to train on. A single file is one split, called ``train``.
-        test_split: split to evaluate on, when ``need_eval``.
-        need_eval: whether evaluation rows are needed.
-        eval_split_size: split this part off the training rows instead of using ``test_split``: a share below 1
-            or a number of rows (streaming: a number only, and the first ones).
-        seed: of that split.
+    ``eval_split_size`` splits this part off the training rows instead of using ``test_split``: a share below 1 or a
+    number of rows (streaming: a number only, and the first ones). A single file is one split, called ``train``.
     """
     splits = _load_splits(name, config=config, streaming=streaming)
     train = _pick(splits, train_split, flag="--dataset_train_split", name=name)
@@ -101,7 +89,9 @@ def load_mixture(
         reader = _reader_of(file) if os.path.isfile(file) else None
         as_file = {"path": reader, "data_files": glob.escape(str(file.absolute()))}
         parts.append(dataclasses.replace(part, **as_file) if reader else part)
-    with _explained(names, files=[file for part in parts for file in _local_files(part)]):
+    named = [part.data_files or [part.path] for part in parts]
+    every = [[each] if isinstance(each, str) else each.values() if isinstance(each, dict) else each for each in named]
+    with _explained(names, files=[Path(name) for each in every for name in each if os.path.isfile(name)]):
         # TRL's own split has no seed: a resumed run would evaluate on other rows
         mixed: Any = get_dataset(dataclasses.replace(mixture, datasets=parts, test_split_size=None))
         if mixture.test_split_size is not None:
@@ -115,13 +105,6 @@ def load_mixture(
     evaluation = mixed[test_split] if need_eval else None
     description = _describe(f"mixture of {names}", train, evaluation, "split off")
     return Splits(train=train, eval=evaluation, description=description)
-
-
-def _local_files(part: DatasetConfig) -> list[Path]:
-    """The local files that a part names."""
-    named = part.data_files or [part.path]
-    names = [named] if isinstance(named, str) else list(named.values() if isinstance(named, dict) else named)
-    return [Path(name) for name in names if os.path.isfile(name)]
 
 
 def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str, Rows]:
@@ -142,8 +125,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
             except IndexError as error:  # what `datasets` raises for a saved table of no rows
                 raise UsageError(f"the dataset saved in '{path}' is empty") from error
             splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
-            if streaming:
-                splits = {key: rows.to_iterable_dataset() for key, rows in splits.items()}
+            splits = {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
         elif os.path.isdir(path):
             splits = dict(load_dataset(str(path), name=config, streaming=streaming))
         else:
@@ -247,8 +229,7 @@ def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:
 def _divide(rows: Rows, size: float | int, *, seed: int, name: str) -> tuple[Rows, Rows]:
     from datasets import Dataset
 
-    share = isinstance(size, float) and size < 1
-    count = int(size) if not share else 0
+    share, count = isinstance(size, float) and size < 1, int(size)
     if size <= 0 or (not share and count != size):
         raise UsageError(f"--eval_split_size {size}: give a share between 0 and 1, or a number of rows")
     if not isinstance(rows, Dataset):
@@ -267,25 +248,19 @@ def _listed(splits: dict[str, Rows]) -> str:
 
 
 def _describe(name: str, train: Rows, evaluation: Rows | None, origin: str = "") -> str:
-    from datasets import Dataset
-
-    def size(rows: Rows) -> str:
-        return f"{len(rows)} rows" if isinstance(rows, Dataset) else "streamed rows"
-
-    tail = f", evaluation on {size(evaluation)} ({origin})" if evaluation is not None else ""
-    return f"{name}: training on {size(train)}{tail}"
+    sizes = [f"{len(rows)} rows" if hasattr(rows, "__len__") else "streamed rows" for rows in (train, evaluation or ())]
+    return f"{name}: training on {sizes[0]}" + (f", evaluation on {sizes[1]} ({origin})" if evaluation else "")
 
 
 # ---- why a local data file cannot be read ----------------------------------------------------------------------------
 #
-# Runs only after `datasets` has failed. Reads the file in Python from its start, because the parsers of `datasets`
-# report positions within a block, or none.
+# Only after `datasets` has failed, whose parsers report positions within a block, or none.
 
 
 def _reader_of(path: Path) -> str | None:
     """The `datasets` reader for this file name, or None where the suffix is not supported."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] == ".gz":
+    if suffixes[-1:] == [".gz"]:
         reader = _READERS.get(suffixes[-2]) if len(suffixes) > 1 else None
         return None if reader == "parquet" else reader
     return _READERS.get(suffixes[-1]) if suffixes else None
@@ -296,57 +271,48 @@ def _find_fault(path: Path) -> str | None:
     try:
         if path.stat().st_size == 0:
             return f"{path} is empty (0 bytes)"
-        reader = _reader_of(path)
-        if reader == "parquet":
+        if _reader_of(path) == "parquet":
             return None
-        return _encoding_fault(path) or {"json": _json_fault, "csv": _csv_fault}.get(reader or "", lambda _: None)(path)
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            return _fault_in_lines(path, file, _reader_of(path))
     except PermissionError:
         return f"{path} may not be read (permission denied)"
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         return f"{path} is cut off or damaged: {error}"
 
 
-def _open(path: Path) -> BinaryIO:
-    return io.BufferedReader(gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
-
-
-def _encoding_fault(path: Path) -> str | None:
-    offset = 0
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                return (
-                    f"{path} is not UTF-8: byte 0x{line[error.start]:02x} in line {number}, byte offset "
-                    f"{offset + error.start}; convert it, for example with `iconv -f latin1 -t utf-8`"
-                )
-            offset += len(line)
-    return None
-
-
-def _json_fault(path: Path) -> str | None:
-    """For a file that is one array, or has a row on each line."""
-    with _open(path) as file:
-        array = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+def _fault_in_lines(path: Path, file: Any, reader: str | None) -> str | None:
+    """For text; JSON is one array, or has a row on each line."""
+    array = reader == "json" and file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    file.seek(0)
+    number = offset = 0
+    for number, line in enumerate(file, start=1):
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            place = f"byte 0x{line[error.start]:02x} in line {number}, byte offset {offset + error.start}"
+            return f"{path} is not UTF-8: {place}; convert it, for example with `iconv -f latin1 -t utf-8`"
+        offset += len(line)
+        if reader == "json" and not array and line.strip() and (fault := _fault_in_json(line, number)):
+            return f"{path}, {fault}"
+    if reader == "csv" and number == 1:
+        return f"{path} has a header and no rows"
+    if array:
         file.seek(0)
-        for number, text in enumerate([file.read()] if array else file, start=1):
-            if not text.strip():
-                continue
-            try:
-                found = json.loads(text)
-            except json.JSONDecodeError as error:
-                line = error.lineno if array else number
-                return f"{path}, line {line}, column {error.colno}: not valid JSON ({error.msg})"
-            if array and not found:
-                return f"{path} has no rows: it is an empty list"
-            for count, row in enumerate(found if array else [found], start=1):
-                if not isinstance(row, dict):
-                    place = f"row {count}" if array else f"line {number}"
-                    return f"{path}, {place}: a row has to be a JSON object, this is a {type(row).__name__}"
+        return f"{path}, {fault}" if (fault := _fault_in_json(file.read(), None)) else None
     return None
 
 
-def _csv_fault(path: Path) -> str | None:
-    with _open(path) as file:
-        return f"{path} has a header and no rows" if len(list(islice(file, 2))) == 1 else None
+def _fault_in_json(text: bytes, line: int | None) -> str | None:
+    """Of one row, with its line, or of an array of rows."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"line {line or error.lineno}, column {error.colno}: not valid JSON ({error.msg})"
+    if line is None and not found:
+        return "line 1: no rows, an empty list"
+    for count, row in enumerate([found] if line else found, start=1):
+        if not isinstance(row, dict):
+            place = f"line {line}" if line else f"row {count}"
+            return f"{place}: a row has to be a JSON object, this is a {type(row).__name__}"
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import html
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from hf_rocm_tune.settings.arguments import Arguments
 
 _BAR = 40
-_ON, _OFF = "\x1b[1;32m", "\x1b[0m"
 
 
 def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -110,11 +108,8 @@ def _pieces(tokenizer: Any, ids: list[int], counts: list[bool]) -> list[dict[str
     return pieces
 
 
-# ---- as a terminal, JSON or a page shows it ------------------------------------------------------------------------
-
-
 def shown(trainer: Any, form: str, *, colour: bool) -> str:
-    """The preview as ``text``, ``json`` or ``html``."""
+    """The preview as ``text`` or ``json``. Tokens that count are green, or in double brackets without colour."""
     summaries = getattr(trainer, "data_summaries", {})
     rows = [row for split in ("train", "eval") for row in rows_of(trainer, split)]
     if form == "json":
@@ -122,55 +117,17 @@ def shown(trainer: Any, form: str, *, colour: bool) -> str:
         return json.dumps(content, indent=2, ensure_ascii=False)
     lines: list[str] = []
     for summary in summaries.values():
-        lines += [summary.line(), *filter(None, [summary.warning()]), *_bars(summary)]
-    if form == "html":
-        body = [f"<pre>{html.escape(line)}</pre>" for line in lines]
-        for row in rows:
-            for name, pieces in row["parts"].items():
-                body += [f"<h2>{html.escape(_title(row['split'], name, pieces))}</h2>", f"<pre>{_marked(pieces)}</pre>"]
-        return _PAGE.format(body="\n".join(body))
+        lines += [summary.line(), *filter(None, [summary.warning()])]
+        most = max(count for _, count in summary.histogram)
+        lines += [
+            f"  up to {longest:>7,} tokens {count:>9,} rows {'#' * round(_BAR * count / most)}"
+            for longest, count in summary.histogram
+        ]
+    on, off = ("\x1b[1;32m", "\x1b[0m") if colour else ("[[", "]]")
     for row in rows:
         for name, pieces in row["parts"].items():
-            lines += ["", _title(row["split"], name, pieces), "".join(_coloured(piece, colour) for piece in pieces)]
+            total, counted = (sum(each["tokens"] for each in pieces if each["counts"] or every) for every in (1, 0))
+            what = f"a {row['split']} row" + ("" if name == "row" else f", {name} answer")
+            text = "".join(f"{on}{each['text']}{off}" if each["counts"] else each["text"] for each in pieces)
+            lines += ["", f"{what}: {total} tokens, {counted} of them count in the loss", text]
     return "\n".join(lines)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Rows to train on</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
-mark {{ background: #2e7d3240; color: inherit; border-bottom: 2px solid #2e7d32; }}
-</style></head><body>
-<h1>Rows to train on</h1>
-<p><mark>Marked</mark>: tokens that count in the loss.</p>
-{body}
-</body></html>
-"""
-
-
-def _title(split: str, name: str, pieces: list[dict[str, Any]]) -> str:
-    total = sum(piece["tokens"] for piece in pieces)
-    counts = sum(piece["tokens"] for piece in pieces if piece["counts"])
-    what = f"a {split} row" + ("" if name == "row" else f", {name} answer")
-    return f"{what}: {total} tokens, {counts} of them count in the loss"
-
-
-def _coloured(piece: Mapping[str, Any], colour: bool) -> str:
-    """Tokens that count: green, or between double brackets where there is no colour."""
-    if not piece["counts"]:
-        return str(piece["text"])
-    return f"{_ON}{piece['text']}{_OFF}" if colour else f"[[{piece['text']}]]"
-
-
-def _marked(pieces: list[dict[str, Any]]) -> str:
-    escaped = ((html.escape(piece["text"]), piece["counts"]) for piece in pieces)
-    return "".join(f"<mark>{text}</mark>" if counts else text for text, counts in escaped)
-
-
-def _bars(summary: DataSummary) -> Iterator[str]:
-    most = max(count for _, count in summary.histogram)
-    for longest, count in summary.histogram:
-        yield f"  up to {longest:>7,} tokens {count:>9,} rows {'#' * round(_BAR * count / most)}"

@@ -41,19 +41,10 @@ ReadRows = Callable[[Sequence[str], Any], tuple[list[int], dict[str, Any]]]
 
 
 def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRows) -> int:
-    """Plan a training job from the model's configuration.
+    """Plan a training job from the model's configuration. 0 if something fits; else the nearest case is printed, too.
 
-    Args:
-        argv: the arguments after ``plan``.
-        prepare: prepares this process for Hugging Face's libraries; called once the arguments are valid.
-        read_rows: gives tokens of each row, and the summary of the rows, of a training command and method.
-
-    Returns:
-        0 if something fits.
-
-    Raises:
-        UsageError: the arguments are wrong, or this model cannot be planned.
-        OutOfMemoryError: nothing fits; the nearest case is printed anyway.
+    ``prepare`` prepares this process for Hugging Face's libraries, once the arguments are valid. ``read_rows`` gives
+    tokens of each row, and the summary of the rows, of a training command and method.
     """
     wanted = _parser().parse_args(list(argv))
     if wanted.model is None and not wanted.largest:
@@ -268,8 +259,6 @@ def _largest(request: PlanRequest, card: CardMemory) -> list[dict[str, Any]]:
 
 # ---- text -------------------------------------------------------------------------------------------------------
 
-_LEAST = 0.005 * GIB  # smaller parts would be shown as 0.00
-
 
 def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
     """The lines of a plan: whether it fits, the command, what else fits; ``verbose``: all figures."""
@@ -300,15 +289,6 @@ def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
     yield from (f"note: {note}" for note in found["notes"])
 
 
-def _streaming_line(told: dict[str, Any]) -> str:
-    of = f" of {_gib(told['host'])}" if told["host"] else ""
-    return (
-        f"streams {told['layers']} of {told['of']} layers: {_gib(told['host_bytes'])} GiB of host memory{of}; "
-        f"{told['bytes_a_step'] / 1e9:,.0f} GB a step, {told['link_seconds']:,.1f} s at {told['link'] / 1e9:.3g} GB/s "
-        f"({told['link_source']}) beside {told['compute_seconds']:,.1f} s of computing"
-    )
-
-
 def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
     choice, speed = found["choice"], found["speed"]
     if data := found["data"]:
@@ -320,8 +300,13 @@ def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
             f"data: {data['rows']:,} rows, {data['tokens']:,} tokens (median {data['median']:,}, 95 % up to "
             f"{data['p95']:,}, longest {data['longest']:,}){cut}; {padding}"
         )
-    if found["streaming"]:
-        yield _streaming_line(found["streaming"])
+    if told := found["streaming"]:
+        of = f" of {_gib(told['host'])}" if told["host"] else ""
+        yield (
+            f"streams {told['layers']} of {told['of']} layers: {_gib(told['host_bytes'])} GiB of host memory{of}; "
+            f"{told['bytes_a_step'] / 1e9:,.0f} GB a step, {told['link_seconds']:,.1f} s at {told['link'] / 1e9:.3g} "
+            f"GB/s ({told['link_source']}) beside {told['compute_seconds']:,.1f} s of computing"
+        )
     if choice["eval_batch"]:
         evaluation = choice["moments"].get("evaluation")
         peak = f", {_gib(evaluation)} GiB at its peak" if evaluation else ""
@@ -367,65 +352,45 @@ def _details(found: dict[str, Any]) -> Iterator[str]:
     choice, card = found["choice"], found["card"]
     sources = {"allocator slack": "assumed", "context": "assumed", "desktop": card["desktop_source"]}
     sources["working memory"] = f"counted: {choice['moment']}"
-    yield from ("", f"{'part':<24} {'GiB':>6}  source")
-    for name, nbytes in choice["parts"].items():
-        if nbytes >= _LEAST:
-            yield f"{name:<24} {nbytes / GIB:>6.2f}  {sources.get(name, 'counted')}"
-    yield f"{'total':<24} {choice['total'] / GIB:>6.2f}  of {card['usable'] / GIB:.2f}"
+    parts = [(name, nbytes, sources.get(name, "counted")) for name, nbytes in choice["parts"].items() if nbytes > 5e6]
+    parts.append(("total", choice["total"], f"of {_gib(card['usable'])}"))
+    yield from _table(["part", "GiB", "source"], [[name, f"{size / GIB:.2f}", source] for name, size, source in parts])
     levels = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in choice["moments"].items())
     yield from ("", f"peak allocation by phase: {levels}")
     yield f"TRL's fused loss is assumed; full logits would take {_gib(found['full_logits'])} GiB more at the loss"
     if speed := found["speed"]:
         shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in speed["shares"].items() if share >= 0.005)
         yield f"time of a step: {shares}"
-    hosts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in found["host"]["parts"].items() if nbytes >= GIB / 20)
+    hosts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in found["host"]["parts"].items())
     yield f"host memory: {_gib(found['host']['total'])} GiB, mostly assumed ({hosts})"
-    yield from ("", *(_ways_table(found) if "ways" in found else _grid(found)))
+    yield from ("", "[does not fit], ~tight; speed: the choice is 1")
+    heads = ["way" if "ways" in found else "length", "method", "GiB", "speed", "longest", "GiB a step", "case"]
+    yield from _table(heads, [_row(each, choice) for each in found.get("ways", found["grid"])])
+    if "ways" in found:
+        yield f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
 
 
-def _grid(found: dict[str, Any]) -> Iterator[str]:
-    grid, choice = found["grid"], found["choice"]
-    sizes = sorted({each["micro_batch"] for each in grid})
-    yield "peak in GiB by micro-batch: [does not fit], ~tight; speed of the best that fits: the choice is 1"
-    yield f"{'length':>6}  {'method':<6} {'recomputed':<10}{''.join(f'{size:>9}' for size in sizes)}    speed"
-    rows: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-    for each in sorted(grid, key=lambda each: int(each["length"])):
-        how = "some" if each["recompute"] else "all" if each["checkpointing"] else "none"
-        rows.setdefault((each["length"], each["method"], how), []).append(each)
-    for (length, method, how), row in rows.items():
-        cells = {each["micro_batch"]: _cell(each) for each in row}
-        speeds = [each["estimated_tokens_per_second"] for each in row if each["fits"]]
-        speed = f"{max(speeds) / choice['estimated_tokens_per_second']:.2f}" if speeds else "-"
-        shown = "".join(f"{cells.get(size, ''):>9}" for size in sizes)
-        yield f"{length:>6}  {method:<6} {how:<10}{shown}{speed:>9}"
+def _row(each: dict[str, Any], choice: dict[str, Any]) -> list[str]:
+    total = f"{'~' * each['tight']}{_gib(each['total'])}" if each["fits"] else f"[{_gib(each['total'])}]"
+    speed = each["estimated_tokens_per_second"] / choice["estimated_tokens_per_second"]
+    way, longest = each.get("name", each["length"]), each.get("longest") or "-"
+    sent = f"{each['crossing'] / GIB:.2f}" if "crossing" in each else "-"
+    return [str(way), each["method"], total, f"{speed:.2f}", str(longest), sent, _case(each)]
 
 
-def _cell(case: dict[str, Any]) -> str:
-    return f"{'~' * case['tight']}{_gib(case['total'])}" if case["fits"] else f"[{_gib(case['total'])}]"
-
-
-def _ways_table(found: dict[str, Any]) -> Iterator[str]:
-    rates = f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
-    yield f"ways over the cards ({rates}): [does not fit], ~tight"
-    yield f"{'way':<9} {'method':<6} {'GiB':>6} {'longest':>8} {'speed':>6} {'GiB a step':>11}  case"
-    for way in found["ways"]:
-        ratio = way["estimated_tokens_per_second"] / found["choice"]["estimated_tokens_per_second"]
-        yield (
-            f"{way['name']:<9} {way['method']:<6} {_cell(way):>6} {way['longest'] or '-':>8} {ratio:>6.2f} "
-            f"{way['crossing'] / GIB:>11.2f}  {_case(way)}"
-        )
+def _table(heads: list[str], rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(len(row[at]) for row in [heads, *rows]) for at in range(len(heads))]
+    for row in ([], heads, *rows):
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip()
 
 
 def _largest_table(found: dict[str, Any]) -> Iterator[str]:
     yield f"largest known models that fit {found['card']}, one sequence of {found['length']:,} tokens, recomputed"
-    yield f"{'method':<15}  {'model':<40} {'GiB':>5} {'longest':>8} {'tokens/s':>9}"
+    rows = []
     for row in found["largest"]:
         speed = "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}"
-        longest = f"{row['longest']:,}" if row["longest"] else "-"
-        yield f"{row['method']:<15}  {row['model']:<40} {_gib(row['total']):>5} {longest:>8} {speed:>9}"
-    if not found["largest"]:
-        yield "none"
-    yield "speed: estimated, not measured"
+        rows.append([row["method"], row["model"], _gib(row["total"]), str(row["longest"] or "-"), speed])
+    yield from _table(["method", "model", "GiB", "longest", "tokens/s (estimated)"], rows)
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------
@@ -436,64 +401,60 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog=f"{_PROGRAM} plan", description=what)
     usual = PlanRequest()
 
-    def flag(*names: str, help: str, **settings: Any) -> None:
-        parser.add_argument(*names, help=help, **settings)
+    def flag(names: str, help: str, **settings: Any) -> None:
+        parser.add_argument(*names.split(), help=help, **settings)
 
-    flag("--model", "--model_name_or_path", help="Hub id or directory; only its configuration is read")
-    flag("--revision", "--model_revision", default=usual.revision, help="branch, tag or commit of a Hub id")
-    flag("--trust_remote_code", action="store_true", help="run the model's own configuration code")
-    flag("--gpu", help="a card by name, as rx7900xt (default: the card in this machine, else rx7900xt)")
-    flag("--vram", type=float, metavar="GIB", help="plan for a card of this size")
-    flag(
-        "--desktop_gib", type=float, help="memory of other processes (default: read from the card, else 1; headless: 0)"
-    )
-    flag("--trainer", choices=TRAINERS, default=usual.trainer, help="the verb to plan (sft)")
-    flag("--method", choices=METHODS, help="default: the faster of lora and qlora that fits")
-    names = ("--seq", "--max_length", "--max_seq_length")
-    flag(*names, dest="length", type=int, help="tokens of a sequence (2048, or the model's limit)")
-    flag("--effective_batch", type=int, default=usual.effective_batch, help="sequences per step, over all cards (16)")
-    names = ("--batch_size", "--micro_batch", "--per_device_train_batch_size")
-    flag(*names, dest="micro_batch", type=int, help="sequences in one pass on a card (default: the fastest)")
-    sizes = ("--eval_batch", "--per_device_eval_batch_size")
-    flag(
-        *sizes,
-        type=int,
-        dest="eval_batch",
-        help="sequences at a time in evaluation (default: no more memory than a step)",
-    )
+    def switch(names: str, help: str) -> None:
+        flag(names, help, action="store_true")
+
+    flag("--model --model_name_or_path", "Hub id or directory; only its configuration is read")
+    flag("--revision --model_revision", "branch, tag or commit of a Hub id", default=usual.revision)
+    switch("--trust_remote_code", "run the model's own configuration code")
+    flag("--gpu", "a card by name, as rx7900xt (default: the card in this machine, else rx7900xt)")
+    flag("--vram", "plan for a card of this size", type=float, metavar="GIB")
+    desktop = "memory of other processes (default: read from the card, else 1; headless: 0)"
+    flag("--desktop_gib", desktop, type=float)
+    flag("--trainer", "the verb to plan (sft)", choices=TRAINERS, default=usual.trainer)
+    flag("--method", "default: the faster of lora and qlora that fits", choices=METHODS)
+    length = "tokens of a sequence (2048, or the model's limit)"
+    flag("--seq --max_length --max_seq_length", length, dest="length", type=int)
+    batch = "sequences per step, over all cards (16)"
+    flag("--effective_batch", batch, type=int, default=usual.effective_batch)
+    names = "--batch_size --micro_batch --per_device_train_batch_size"
+    flag(names, "sequences in one pass on a card (default: the fastest)", dest="micro_batch", type=int)
+    size = "sequences at a time in evaluation (default: no more memory than a step)"
+    flag("--eval_batch --per_device_eval_batch_size", size, type=int, dest="eval_batch")
     several = "number of cards; with several, DDP, FSDP2, split, pipeline and tensor parallelism are compared (1)"
-    flag("--cards", type=int, default=1, help=several)
-    flag("--rows", type=int, default=0, help="rows to count hours for; without --dataset each has --seq tokens (1000)")
+    flag("--cards", several, type=int, default=1)
+    rows = "rows to count hours for; without --dataset each has --seq tokens (1000)"
+    flag("--rows", rows, type=int, default=0)
     recompute = "only with, or only without, checkpointing (default: the faster that fits)"
-    flag("--checkpointing", action=argparse.BooleanOptionalAction, default=None, help=recompute)
-    flag("--packing", action="store_true", help="several short sequences in a row")
+    flag("--checkpointing", recompute, action=argparse.BooleanOptionalAction, default=None)
+    switch("--packing", "several short sequences in a row")
     streams = "layers whose weights live in host memory: how many, auto or off (off)"
-    flag(STREAM, dest="stream", type=parse_streamed, metavar="auto|off|N", default=0, help=streams)
-    flag("--host_gib", type=float, metavar="GIB", help="memory of the host (default: of this machine, with its card)")
+    flag(STREAM, streams, dest="stream", type=parse_streamed, metavar="auto|off|N", default=0)
+    flag("--host_gib", "memory of the host (default: of this machine, with its card)", type=float, metavar="GIB")
     link = "from host memory to the card, as `hf-rocm-tune doctor --full` measures it (13, assumed)"
-    flag("--link_gb_s", type=checked(float, lambda rate: rate > 0, "above 0"), metavar="GB/S", help=link)
-    flag("--rank", "--lora_r", type=int, default=usual.rank, help="of the adapters (16)")
-    flag("--dropout", "--lora_dropout", type=float, default=usual.dropout, help="of the adapters (0)")
+    flag("--link_gb_s", link, type=checked(float, lambda rate: rate > 0, "above 0"), metavar="GB/S")
+    flag("--rank --lora_r", "of the adapters (16)", type=int, default=usual.rank)
+    flag("--dropout --lora_dropout", "of the adapters (0)", type=float, default=usual.dropout)
     which = f"modules with adapters, or {ALL_LINEAR}, the default"
-    flag("--targets", "--lora_target_modules", nargs="+", default=[ALL_LINEAR], help=which)
-    parameters = ("--target_parameters", "--lora_target_parameters")
-    flag(*parameters, nargs="+", default=[], help="experts with adapters: experts.gate_up_proj experts.down_proj")
-    flag("--modules_to_save", "--lora_modules_to_save", nargs="+", default=[], help="modules that are trained whole")
-    flag("--dora", "--use_dora", action="store_true", help="DoRA")
-    flag("--one_pass_loss", action="store_true", help="gradient of the loss in the forward pass")
-    flag("--dtype", choices=DTYPES, help="of weights that are not quantised (bfloat16; float32 with --method full)")
-    flag("--optim", choices=tuple(OPTIMIZERS), default=usual.optim, help=f"optimizer ({usual.optim})")
-    flag("--attention", "--attn_implementation", choices=ATTENTIONS, default=usual.attention, help="(sdpa)")
-    flag("--workers", "--dataloader_num_workers", type=int, default=0, help="data loader workers of a process (0)")
-    flag(
-        "--dataset",
-        "--dataset_name",
-        dest="dataset_name",
-        help="a file or Hub id, whose rows are read: lengths, padding, hours",
-    )
-    flag("-v", "--verbose", action="store_true", help="all parts, cases and ways")
-    flag("--json", action="store_true", help="print JSON; memory in bytes")
-    flag("--largest", action="store_true", help="list the largest known public models that fit, by method")
+    flag("--targets --lora_target_modules", which, nargs="+", default=[ALL_LINEAR])
+    experts = "experts with adapters: experts.gate_up_proj experts.down_proj"
+    flag("--target_parameters --lora_target_parameters", experts, nargs="+", default=[])
+    flag("--modules_to_save --lora_modules_to_save", "modules that are trained whole", nargs="+", default=[])
+    switch("--dora --use_dora", "DoRA")
+    switch("--one_pass_loss", "gradient of the loss in the forward pass")
+    dtype = "of weights that are not quantised (bfloat16; float32 with --method full)"
+    flag("--dtype", dtype, choices=DTYPES)
+    flag("--optim", f"optimizer ({usual.optim})", choices=tuple(OPTIMIZERS), default=usual.optim)
+    flag("--attention --attn_implementation", "(sdpa)", choices=ATTENTIONS, default=usual.attention)
+    flag("--workers --dataloader_num_workers", "data loader workers of a process (0)", type=int, default=0)
+    data = "a file or Hub id, whose rows are read: lengths, padding, hours"
+    flag("--dataset --dataset_name", data, dest="dataset_name")
+    switch("-v --verbose", "all parts, cases and ways")
+    switch("--json", "print JSON; memory in bytes")
+    switch("--largest", "list the largest known public models that fit, by method")
     return parser
 
 
@@ -507,20 +468,16 @@ def command(request: PlanRequest, option: Estimate, dataset: str = _NO_DATA, fla
     usual = _settings(PlanRequest(), "qlora", nothing) | {"load_in_4bit": False}
     model, *rest = _settings(request, option.variant, option.case).items()
     for name, value in (model, ("dataset_name", dataset), *rest):
-        if value is None or value == usual.get(name):
-            continue
-        words.append(f"--{name}")
-        if isinstance(value, list):
-            words += map(str, value)
-        elif value is not True:
-            words.append("false" if value is False else str(value))
+        if value is not None and value != usual.get(name):
+            given = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name}", *("false" if each is False else str(each) for each in given)]
     return shlex.join(words)
 
 
 def _settings(request: PlanRequest, method: str, case: Case) -> dict[str, Any]:
     """The settings of a choice by flag of ``hf-rocm-tune sft``; None: not set."""
-    lora = method != "full"
-    return {
+    targets = [request.targets] if isinstance(request.targets, str) else [*request.targets]
+    found = {
         "model_name_or_path": request.model,
         "model_revision": request.revision,
         "trust_remote_code": request.trust_remote_code,
@@ -533,7 +490,7 @@ def _settings(request: PlanRequest, method: str, case: Case) -> dict[str, Any]:
         "gradient_checkpointing": case.checkpointing,
         "stream_weights": case.streamed or None,
         "recompute_layers": None if case.recompute is None else "{},{}".format(*case.recompute),
-        "use_peft": lora,
+        "use_peft": method != "full",
         "load_in_4bit": method == "qlora",
         "use_bnb_nested_quant": request.nested if method == "qlora" else None,
         "dtype": request.dtype_of(method),
@@ -541,12 +498,8 @@ def _settings(request: PlanRequest, method: str, case: Case) -> dict[str, Any]:
         "optim": request.optim,
         "attn_implementation": None if request.attention == "sdpa" else request.attention,
         "dataloader_num_workers": request.workers,
-        "lora_r": request.rank if lora else None,
-        "lora_dropout": request.dropout if lora else None,
-        "lora_target_modules": list([request.targets] if isinstance(request.targets, str) else request.targets)
-        if lora
-        else None,
-        "lora_target_parameters": list(request.target_parameters) or None,
-        "lora_modules_to_save": list(request.modules_to_save) or None,
-        "use_dora": request.dora,
     }
+    if method != "full":
+        found |= {"lora_r": request.rank, "lora_dropout": request.dropout, "lora_target_modules": targets}
+    found |= {"lora_target_parameters": [*request.target_parameters] or None}
+    return found | {"lora_modules_to_save": [*request.modules_to_save] or None, "use_dora": request.dora}

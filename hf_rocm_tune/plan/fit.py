@@ -1,10 +1,8 @@
 """Planning a job: records its steps, estimates every case, and chooses the fastest that fits.
 
     plan = plan_for(PlanRequest(model="Qwen/Qwen3-8B"), card=card_memory(name="rx7900xt"))
-    plan.choice.case.micro_batch, plan.choice.case.checkpointing
 
-Only a configuration is downloaded, nothing is allocated, no GPU is needed. Imports torch when the first step is
-recorded.
+Only a configuration is downloaded, nothing is allocated. Imports torch when the first step is recorded.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 #: Longer sequences are not considered when the configuration sets no limit.
 LONGEST = 131072
 #: Allocations and releases of a step, above which only the wanted length is planned. Few layers of Llama have 1,600,
-#: of Gemma 3 2,800, of Qwen3-Next 8,500, of Gemma 3n 14,000.
+#: of Qwen3-Next 8,500.
 _MANY_EVENTS = 5_000
 #: Recorded first, to see whether and how this model can be recorded.
 _PROBE = Case(micro_batch=2, length=2, checkpointing=False)
@@ -222,19 +220,13 @@ class Plan:
 
     @property
     def full_logits(self) -> float:
-        """Bytes that TRL's fused loss saves at the loss of the nearest case, at least.
-
-        The logits of all tokens in their dtype, as float32, and their logarithms or gradient as float32.
-        """
+        """Bytes that TRL's fused loss saves: logits in their dtype, as float32, and their gradient as float32."""
         case, vocabulary = self.nearest.case, self.recordings[self.nearest.variant].sample.vocabulary
         itemsize = 2 if self.request.autocast else 4
         return float(case.micro_batch * case.length * vocabulary * (itemsize + 8))
 
     def longest(self, method: str, fits: Callable[[Case], bool] | None = None) -> int | None:
-        """The longest sequence that fits (by default: the card) with micro-batch 1 and checkpointing.
-
-        None: none fits, or it is not known because a step takes too long to record.
-        """
+        """The longest sequence that fits with micro-batch 1 and checkpointing; None: none, or too long to record."""
         recordings = self.recordings[method]
         streamed = self.layers if self.nearest.case.streamed else 0
         short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint, streamed=streamed)
@@ -248,17 +240,10 @@ class Plan:
 def plan_for(
     request: PlanRequest, *, card: CardMemory, config: Any = None, grid: bool = True, within_limit: bool = False
 ) -> Plan:
-    """Plans a training job.
+    """Plans a training job. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch.
 
-    Args:
-        request: the job.
-        card: its memory, from `card_memory` or ``CardMemory(...)``.
-        config: the model's configuration; by default read from ``request.model``.
-        grid: plan twice the length as well.
-        within_limit: if the model was made for fewer tokens than wanted, plan for its limit.
-
-    Returns:
-        The plan. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch exactly.
+    ``config``: the model's, by default read from ``request.model``; ``grid``: plan twice the length as well;
+    ``within_limit``: if the model was made for fewer tokens than wanted, plan for its limit.
 
     Raises:
         UsageError: the configuration cannot be read, or this model cannot be planned.
@@ -297,23 +282,12 @@ def plan_for(
         notes.append("planned without Triton's kernels, which do not run here: see `hf-rocm-tune doctor`")
     notes += [f"{name}: {why}" for name, why in refused.items()]
     notes += dict.fromkeys(note for each in recordings.values() for note in each.sample.notes)
-    return Plan(
-        request=request,
-        config=config,
-        card=card,
-        grid=tuple(cases),
-        recordings=recordings,
-        limit=limit,
-        notes=tuple(notes),
-    )
+    result: dict[str, Any] = {"request": request, "config": config, "card": card, "limit": limit}
+    return Plan(**result, grid=tuple(cases), recordings=recordings, notes=tuple(notes))
 
 
 def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[str]]:
-    """The request with the methods that the weights in the files allow; quantised ones take adapters only.
-
-    Raises:
-        UsageError: no method is left.
-    """
+    """The request with the methods that the weights in the files allow; quantised ones take adapters only."""
     if getattr(config, "quantization_config", None) is None:
         return request, []
     from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
@@ -351,10 +325,7 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
 
 
 def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, lengths: Sequence[int]) -> list[Estimate]:
-    """Every length and micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too.
-
-    Mixes are searched at the wanted length. Longer lengths whose step takes too long to record are omitted.
-    """
+    """Every length and micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too."""
     grid = []
     for length in lengths:
         try:
@@ -405,10 +376,9 @@ def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Est
 
 
 def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:
-    """The fastest mix by estimate of layers recomputed whole and selectively that leaves the card's margin.
+    """The fastest mix by estimate of layers recomputed whole and selectively that leaves the card's margin, if any.
 
-    The margin is there because mixes fill the card, and part of its memory is assumed. The more layers are recomputed
-    whole, the fewer need to be selectively. Empty if none fits.
+    The more layers are recomputed whole, the fewer need to be selectively.
     """
     found = []
     fewest = layers if selective else 0

@@ -40,18 +40,16 @@ class PlanRequest:
     """
 
     model: str = ""  # directory or Hub id; only the configuration is read. Empty if a configuration is passed
-    # revision, trust_remote_code: as for loading
     revision: str = "main"
     trust_remote_code: bool = False
-    trainer: str = "sft"  # ``sft``, ``dpo`` or ``kto``
-    methods: tuple[str, ...] = ("lora", "qlora")  # to choose from, of ``lora``, ``qlora`` and ``full``
+    trainer: str = "sft"  # of `TRAINERS`
+    methods: tuple[str, ...] = ("lora", "qlora")  # to choose from, of `METHODS`
     length: int = 2048  # tokens of the longest sequence
     effective_batch: int = 16  # sequences (``dpo``: pairs) per optimizer step, over all cards
     cards: int = 1  # each with the whole model
     packing: bool = False  # several sequences in a row
-    # rank, dropout, targets, target_parameters, modules_to_save, dora: of the adapters
     rank: int = 16
-    dropout: float = 0.0
+    dropout: float = 0.0  # of the adapters
     targets: str | tuple[str, ...] = ALL_LINEAR
     target_parameters: tuple[str, ...] = ()  # of fused experts
     modules_to_save: tuple[str, ...] = ()
@@ -60,7 +58,7 @@ class PlanRequest:
     # of weights that are not quantised; None: ``bfloat16`` below adapters, ``float32`` when all are trained
     dtype: str | None = None
     autocast: bool = True  # mixed precision in bfloat16
-    attention: str = "sdpa"  # ``sdpa`` or ``eager``
+    attention: str = "sdpa"  # of `ATTENTIONS`
     optim: str = DEFAULT_OPTIMIZER  # optimizer, by transformers' name
     platform: str = "hip"  # whose kernels count
     triton: bool = True  # whether Triton's run there
@@ -77,43 +75,53 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
-        least |= {"cards": (self.cards, 1), "rank": (self.rank, 1)}
-        least |= {"workers": (self.workers, 0), "rows": (self.rows, 0), "eval_batch": (self.eval_batch or 1, 1)}
+        least |= {"cards": (self.cards, 1), "rank": (self.rank, 1), "eval_batch": (self.eval_batch or 1, 1)}
+        least |= {"workers": (self.workers, 0), "rows": (self.rows, 0)}
         faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
-        if self.effective_batch > _LARGEST_BATCH:
-            faults.append(f"--effective_batch must be {_LARGEST_BATCH} or less, got {self.effective_batch}")
-        if not faults and self.effective_batch % self.cards:
-            faults.append(f"--effective_batch {self.effective_batch} cannot be divided evenly over {self.cards} cards")
-        if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
-            faults.append(f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card")
-        if not 0 <= self.dropout < 1:
-            faults.append(f"--dropout must be 0 or more and below 1, got {self.dropout}")
-        if self.trainer != "sft" and (self.packing or self.one_pass_loss):
-            faults.append(f"--packing and --one_pass_loss are for sft, not {self.trainer}")
-        if self.trainer == "kto" and (self.micro_batch or self.each) < 2:
-            faults.append("kto needs two or more sequences in a micro-batch: its KL estimate pairs them")
-        if self.stream != 0 and ("full" in self.methods or self.dora):
-            faults.append(f"{FLAG} is for LoRA and QLoRA: leave it out with --method full and --dora")
-        if "full" in self.methods and (self.dora or self.modules_to_save or self.target_parameters):
-            ours = "--dora, --target_parameters and --modules_to_save"
-            faults.append(f"{ours} are for adapters: leave them out with --method full")
-        for name, given, known in (
-            ("trainer", self.trainer, TRAINERS),
-            *(("method", method, METHODS) for method in self.methods),
-            ("platform", self.platform, PLATFORMS),
-            ("dtype", self.dtype or DTYPES[0], DTYPES),
-            ("attention", self.attention, ATTENTIONS),
-        ):
-            if given not in known:
-                faults.append(f"--{name} must be one of {', '.join(known)}, got {given}")
-        if faults:
+        batch, full = self.effective_batch, "full" in self.methods
+        choices: list[tuple[str, str, tuple[str, ...]]] = [("method", each, METHODS) for each in self.methods]
+        choices += [("trainer", self.trainer, TRAINERS), ("platform", self.platform, PLATFORMS)]
+        choices += [("dtype", self.dtype or DTYPES[0], DTYPES), ("attention", self.attention, ATTENTIONS)]
+        checks = [
+            (batch > _LARGEST_BATCH, f"--effective_batch must be {_LARGEST_BATCH} or less, got {batch}"),
+            (
+                not faults and batch % self.cards,
+                f"--effective_batch {batch} cannot be divided evenly over {self.cards} cards",
+            ),
+            (
+                self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch),
+                f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card",
+            ),
+            (not 0 <= self.dropout < 1, f"--dropout must be 0 or more and below 1, got {self.dropout}"),
+            (
+                self.trainer != "sft" and (self.packing or self.one_pass_loss),
+                f"--packing and --one_pass_loss are for sft, not {self.trainer}",
+            ),
+            (
+                self.trainer == "kto" and (self.micro_batch or self.each) < 2,
+                "kto needs two or more sequences in a micro-batch: its KL estimate pairs them",
+            ),
+            (
+                self.stream != 0 and (full or self.dora),
+                f"{FLAG} is for LoRA and QLoRA: leave it out with --method full and --dora",
+            ),
+            (
+                full and (self.dora or self.modules_to_save or self.target_parameters),
+                "--dora, --target_parameters and --modules_to_save are for adapters: leave them out with --method full",
+            ),
+            *(
+                (given not in known, f"--{name} must be one of {', '.join(known)}, got {given}")
+                for name, given, known in choices
+            ),
+        ]
+        if faults := [*faults, *(fault for applies, fault in checks if applies)]:
             raise UsageError("; ".join(faults))
         optimizer(self.optim)
 
     @property
     def each(self) -> int:
         """Sequences of one optimizer step on one card."""
-        return self.effective_batch // self.cards
+        return self.effective_batch // max(self.cards, 1)
 
     def dtype_of(self, method: str) -> str:
         """The dtype of weights that are not quantised."""
@@ -131,11 +139,7 @@ def from_training(
 ) -> PlanRequest:
     """The request of a training job, at its own effective batch.
 
-    Args:
-        settings: by the names of its flags, as ``arguments.Arguments.resolved()`` gives them.
-        trainer: ``sft``, ``dpo`` or ``kto``.
-        cards: processes of the job.
-        platform: ``hip``, ``cuda`` or ``cpu``.
+    ``settings`` by the names of its flags, as ``Arguments.resolved()`` gives them; ``cards``: processes of the job.
 
     Raises:
         UsageError: the job uses something that the planner does not support.
@@ -198,16 +202,10 @@ def card_memory(
     desktop_gib: float | None = None,
     machine: Machine | None = None,
 ) -> CardMemory:
-    """The memory to plan for.
+    """The memory to plan for: the named card; else one of that size; else the card in this machine; else a 7900 XT.
 
-    Args:
-        name: of a card in the table, such as ``rx7900xt``.
-        vram_gib: nominal memory, for a card that is not in this machine.
-        desktop_gib: held by other processes; by default read from the kernel, or assumed.
-        machine: by default this machine.
-
-    Returns:
-        The named card; else one of that size; else the card in this machine; else a 7900 XT.
+    ``vram_gib`` is nominal; ``desktop_gib``, held by other processes, is read from the kernel or assumed unless given;
+    ``machine``: this one.
 
     Raises:
         UsageError: an unknown card, a card of unknown memory, or an invalid size.
@@ -218,7 +216,6 @@ def card_memory(
         raise UsageError(f"--vram must be from 1 to 1024 GiB, got {vram_gib:g}")
     if desktop_gib is not None and not 0 <= desktop_gib <= 1024:
         raise UsageError(f"--desktop_gib must be from 0 to 1024 GiB, got {desktop_gib:g}")
-    # the card with most memory
     gpus = (survey() if machine is None else machine).gpus
     described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
     here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes or 0, default=None)
@@ -232,22 +229,17 @@ def card_memory(
         assert known is not None
         raise UsageError(f"the memory of {known.name} is not in the card table; give --vram in GiB")
     desktop, source = _desktop(desktop_gib, here, size)
-    card = known.name if known else f"a card of {size:g} GiB"
+    rates = Rates(known=False)  # of most cards no speed is published, and only choices are ranked
+    if known is not None and known.bf16_tflops:
+        rates = replace(RATES_OF.get(known.key, Rates()), products=1e12 * known.bf16_tflops)
     return CardMemory(
-        name=card,
+        name=known.name if known else f"a card of {size:g} GiB",
         usable=int(size * _USABLE_SHARE * GIB),
         desktop=desktop,
         desktop_source=source,
-        rates=_rates(known),
+        rates=rates,
         bandwidth=1e9 * (known.bandwidth_gb_s if known and known.bandwidth_gb_s else _USUAL_BANDWIDTH),
     )
-
-
-def _rates(known: Card | None) -> Rates:
-    """The published rates of a card; of others no speed is known, and only choices are ranked."""
-    if known is None or not known.bf16_tflops:
-        return Rates(known=False)
-    return replace(RATES_OF.get(known.key, Rates()), products=1e12 * known.bf16_tflops)
 
 
 def _named(name: str) -> Card:
@@ -286,11 +278,7 @@ class TooManyOperations(UsageError):
 
 
 def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:
-    """Reads a model's configuration from a directory or the Hub, without weights.
-
-    Raises:
-        UsageError: it is missing, or describes no model that transformers knows.
-    """
+    """Reads a model's configuration from a directory or the Hub, without weights."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -322,19 +310,14 @@ def config_of(fields: Mapping[str, Any]) -> Any:
 
 
 def config_for(request: PlanRequest) -> tuple[Any, list[str]]:
-    """The configuration of the model; if it cannot be read, that of our table, with a note.
-
-    Raises:
-        UsageError: it can neither be read nor is it in the table.
-    """
+    """The configuration of the model; if it cannot be read, that of our table, with a note."""
     try:
         return load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code), []
     except UsageError:
         if (known := public_model(request.model)) is None:
             raise
-    return config_of(known.fields), [
-        f"its configuration could not be read; planned with the known shape of {known.name}"
-    ]
+    note = f"its configuration could not be read; planned with the known shape of {known.name}"
+    return config_of(known.fields), [note]
 
 
 def text_config(config: Any, *, decoder: bool = False) -> Any:
@@ -405,27 +388,26 @@ class PublicModel:
     fields: Mapping[str, Any] = field(repr=False)
 
 
+def _family(architecture: str, vocabulary: int = 0, positions: int = 0, **more: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": vocabulary, "max_position_embeddings": positions} if vocabulary else {}
+    return {"architectures": [f"{architecture}ForCausalLM"], **sizes, **more}
+
+
 _FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "max_position_embeddings": 131072},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "max_position_embeddings": 40960}
-    | {"head_dim": 128},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "max_position_embeddings": 32768},
-    "mistral": {"architectures": ["MistralForCausalLM"], "vocab_size": 131072, "max_position_embeddings": 32768}
-    | {"head_dim": 128, "sliding_window": None},
-    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "max_position_embeddings": 32768}
-    | {"head_dim": 256, "sliding_window": 512},
-    "phi3": {"architectures": ["Phi3ForCausalLM"]},
-    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "max_position_embeddings": 40960}
-    | {"head_dim": 128, "router_aux_loss_coef": 0.001},
-    "olmoe": {"architectures": ["OlmoeForCausalLM"], "vocab_size": 50304, "max_position_embeddings": 4096},
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "vocab_size": 32000, "max_position_embeddings": 32768}
-    | {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "deepseek_v2": {"architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102400}
-    | {"max_position_embeddings": 163840, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2}
-    | {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None}
-    | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-    "gpt_oss": {"architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "max_position_embeddings": 131072}
-    | {"head_dim": 64, "sliding_window": 128, "router_aux_loss_coef": 0.9, "attention_bias": True},
+    "llama": _family("Llama", 128256, 131072),
+    "qwen3": _family("Qwen3", 151936, 40960, head_dim=128),
+    "qwen2": _family("Qwen2", 152064, 32768),
+    "mistral": _family("Mistral", 131072, 32768, head_dim=128, sliding_window=None),
+    "gemma3_text": _family("Gemma3", 262144, 32768, head_dim=256, sliding_window=512),
+    "phi3": _family("Phi3"),
+    "qwen3_moe": _family("Qwen3Moe", 151936, 40960, head_dim=128, router_aux_loss_coef=0.001),
+    "olmoe": _family("Olmoe", 50304, 4096),
+    "mixtral": _family("Mixtral", 32000, 32768, num_local_experts=8, num_experts_per_tok=2),
+    "deepseek_v2": _family("DeepseekV2", 102400, 163840, moe_intermediate_size=1408, n_routed_experts=64)
+    | {"n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512}
+    | {"q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "gpt_oss": _family("GptOss", 201088, 131072, head_dim=64, sliding_window=128, router_aux_loss_coef=0.9)
+    | {"attention_bias": True},
 }
 _WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -435,17 +417,15 @@ def _model(name: str, billions: float, family: str, *widths: int, tied: bool = F
     return PublicModel(name=name, billions=billions, fields=_FAMILIES[family] | own | more)
 
 
-_PHI4_MINI: dict[str, Any] = {"original_max_position_embeddings": 4096} | {
-    "pad_token_id": 199999,
-    "vocab_size": 200064,
-    "max_position_embeddings": 131072,
-}
-_PHI4: dict[str, Any] = {"original_max_position_embeddings": 16384} | {
-    "pad_token_id": 100349,
-    "vocab_size": 100352,
-    "max_position_embeddings": 16384,
-}
-_MXFP4: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
+def _phi4(vocabulary: int, positions: int, original: int, pad: int) -> dict[str, Any]:
+    sizes = {"vocab_size": vocabulary, "max_position_embeddings": positions, "pad_token_id": pad}
+    return sizes | {"original_max_position_embeddings": original}
+
+
+_PHI4_MINI, _PHI4 = _phi4(200064, 131072, 4096, 199999), _phi4(100352, 16384, 16384, 100349)
+_OSS: dict[str, Any] = {"num_local_experts": 32, "num_experts_per_tok": 4}
+_OSS |= {"quantization_config": {"quant_method": "mxfp4"}}
+_NEMO: dict[str, Any] = {"max_position_embeddings": 131072}
 _QWEN3_A3B: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("Qwen/Qwen3-0.6B", 0.60, "qwen3", 1024, 3072, 28, 16, 8, tied=True),
@@ -459,25 +439,11 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("mistralai/Mistral-7B-v0.3", 7.25, "mistral", 4096, 14336, 32, 32, 8, vocab_size=32768, head_dim=None),
     _model("meta-llama/Llama-3.1-8B", 8.03, "llama", 4096, 14336, 32, 32, 8),
     _model("Qwen/Qwen3-8B", 8.19, "qwen3", 4096, 12288, 36, 32, 8),
-    _model(
-        "mistralai/Mistral-Nemo-Base-2407", 12.25, "mistral", 5120, 14336, 40, 32, 8, max_position_embeddings=131072
-    ),
+    _model("mistralai/Mistral-Nemo-Base-2407", 12.25, "mistral", 5120, 14336, 40, 32, 8, **_NEMO),
     _model("microsoft/phi-4", 14.66, "phi3", 5120, 17920, 40, 40, 10, **_PHI4),
     _model("Qwen/Qwen3-14B", 14.77, "qwen3", 5120, 17408, 40, 40, 8),
     _model("deepseek-ai/DeepSeek-V2-Lite", 15.71, "deepseek_v2", 2048, 10944, 27, 16, 16),
-    _model(
-        "openai/gpt-oss-20b",
-        20.91,
-        "gpt_oss",
-        2880,
-        2880,
-        24,
-        64,
-        8,
-        num_local_experts=32,
-        num_experts_per_tok=4,
-        **_MXFP4,
-    ),
+    _model("openai/gpt-oss-20b", 20.91, "gpt_oss", 2880, 2880, 24, 64, 8, **_OSS),
     _model("mistralai/Mistral-Small-24B-Base-2501", 23.57, "mistral", 5120, 32768, 40, 32, 8),
     _model("Qwen/Qwen3-30B-A3B", 30.53, "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3_A3B),
     _model("Qwen/Qwen2.5-32B", 32.76, "qwen2", 5120, 27648, 64, 40, 8),

@@ -52,9 +52,7 @@ class SplitPlan:
     """One model over several cards: what each holds, and where to cut.
 
     Each card is planned as if it held a smaller model: its layers, and on the first card everything outside the layers.
-    A card keeps what its layers need for backward while the others compute; each has its own peak. The other cards hold
-    copies of masks, position embeddings and their first input. The cards compute one after the other, so a second one
-    adds memory, not speed.
+    The cards compute one after the other, so a second one adds memory, not speed.
     """
 
     plan: Plan  # of one card, the source of model, cases and speed
@@ -94,18 +92,10 @@ def split_plan(
     config: Any = None,
     flights: int = 1,
 ) -> SplitPlan:
-    """Plans one model over several cards.
+    """Plans one model over several cards: the fastest case that fits on every card, else that with the least missing.
 
-    Args:
-        request: the job, of one process: its ``cards`` is 1.
-        cards: the memory of each, two or more; those beyond the counts are dropped.
-        counts: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
-            the fullest card.
-        config: as for `plan_for`.
-        flights: micro-batches in flight, if a step has as many.
-
-    Returns:
-        The fastest case by estimate that fits on every card; if none fits, the one with the least memory missing.
+    ``counts``: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
+    the fullest card. ``flights``: micro-batches in flight, if a step has as many.
 
     Raises:
         UsageError: the model cannot be planned, the counts do not fit it, or it has too few layers.
@@ -284,8 +274,7 @@ def _replicated(plan: Plan, name: str, times: float, rate: float, flags: str) ->
 def _sharded(plan: Plan, flags: str) -> CardsWay:
     """FSDP2 gathers layers and embeddings twice per micro-batch, during computation, and the other weights once.
 
-    The memory includes weights outside the layers unsharded. If all weights are trained, their gradients are counted
-    unsharded, which overestimates. It does not support mixes of recomputation.
+    The memory includes weights outside the layers unsharded; if all weights are trained, their gradients, too.
     """
     cards = plan.request.cards
     variants, gathered = {}, {}
@@ -378,12 +367,9 @@ def _part_of(step: Step, start: int, stop: int, case: Case) -> Step:
 
 
 def _together(plan: Plan) -> list[CardsWay]:
-    """Tensor parallelism: activations are counted unsharded, an upper bound.
+    """Tensor parallelism: activations are counted unsharded, an upper bound, and no overlap of sums is assumed.
 
-    A card computes its share of the layers' products and all of the output head; no overlap of sums is assumed.
-
-    Raises:
-        UsageError: transformers has no tensor parallel plan for this model, or the method is not LoRA.
+    A card computes its share of the layers' products and all of the output head.
     """
     from hf_rocm_tune.cards.tensor_parallel import RANKS, dims_of, summed  # imports torch
 

@@ -155,7 +155,7 @@ class TuneArguments:
         "Default: the directory's last part.",
     )
     verbose: bool = _option(False, "At the start, print each default that differs from TRL's, and why.", aliases=["-v"])
-    dry_run: Literal["text", "json", "html"] | None = _option(
+    dry_run: Literal["text", "json"] | None = _option(
         None,
         "Check all settings, show the rows as the model will read them with the tokens that count in the loss, lengths "
         "and what is cut off, and exit. No weights are loaded and nothing is written. text unless given.",

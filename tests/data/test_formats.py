@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, IterableDataset, Json, List
 
-from hf_rocm_tune.data import formats
 from hf_rocm_tune.data.formats import STREAMED_ROWS, FormatInfo, as_trl, check_format
 from hf_rocm_tune.data.sources import load_source
 from hf_rocm_tune.errors import UsageError
@@ -52,34 +50,6 @@ FORMATS: dict[str, tuple[Writer, str]] = {
         "prompt/completion (conversational)",
     ),
 }
-
-
-def test_rows_that_were_found_right_are_not_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 12)
-    looked = Mock(wraps=formats._fault_in)
-    monkeypatch.setattr(formats, "_fault_in", looked)
-
-    def looked_at(**arguments: Any) -> int:
-        looked.reset_mock()
-        assert check(load_source(str(file)).train, **arguments).description == "messages (conversational)"
-        return looked.call_count
-
-    assert [looked_at(), looked_at(), looked_at()] == [12, 0, 0]
-    assert [looked_at(assistant_only_loss=True), looked_at()] == [12, 0], "other columns, or more asked of them"
-    (cached,) = {Path(each["filename"]).parent for each in load_source(str(file)).train.cache_files}
-    for kept in cached.glob("checked-*.json"):
-        kept.write_text("[1, 2]")
-    assert [looked_at(), looked_at()] == [12, 0]
-    with file.open("a") as rows:
-        rows.write('{"messages": []}\n')
-    assert "row 13 of the 'train' split" in refusal(load_source(str(file)).train)
-    assert "row 13 of the 'train' split" in refusal(load_source(str(file)).train), "what was wrong is not kept"
-
-
-def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = load_source(str(tiny.write_text_jsonl(tmp_path / "rows.jsonl", 3))).train
-    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(30, "Read-only file system")))
-    assert check(rows).description == check(rows).description == "text"
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -150,7 +150,7 @@ BROKEN: dict[str, tuple[str, bytes, list[str]]] = {
     "rows are numbers": ("a.jsonl", b"1\n2\n", ["line 1: a row has to be a JSON object, this is a int"]),
     "cut off array": ("a.json", b'[{"text":"a"},\n{"text":"b"', ["a.json, line 2, column 12: not valid JSON"]),
     "array with a number": ("a.json", b'[{"text":"a"}, 3]', ["row 2: a row has to be a JSON object, this is a int"]),
-    "array of nothing": ("a.json", b"[]", ["a.json has no rows: it is an empty list"]),
+    "array of nothing": ("a.json", b"[]", ["a.json, line 1: no rows, an empty list"]),
     "no bytes": ("a.jsonl", b"", ["a.jsonl is empty (0 bytes)"]),
     "only blank lines": ("a.jsonl", b"\n\n", ["a.jsonl"]),
     "ragged csv": ("a.csv", b"a,b\n1,2\n3,4,5\n", ["Expected 2 fields in line 3, saw 3"]),
