@@ -175,7 +175,7 @@ def compare(card: CardMemory, setup: tuple[Any, ...]) -> dict[str, Any]:
     fixed = {"methods": (method,), "length": length, "effective_batch": micro_batch, "micro_batch": micro_batch}
     usual = {"checkpointing": False, "platform": "hip" if source == "xtx" else "cuda", "nested": False}
     request = PlanRequest(**{**usual, **fixed, **settings})
-    plan = plan_for(request, card=card, config=config_of(SHAPES[model]), grid=False)
+    plan = plan_for(request, card=card, config=config_of(SHAPES[model]))
     found = plan.nearest
     planned = found.allocated / 1e9
     row = {"source": source, "model": model, "method": method, "micro_batch": micro_batch, "length": length}

@@ -1,7 +1,7 @@
 """The accelerate configurations and recipes of the package: list, find, copy.
 
-A recipe is a complete set of settings of a training job; its opening comment has its purpose, its command, its
-requirements and its planned memory. :mod:`hf_rocm_tune.settings.names` reads one.
+A recipe is a complete set of settings of a training job; its opening comment has its purpose, command, requirements and
+planned memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ class NamedFiles:
         return sorted(file.stem for file in self.directory().glob(f"*{_SUFFIX}"))
 
     def path(self, name: str) -> Path:
-        """The file of one, by its name with or without ``.yaml``.
-
-        Raises:
-            UsageError: an unknown name; the message has the nearest one and all of them.
-        """
+        """The file of one, by its name with or without ``.yaml``."""
         known = self.names()
         wanted = name.removesuffix(_SUFFIX)
         if wanted in known:
@@ -43,23 +39,12 @@ class NamedFiles:
         raise UsageError(f"no {self.what} is named {name!r}: {hint}there are {', '.join(known) or 'none'}")
 
     def describe(self, name: str) -> str:
-        """The purpose of one: the first line of its opening comment.
-
-        Raises:
-            UsageError: as `path`.
-        """
+        """The purpose of one: the first line of its opening comment."""
         with self.path(name).open(encoding="utf-8") as file:
             return file.readline().lstrip("#").strip()
 
     def copy(self, name: str, dest: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Copy one to a new file, or into an existing directory under its own name.
-
-        Returns:
-            The file that was written.
-
-        Raises:
-            UsageError: unknown name, the file exists and ``overwrite`` is false, or it cannot be written.
-        """
+        """Copy one to a new file, or into an existing directory under its own name; returns the file."""
         source = self.path(name)
         text = source.read_bytes()  # before the target is opened: with overwrite it may be the same file
         target = Path(dest)

@@ -64,7 +64,7 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
     request = from_training(settings, cards=cards)
     if settings["split_layers"]:
         return _planned_split(name, request, str(settings["split_layers"]), card)
-    choice = plan_for(request, card=card, grid=False).choice
+    choice = plan_for(request, card=card).choice
     if choice is None:
         raise ValueError(f"{name} does not fit {card.name}")
     if choice.case.recompute:

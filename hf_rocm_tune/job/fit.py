@@ -1,9 +1,8 @@
 """Planning before a model is loaded: ``--auto_fit``, and the cards and layers of ``--split_layers``.
 
-With ``--auto_fit plan``, micro-batch, accumulation, checkpointing and evaluation batch that the user did not set are
-the fastest by plan that fit this card, at the same effective batch. The choice is made once per run and kept in
-``run.json``, so a resumed run uses it however much memory is free then. All ranks use the same choice, made for the
-rank with the least free memory.
+With ``--auto_fit plan``, what the user did not set of micro-batch, accumulation, checkpointing and evaluation batch is
+the fastest by plan that fits this card, at the same effective batch. The choice is made once per run, for the rank with
+the least free memory, and kept in ``run.json``: a resumed run uses it however much memory is free then.
 """
 
 from __future__ import annotations
@@ -64,10 +63,6 @@ class Demand:
     def effective_batch(self) -> int:
         """Sequences to one optimizer step over all ranks."""
         return self.each * self.ranks
-
-    def largest_up_to(self, limit: int) -> int:
-        """The largest micro-batch up to ``limit`` that divides the effective batch."""
-        return self.micro_batch or next(size for size in range(limit, 0, -1) if self.each % size == 0)
 
 
 def demand(
@@ -136,7 +131,7 @@ def before_loading(
 ) -> Choice | None:
     """Chooses before the model is loaded, and writes the choice into the arguments; None without one. Collective.
 
-    ``recorded``: the choice in ``run.json`` of a resumed run. ``libraries``: bytes of the card that they hold.
+    ``recorded``: the choice in ``run.json``; ``libraries``: bytes of the card that they hold already.
     """
     tune, training = arguments.tune, arguments.training
     if tune.auto_fit == "off":
@@ -165,8 +160,10 @@ def before_loading(
     else:
         budget = _budget(training.device, tune.auto_fit_gib, libraries)
         if budget is None:
-            training.per_device_train_batch_size = wanted.largest_up_to(training.per_device_train_batch_size)
-            training.gradient_accumulation_steps = wanted.each // training.per_device_train_batch_size
+            sizes = range(training.per_device_train_batch_size, 0, -1)
+            micro_batch = wanted.micro_batch or next(size for size in sizes if wanted.each % size == 0)
+            training.per_device_train_batch_size = micro_batch
+            training.gradient_accumulation_steps = wanted.each // micro_batch
             say("auto-fit: there is no card, so nothing is chosen; --auto_fit_gib N plans for N GiB")
             return None
         choice, considered = on_main_process(lambda: _planned(arguments, wanted, budget))
@@ -204,7 +201,7 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
         evaluates=evaluates,
         eval_batch=arguments.training.per_device_eval_batch_size if given else None,
     )
-    plan: Plan = plan_for(request, card=card, grid=False)
+    plan: Plan = plan_for(request, card=card)
     found = plan.nearest
     if plan.choice is None:
         raise OutOfMemoryError(
@@ -212,17 +209,9 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
             f"{_gib(budget)} GiB are free ({missing(found)}): {advice(plan, training=True)}"
         )
     case = found.case
-    choice = Choice(
-        micro_batch=case.micro_batch,
-        accumulation=case.accumulation,
-        checkpointing=case.checkpointing,
-        recompute=case.recompute,
-        eval_batch=case.eval_batch,
-        streamed=case.streamed,
-        budget_bytes=budget,
-        predicted_bytes=int(found.allocated),
-    )
-    return choice, len(plan.grid)
+    same = {name: getattr(case, name) for name in ("micro_batch", "accumulation", "checkpointing", "recompute")}
+    same |= {"eval_batch": case.eval_batch, "streamed": case.streamed}
+    return Choice(**same, budget_bytes=budget, predicted_bytes=int(found.allocated)), len(plan.grid)
 
 
 def _why(choice: Choice, considered: int, wanted: Demand, arguments: Arguments) -> list[str]:
@@ -245,10 +234,7 @@ def _why(choice: Choice, considered: int, wanted: Demand, arguments: Arguments) 
     if kept:
         lines.append(f"auto-fit: kept as given: {' and '.join(kept)}")
     if wanted.micro_batch is not None and arguments.tune.effective_batch is None:
-        lines.append(
-            f"auto-fit: to have them chosen, give --effective_batch {wanted.effective_batch} instead of "
-            "--per_device_train_batch_size and --gradient_accumulation_steps"
-        )
+        lines.append(f"auto-fit: to have them chosen, give --effective_batch {wanted.effective_batch} instead")
     return lines
 
 
@@ -297,12 +283,7 @@ def streamed_layers(
 ) -> Streamed | None:
     """The layers that are streamed; None: none. Collective.
 
-    Args:
-        arguments: of the job.
-        source: the model.
-        choice: of ``--auto_fit``.
-        libraries: bytes of the card that libraries of this process hold already.
-        say: takes lines for the user.
+    ``choice`` of ``--auto_fit``; ``libraries``: bytes of the card that libraries of this process hold already.
 
     Raises:
         UsageError: the model has fewer layers, or they cannot be told.
@@ -332,11 +313,8 @@ def streamed_layers(
         planned, _ = on_main_process(lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto"))
         count = planned.streamed
         say(f"predicted peak {_gib(planned.predicted_bytes)} GiB of {_gib(budget)} GiB available")
-    say(
-        f"{count} of {layers} layers are streamed"
-        if count
-        else f"{streamed.FLAG} auto: everything fits, nothing is streamed"
-    )
+    fits = f"{streamed.FLAG} auto: everything fits, nothing is streamed"
+    say(f"{count} of {layers} layers are streamed" if count else fits)
     return Streamed(stack, streamed.spread(count, layers), from_files=from_files) if count else None
 
 
@@ -361,13 +339,10 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
 
 
 def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch.device]:
-    """The cards to use, the trainer's first."""
-    if first.type != "cuda":
-        cards = wanted or _LOGICAL_CARDS
-        seen = cards
-    else:
-        seen = torch.cuda.device_count()
-        cards = wanted or seen
+    """The cards to use, the trainer's first; logical ones on a CPU."""
+    on_cards = first.type == "cuda"
+    seen = torch.cuda.device_count() if on_cards else wanted or _LOGICAL_CARDS
+    cards = wanted or seen
     if cards < 2 or cards > seen:
         raise UsageError(
             f"{FLAG} needs {max(cards, 2)} cards and this process sees {seen}: see `hf-rocm-tune doctor`, and "
@@ -375,7 +350,7 @@ def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch
         )
     if cards > layers:
         raise UsageError(f"{FLAG}: {layers} layers cannot be distributed over {cards} cards")
-    return [first] * cards if first.type != "cuda" else [torch.device("cuda", index) for index in range(cards)]
+    return [torch.device("cuda", index) if on_cards else first for index in range(cards)]
 
 
 def _planned_counts(
@@ -403,17 +378,15 @@ def _planned_counts(
         counts = wanted or even_counts(layers, [card.free for card in cards])
         say(f"split: {_shared(counts)}; the memory of each card could not be planned ({error})")
         return counts
-    counts = plan.counts
     how = "as given" if wanted else "balanced by memory"
     where = f"{len(devices)} logical cards on the CPU" if logical else f"{len(devices)} cards"
-    say(f"split: {_shared(counts)} on {where}, {how}; transfers between them are staged through the host, verified")
+    say(f"split: {_shared(plan.counts)} on {where}, {how}; transfers between them go through the host, verified")
     if (flights := plan.estimates[0].case.flights) > 1:
         say(f"split: planned with the activations of {flights} micro-batches in flight")
-    for line in plan.lines():
-        say(f"split: planned {line}")
+    say(*(f"split: planned {line}" for line in plan.lines()))
     if not logical and not plan.fits:
         say("split: by this plan it does not fit; `hf-rocm-tune plan --cards 2` searches for settings that do")
-    return counts
+    return plan.counts
 
 
 def memory_of(device: torch.device) -> CardMemory:

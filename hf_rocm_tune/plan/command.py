@@ -136,7 +136,11 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
         more |= {"advice": sentence(plan, best)} if found.fits else {}
     else:
         more = {"longest": {method: plan.longest(method) for method in plan.recordings}}
-        more |= {"others": _others(plan, found) if found.fits else []}
+        roomy = [each for each in plan.grid if each.variant != found.variant and each.fits and not each.tight]
+        fast = {each.variant: each for each in sorted(roomy, key=lambda each: each.tokens_per_second)}
+        calm = max((each for each in plan.grid if each.variant == found.variant), key=lambda each: each.spare)
+        others = [*fast.values(), *([calm] if calm.spare > found.spare + GIB / 2 else [])]
+        more |= {"others": [_choice(each) for each in others if found.fits]}
     variant = plan.variants[found.variant]
     parts = host(variant, found.case, workers=request.workers)
     return {
@@ -170,15 +174,6 @@ def _choice(option: Estimate) -> dict[str, Any]:
     found = {"method": option.variant, **vars(option.case), **{name: getattr(option, name) for name in names}}
     found |= {"parts": dict(option.parts), "moments": dict(option.moments), "allocator_peak": option.allocated}
     return found | {"estimated_tokens_per_second": option.tokens_per_second}
-
-
-def _others(plan: Plan, found: Estimate) -> list[dict[str, Any]]:
-    """What else fits: the best of the other method, and of longer sequences."""
-    groups: dict[tuple[str, int], list[Estimate]] = {}
-    for each in plan.grid:
-        if (each.variant != found.variant) != (each.case.length > found.case.length) and not each.tight and each.fits:
-            groups.setdefault((each.variant, each.case.length), []).append(each)
-    return [_choice(max(group, key=lambda each: each.tokens_per_second)) for group in groups.values()]
 
 
 def _data(rows: Rows, case: Case) -> dict[str, Any] | None:
@@ -245,7 +240,7 @@ def _largest(request: PlanRequest, card: CardMemory) -> list[dict[str, Any]]:
         single = replace(request, methods=(method,), micro_batch=1, checkpointing=True, mixes=False, stream=stream)
         left = 1 if stream else _LARGEST
         for model in sorted(PUBLIC_MODELS, key=lambda each: -each.billions):
-            plan = plan_for(single, card=card, config=config_of(model.fields), grid=False)
+            plan = plan_for(single, card=card, config=config_of(model.fields))
             if plan.choice is not None and plan.choice.variant == method:  # else its files are quantised
                 speed = plan.choice.tokens_per_second if card.rates.known else None
                 name = f"{method}, streamed" if stream else method
@@ -364,18 +359,22 @@ def _details(found: dict[str, Any]) -> Iterator[str]:
     hosts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in found["host"]["parts"].items())
     yield f"host memory: {_gib(found['host']['total'])} GiB, mostly assumed ({hosts})"
     yield from ("", "[does not fit], ~tight; speed: the choice is 1")
-    heads = ["way" if "ways" in found else "length", "method", "GiB", "speed", "longest", "GiB a step", "case"]
-    yield from _table(heads, [_row(each, choice) for each in found.get("ways", found["grid"])])
-    if "ways" in found:
-        yield f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
+    if "ways" not in found:
+        rows = [[f"{each['length']}", *_row(each, choice), _case(each)] for each in found["grid"]]
+        yield from _table(["length", "method", "GiB", "speed", "case"], rows)
+        return
+    rows = []
+    for way in found["ways"]:
+        more = [f"{way['longest'] or '-'}", f"{way['crossing'] / GIB:.2f}", _case(way)]
+        rows.append([way["name"], *_row(way, choice), *more])
+    yield from _table(["way", "method", "GiB", "speed", "longest", "GiB a step", "case"], rows)
+    yield f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
 
 
 def _row(each: dict[str, Any], choice: dict[str, Any]) -> list[str]:
     total = f"{'~' * each['tight']}{_gib(each['total'])}" if each["fits"] else f"[{_gib(each['total'])}]"
     speed = each["estimated_tokens_per_second"] / choice["estimated_tokens_per_second"]
-    way, longest = each.get("name", each["length"]), each.get("longest") or "-"
-    sent = f"{each['crossing'] / GIB:.2f}" if "crossing" in each else "-"
-    return [str(way), each["method"], total, f"{speed:.2f}", str(longest), sent, _case(each)]
+    return [each["method"], total, f"{speed:.2f}"]
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> Iterator[str]:

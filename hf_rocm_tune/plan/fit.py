@@ -8,7 +8,7 @@ Only a configuration is downloaded, nothing is allocated. Imports torch when the
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 #: Longer sequences are not considered when the configuration sets no limit.
 LONGEST = 131072
-#: Allocations and releases of a step, above which only the wanted length is planned. Few layers of Llama have 1,600,
+#: Allocations and releases of a step, above which the longest sequence is not searched. Few layers of Llama have 1,600,
 #: of Qwen3-Next 8,500.
 _MANY_EVENTS = 5_000
 #: Recorded first, to see whether and how this model can be recorded.
@@ -106,7 +106,7 @@ class Recordings:
 
     @property
     def takes_long(self) -> bool:
-        """Whether to record a step takes a second rather than a tenth, so that only the wanted length is planned."""
+        """Whether to record a step takes a second rather than a tenth."""
         assert self.sample, "recorded once"
         return self._events > _MANY_EVENTS
 
@@ -170,7 +170,7 @@ class Plan:
     request: PlanRequest  # with the choices made during planning
     config: Any  # the model's configuration
     card: CardMemory  # the memory that is planned for
-    grid: tuple[Estimate, ...]  # every case, other lengths included
+    grid: tuple[Estimate, ...]  # every case
     recordings: dict[str, Recordings]  # by method
     limit: int | None  # tokens that the model was made for, or None
     notes: tuple[str, ...]  # for the reader
@@ -190,21 +190,16 @@ class Plan:
         """What was planned, by method."""
         return {method: each.variant for method, each in self.recordings.items()}
 
-    @property
-    def wanted(self) -> list[Estimate]:
-        """The cases of the wanted length."""
-        return [each for each in self.grid if each.case.length == self.request.length]
-
     @cached_property
     def choice(self) -> Estimate | None:
         """The fastest case that fits, at the wanted length and batch, with its evaluation; None if none fits."""
-        found = fastest(self.wanted)
+        found = fastest(self.grid)
         return found and self.with_evaluation(found)
 
     @cached_property
     def nearest(self) -> Estimate:
         """The choice, or if nothing fits the case that needs least."""
-        return self.choice or min(self.wanted, key=lambda each: each.total)
+        return self.choice or min(self.grid, key=lambda each: each.total)
 
     def with_evaluation(self, found: Estimate) -> Estimate:
         """A case with the largest evaluation batch up to TRL's default that needs no more than the training step."""
@@ -237,13 +232,11 @@ class Plan:
         return None
 
 
-def plan_for(
-    request: PlanRequest, *, card: CardMemory, config: Any = None, grid: bool = True, within_limit: bool = False
-) -> Plan:
+def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, within_limit: bool = False) -> Plan:
     """Plans a training job. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch.
 
-    ``config``: the model's, by default read from ``request.model``; ``grid``: plan twice the length as well;
-    ``within_limit``: if the model was made for fewer tokens than wanted, plan for its limit.
+    ``config``: the model's, by default read from ``request.model``; ``within_limit``: if the model was made for fewer
+    tokens than wanted, plan for its limit.
 
     Raises:
         UsageError: the configuration cannot be read, or this model cannot be planned.
@@ -260,14 +253,13 @@ def plan_for(
             request = replace(request, length=limit)
         else:
             notes.append(f"the model was made for {limit} tokens; {request.length} are more")
-    lengths = [request.length] + [2 * request.length] * (grid and 2 * request.length <= (limit or LONGEST))
     recordings: dict[str, Recordings] = {}
     cases: list[Estimate] = []
     refused: dict[str, UsageError] = {}
     for method in request.methods:
         try:
             found = Recordings(config, request, method)
-            cases += grid_of(found, card, request, lengths[:1] if found.takes_long else lengths)
+            cases += grid_of(found, card, request)
             recordings[method] = found
         except UsageError as error:
             refused[method] = error
@@ -324,23 +316,8 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
     )
 
 
-def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, lengths: Sequence[int]) -> list[Estimate]:
-    """Every length and micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too."""
-    grid = []
-    for length in lengths:
-        try:
-            found = _of_length(recordings, card, request, length)
-            if request.stream and not (request.stream == AUTO and any(each.fits for each in found)):
-                cases = [each.case for each in found if each.case.checkpointing and each.case.recompute is None]
-                found = [_streamed(recordings.variant, case, card, request.stream) for case in cases]
-            grid += found
-        except TooManyOperations:
-            if length <= request.length:
-                raise
-    return grid
-
-
-def _of_length(recordings: Recordings, card: CardMemory, request: PlanRequest, length: int) -> list[Estimate]:
+def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest) -> list[Estimate]:
+    """Every micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too."""
     variant, layers = recordings.variant, len(recordings.sample.layer_of)
     sizes = (request.micro_batch,) if request.micro_batch else micro_batches(request.each)
     sizes = tuple(size for size in sizes if size > 1 or request.trainer != "kto")
@@ -348,7 +325,7 @@ def _of_length(recordings: Recordings, card: CardMemory, request: PlanRequest, l
     if not hows:
         raise UsageError("this architecture does not support checkpointing: leave it off")
     grid = []
-    for case in (_case(request, size, length) for size in sizes):
+    for case in (_case(request, size, request.length) for size in sizes):
         if request.recompute is not None:
             from hf_rocm_tune.models.recompute import check
 
@@ -357,9 +334,11 @@ def _of_length(recordings: Recordings, card: CardMemory, request: PlanRequest, l
             continue
         found = [estimate(variant, replace(case, checkpointing=how), card) for how in hows]
         grid += found
-        only_checkpointed = [each.spare >= card.margin for each in found] == [False, True]
-        if request.mixes and recordings.mixes and length == request.length and only_checkpointed:
+        if request.mixes and recordings.mixes and [each.spare >= card.margin for each in found] == [False, True]:
             grid += _best_mix(variant, case, card, layers, selective="selective" in recordings.mixes)
+    if request.stream and not (request.stream == AUTO and any(each.fits for each in grid)):
+        cases = [each.case for each in grid if each.case.checkpointing and each.case.recompute is None]
+        grid = [_streamed(variant, case, card, request.stream) for case in cases]
     return grid
 
 

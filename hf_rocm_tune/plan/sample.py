@@ -1,8 +1,7 @@
 """The model that is recorded: the real architecture on the meta device, with few of its layers.
 
-It has one layer of each kind (dense and sparse, sliding and full ...) between the first and the last, which are
-special: the first may have an input without gradient, the last is next to the head. Weights are quantised and adapters
-attached by the libraries that do it in training.
+It has the first layer, the last and one of each kind (dense and sparse, sliding and full ...) between them. Weights are
+quantised and adapters attached by the libraries that do it in training.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.adapter import adaptable, beside_experts, check_targets, share_inputs, target_names
@@ -74,7 +73,7 @@ class Sample:
                 streams=not parameter.requires_grad and is_streamed(name, parameter),
             )
             if state is not None:
-                constants = sum(tensor.nbytes for tensor in _state_tensors(state))
+                constants = sum(attrgetter(path)(state).nbytes for path in quant_state_of(state))
                 yield Weight(part="quantisation constants", layer=layer, nbytes=state.absmax.nbytes, streams=True)
                 constants -= state.absmax.nbytes
             yield Weight(part="quantisation constants", layer=layer, nbytes=constants)
@@ -91,8 +90,7 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
     """Builds the sample of a model; its configuration is not changed.
 
     Raises:
-        UsageError: this architecture is no causal language model of transformers, has no recognisable stack of layers,
-            or refuses the method.
+        UsageError: no causal language model of transformers, no recognisable stack of layers, or it refuses the method.
     """
     dtype = getattr(torch, request.dtype_of(method))
     base = _meta_model(copy.deepcopy(config), dtype, request)
@@ -172,19 +170,15 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
     return model
 
 
-#: Names of the number of layers: usual, of a decoder, of layers with several sublayers.
-_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers")
-
-
 def _layer_counts(text: Any) -> dict[str, int]:
     """The number of layers in a configuration, by name of the setting."""
-    counts = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in _COUNTS}
+    names = ("num_hidden_layers", "decoder_layers", "num_layers")
+    counts = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in names}
     return {key: count if isinstance(count, int) else 0 for key, count in counts.items()}
 
 
 def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
-    """The stack of decoder layers, the largest list of as many modules as the configuration has layers, and the name of
-    the setting that counts them."""
+    """The largest list of as many modules as the configuration has layers, and the setting that counts them."""
     found = [
         (each, key)
         for each in model.modules()
@@ -198,16 +192,10 @@ def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
 
 
 def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) -> tuple[Counts, bool]:
-    """Leaves the first layer, the last and one of each kind between them.
+    """Leaves the first layer, the last and one of each kind between them, in the stack and in the configuration.
 
-    Args:
-        layers: the stack, which is changed.
-        text: the configuration; what it says of each layer is changed too.
-        count: name of its setting that counts the layers, or None where that stays. It stays too where the kinds of
-            this model's layers follow from their number.
-
-    Returns:
-        Which layer stands for which, and whether the configuration counts the layers that are left.
+    ``count``: name of the setting that counts the layers, or None where that stays. It stays too where the kinds of
+    this model's layers follow from their number. Returns which layer stands for which, and whether the setting changed.
     """
     lists = {k: value for k, value in vars(text).items() if isinstance(value, list | tuple)}
     per_layer = {key: value for key, value in lists.items() if len(value) == len(layers)}
@@ -284,11 +272,10 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
     except (*FOREIGN_ERRORS, NotImplementedError) as error:
         refused = [name for name in known if f"'{name}'" in str(error)]
         others = " ".join(name for name in known if name not in refused)
-        raise UsageError(
-            f"PEFT does not adapt {', '.join(refused)} of {type(base).__name__}: give --targets {others}"
-            if refused
-            else f"PEFT refuses these adapters: {first_line(error)}"
-        ) from error
+        reason = f"PEFT refuses these adapters: {first_line(error)}"
+        if refused:
+            reason = f"PEFT does not adapt {', '.join(refused)} of {type(base).__name__}: give --targets {others}"
+        raise UsageError(reason) from error
     if hasattr(base.get_output_embeddings(), "lora_A"):
         raise UsageError("an adapter on the output head is never trained, TRL's loss reads its weight: leave it out")
     return model
@@ -317,16 +304,7 @@ def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.d
 
 
 def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
-    """Makes the layers 4-bit or 8-bit that transformers would make so, in place; returns notes for the reader.
-
-    Args:
-        base: the model.
-        settings: a ``BitsAndBytesConfig``.
-        dtype: of weights that are not quantised.
-
-    Raises:
-        UsageError: nothing in it can be quantised.
-    """
+    """Makes the layers 4-bit or 8-bit that transformers would make so, in place; returns notes for the reader."""
     import bitsandbytes
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import get_keys_to_not_convert
@@ -374,8 +352,3 @@ def _pack_mxfp4(base: Any, dtype: torch.dtype) -> None:
             blocks, code = scales.new_empty((*scales.shape, 16)), torch.empty_like(mxfp4_code(), device="meta")
             setattr(experts, name, pack_mxfp4(blocks, scales, code, dtype))
     use_packed(base)
-
-
-def _state_tensors(state: Any) -> Iterator[Tensor]:
-    """The tensors of a quantisation state, nested ones included."""
-    return (attrgetter(path)(state) for path in quant_state_of(state))

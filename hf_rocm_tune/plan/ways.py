@@ -102,14 +102,14 @@ def split_plan(
     """
     assert request.cards == 1, "one process"
     single = replace(request, mixes=False)  # the one that fits one card is not that of several
-    whole = plan_for(single, card=cards[0], config=config, grid=False)
+    whole = plan_for(single, card=cards[0], config=config)
     return over_cards(whole, cards=cards, counts=counts, flights=flights)
 
 
 def over_cards(
     whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None, flights: int = 1
 ) -> SplitPlan:
-    """`split_plan` from the plan for one card, without its grid of lengths."""
+    """`split_plan` from the plan for one card."""
     if counts is not None:
         from hf_rocm_tune.models.split import counts_for
 
@@ -225,7 +225,7 @@ def sentence(plan: Plan, best: CardsWay) -> str:
         return (
             f"{best.name}: {method} fits on each card, so {plan.request.cards} batches are computed at once; {crossing}"
         )
-    alone = any(each.fits and each.variant == method for each in plan.wanted)
+    alone = any(each.fits and each.variant == method for each in plan.grid)
     reason = "is estimated to be faster this way" if alone else "does not fit on one card"
     slow = ", and a second card adds memory, not speed" if best.name == "split" else ""
     return f"{best.name}: {method} {reason}{slow}; {crossing}"
@@ -263,7 +263,7 @@ def _replicated(plan: Plan, name: str, times: float, rate: float, flags: str) ->
     No overlap with computation is assumed.
     """
     sends = {method: times * _gradients(variant) for method, variant in plan.variants.items()}
-    options = [_at(one, plan, plus=sends[one.variant] / rate) for one in plan.wanted]
+    options = [_at(one, plan, plus=sends[one.variant] / rate) for one in plan.grid]
 
     def fits(method: str, case: Case) -> bool:
         return estimate(plan.variants[method], case, plan.card).fits
@@ -307,14 +307,14 @@ def _sharded(plan: Plan, flags: str) -> CardsWay:
         weights = cards * best.case.accumulation * gathered[best.variant]
         return weights + (cards - 1) * _gradients(plan.variants[best.variant])
 
-    options = [at(one.variant, one.case) for one in plan.wanted if one.case.recompute is None]
+    options = [at(one.variant, one.case) for one in plan.grid if one.case.recompute is None]
     return _way(plan, "fsdp2", flags, options, lambda method, case: at(method, case).fits, crossing)
 
 
 def _for_all(plan: Plan) -> Plan:
     """The plan of cards that work on the same micro-batches, as one card would compute them."""
     request = replace(plan.request, cards=1, mixes=False)
-    grids = (grid_of(each, plan.card, request, [request.length]) for each in plan.recordings.values())
+    grids = (grid_of(each, plan.card, request) for each in plan.recordings.values())
     return replace(plan, request=request, grid=tuple(one for grid in grids for one in grid))
 
 
@@ -438,7 +438,7 @@ def advice(plan: Plan, *, training: bool = False) -> str:
     for words, change, applies in changes:
         if applies and not any(each in words for each in found):
             with suppress(UsageError):
-                other = plan_for(replace(request, **(loose | change)), card=plan.card, config=plan.config, grid=False)
+                other = plan_for(replace(request, **(loose | change)), card=plan.card, config=plan.config)
                 if other.choice or (not training and other.request.cards > 1 and best_of(ways(other))):
                     found.append(words)
     if request.cards > 1 and not training:

@@ -1,10 +1,8 @@
 """The command line of a training job: every flag of ``trl sft`` (``dpo``, ``kto`` ...), ours, and recipe files.
 
-A value comes from the command line, else from the recipe, else from our defaults, else from TRL's. Where our default
-differs from TRL's, the difference is recorded with its reason, so that a run can print it.
-
-Wrong input raises one ``UsageError`` before anything is built. TRL's configuration is built last, because it creates
-Accelerate's state and, with several ranks, connects them.
+A value comes from the command line, else from the recipe, else from our defaults, else from TRL's. Wrong input raises
+one ``UsageError`` before anything is built. TRL's configuration is built last, because it creates Accelerate's state
+and, with several ranks, connects them.
 """
 
 from __future__ import annotations
@@ -67,98 +65,70 @@ class TuneArguments:
     consent_unverified: bool = _option(False, "Train although `--verify full` does not cover every byte on the device.")
     sentinel_every: int = _option(50, "Steps between two checks of weights that must not change. 0: no checks.")
     check_arithmetic: Literal["off", "sampled", "every"] = _option(
-        "sampled",
-        "Products with frozen weights that are checked while training: none, a sample of the layers in each step at "
-        "under one hundredth of its time, or all.",
+        "sampled", "Products with frozen weights that are checked in training: none, a sample in each step, or all."
     )
     prefetch_batches: int = _option(
-        1,
-        "Batches transferred ahead of the one in use; values above 1 apply within an accumulation window only. "
-        "0 transfers each batch when it is used.",
+        1, "Batches transferred ahead of the one in use, above 1 within an accumulation window only. 0: none."
     )
     auto_fit: Literal["off", "plan"] = _option(
-        "off",
-        "Choose micro-batch, accumulation and activation checkpointing, where they are not given, for the free memory "
-        "of the card, by the plan. The effective batch does not change.",
+        "off", "Choose micro-batch, accumulation and checkpointing, where not given, for the free memory of the card."
     )
     effective_batch: int | None = _option(
-        None,
-        "With --auto_fit: sequences per optimizer step over all processes. Default: the product of "
-        "--per_device_train_batch_size, --gradient_accumulation_steps and the number of processes.",
+        None, "With --auto_fit: sequences per step over all processes. Default: as micro-batch and accumulation say."
     )
     auto_fit_gib: float | None = _option(None, "With --auto_fit: GiB of the card to use. Default: its free memory.")
     recompute_layers: str | None = _option(
         None,
         "Activation checkpointing of the first layers only: how many are recomputed whole, and how many more keep the"
-        " results of matrix products and attention (8 or 8,20). --auto_fit chooses it where it is fastest. "
-        "Default: all layers or none, by --activation_checkpointing.",
+        " results of matrix products and attention (8 or 8,20). Default: all layers or none.",
     )
     stream_weights: str = _option(
         "off",
-        "Keep frozen layers in host memory and bring each to the card, verified, when it computes, for models larger "
-        "than the card: how many layers, or auto, as many as the plan finds necessary. off: none.",
+        "Keep frozen layers in host memory and bring each to the card, verified, when it computes: how many layers, "
+        "auto (as many as the plan finds necessary) or off.",
     )
     one_pass_loss: bool | None = _option(
         None,
-        "Compute the gradient of the loss together with the loss: a third less work at the output head. Losses equal "
-        "TRL's to rounding, not bit for bit. No effect where the head is trained or cast (float32 weights with --bf16) "
-        "and in float16. Default: with --auto_fit.",
+        "Compute the gradient of the loss together with the loss, where the head is not trained: a third less work at "
+        "the output head. Losses equal TRL's to rounding. Default: with --auto_fit.",
     )
     init_lora_weights: str = _option(
         "default",
-        "Initial values of LoRA's matrices: default (their product is zero), gaussian, orthogonal, or taken from the "
-        "weights: pissa, pissa_niter_N, olora. Adapters of these three are saved as plain LoRA of twice the rank for "
-        "the original weights; their checkpoints can only be resumed.",
+        "Initial values of LoRA's matrices: default, gaussian, orthogonal, or from the weights: pissa, pissa_niter_N, "
+        "olora. Adapters of these three are saved as plain LoRA of twice the rank.",
     )
-    adapter_name_or_path: str | None = _option(
-        None, "Continue training an existing LoRA adapter, a directory or a Hub id, with its own rank and targets."
-    )
+    adapter_name_or_path: str | None = _option(None, "Continue training an existing adapter, a directory or a Hub id.")
     loraplus_lr_ratio: float | None = _option(
         None, "LoRA+: learning rate of LoRA's B matrices, as a multiple of --learning_rate (usually 16)."
     )
     embedding_learning_rate: float | None = _option(
         None, "Learning rate of embeddings and output head when they are trained (--lora_modules_to_save)."
     )
-    mask_thinking: bool = _option(
-        False, "Leave the text from <think> to </think> out of the loss; the model still reads it."
-    )
+    mask_thinking: bool = _option(False, "Leave the text from <think> to </think> out of the loss.")
     on_oom: Literal["step_down", "stop"] = _option(
         "step_down",
-        "When a step runs out of device memory: repeat it with smaller micro-batches at the same effective batch, or "
-        "end the run with exit code 5. With several ranks the job always ends with code 5, and the same command "
-        "continues with smaller micro-batches.",
+        "When a step runs out of device memory: smaller micro-batches at the same effective batch (with several ranks "
+        "after a new start), or exit code 5.",
     )
     max_skipped_steps: int = _option(
-        5,
-        "Steps of the last 100 that may be skipped because loss or gradients are not finite; one more ends the run "
-        "with exit code 3.",
+        5, "Steps of the last 100 that may be skipped because loss or gradients are not finite; more: exit code 3."
     )
-    doctor: Literal["quick", "off"] = _option(
-        "quick", "Check the machine before the run, by what can be read in a few seconds."
-    )
-    telemetry_every: float = _option(
-        1.0, "Seconds between two readings of the card's temperature, power and load. 0: never."
-    )
+    doctor: Literal["quick", "off"] = _option("quick", "Check the machine before the run, by what can be read quickly.")
+    telemetry_every: float = _option(1.0, "Seconds between two readings of temperature, power and load. 0: never.")
     overwrite_output_dir: bool = _option(False, "Replace the files of another run in the output directory.")
     eval_split_size: float | None = _option(
         None, "Split this part of the training rows off for evaluation: a share below 1, or a number of rows."
     )
-    early_stopping_patience: int | None = _option(
-        None, "Stop after this many evaluations without improvement of the metric."
-    )
+    early_stopping_patience: int | None = _option(None, "Stop after this many evaluations without improvement.")
     early_stopping_threshold: float = _option(0.0, "Smallest improvement of the metric that counts for early stopping.")
     sample_every: int | None = _option(None, "Answer --sample_prompts every so many steps, in the log and the report.")
     sample_prompts: list[str] | None = _option(None, "Prompts for --sample_every.")  # noqa: RUF009
     hub_base_model_id: str | None = _option(
-        None,
-        "Hub id of the base model (ORG/NAME) to name in a pushed adapter when --model_name_or_path is a directory. "
-        "Default: the directory's last part.",
+        None, "Hub id of the base model to name in a pushed adapter when --model_name_or_path is a directory."
     )
-    verbose: bool = _option(False, "At the start, print each default that differs from TRL's, and why.", aliases=["-v"])
+    verbose: bool = _option(False, "Print each default that differs from TRL's, and why.", aliases=["-v"])
     dry_run: Literal["text", "json"] | None = _option(
-        None,
-        "Check all settings, show the rows as the model will read them with the tokens that count in the loss, lengths "
-        "and what is cut off, and exit. No weights are loaded and nothing is written. text unless given.",
+        None, "Check all settings, show the rows as the model reads them with the tokens that count, and exit."
     )
     print_config: bool = _option(False, "Print the resolved configuration as a YAML recipe and exit.")
 
@@ -201,43 +171,36 @@ class RanksArguments:
 
     grad_sync: Literal["auto", "ddp", "host"] = _option(
         "auto",
-        "How several processes average gradients: by DistributedDataParallel over the process group, or through host "
-        "memory over gloo, verified in both directions. auto: what works in the preflight.",
+        "How several processes average gradients: DistributedDataParallel over the process group, through host memory "
+        "over gloo (verified in both directions), or what works in the preflight.",
     )
     grad_compression: Literal["none", "fp16", "bf16", "powersgd"] = _option(
         "none",
         "What processes exchange of the gradients: all, a cast to 16 bits, or PowerSGD's approximation of rank 1 (not "
-        "through the host). Casts are verified within their rounding; of PowerSGD's result only that it is the same "
-        "on all processes.",
+        "through the host), of which only is verified that it is the same on all.",
     )
     split_layers: str | None = _option(
         None,
-        "Split one model over several cards in one process, for models larger than a card: layers on each card (18, or"
-        " 18,22; the last may be left out), or auto, which balances memory by the plan. On the CPU the cards are "
-        "logical: the same code and real copies, for a trial.",
+        "Split one model over several cards in one process: layers on each card (18, or 18,22; the last may be left "
+        "out), or auto. On the CPU the cards are logical, for a trial.",
     )
     pipeline: Literal["auto", "off"] = _option(
-        "off",
-        "With --split_layers: auto runs several micro-batches of an accumulation window concurrently, so that the "
-        "cards compute at the same time; the result is the same, activation memory grows. off: one at a time, "
-        "the cards take turns.",
+        "off", "With --split_layers: the cards compute different micro-batches at once; the result is the same."
     )
     tensor_parallel: bool = _option(
         False,
-        "Two processes compute each layer together (LoRA): each card has half of every layer's weights, and all of "
-        "embeddings and output head. What they add up in each layer is sent over the process group, or with "
-        "--grad_sync host through host memory, and verified.",
+        "Two processes compute each layer together (LoRA): each card has half of every layer's weights. Their sums are "
+        "sent over the process group, or with --grad_sync host through host memory, and verified.",
     )
     preflight: Literal["auto", "always", "off"] = _option(
         "auto",
-        "Test the cards before several processes join: sums over them, compared by value, in child processes with "
-        "deadlines, under 30 seconds in all. auto: when training on cards; always: on the CPU too.",
+        "Test the cards before several processes join, in child processes with deadlines, under 30 seconds in all. "
+        "auto: when training on cards; always: on the CPU too.",
     )
     stall_timeout: str = _option(
         "auto",
-        "Seconds without progress in a training step after which the job ends with exit code 4 and names the stuck "
-        "rank; evaluations, saves and the first steps get 4 times as long. auto: 300, or 10 times the median of the "
-        "last steps if that is more. 0: never.",
+        "Seconds without progress in a step after which the job ends with exit code 4; evaluations, saves and the "
+        "first steps get 4 times as long. auto: 300, or 10 times the median step. 0: never.",
     )
 
     def __post_init__(self) -> None:
@@ -245,11 +208,7 @@ class RanksArguments:
         self.sync(None)
 
     def sync(self, found: str | None) -> SyncSettings:
-        """How gradients are averaged: as the user set it, else as the preflight found.
-
-        Args:
-            found: the preflight's choice; None if none ran.
-        """
+        """How gradients are averaged: as the user set it, else as the preflight ``found``; None: none ran."""
         wanted = found if self.grad_sync == "auto" else self.grad_sync
         return SyncSettings(way="host" if wanted == "host" else "ddp", compression=self.grad_compression)
 
@@ -257,7 +216,7 @@ class RanksArguments:
 def process_group(sync: SyncSettings, values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Settings of TRL's that averaging through the host needs: the gloo back end, so that RCCL is not created.
 
-    None for a single process, by ``WORLD_SIZE``: Accelerate would take a back end as a sign of a group.
+    Not for a single process: Accelerate would take a back end as a sign of a group.
     """
     if sync.way != "host" or environ.get("WORLD_SIZE", "1") == "1":
         return {}
@@ -348,8 +307,7 @@ class Arguments:
 
 
 BeforeMeeting = Callable[[RanksArguments, bool, int], Preflight | None]
-"""Called before the ranks join a process group, with their flags, whether they train on an accelerator, and the
-accumulation steps; see ``job.refusals.decide``."""
+"""`job.refusals.decide`, called before the ranks join a process group."""
 
 
 def parse(
@@ -360,16 +318,9 @@ def parse(
     bf16_supported: bool | None = None,
     before_meeting: BeforeMeeting | None = None,
 ) -> Arguments:
-    """Read a command line and its recipe.
+    """Read a command line and its recipe, whose ``env`` is in ``os.environ`` then (what was set before is kept).
 
-    Args:
-        argv: the arguments, without the program's name.
-        method: of the training: which of TRL's trainers, and so which flags.
-        accelerator, bf16_supported: whether there is a GPU, and whether it computes in bfloat16; None: ask torch.
-        before_meeting: called once the settings are known, before a process group exists; not for --print_config.
-
-    Returns:
-        The settings. The recipe's ``env`` is in ``os.environ`` (what was set there before is kept).
+    ``accelerator``, ``bf16_supported``: whether there is a GPU, and whether it computes in bfloat16; None: ask torch.
     """
     parser = build_parser(method)
     path, rest = names.take_flag(names.canonical(argv), names.CONFIG)
@@ -589,52 +540,53 @@ def differences(
     given: Mapping[str, Any], *, method: Method = "sft", accelerator: bool, bf16_supported: bool
 ) -> tuple[Difference, ...]:
     """Our defaults that differ from TRL's, for flags that were not given."""
-    found: list[Difference] = []
-    defaults = _flags(method).defaults
-
-    def default(name: str, ours: object, reason: str, *, upstream: object = None) -> None:
-        theirs = defaults[name] if upstream is None else upstream
-        if name not in given and ours != theirs:
-            found.append(Difference(name=name, trl=theirs, ours=ours, reason=reason))
-
-    lora = given.get("use_peft", True)
-    default("use_peft", True, "LoRA; --use_peft false trains all weights")
-    if lora:
-        rate = float(f"{names.LORA_FACTOR * defaults['learning_rate']:.6g}")
-        default("learning_rate", rate, "adapters start at zero and need about ten times the rate")
-        if given.get("lora_target_parameters") is None:
-            default("lora_target_modules", ["all-linear"], "every linear layer except the output head")
-        default("lora_dropout", 0.0, "dropout slows a step down and keeps more activations")
-        if method == "reward":
-            default("lora_task_type", "SEQ_CLS", "the reward head is new: it is trained and saved whole")
-    if given.get("load_in_4bit"):
-        default("use_bnb_nested_quant", True, "QLoRA: the quantisation constants are quantised too")
-    # TRL resolves an unset bf16 to "not fp16", whatever the device can do.
-    fp16 = given.get("fp16", False)
-    default(
-        "bf16",
-        bf16_supported and not fp16,
-        "the device computes in bfloat16" if bf16_supported else "no device here computes in bfloat16",
-        upstream=not fp16,
+    theirs = {**_flags(method).defaults, "bf16": not given.get("fp16", False)}  # an unset bf16 becomes that
+    lora, nf4, fp16 = given.get("use_peft", True), bool(given.get("load_in_4bit")), given.get("fp16", False)
+    half = lora and bf16_supported and not fp16
+    bf16 = "the device computes in bfloat16" if bf16_supported else "no device here computes in bfloat16"
+    qlora = "QLoRA computes in bfloat16, and so do the layers that are not quantised"
+    frozen = "frozen weights take half the memory; adapters are trained in float32"
+    rate = float(f"{names.LORA_FACTOR * theirs['learning_rate']:.6g}")
+    generates = method == "grpo" and not given.keys() & _BATCHES_OF_GRPO
+    answers = int(given.get("num_generations", theirs["num_generations"])) if generates else 0
+    micro = 2 - answers % 2
+    at_once = "as many answers are generated at once as a prompt has, and trained on in micro-batches"
+    rows: list[tuple[Any, str, object, str]] = [
+        (True, "use_peft", True, "LoRA; --use_peft false trains all weights"),
+        (lora, "learning_rate", rate, "adapters start at zero and need about ten times the rate"),
+        (
+            lora and given.get("lora_target_parameters") is None,
+            "lora_target_modules",
+            ["all-linear"],
+            "every linear layer except the output head",
+        ),
+        (lora, "lora_dropout", 0.0, "dropout slows a step down and keeps more activations"),
+        (
+            lora and method == "reward",
+            "lora_task_type",
+            "SEQ_CLS",
+            "the reward head is new: it is trained and saved whole",
+        ),
+        (nf4, "use_bnb_nested_quant", True, "QLoRA: the quantisation constants are quantised too"),
+        (True, "bf16", bf16_supported and not fp16, bf16),
+        ((nf4 and not fp16) or half, "dtype", "bfloat16", qlora if nf4 else frozen),
+        (
+            given.get("early_stopping_patience") is not None,
+            "metric_for_best_model",
+            "loss",
+            "early stopping watches the evaluation loss",
+        ),
+        (generates, "per_device_train_batch_size", micro, at_once),
+        (generates, "gradient_accumulation_steps", answers // micro, at_once),
+        (method == "orpo", "remove_unused_columns", False, "ORPO's collator reads columns that the model does not"),
+        (not accelerator, "use_cpu", True, "there is no GPU here"),
+        (True, "dataloader_pin_memory", False, "the verified transfer has its own page-locked slots"),
+    ]
+    return tuple(
+        Difference(name=name, trl=theirs[name], ours=ours, reason=reason)
+        for applies, name, ours, reason in rows
+        if applies and name not in given and ours != theirs[name]
     )
-    if given.get("load_in_4bit") and not fp16:
-        default("dtype", "bfloat16", "QLoRA computes in bfloat16, and so do the layers that are not quantised")
-    elif lora and bf16_supported and not fp16:
-        default("dtype", "bfloat16", "frozen weights take half the memory; adapters are trained in float32")
-    if given.get("early_stopping_patience") is not None:
-        default("metric_for_best_model", "loss", "early stopping watches the evaluation loss")
-    if method == "grpo" and not given.keys() & _BATCHES_OF_GRPO:
-        answers = int(given.get("num_generations", defaults["num_generations"]))
-        micro = 2 - answers % 2
-        reason = "as many answers are generated at once as a prompt has, and trained on in micro-batches"
-        default("per_device_train_batch_size", micro, reason)
-        default("gradient_accumulation_steps", answers // micro, reason)
-    if method == "orpo":
-        default("remove_unused_columns", False, "ORPO's collator reads columns that the model does not")
-    if not accelerator:
-        default("use_cpu", True, "there is no GPU here")
-    default("dataloader_pin_memory", False, "the verified transfer has its own page-locked slots")
-    return tuple(found)
 
 
 _OF_ADAPTERS = (
@@ -655,37 +607,44 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
             continue
         for name, value in {"path": None, **part}.items():
             allowed = _members(hints.get(name, Any))
+            right, expected = type(value) in allowed, " or ".join(kinds[kind] for kind in allowed if kind in kinds)
             if name == "fraction":
-                if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
-                    yield f"--datasets, part {number}: fraction must be a number above 0, and finite, got {value}"
-            elif name in hints and type(value) not in allowed:
-                expected = " or ".join(text for kind, text in kinds.items() if kind in allowed)
+                right = value is None or (type(value) in (int, float) and 0 < value < math.inf)
+                expected = "a number above 0, and finite"
+            if name in hints and not right:
                 yield f"--datasets, part {number}: {name} must be {expected}, got {value}"
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
     """Check bounds and combinations of the given flags."""
-    faults = early.out_of_range(given)
-    if not given.get("model_name_or_path"):
-        faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
-    if not given.get("dataset_name") and not given.get("datasets"):
-        faults.append("no data: give --dataset (--dataset_name), a Hub id, a directory or a file")
-    if given.get("load_in_4bit") and given.get("load_in_8bit"):
-        faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
-    own = [f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None]
-    if own and given.get("adapter_name_or_path") is not None:
-        faults.append(f"--adapter_name_or_path has its own {', '.join(own)}: drop them")
+    own = ", ".join(f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None)
+    checks = [
+        (not given.get("model_name_or_path"), "no model: give --model (--model_name_or_path), a Hub id or a directory"),
+        (
+            not given.get("dataset_name") and not given.get("datasets"),
+            "no data: give --dataset (--dataset_name), a Hub id, a directory or a file",
+        ),
+        (
+            given.get("load_in_4bit") and given.get("load_in_8bit"),
+            "--load_in_4bit and --load_in_8bit exclude each other; keep one",
+        ),
+        (own and given.get("adapter_name_or_path") is not None, f"--adapter_name_or_path has its own {own}: drop them"),
+        (
+            given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no",
+            "--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)",
+        ),
+        (
+            (given.get("sample_every") is None) != (given.get("sample_prompts") is None),
+            "--sample_every and --sample_prompts belong together: give both, or neither",
+        ),
+        (given.get("fp16") and not accelerator, "--fp16 needs a GPU, and this job runs on the CPU: drop it"),
+    ]
+    faults = early.out_of_range(given) + [fault for applies, fault in checks if applies]
     faults += _faults_of_mixture(given.get("datasets") or ())
     faults += [
         f"--{name} must be a mapping of names to values, got {value}"
         for name, value in given.items()
         if name.endswith("_kwargs") and isinstance(value, str) and not value.lstrip().startswith("{")
     ]
-    if given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no":
-        faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
-    if (given.get("sample_every") is None) != (given.get("sample_prompts") is None):
-        faults.append("--sample_every and --sample_prompts belong together: give both, or neither")
-    if given.get("fp16") and not accelerator:
-        faults.append("--fp16 needs a GPU, and this job runs on the CPU: drop it")
     if faults:
         raise UsageError("; ".join(faults))

@@ -402,14 +402,12 @@ def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
 
 def find_recipe(given: str | Path) -> Path:
     """The file of ``--config``: a file at that path wins over a recipe of that name."""
-    path = Path(given)
-    if os.path.isfile(path):
-        return path
-    if str(given) in RECIPES.names():
+    path, known = Path(given), RECIPES.names()
+    if str(given) in known and not os.path.isfile(path):
         return RECIPES.path(str(given))
-    if os.path.exists(path):
-        return path  # a directory or a device: reading it fails with the reason
-    nearest = difflib.get_close_matches(path.stem, RECIPES.names(), n=1, cutoff=0.5) if path.name == str(given) else []
+    if os.path.exists(path):  # reading a directory or a device fails with the reason
+        return path
+    nearest = difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5) if path.name == str(given) else []
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise UsageError(
         f"recipe {given} does not exist: {hint}give {CONFIG} the path of a YAML file, or a name that "
@@ -421,17 +419,13 @@ def read_recipe(path: str | Path) -> RecipeFile:
     """Read a recipe file."""
     path = find_recipe(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_NoDuplicates)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}") from error
-    try:
-        content = yaml.load(text, Loader=_NoDuplicates)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UsageError(f"recipe {path}{where} is not valid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
-        raise UsageError(f"recipe {path} is not valid YAML: {error}") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UsageError(f"recipe {path}{where} is not valid YAML: {problem}") from error
     if not isinstance(content, dict):
         found = "an empty file" if content is None else f"a {type(content).__name__}"
         raise UsageError(f"recipe {path} must be a mapping of flag names to values, got {found}")
@@ -444,11 +438,8 @@ def read_recipe(path: str | Path) -> RecipeFile:
             f"not {', '.join(foreign)}: remove them, or set them in your shell"
         )
     remember(content)
-    return RecipeFile(
-        path=path,
-        values={str(key): value for key, value in content.items()},
-        env={str(key): str(value) for key, value in env.items()},
-    )
+    values = {str(key): value for key, value in content.items()}
+    return RecipeFile(path=path, values=values, env={str(key): str(value) for key, value in env.items()})
 
 
 def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:

@@ -41,9 +41,8 @@ _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]:
     """Within the block a ``ValueError`` or ``ImportError`` that upstream raises itself becomes a ``UsageError``.
 
-    Upstream checks combinations of settings that no parser sees (an ``eos_token`` outside the vocabulary, an adapter on
-    ``lm_head``, ``padding_free`` with ``max_length``). An error raised elsewhere is a bug and keeps its traceback. A
-    chat template that cannot render the rows, and a Hub that cannot be reached, are usage errors as well.
+    Upstream checks combinations of settings that no parser sees. An error raised elsewhere is a bug and keeps its
+    traceback. A template that cannot render the rows, and a Hub that cannot be reached, are usage errors as well.
     """
     try:
         yield
@@ -86,31 +85,18 @@ def _raised_by(error: BaseException) -> str:
     return str(name).partition(".")[0]
 
 
-#: Packages whose name differs from transformers' name of the service.
-_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
-
-
 def check_loggers(names: str | Iterable[str] | None) -> None:
     """Check that transformers can report to each of these services (``report_to``)."""
-    from transformers.integrations.integration_utils import (
-        INTEGRATION_TO_CALLBACK,
-        get_available_reporting_integrations,
-    )
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
 
     available = get_available_reporting_integrations()
     wanted = [names] if isinstance(names, str) else list(names or ())
-    lacking = [name for name in wanted if name not in (*available, "none", "all")]
-    if not lacking:
-        return
-    what, fix = "unknown or not installed", "`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio"
-    if any("," in name or " " in name for name in lacking):
-        fix = "give several as a list in a --config file, or `all`"
-    elif all(name in INTEGRATION_TO_CALLBACK for name in lacking):
-        packages = " ".join(_PACKAGES.get(name, name) for name in lacking)
-        what, fix = "not installed", f"install it (`pip install {packages}`), or leave the flag out"
-    raise UsageError(
-        f"--report_to {' '.join(lacking)}: {what}; installed here: {', '.join(available) or 'none'}; {fix}"
-    )
+    if lacking := [name for name in wanted if name not in (*available, "none", "all")]:
+        fix = "`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio, others have packages of their name"
+        if any("," in name or " " in name for name in lacking):
+            fix = "give several as a list in a --config file, or `all`"
+        there = ", ".join(available) or "none"
+        raise UsageError(f"--report_to {' '.join(lacking)}: unknown or not installed; installed here: {there}; {fix}")
 
 
 def check_scheduler(args: TrainingArguments) -> None:
@@ -155,16 +141,13 @@ def check_offloads(args: TrainingArguments) -> None:
 
 def check_compiled(args: TrainingArguments) -> None:
     """Refuse kernels that cannot be compiled here: Liger's, and those of torch.compile."""
-    card = args.device.type != "cpu"
     if args.use_liger_kernel:
         if importlib.util.find_spec("liger_kernel") is None:
-            raise UsageError(
-                "--use_liger_kernel needs the package liger-kernel, which is not installed: "
-                "`pip install liger-kernel`, or leave it out"
-            )
+            fix = "`pip install liger-kernel`, or leave it out"
+            raise UsageError(f"--use_liger_kernel needs the package liger-kernel, which is not installed: {fix}")
         _require_triton("--use_liger_kernel", args.device)
     if args.torch_compile and args.torch_compile_backend in (None, "inductor"):
-        if card:
+        if args.device.type != "cpu":
             _require_triton("--torch_compile", args.device)
         elif not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
             raise UsageError(

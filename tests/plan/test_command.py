@@ -113,7 +113,6 @@ def test_the_values_of_the_json_add_up(small: Path, run: Any) -> None:
     assert found["fits"]
     assert sum(found["choice"]["parts"].values()) == pytest.approx(found["choice"]["total"])
     assert {row["method"] for row in found["grid"]} == {"lora"}
-    assert {row["length"] for row in found["grid"]} == {512, 1024}
 
 
 def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(small: Path, run: Any) -> None:
@@ -203,9 +202,9 @@ def test_four_bits_are_never_rated_faster_than_published_runs_were(small: Path, 
         case = row["length"], row["micro_batch"], row["checkpointing"]
         speeds.setdefault(case, {})[row["method"]] = row["estimated_tokens_per_second"]
     ratios = {case: pair["qlora"] / pair["lora"] for case, pair in speeds.items()}
-    assert len(ratios) == 12
+    assert len(ratios) == 6
     assert all(0.49 < ratio <= 1.01 for ratio in ratios.values()), ratios
-    assert ratios[1024, 1, False] < ratios[2048, 4, False]  # unpacking costs the same for few tokens as for many
+    assert ratios[1024, 1, False] < ratios[1024, 4, False]  # unpacking costs the same for few tokens as for many
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])

@@ -51,7 +51,7 @@ def planned(config: Any) -> Callable[..., SplitPlan]:
         usual = {"methods": ("lora",), "length": 256, "effective_batch": 4, "micro_batch": 2, "checkpointing": True}
         request = PlanRequest(**(usual | more))
         if str(request) not in wholes:
-            wholes[str(request)] = plan_for(request, card=card(9000), config=config, grid=False)
+            wholes[str(request)] = plan_for(request, card=card(9000), config=config)
         return over_cards(wholes[str(request)], cards=[card(each) for each in mib], counts=counts)
 
     return plan
