@@ -1,17 +1,10 @@
 """Loaders that begin the verified transfer of a batch one batch ahead of the one in use.
 
 Accelerate still shards, seeds and resumes; it places nothing. A prepared loader becomes a *true subclass of its own
-class that shares its state*: the same ``__dict__``, so ``set_epoch``, samplers, ``end_of_dataloader``, ``remainder``,
-pickling and persistent workers behave as before, and the object that is iterated is the one that Accelerate knows as
-the active loader.
-
-``DataLoaderShard`` reads one batch ahead of the one that it delivers. Its inner loader is made to start the transfer
-of each batch as it is read, so the copy and the digest of batch N+1 run while batch N computes, and nothing reads
-further ahead than stock (which would break the count of the last batch). ``DataLoaderDispatcher`` transfers through
-``accelerate.data_loader.send_to_device`` and slices afterwards: there the transfer is verified on the spot.
-
-Batches are handed out with the transfer still in flight, or as host tensors where there is no room for them yet:
-:meth:`hf_rocm_tune.transfer.Mover.settle` gives the verdict and must come before any use.
+class that shares its state*, so the object that is iterated is the one that Accelerate knows as the active loader.
+``DataLoaderShard`` reads one batch ahead: its inner loader starts the transfer of each batch as it is read.
+``DataLoaderDispatcher`` slices what ``send_to_device`` has transferred: there it is verified on the spot. Else batches
+are handed out with the transfer in flight: :meth:`hf_rocm_tune.transfer.Mover.settle` must come before any use.
 """
 
 from __future__ import annotations
@@ -40,12 +33,7 @@ _ACTIVE: ContextVar[Mover | None] = ContextVar("hf_rocm_tune_active_mover", defa
 
 
 def verify_loader(loader: DataLoader[Any], prefetch: Prefetch) -> DataLoader[Any]:
-    """Makes a prepared loader send its batches through the mover.
-
-    Returns:
-        An instance of a subclass of the loader's own class that shares its state. A loader that already is one is
-        returned as it is.
-    """
+    """Makes a prepared loader send its batches through the mover: a subclass of its own class that shares its state."""
     if _PREFETCH in vars(loader):
         return loader
     upstream.replace_for_good("skip_first_batches", _skip_first_batches)
@@ -170,13 +158,10 @@ def _send_to_device(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- how many batches are transferred ahead --------------------------------------------------------------------------
 #
-# Transfers begin in two places. A loader begins the transfer of each batch that it reads (Accelerate's reads exactly
-# one ahead). An accumulation window is read whole before its first ``forward``: batches beyond the limit stay host
-# tensors and are begun as earlier ones are handed out, so that long windows need no more device memory than short ones.
-#
+# A loader begins the transfer of each batch that it reads (Accelerate reads exactly one ahead). A window is read whole
+# before its first ``forward``: batches beyond the limit stay host tensors and are begun as earlier ones are handed out.
 # Only the time of a transfer is decided here, never the batches, their order or their bytes. A batch is copied when it
-# is read, because a collator may reuse its memory and the batch is still needed to count labels, to be sent again or to
-# be cut. `Mover.require_unchanged` checks that such a copy did not change.
+# is read, because a collator may reuse its memory and the batch is still needed to count labels.
 
 
 class Prefetch:

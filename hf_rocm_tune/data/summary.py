@@ -1,8 +1,7 @@
 """What is trained on, counted before the first step: rows, tokens, what ``--max_length`` cuts off, what is dropped.
 
-Covered: rows that TRL tokenises before the run, of SFT, DPO, KTO and reward training. Not covered: streamed rows, rows
-with pictures, which are tokenised on the way, and prompts of GRPO. Rows that the reward trainer drops are counted, not
-measured.
+Covered: rows that TRL tokenises before the run. Not covered: streamed rows, rows with pictures, prompts of GRPO. Rows
+that the reward trainer drops are counted, not measured.
 """
 
 from __future__ import annotations
@@ -28,36 +27,22 @@ MASKED = -100  # the label of a token that does not count in the loss
 
 @dataclass(frozen=True, kw_only=True)
 class DataSummary:
-    """The rows of one split, as they are tokenised and as they are trained on.
+    """The rows of one split, as they are tokenised and as they are trained on."""
 
-    Attributes:
-        split: ``train`` or ``eval``.
-        rows, tokens: before anything is cut. Of a pair, the tokens of both answers with their prompt.
-        median, p95, longest: tokens of a row; of a pair, of its longer half.
-        histogram: ten ranges of equal width: their longest row and the number of rows.
-        limit: ``--max_length``, where longer rows are cut or dropped.
-        cut: rows that are longer.
-        lost: tokens cut off.
-        answers_cut: rows of which tokens that count in the loss are cut off.
-        dropped: rows that are left out, because nothing that counts is left of them, or because they are too long.
-        trained: tokens that count in the loss, after cutting.
-        kept: tokens after cutting.
-    """
-
-    split: str
-    rows: int
-    tokens: int
-    median: int
+    split: str  # ``train`` or ``eval``
+    rows: int  # before anything is cut
+    tokens: int  # before anything is cut; of a pair, those of both answers with their prompt
+    median: int  # tokens of a row; of a pair, of its longer half
     p95: int
     longest: int
-    histogram: tuple[tuple[int, int], ...]
-    limit: int | None
-    cut: int
-    lost: int
-    answers_cut: int
-    dropped: int
-    trained: int
-    kept: int
+    histogram: tuple[tuple[int, int], ...]  # ten ranges of equal width: their longest row and the number of rows
+    limit: int | None  # ``--max_length``, where longer rows are cut or dropped
+    cut: int  # rows that are longer
+    lost: int  # tokens cut off
+    answers_cut: int  # rows of which tokens that count in the loss are cut off
+    dropped: int  # rows that are left out: nothing that counts is left of them, or they are too long
+    trained: int  # tokens that count in the loss, after cutting
+    kept: int  # tokens after cutting
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, with ``loss_share``: tokens that count in the loss over all that are read."""
