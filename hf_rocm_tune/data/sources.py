@@ -285,25 +285,25 @@ def _fault_in_lines(path: Path, file: Any, reader: str | None) -> str | None:
     """For text; JSON is one array, or has a row on each line."""
     array = reader == "json" and file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     file.seek(0)
-    number = offset = 0
+    number, offset, fault = 0, 0, None
     for number, line in enumerate(file, start=1):
         try:
-            line.decode("utf-8")
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             place = f"byte 0x{line[error.start]:02x} in line {number}, byte offset {offset + error.start}"
             return f"{path} is not UTF-8: {place}; convert it, for example with `iconv -f latin1 -t utf-8`"
         offset += len(line)
-        if reader == "json" and not array and line.strip() and (fault := _fault_in_json(line, number)):
-            return f"{path}, {fault}"
+        if reader == "json" and not array and line.strip():
+            fault = fault or _fault_in_json(text, number)
     if reader == "csv" and number == 1:
         return f"{path} has a header and no rows"
     if array:
         file.seek(0)
-        return f"{path}, {fault}" if (fault := _fault_in_json(file.read(), None)) else None
-    return None
+        fault = _fault_in_json(file.read().decode("utf-8-sig"), None)
+    return f"{path}, {fault}" if fault else None
 
 
-def _fault_in_json(text: bytes, line: int | None) -> str | None:
+def _fault_in_json(text: str, line: int | None) -> str | None:
     """Of one row, with its line, or of an array of rows."""
     try:
         found = json.loads(text)
