@@ -1,42 +1,44 @@
 """``hf-rocm-tune push DIR REPO``, and the pushes of a run while it trains.
 
-A directory whose files differ from its manifest, or whose run ended with corruption, is refused before anything is
-sent. Files that only this machine can use, and files that the manifest does not list, stay here; local paths in JSON
-and the model card are rewritten. The manifest that is uploaded (``extra.published``) lists the differences. The local
-directory is only read.
-
-During training, a checkpoint is linked (or copied) beside the output directory and uploaded by a thread, so that it can
-be rotated out during the upload. As in transformers, a checkpoint that is written during another upload is not pushed.
-A failed push is reported and does not end the training; the push of the result must succeed.
+A push is one commit. Files that differ from the manifest are refused before anything is sent; the bytes that are
+compared are the bytes that are sent, and the Hub's own hashes are compared after the commit. Files that no manifest
+lists stay here, local paths in JSON and the model card are rewritten, and the local directory is only read.
+huggingface_hub retries requests; a push that fails is continued by the same command.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
+import logging
 import os
+import re
 import shlex
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
-from huggingface_hub import get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, RepoFile, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
 from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, run_settings, unrecovered
-from hf_rocm_tune.publish.hub import HubError, Piece, Pushed, Repository, Say, Staged
-from hf_rocm_tune.redaction import Private, find_in_file, scrub_json
+from hf_rocm_tune.redaction import Private, find_in_file, redact, remember, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import create_staging, read_plain
-from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest, read_once
+from hf_rocm_tune.version import __version__
 
+Say = Callable[[str], None]
 Checkpoints = Literal["none", "last", "all"]
 LAST_CHECKPOINT = "last-checkpoint/"
 # A pickle executes code when it is loaded.
@@ -46,6 +48,10 @@ _BASE_KEYS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
 # May contain any text; never rewritten.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"})
 _LARGE = 10 << 20  # bytes, from which the Hub's large file storage takes every file
+
+
+class HubError(TuneError):
+    """The Hub did not accept an upload; it may at another time. The local files are unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,25 @@ class PushSettings:
 
     def __post_init__(self) -> None:
         if self.base_model_id is not None and not is_hub_id(self.base_model_id):
-            raise ValueError(f"base_model_id must be an id on the Hub such as ORG/NAME, got {self.base_model_id!r}")
+            raise UsageError(f"--base_model_id must be an id on the Hub such as ORG/NAME, got {self.base_model_id!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """A push that was checked."""
+
+    url: str
+    commit: str
+    files: int
+    bytes: int
+
+    @property
+    def summary(self) -> str:
+        """The push in one line."""
+        return (
+            f"pushed to {self.url} (commit {self.commit[:10]}): {self.files} files, {self.bytes / 1e6:.3g} MB; all "
+            "hashes on the Hub are correct"
+        )
 
 
 def push(
@@ -87,35 +111,13 @@ def push(
     """
     settings, directory = settings or PushSettings(), Path(directory)
     private = private_here(directory, repo_id=repo_id, base_model_id=settings.base_model_id, token=token)
-    repository = Repository(repo_id, private, say, token=token, revision=settings.revision)
-    staged = _stage_all(directory, settings, private)
-    amount = sum(piece.entry.bytes for each in staged for piece in each.pieces.values())
-    say(f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB")
-    for line in (line for each in staged for line in each.lines):
+    repository = Repository(repo_id, settings, private, say, token=token)
+    upload = stage(directory, settings, private)
+    amount = sum(piece.entry.bytes for piece in upload.pieces.values())
+    for line in (f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB", *upload.lines):
         say(line)
-    repository.open(private=settings.private)
-    return repository.upload(staged, message="Upload with hf-rocm-tune")
-
-
-def _stage_all(directory: Path, settings: PushSettings, private: Private) -> list[Staged]:
-    """Prepare the result, and the checkpoints that the settings ask for."""
-    sources = [("", directory)]
-    if settings.checkpoints != "none":
-        found = checkpoints(directory) if directory.is_dir() else []
-        if not found:
-            raise UsageError(
-                f"--checkpoints {settings.checkpoints}: there is no checkpoint-N in {directory}; leave the flag out"
-            )
-        last = settings.checkpoints == "last"
-        sources += [(LAST_CHECKPOINT, found[-1])] if last else [(f"{path.name}/", path) for path in found]
-    base = settings.base_model_id
-    staged = [stage(source, private=private, prefix=prefix, base_model_id=base) for prefix, source in sources]
-    if settings.report:
-        from hf_rocm_tune.publish.page import PAGE_NAME, page_of
-
-        page = Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
-        staged.append(Staged(prefix="", pieces={PAGE_NAME: page}, lines=(f"to be uploaded, too: {PAGE_NAME}",)))
-    return staged
+    repository.open()
+    return repository.send(upload, "Upload with hf-rocm-tune")
 
 
 def private_here(
@@ -142,11 +144,94 @@ def private_here(
         if isinstance(base, str) and os.path.isabs(base):
             paths[base] = base_model_id or ""
     paths[str(directory.absolute())] = repo_id
-    logged_in = get_token() if token is None else None
-    return Private.of_this_machine(os.environ, paths=paths, secrets=[token, logged_in])
+    secrets = [token, get_token() if token is None else None]
+    return Private.of_this_machine(os.environ, paths=paths, secrets=secrets)
 
 
 # ---- what is uploaded -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One file of an upload: its bytes, or where it is if it is large."""
+
+    entry: FileEntry  # of what is uploaded
+    content: bytes | None = None
+    source: Path | None = None
+
+    @classmethod
+    def of(cls, content: bytes) -> Piece:
+        return cls(entry=FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest()), content=content)
+
+    def is_stored(self, there: RepoFile | None) -> bool:
+        """Whether the Hub states the hash of these bytes: SHA-256 in large file storage, Git's SHA-1 elsewhere."""
+        if there is None or there.size != self.entry.bytes:
+            return False
+        if there.lfs is not None:
+            return str(there.lfs.sha256) == self.entry.sha256
+        content = self.content or b""
+        return str(there.blob_id) == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@dataclass(kw_only=True)
+class Upload:
+    """What is uploaded: files by path on the Hub, the folders that are replaced, and lines about it for the user."""
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+def stage(directory: Path, settings: PushSettings, private: Private) -> Upload:
+    """Prepare a result, and the checkpoints and the page that the settings ask for."""
+    upload, base = Upload(), settings.base_model_id
+    _add(upload, directory, private, base, "")
+    if settings.checkpoints != "none":
+        found = checkpoints(directory)
+        if not found:
+            raise UsageError(
+                f"--checkpoints {settings.checkpoints}: there is no checkpoint-N in {directory}; leave the flag out"
+            )
+        for path in found[-1:] if settings.checkpoints == "last" else found:
+            last = settings.checkpoints == "last"
+            _add(upload, path, private, base, LAST_CHECKPOINT if last else f"{path.name}/")
+    if settings.report:
+        from hf_rocm_tune.publish.page import PAGE_NAME, page_of
+
+        upload.pieces[PAGE_NAME] = Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
+        upload.lines.append(f"to be uploaded, too: {PAGE_NAME}")
+    return upload
+
+
+def _add(upload: Upload, directory: Path, private: Private, base_model_id: str | None, prefix: str) -> None:
+    """Add what is published of a directory; files that only a resume needs go into a folder (``prefix``) only."""
+    written = _sealed(directory)
+    left_out = {name: why for name, why in _LEFT_OUT.items() if (directory / name).exists()}
+    left_out |= {} if prefix else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
+    pieces: dict[str, Piece] = {}
+    changed: dict[str, str] = {}
+    try:
+        for name, entry in sorted(written.files.items()):
+            if name in (*left_out, *_LEFT_OUT, MANIFEST_NAME):
+                continue
+            if name == CARD_NAME and not os.path.lexists(directory / name):
+                continue  # it may have been edited or deleted since
+            pieces[name], what = _piece(directory, name, entry, private, base_model_id)
+            changed |= {name: what} if what else {}
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"{error.filename or directory} cannot be read ({reason}): nothing is uploaded") from error
+    extra = {**written.extra, "published": {"changed": changed, "left_out": left_out}}
+    public = replace(written, files={name: piece.entry for name, piece in pieces.items()}, extra=extra)
+    pieces[MANIFEST_NAME] = Piece.of(manifest.to_json(public).encode())
+    where = f" in {prefix}" if prefix else ""
+    top = (path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
+    stay = sorted(name for name in top if name not in {*pieces, *left_out})
+    upload.lines.append(f"to be uploaded{where}: {', '.join(pieces)}")
+    upload.lines += [f"{name}{where} is published without local names: {what}" for name, what in changed.items()]
+    upload.lines += [f"not uploaded, no manifest lists them: {', '.join(stay)}"] if stay else []
+    upload.pieces |= {prefix + name: piece for name, piece in pieces.items()}
+    upload.folders += [prefix] if prefix else []
 
 
 def _sealed(directory: Path) -> Manifest:
@@ -175,56 +260,19 @@ def _sealed(directory: Path) -> Manifest:
     return written
 
 
-def stage(directory: Path, *, private: Private, prefix: str = "", base_model_id: str | None = None) -> Staged:
-    """Read what is uploaded of a directory; large files are compared with the manifest and read when they are sent.
-
-    Files that only a resume needs go into a folder (``prefix``) only. Refused: a file that differs from the manifest, a
-    card that is not valid, private names in a file that cannot be rewritten, and a report of unrecovered corruption.
-    """
-    written = _sealed(directory)
-    left_out = {name: why for name, why in _LEFT_OUT.items() if (directory / name).exists()}
-    left_out |= {} if prefix else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
-    pieces: dict[str, Piece] = {}
-    changed: dict[str, str] = {}
-    try:
-        for name, entry in sorted(written.files.items()):
-            if name in left_out or name in (*_LEFT_OUT, MANIFEST_NAME):
-                continue
-            if name == CARD_NAME and not os.path.lexists(directory / name):
-                continue  # it may have been edited or deleted since
-            pieces[name], what = _piece(directory, name, entry, private, base_model_id)
-            if what:
-                changed[name] = what
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"{error.filename or directory} cannot be read ({reason}): nothing is uploaded") from error
-    published = {"changed": changed, "left_out": left_out}
-    files = {name: piece.entry for name, piece in pieces.items()}
-    public = replace(written, files=files, extra={**written.extra, "published": published})
-    pieces[MANIFEST_NAME] = Piece.of(manifest.to_json(public).encode())
-    where = f" in {prefix}" if prefix else ""
-    top = (path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
-    stay = sorted(name for name in top if name not in {*pieces, *left_out})
-    lines = [f"to be uploaded{where}: {', '.join(pieces)}"]
-    lines += [f"{name}{where} is published without local names: {what}" for name, what in changed.items()]
-    lines += [f"not uploaded, no manifest lists them: {', '.join(stay)}"] if stay else []
-    return Staged(prefix=prefix, pieces={prefix + name: piece for name, piece in pieces.items()}, lines=tuple(lines))
-
-
 def _piece(
     directory: Path, name: str, entry: FileEntry, private: Private, base_model_id: str | None
 ) -> tuple[Piece, str]:
     """One file as it is published, and what was changed in it, in words without the private content."""
-    source, is_json = directory / name, name.endswith(".json") and name not in _VOCABULARIES
-    if name == CARD_NAME:
-        if source.is_symlink() or not source.is_file():  # the only file that may differ from the manifest
-            raise UsageError(
-                f"{source} is a link or no plain file, so nobody knows what it would publish: replace it by the file"
-            )
+    source = directory / name
+    if name == CARD_NAME:  # the only file that may differ from the manifest
+        if source.is_symlink() or not source.is_file():
+            raise UsageError(f"{source} is a link or no plain file: replace it by the file")
         text, changes = clean_card(_decoded(source, read_plain(source)), private, base_model_id=base_model_id)
         return Piece.of(text.encode()), "; ".join(changes)
     if problems := manifest.compare(directory, {name: entry}):
         raise UsageError(f"{directory}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
+    is_json = name.endswith(".json") and name not in _VOCABULARIES
     large = entry.bytes > _LARGE and not is_json
     piece = Piece(entry=entry, source=source) if large else Piece.of(read_plain(source))
     if piece.entry != entry:
@@ -234,9 +282,7 @@ def _piece(
     with open(source, "rb") if piece.content is None else io.BytesIO(piece.content) as stream:
         what = find_in_file(stream, private, header_only=name.endswith(".safetensors"))
     if what:
-        raise UsageError(
-            f"{source} holds {what}, and files of this kind cannot be rewritten: remove it before you publish the file"
-        )
+        raise UsageError(f"{source} holds {what}, and files of this kind cannot be rewritten: remove it from the file")
     return piece, ""
 
 
@@ -251,7 +297,6 @@ def _public_json(source: Path, piece: Piece, private: Private, base_model_id: st
     for key in _BASE_KEYS:
         base = content.get(key)
         if isinstance(base, str) and base and private.is_local(base):
-            # Its id, else the last part of its path.
             public[key] = published_name(base, private, base_model_id) or Path(base).name
     public = scrub_json(public, private, names=source.name == REPORT_NAME)
     if public == content:
@@ -268,9 +313,155 @@ def _decoded(source: Path, content: bytes) -> str:
         raise UsageError(f"{source} is not UTF-8 text: {error}") from error
 
 
+# ---- the Hub --------------------------------------------------------------------------------------------------------
+
+
+class Repository:
+    """A branch of a repository; ``NAME`` alone is one of the token's owner, which `open` adds."""
+
+    def __init__(
+        self, repo_id: str, settings: PushSettings, private: Private, say: Say, *, token: str | None = None
+    ) -> None:
+        self.repo_id, self._settings, self._private, self._say = repo_id, settings, private, say
+        remember({"secret": list(private.secrets)})
+        for handler in logging.getLogger("huggingface_hub").handlers:
+            handler.addFilter(_redact_record)  # adding it again changes nothing
+        self._api = HfApi(token=token, library_name="hf-rocm-tune", library_version=__version__)
+
+    def open(self) -> None:
+        """Create the repository and its branch where they do not exist; a public one where ``private`` is refused."""
+        hidden, revision = self._settings.private is not False, self._settings.revision
+        with self._errors():
+            self.repo_id = self._api.create_repo(self.repo_id, private=hidden, exist_ok=True).repo_id
+            public = hidden and not self._api.repo_info(self.repo_id).private
+            if revision != "main" and not revision.startswith("refs/"):
+                self._api.create_branch(self.repo_id, branch=revision, exist_ok=True)
+            # Sends nothing: create_repo hides a 401 or a 403 where the repository exists.
+            card = CommitOperationAdd(path_in_repo=CARD_NAME, path_or_fileobj=b"#")
+            self._api.preupload_lfs_files(self.repo_id, additions=[card], revision=revision)
+        if public and self._settings.private:
+            raise UsageError(
+                f"{self.repo_id} exists and is public, but --private is given: make it private in its settings on the "
+                "Hub, or name another repository"
+            )
+        if public:
+            self._say(f"{self.repo_id} exists and is public: everyone can read what is pushed to it")
+
+    def send(self, upload: Upload, message: str) -> Pushed:
+        """Upload in one commit, and check it: a ``CorruptionError`` if the Hub states other hashes."""
+        pieces, revision = upload.pieces, self._settings.revision
+        with self._errors():
+            head = str(self._api.repo_info(self.repo_id, revision=revision).sha)
+            there = self._files(head)
+            lacking = [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]
+            # Remaining files of an earlier push would be loaded together with the new ones.
+            earlier, folders = self._listed(head) if MANIFEST_NAME in there else {}, tuple(upload.folders)
+            stale = [p for p in there if p not in pieces and (p in earlier or (folders and p.startswith(folders)))]
+            if CARD_NAME in lacking:
+                _validate((pieces[CARD_NAME].content or b"").decode())  # before hours of uploads
+            changes: list[Any] = [self._addition(path, pieces[path]) for path in lacking]
+            changes += [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in stale]
+            if changes:
+                done = self._api.create_commit(self.repo_id, changes, commit_message=message, revision=revision)
+                head = str(done.oid)
+                there = self._files(head)
+        if wrong := [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]:
+            raise CorruptionError(
+                f"{self.repo_id} on the Hub has another hash than was sent for {', '.join(wrong[:3])} (commit "
+                f"{head[:10]}). The local files are correct: delete those on the Hub, or push to another repository"
+            )
+        size = sum(piece.entry.bytes for piece in pieces.values())
+        url = f"{self._api.endpoint}/{self.repo_id}"
+        return Pushed(url=url, commit=head, files=len(pieces), bytes=size)
+
+    def _addition(self, path: str, piece: Piece) -> CommitOperationAdd:
+        """The operation for one file; the bytes of a large one, in memory that nobody can write to, are sent first."""
+        if piece.source is None:
+            return CommitOperationAdd(path_in_repo=path, path_or_fileobj=piece.content or b"")
+        with read_once(piece.source) as (copy, entry):
+            if entry != piece.entry:
+                raise UsageError(f"{piece.source} has changed since it was checked: nothing is published")
+            addition = CommitOperationAdd(path_in_repo=path, path_or_fileobj=str(copy))
+            self._api.preupload_lfs_files(self.repo_id, additions=[addition], revision=self._settings.revision)
+        return addition
+
+    def _files(self, commit: str) -> dict[str, RepoFile]:
+        found = self._api.list_repo_tree(self.repo_id, recursive=True, revision=commit)
+        return {one.path: one for one in found if isinstance(one, RepoFile)}
+
+    def _listed(self, commit: str) -> Mapping[str, FileEntry]:
+        """The files that the manifest on the Hub lists."""
+        with TemporaryDirectory() as folder:
+            self._api.hf_hub_download(self.repo_id, MANIFEST_NAME, revision=commit, local_dir=folder)
+            old = manifest.read(Path(folder))
+        return old.files if isinstance(old, Manifest) else {}
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Errors of the Hub's client become ours here."""
+        try:
+            yield
+        except (TuneError, AssertionError, AttributeError, NameError, TypeError):
+            raise
+        except Exception as error:
+            explained = _explained(error, self.repo_id)
+            raise type(explained)(scrub_text(str(explained), self._private, names=False)) from error
+
+
+def _validate(card: str) -> None:
+    """Ask the Hub whether it accepts a model card; a ``UsageError`` if it does not."""
+    try:
+        ModelCard(card).validate()
+    except ValueError as error:  # with the Hub's answer
+        with suppress(ValueError, LookupError, TypeError):
+            error = ValueError("; ".join(each["message"] for each in json.loads(str(error))["errors"]))
+        raise UsageError(f"the Hub refuses the model card: {error}; correct the metadata of README.md") from error
+
+
+def _redact_record(record: logging.LogRecord) -> bool:
+    """Remove secrets, and the query part of addresses (signatures of uploads), from a log record."""
+    record.msg, record.args = re.sub(r"(://[^\s?]*)\?\S*", r"\1", redact(record.getMessage())), ()
+    return True
+
+
+_TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+_BY_STATUS = {
+    401: "the Hub does not accept the token {info}: it is wrong, expired or revoked, or none was sent; make one with "
+    f"write access at {_TOKENS_PAGE}, then `hf auth login` or set HF_TOKEN",
+    403: "the token may not write to {repo} {info}: give it write permission there at "
+    f"{_TOKENS_PAGE}, or name a repository of your own",
+    404: "{repo} does not exist, or has no such branch, or the token has no access to it {info}: check the names, and "
+    "that you are a member of the organisation",
+}
+_BY_KIND: dict[type[BaseException], str] = {
+    LocalTokenNotFoundError: "no token for the Hub: run `hf auth login`, or set HF_TOKEN to one with write access "
+    f"({_TOKENS_PAGE})",
+    OfflineModeIsEnabled: "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it",
+    HFValidationError: "{repo!r} is not a valid repository name: write USER/NAME",
+}
+
+
+def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
+    """A ``UsageError`` if the user can fix it, a ``HubError`` if the same may succeed later."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:  # huggingface_hub wraps errors of uploads in a RuntimeError
+        causes.append(cause)
+    answer = next((one for one in causes if isinstance(one, HfHubHTTPError)), None)
+    in_words = re.search(r"HTTP status (?:client|server) error \((\d{3})\b", str(error))  # of hf_xet
+    if answer is not None or in_words:
+        status = answer.response.status_code if answer is not None else int(in_words[1]) if in_words else 0
+        info = f"({status}: {answer.server_message})" if answer is not None and answer.server_message else f"({status})"
+        if status >= 500 or status in (408, 409, 412, 425, 429):
+            return HubError(f"the Hub answers {info[1:-1]}: try again later")
+        return UsageError(_BY_STATUS.get(status, "the Hub refuses it {info}").format(info=info, repo=repo_id))
+    if said := next((_BY_KIND[kind] for kind in _BY_KIND for one in causes if isinstance(one, kind)), None):
+        return UsageError(said.format(repo=repo_id))
+    what = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split()).rstrip(": ")
+    return HubError(f"the Hub cannot be reached ({what}): check the network, or use another huggingface_hub")
+
+
 # ---- while a run trains ----------------------------------------------------------------------------------------------
 
-_EARLY_ATTEMPTS = 2
 _HEARTBEAT_S = 5.0
 _LAST_SECONDS = 10.0
 _WHOLE: dict[str, Checkpoints] = {"checkpoint": "last", "all_checkpoints": "all"}  # by ``hub_strategy``
@@ -281,7 +472,9 @@ class Publisher:
 
     ``hub_strategy`` as in transformers: "end" pushes only the result; "every_save" the model of each checkpoint;
     "checkpoint" also all of the newest one, as ``last-checkpoint``; "all_checkpoints" all of each. A checkpoint is
-    skipped while another one is uploaded, unless ``hub_always_push`` makes the training wait.
+    linked (or copied) beside the output directory, so that it can be rotated out, and uploaded by a thread; one that is
+    written meanwhile is not pushed, unless ``hub_always_push`` makes the training wait. A failed push is reported and
+    does not end the training; the push of the result must succeed.
 
     ``local`` has paths that the run was given, each with its public replacement ("" for the last part); ``say`` is
     called from any thread, ``alive`` every few seconds while the training waits for a push.
@@ -296,19 +489,17 @@ class Publisher:
         token: str | None = None,
         say: Say = print,
     ) -> None:
-        revision = args.hub_revision or "main"
         self._output_dir, self._wait_for_each, self._say = Path(args.output_dir), bool(args.hub_always_push), say
         self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
-        try:
-            self._settings = PushSettings(private=args.hub_private_repo, revision=revision, base_model_id=base_model_id)
-        except ValueError as error:
-            raise UsageError(f"--{error}") from error
+        self._settings = PushSettings(
+            private=args.hub_private_repo, revision=args.hub_revision or "main", base_model_id=base_model_id
+        )
         repo_id = args.hub_model_id or self._output_dir.absolute().name
-        self.alive: Callable[[], None] | None = None
+        self.alive: Callable[[], None] = lambda: None
         self._private = private_here(
             self._output_dir, repo_id=repo_id, base_model_id=base_model_id, token=token, others=local
         )
-        self._repository = Repository(repo_id, self._private, say, token=token, revision=revision)
+        self._repository = Repository(repo_id, self._settings, self._private, say, token=token)
         self._opened = False
         self._thread: threading.Thread | None = None
         self._missing = False  # the newest checkpoint is not on the Hub
@@ -322,7 +513,7 @@ class Publisher:
     def open(self) -> None:
         """Create the repository, before anything else takes time. A Hub that does not answer is asked again later."""
         try:
-            self._repository.open(private=self._settings.private, attempts=_EARLY_ATTEMPTS)
+            self._repository.open()
             self._opened = True
         except HubError as error:
             self._say(f"{error}. Training starts nevertheless, and the push is tried at each save and at the end")
@@ -332,7 +523,6 @@ class Publisher:
         if self._strategy == "end" or self._uploading():
             self._missing = self._strategy != "end"
             return
-        folders = {"checkpoint": [LAST_CHECKPOINT], "all_checkpoints": [f"{directory.name}/"]}.get(self._strategy, [])
         self._missing, root = True, create_staging(self._output_dir / "push")
         try:
             shutil.copytree(directory, root / directory.name, copy_function=_link)
@@ -341,7 +531,7 @@ class Publisher:
             shutil.rmtree(root, ignore_errors=True)
             return
         # A daemon: an upload that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._upload, args=(root / directory.name, ["", *folders]), daemon=True)
+        self._thread = threading.Thread(target=self._upload, args=(root / directory.name,), daemon=True)
         self._thread.start()
         if self._wait_for_each:
             self.wait()
@@ -350,10 +540,9 @@ class Publisher:
         """Push the finished run and the checkpoints of the strategy; an error says how to finish."""
         try:
             self.wait()
-            settings = self._settings
-            if checkpoints(directory):
-                settings = replace(settings, checkpoints=_WHOLE.get(self._strategy, "none"))
-            done = self._send(_stage_all(directory, settings, self._private), "End of training")
+            wanted = _WHOLE.get(self._strategy, "none") if checkpoints(directory) else "none"
+            upload = stage(directory, replace(self._settings, checkpoints=wanted), self._private)
+            done = self._send(upload, "End of training")
         except KeyboardInterrupt as stop:
             raise Interrupted(f"the push was stopped. {self._how_to_finish(directory)}") from stop
         except (UsageError, HubError, CorruptionError) as error:
@@ -364,11 +553,9 @@ class Publisher:
 
     def wait(self) -> None:
         """Wait for the current upload."""
-        while self._uploading():
-            assert self._thread is not None
+        while self._thread is not None and self._thread.is_alive():
             self._thread.join(_HEARTBEAT_S)
-            if self.alive is not None:
-                self.alive()
+            self.alive()
 
     def close(self) -> None:
         """Stop, and report a checkpoint that was not pushed. Waits some seconds for an upload. May be called twice."""
@@ -381,27 +568,29 @@ class Publisher:
     def _uploading(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _upload(self, copy: Path, prefixes: Sequence[str]) -> None:
-        base = self._settings.base_model_id
+    def _upload(self, copy: Path) -> None:
+        upload, base = Upload(), self._settings.base_model_id
+        folder = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": f"{copy.name}/"}.get(self._strategy)
         try:
-            staged = [stage(copy, private=self._private, prefix=each, base_model_id=base) for each in prefixes]
-            self._send(staged, f"Training in progress, step {copy.name.rpartition('-')[2]}")
+            for prefix in ["", *([folder] if folder else [])]:
+                _add(upload, copy, self._private, base, prefix)
+            done = self._send(upload, f"Training in progress, step {copy.name.rpartition('-')[2]}")
             self._missing = False
-            self._say(f"{copy.name} is on the Hub: {self._repository.url}")
+            self._say(f"{copy.name} is on the Hub: {done.url}")
         except TuneError as error:
             self._say(f"the push of {copy.name} failed: {error}. Training continues; the next save tries again")
         finally:
             shutil.rmtree(copy.parent, ignore_errors=True)
 
-    def _send(self, staged: list[Staged], message: str) -> Pushed:
-        for line in (line for each in staged if not each.prefix for line in each.lines):
+    def _send(self, upload: Upload, message: str) -> Pushed:
+        for line in upload.lines:
             if line not in self._printed:
                 self._printed.add(line)
                 self._say(line)
         if not self._opened:
-            self._repository.open(private=self._settings.private)
+            self._repository.open()
             self._opened = True
-        return self._repository.upload(staged, message=message)
+        return self._repository.send(upload, message)
 
     def _how_to_finish(self, directory: Path) -> str:
         settings = self._settings
@@ -409,8 +598,7 @@ class Publisher:
         words += [] if settings.private is None else ["--private"] if settings.private else ["--public"]
         words += ["--revision", settings.revision] if settings.revision != "main" else []
         words += ["--base_model_id", settings.base_model_id] if settings.base_model_id else []
-        if self._strategy in _WHOLE:
-            words += ["--checkpoints", _WHOLE[self._strategy]]
+        words += ["--checkpoints", _WHOLE[self._strategy]] if self._strategy in _WHOLE else []
         return f"The result in {directory} is complete: `{shlex.join(words)}` finishes the push"
 
 
@@ -430,11 +618,7 @@ def main(argv: Sequence[str], *, again: str = "The same command continues it") -
     wanted = vars(_parser().parse_args(list(argv)))
     directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
     try:
-        settings = PushSettings(**wanted)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
-    try:
-        done = push(directory, repo_id, settings=settings, say=say)
+        done = push(directory, repo_id, settings=PushSettings(**wanted), say=say)
     except HubError as error:
         raise HubError(f"{error}. {again}") from error
     except KeyboardInterrupt as stop:
@@ -449,22 +633,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Upload a finished run to the Hugging Face Hub, without this machine's paths, and check the "
         "hashes that the Hub states. The token is the one of `hf auth login` or HF_TOKEN.",
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a finished run, a checkpoint or a merged model")
-    parser.add_argument("repo_id", metavar="REPO", help="USER/NAME, or NAME for one of your own")
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="a finished run, a checkpoint or a merged model")
+    add("repo_id", metavar="REPO", help="USER/NAME, or NAME for one of your own")
     visibility = parser.add_mutually_exclusive_group()
     visibility.add_argument("--private", action="store_true", default=None, help="refuse a repository that is public")
     visibility.add_argument(
         "--public", action="store_false", dest="private", default=None, help="make a new repository public, not private"
     )
-    parser.add_argument("--revision", default="main", metavar="BRANCH", help="created if it does not exist")
-    parser.add_argument("--report", action="store_true", help="upload the page of `hf-rocm-tune report`, too")
-    parser.add_argument(
-        "--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory"
-    )
-    parser.add_argument(
-        "--checkpoints",
-        choices=get_args(Checkpoints),
-        default="none",
-        help="push checkpoints too: the newest as last-checkpoint, or all (default: none)",
-    )
+    add("--revision", default="main", metavar="BRANCH", help="created if it does not exist")
+    add("--report", action="store_true", help="upload the page of `hf-rocm-tune report`, too")
+    add("--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory")
+    more = "push checkpoints too: the newest as last-checkpoint, or all (default: none)"
+    add("--checkpoints", choices=get_args(Checkpoints), default="none", help=more)
     return parser

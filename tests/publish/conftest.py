@@ -13,11 +13,10 @@ import pytest
 from huggingface_hub.utils import _http as upstream_http
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-from hf_rocm_tune.publish import hub
 from hf_rocm_tune.publish.generate import Loaded, LoadSettings, loaded_model
 from tests import tiny
 from tests.e2e.command import CommandServer
-from tests.publish.hub_server import ATTEMPTS, LoopbackHub, loopback_hub, use
+from tests.publish.hub_server import LoopbackHub, loopback_hub, use
 from tests.publish.merge_cases import lora, merged
 
 
@@ -51,8 +50,6 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     """A Hub without Xet, which this process uses. Only waits are shortened."""
     disable_progress_bars()
     monkeypatch.setattr(upstream_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100)))
-    for name, value in {"ATTEMPTS": ATTEMPTS, "FIRST_WAIT_S": 0.01}.items():
-        monkeypatch.setattr(hub, f"_{name}", value)
     with loopback_hub() as server:
         use(server, monkeypatch)
         yield server

@@ -514,7 +514,6 @@ _ROUTES: tuple[tuple[str, str, Callable[..., Answer]], ...] = (
 
 BASE = "/home/planted-user/models/Tiny Llama"
 DATA = "/mnt/planted-disk/chats.jsonl"
-ATTEMPTS = 4  # of a push in this process
 
 
 def use(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ from huggingface_hub import ModelCard
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.publish.card import clean_card
-from hf_rocm_tune.publish.hub import Pushed
-from hf_rocm_tune.publish.push import PushSettings, push
+from hf_rocm_tune.publish.push import Pushed, PushSettings, push
 from hf_rocm_tune.redaction import Private, find_in_file, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.manifest import Manifest
