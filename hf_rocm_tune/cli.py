@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
 
 from hf_rocm_tune.data.formats import Method
@@ -26,6 +27,9 @@ from hf_rocm_tune.survive.heartbeat import outlive_reader
 
 if TYPE_CHECKING:
     from hf_rocm_tune.configs import NamedFiles
+
+
+Verb = Callable[[Sequence[str]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,9 +126,7 @@ def recipes(argv: Sequence[str]) -> int:
     return 0
 
 
-def _shipped(
-    files: NamedFiles, verb: Callable[[Sequence[str]], int], argv: Sequence[str], **others: str
-) -> argparse.Namespace:
+def _shipped(files: NamedFiles, verb: Verb, argv: Sequence[str], **others: str) -> argparse.Namespace:
     """Read the command line of a verb that lists and copies files; the copy is made here."""
     parser = CommandParser(prog=f"{PROGRAM} {verb.__name__}", description=verb.__doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="|".join(["ls", *others, "cp"]))
@@ -142,13 +144,7 @@ def _shipped(
 
 
 def _validate(name: str) -> None:
-    """Check a recipe: its YAML, names, types, bounds, exclusions, loggers, optimizer, variables, local paths.
-
-    Without a GPU, settings that need one are not checked, and named.
-
-    Raises:
-        UsageError: it is not valid; the message names all errors that were found.
-    """
+    """Check a recipe: all but the model, the data and, without a GPU, what needs one; errors are named together."""
     from hf_rocm_tune.machine import process, variables
 
     process.prepare_process(os.environ)  # before the libraries that what follows imports
@@ -214,13 +210,6 @@ def env(argv: Sequence[str]) -> int:
     return int(wanted.strict and bool(bad))
 
 
-def doctor(argv: Sequence[str]) -> int:
-    """check whether this machine is ready to train, and how to fix it"""
-    from hf_rocm_tune.doctor.command import main as examine
-
-    return examine(argv)
-
-
 def plan(argv: Sequence[str]) -> int:
     """memory and speed of a training job, and the fastest settings that fit; no weights, no GPU"""
     from hf_rocm_tune.launch import environment
@@ -237,51 +226,39 @@ def plan(argv: Sequence[str]) -> int:
         return plan_job(argv, prepare=prepare, read_rows=read_rows)
 
 
-def demo(argv: Sequence[str]) -> int:
-    """fine-tune a small model in a few minutes, with no network"""
-    from hf_rocm_tune.demo.__main__ import main as run_demo
+def _module(name: str, what: str) -> Verb:
+    """A verb that is the ``main`` of a module."""
 
-    return run_demo(list(argv))
+    def command(argv: Sequence[str]) -> int:
+        code: int = import_module(f"hf_rocm_tune.{name}").main(list(argv))
+        return code
 
-
-def push(argv: Sequence[str]) -> int:
-    """upload a finished run to the Hugging Face Hub, and check the hashes there"""
-    from hf_rocm_tune.publish.push import main as run_push
-
-    return run_push(argv)
+    command.__doc__ = what
+    return command
 
 
-def report(argv: Sequence[str]) -> int:
-    """a run, or several side by side, as one HTML page: curves, verification, incidents"""
-    from hf_rocm_tune.publish.page import main as run_report
+def _with_model(name: str, what: str) -> Verb:
+    """A verb that loads a model; its flags are checked before torch is imported."""
 
-    return run_report(argv)
+    def command(argv: Sequence[str]) -> int:
+        from hf_rocm_tune.publish import commands
 
+        parser = CommandParser(prog=f"{PROGRAM} {name}", description=what)
+        getattr(commands, f"add_{name}_flags")(parser)
+        wanted = parser.parse_args(argv)
 
-def merge(argv: Sequence[str]) -> int:
-    """merge an adapter into its base, verified: a directory that plain transformers loads"""
-    from hf_rocm_tune.publish import commands
+        from hf_rocm_tune.sft import prepare, uncollected
 
-    return _with_model(commands.add_merge_flags, commands.merge, merge, argv)
+        with nullcontext() if name == "chat" else sigterm_as_interrupt():  # in a chat Ctrl-C only stops an answer
+            code: int = getattr(commands, name)(wanted, uncollected()(prepare))
+        return code
 
-
-def generate(argv: Sequence[str]) -> int:
-    """answers to prompts, from an adapter, a model or the Hub"""
-    from hf_rocm_tune.publish import commands
-
-    return _with_model(commands.add_generate_flags, commands.generate, generate, argv)
-
-
-def chat(argv: Sequence[str]) -> int:
-    """a conversation with an adapter, a model or one from the Hub"""
-    from hf_rocm_tune.publish import commands
-
-    # Ctrl-C only stops an answer.
-    return _with_model(commands.add_chat_flags, commands.chat, chat, argv, sigterm_interrupts=False)
+    command.__doc__ = what
+    return command
 
 
 @cache
-def _training(verb: Method) -> Callable[[Sequence[str]], int]:
+def _training(verb: Method) -> Verb:
     def command(argv: Sequence[str]) -> int:
         return _train(verb, argv)
 
@@ -290,22 +267,26 @@ def _training(verb: Method) -> Callable[[Sequence[str]], int]:
     return command
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+VERBS: dict[str, Verb] = {
     "sft": _training("sft"),
     "train": _training("sft"),
     **{verb: _training(verb) for verb in names.VERBS if verb != "sft"},
     "run": run,
-    "doctor": doctor,
+    "doctor": _module("doctor.command", "check whether this machine is ready to train, and how to fix it"),
     "plan": plan,
     "configs": configs,
     "recipes": recipes,
     "env": env,
-    "demo": demo,
-    "report": report,
-    "push": push,
-    "merge": merge,
-    "generate": generate,
-    "chat": chat,
+    "demo": _module("demo.__main__", "fine-tune a small model in a few minutes, with no network"),
+    "report": _module(
+        "publish.page", "a run, or several side by side, as one HTML page: curves, verification, incidents"
+    ),
+    "push": _module("publish.push", "upload a finished run to the Hugging Face Hub, and check the hashes there"),
+    "merge": _with_model(
+        "merge", "merge an adapter into its base, verified: a directory that plain transformers loads"
+    ),
+    "generate": _with_model("generate", "answers to prompts, from an adapter, a model or the Hub"),
+    "chat": _with_model("chat", "a conversation with an adapter, a model or one from the Hub"),
     "version": version,
 }
 
@@ -333,28 +314,9 @@ def _train(verb: Method, argv: Sequence[str]) -> int:
     return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
 
-def _with_model(
-    add_flags: Callable[[argparse.ArgumentParser], None],
-    run_command: Callable[[argparse.Namespace, Callable[[], None]], int],
-    verb: Callable[..., int],
-    argv: Sequence[str],
-    *,
-    sigterm_interrupts: bool = True,
-) -> int:
-    """Run a command that loads a model; its flags are checked before torch is imported."""
-    parser = CommandParser(prog=f"{PROGRAM} {verb.__name__}", description=verb.__doc__)
-    add_flags(parser)
-    wanted = parser.parse_args(argv)
-
-    from hf_rocm_tune.sft import prepare, uncollected
-
-    with sigterm_as_interrupt() if sigterm_interrupts else nullcontext():
-        return run_command(wanted, uncollected()(prepare))
-
-
 def _help() -> str:
     lines = [f"usage: {PROGRAM} VERB ...", "", "verbs:"]
-    told: dict[Callable[[Sequence[str]], int], str] = {}  # the first name of a command describes it
+    told: dict[Verb, str] = {}  # the first name of a command describes it
     for name, command in VERBS.items():
         lines.append(f"  {name:<8} {f'the same as {told[command]}' if command in told else command.__doc__}")
         told.setdefault(command, name)

@@ -1,13 +1,8 @@
 """Redaction: secrets everywhere; local paths and names in published texts.
 
-Secrets, covered: settings and variables with a secret's name, at any depth; the values of `remember`, anywhere; the
-forms of well-known access tokens; a password in an address. Not covered: a secret of an unknown form under another
-name, and output of libraries.
-
-`Private` has the private names of this machine; `scrub_text` and `scrub_json` replace them, and `find_in_file` searches
-files that cannot be rewritten. Covered: absolute paths below a directory in ``/`` other than the system's, paths that
-begin with ``~``, paths of the caller, and, on request, names of users and hosts as whole words (in a person's prose,
-"max" is more often a word than a user). Not covered: relative paths, and pictures.
+Covered: settings and variables with a secret's name, values of `remember`, forms of well-known tokens, passwords in
+addresses; private paths (absolute, or from ``~``); on request names of users and hosts as whole words. Not covered: a
+secret of an unknown form under another name, output of libraries, relative paths, pictures.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -189,11 +185,7 @@ class Private:
 
     @classmethod
     def of_this_machine(
-        cls,
-        environ: Mapping[str, str],
-        *,
-        paths: Mapping[str, str] | None = None,
-        secrets: Iterable[str | None] = (),
+        cls, environ: Mapping[str, str], *, paths: Mapping[str, str] | None = None, secrets: Iterable[str | None] = ()
     ) -> Private:
         """Those of this machine and its variables; ``paths`` with their replacement ("" for the last part)."""
         homes = {environ.get("HOME", ""), os.path.expanduser("~")} - {"", "/", "~"}
@@ -227,9 +219,10 @@ class Private:
 
 
 def local_paths(settings: Any) -> list[str]:
-    """The strings of a nested value that name an existing local file or directory."""
+    """The strings of a nested value that are absolute paths, or name an existing local file or directory."""
     if isinstance(settings, str):
-        return [settings] if os.sep in settings and os.path.exists(settings) else []
+        is_path = os.path.isabs(settings) or (os.sep in settings and os.path.exists(settings))
+        return [settings] if is_path else []
     if isinstance(settings, Mapping):
         settings = settings.values()
     elif not isinstance(settings, list | tuple):
@@ -258,11 +251,8 @@ def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
 
 def scrub_json(value: Any, private: Private, *, names: bool = True) -> Any:
     """`scrub_text` on every string of a JSON value; names in keys stay."""
-    return map_strings(
-        value,
-        lambda text: scrub_text(text, private, names=names),
-        lambda key: scrub_text(key, private, names=False),
-    )
+    scrub = partial(scrub_text, private=private)
+    return map_strings(value, partial(scrub, names=names), partial(scrub, names=False))
 
 
 def find_in_file(stream: BinaryIO, private: Private, *, header_only: bool = False) -> str | None:

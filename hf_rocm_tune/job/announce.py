@@ -327,6 +327,7 @@ class Cards:
             adapter_dtype=_adapter_dtype(model) if adapted else None,
             quantization=_quantization(base.config),
             chat_template=bool(getattr(tokenizer, "chat_template", None)),
+            packed_experts=any(is_packed(experts) for _, experts in experts_of(base)),
         )
 
     @contextmanager

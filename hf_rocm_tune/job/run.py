@@ -56,6 +56,7 @@ from hf_rocm_tune.models.factory import (
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.models.streamed import Streamed
+from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.redaction import local_paths
@@ -392,9 +393,10 @@ def _prepare(
 
 def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
     """The model to load, and its checked configuration."""
-    training = arguments.training
+    training, name = arguments.training, arguments.model.model_name_or_path
     source = ModelSource(
-        name=arguments.model.model_name_or_path,
+        # The adapter's configuration names it, for programs that are started elsewhere.
+        name=os.path.abspath(expand_user(name)) if os.path.isdir(expand_user(name)) else name,
         revision=arguments.model.model_revision,
         trust_remote_code=training.trust_remote_code,
         reward=arguments.method == "reward",

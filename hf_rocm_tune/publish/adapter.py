@@ -1,10 +1,7 @@
 """An adapter on disk or on the Hub: located, read once, checked against its manifest, and attached to a model.
 
-What is checked is a private copy in memory, and that copy is what is used: weights, configuration, tokenizer.
-
-Covered: LoRA with DoRA, rsLoRA, experts' parameters, whole modules and trained tokens; LoHa, LoKr, IA3, OFT. Refused:
-other methods, and adapters whose initialisation rewrote the base weights (PiSSA and its like), unless they were
-converted when they were saved.
+What is checked is a private copy in memory, and that copy is what is used. Refused are methods other than LoRA's, LoHa,
+LoKr, IA3 and OFT, and adapters whose initialisation rewrote the base weights, unless they were converted at the save.
 """
 
 from __future__ import annotations
@@ -148,17 +145,13 @@ def base_of(adapter: Adapter, name: str | None = None) -> Base:
     if name is None and not os.path.isdir(expand_user(base)):
         above = (place / base for place in adapter.origin.resolve().parents)
         base = next((str(path) for path in above if (path / "config.json").is_file()), base)
-    found = Base(name=base, revision=None if name else getattr(adapter.config, "revision", None))
-    if found.hub_id is not None and base.startswith((".", "/", "~")):
+    if base.startswith((".", "/", "~")) and not os.path.isdir(expand_user(base)):
         raise UsageError(f"the base {base} does not exist: name a directory or a Hub id with --base")
-    return found
+    return Base(name=base, revision=None if name else getattr(adapter.config, "revision", None))
 
 
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
-    """The directory of an adapter, downloaded when ``name`` is a Hub id; None if there is no adapter of that name.
-
-    A directory that holds neither an adapter nor a model is a ``UsageError``.
-    """
+    """The directory of an adapter, downloaded when ``name`` is a Hub id; None if there is no adapter of that name."""
     directory = expand_user(name)
     if os.path.isdir(directory):  # unlike Path.is_dir, never raises
         return _adapter_in(directory)
@@ -175,30 +168,34 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
         return None
 
 
+def _adapter_in(directory: Path) -> Path | None:
+    if (directory / CONFIG_FILE).is_file():
+        return directory
+    if (directory / "config.json").is_file():
+        return None
+    found = [path for path in directory.glob("checkpoint-*") if (path / CONFIG_FILE).is_file()]
+    if found:
+        newest = max(found, key=lambda path: (len(path.name), path.name))
+        raise UsageError(f"{directory} has no finished adapter: finish the run, or give its newest checkpoint {newest}")
+    raise UsageError(f"{directory} has neither {CONFIG_FILE} nor config.json: give an adapter's or a model's directory")
+
+
 def open_adapter(name: str, revision: str | None = None) -> Adapter:
     """Find an adapter, read its files once and check them, before anything is loaded."""
     directory = find_adapter(name, revision)
+    if directory is None and os.path.isdir(expand_user(name)):
+        raise UsageError(f"{name} is a whole model, not an adapter: give an adapter's directory or Hub id")
     if directory is None:
-        if os.path.isdir(expand_user(name)):
-            raise UsageError(f"{name} is a whole model, not an adapter: give an adapter's directory or Hub id")
         raise UsageError(
             f"no {CONFIG_FILE} of {name} could be found on the Hub: check the spelling, the network and "
             "HF_HUB_OFFLINE, or give a directory"
         )
     files, written = _read_files(name, directory)
     if WEIGHTS_FILE not in files.entries:
-        if (directory / "adapter_model.bin").is_file():
-            raise UsageError(f"{name}: adapter_model.bin is a pickle, which is not loaded: save it as safetensors")
-        raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE}: copy it again, or take a checkpoint")
+        raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE} (pickles are not loaded): copy it again")
     check_safetensors(files.directory / WEIGHTS_FILE)
-    return Adapter(
-        name=name,
-        origin=directory,
-        files=files,
-        config=_read_config(name, files.directory),
-        written=written,
-        settings=run_settings(directory),
-    )
+    config, settings = _read_config(name, files.directory), run_settings(directory)
+    return Adapter(name=name, origin=directory, files=files, config=config, written=written, settings=settings)
 
 
 def _read_files(name: str, directory: Path) -> tuple[manifest.PrivateCopy, manifest.Manifest | None]:
@@ -227,9 +224,8 @@ def _read_files(name: str, directory: Path) -> tuple[manifest.PrivateCopy, manif
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:
     """Wrap a model with an adapter, active, in evaluation mode; one that does not fit it is a ``UsageError``.
 
-    PEFT decides which tensor of the file belongs where. `PeftModel.from_pretrained` is not used, because it reads
-    straight onto the device: `place` is called with each tensor of the file (on the host, a view of the mapped file)
-    and its name in it, and what it returns is used unchanged.
+    `PeftModel.from_pretrained` would read straight onto the device: here `place` is called with each tensor of the file
+    (a view of the mapped file) and its name in it, and what it returns is used unchanged.
     """
     from peft import PeftModel, PeftModelForCausalLM, set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -300,20 +296,6 @@ def _resize_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Tensor]) ->
             if tensor.shape[0] != rows:
                 model.resize_token_embeddings(tensor.shape[0], mean_resizing=False)
             return
-
-
-def _adapter_in(directory: Path) -> Path | None:
-    if (directory / CONFIG_FILE).is_file():
-        return directory
-    if (directory / "config.json").is_file():
-        return None
-    checkpoints = [path for path in directory.glob("checkpoint-*") if (path / CONFIG_FILE).is_file()]
-    if checkpoints:
-        newest = max(checkpoints, key=lambda path: (len(path.name), path.name))
-        raise UsageError(
-            f"{directory} has no finished adapter, but {len(checkpoints)} checkpoints: finish the run, or give {newest}"
-        )
-    raise UsageError(f"{directory} has neither {CONFIG_FILE} nor config.json: give an adapter's or a model's directory")
 
 
 def _read_config(name: str, directory: Path) -> PeftConfig:

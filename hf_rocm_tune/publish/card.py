@@ -1,12 +1,7 @@
-"""The model card, ``README.md``: trainer, base model, data, settings, code that loads the result, how it was verified.
+"""The model card, ``README.md``, from the template ``card.md.j2``.
 
-Foreign values (names of files, settings, texts of incidents) are redacted and escaped for Markdown. ``base_model`` and
-``datasets`` are ids of the Hub or left out, as the Hub demands. The code loads the result with the arguments that give
-the outputs of training: TRL trains adapters of quantised models in bfloat16, which PEFT would load as float32; and
-``device_map="auto"`` would split the base over two cards, with copies between them.
-
-A card ends with the hash of its text. A card with a correct hash is ours and is replaced by the next one; any other
-``README.md`` was written or edited by a person and is kept.
+Foreign values are redacted and escaped for Markdown. A card ends with the hash of its text: one with a correct hash is
+ours and is replaced by the next one; any other ``README.md`` was written or edited by a person and is kept.
 """
 
 from __future__ import annotations
@@ -14,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
@@ -26,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.publish import history
-from hf_rocm_tune.publish.history import Row, Trained, count, items, plain, table, text
+from hf_rocm_tune.publish.history import Row, Trained, items, plain, table
 from hf_rocm_tune.redaction import Private, hub_id_of, scrub_json, scrub_text
 
 CARD_NAME = "README.md"
@@ -143,142 +139,40 @@ def _code(value: str) -> str:
     return f"`{' '.join(value.split()).replace('`', chr(39)).replace('|', chr(92) + '|')}`" if value.strip() else ""
 
 
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table, whose cells are Markdown already; nothing without lines."""
-    rows = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *rows]) if rows else ""
-
-
 def _text(facts: CardFacts) -> str:
-    trained, report = facts.trained, facts.report
-    base = _prose(facts.base_model)
-    if facts.base_model_id:
-        base = f"[{base}](https://huggingface.co/{facts.base_model_id})"
-    kind = "reward model, which scores a text, " if facts.gives_scores else ""
-    what = f"{base}, fine-tuned in full"
-    if facts.is_adapter:
-        what = f"An adapter ({_prose(trained.method)}) that makes {base} a {kind}" if kind else f"An adapter for {base}"
-    trainer = "RewardTrainer" if facts.verb == "reward" else f"{facts.verb.upper()}Trainer"
-    done = f"{facts.step:,} steps" if facts.final else f"{facts.step:,} steps so far (a checkpoint, not the result)"
-    verdict = history.judge(report, finished=facts.final)
-    links = [f"[{_prose(name)}](https://huggingface.co/datasets/{name})" for name in facts.datasets]
-    columns = f"; columns {', '.join(map(_code, facts.columns))}" if facts.columns else ""
-    dtypes = ", which keeps the adapter in the dtype of its training" if _keeps_dtype(facts) else ""
-    settings = [(name, _code(plain(value))) for name, value in history.shown_settings(facts.settings).items()]
-    machine = [*history.device(report), *((n, plain(v)) for n, v in table(report, "versions").items() if v)]
-    parts = [
-        f"# {_prose(facts.name)}",
-        f"{what.rstrip(', ')}, trained with [TRL](https://huggingface.co/docs/trl)'s `{trainer}` under hf-rocm-tune, "
-        f"which verifies every transfer to the device: {done}, {trained.trainable:,} of {trained.parameters:,} "
-        "parameters.",
-        f"**Integrity:** {_prose(verdict.headline)}",
-        "## How to load it",
-        f"```python\n{_loading(facts)}\n```",
-        f"These arguments give the outputs of the training{dtypes}.",
-        f"```python\n{_using(facts)}\n```",
-        "## Training",
-        f"![Loss over optimizer steps]({facts.picture})" if facts.picture else "",
-        _table(("", ""), history.figures(facts.rows)),
-        f"Method: {_prose(trained.method)}. Data: {_prose(facts.data)}{columns}."
-        + (f" On the Hub: {', '.join(links)}." if links else ""),
-        *_data(report),
-        _table(("setting", "value"), settings),
-        "## Integrity",
-        history.explained(report) if report else "There is no transfer report, so it is unknown what was verified.",
-        "\n".join(f"- {_prose(note)}" for note in verdict.notes),
-        _table(("what was checked", "how much", "wrong", "recovered"), [row.cells for row in history.counted(report)]),
-        "\n".join(f"- {name}: {_prose(value)}" for name, value in history.events(report)),
-        "`transfer_report.json` has each incident; `integrity.json` has the hashes of all files." if report else "",
-        _table(("", ""), [(_prose(name), _code(value)) for name, value in machine]),
-        "This card was written by the program that trained the model: intended uses, limits, the licence (the base "
-        "model's and the data's count) and evaluations are for its authors to add. A card that was edited is kept.",
-    ]
-    return "\n\n".join(filter(None, parts))
-
-
-def _data(report: Mapping[str, Any]) -> list[str]:
-    """What was cut off and dropped, and the share that counts in the loss."""
-    lines = []
-    for row in items(report, "data"):
-        tokens = max(count(row, "kept"), 1)
-        lines.append(
-            f"- {_prose(text(row, 'split'))}: {count(row, 'rows'):,} rows, {count(row, 'tokens'):,} tokens; "
-            f"{count(row, 'cut'):,} rows cut ({count(row, 'lost'):,} tokens lost), {count(row, 'dropped'):,} rows "
-            f"dropped; {100 * count(row, 'trained') / tokens:.3g} % of the tokens count in the loss"
-        )
-    return ["\n".join(lines)]
-
-
-# ---- its code -------------------------------------------------------------------------------------------------------
-
-
-def _keeps_dtype(facts: CardFacts) -> bool:
-    return facts.is_adapter and facts.trained.adapter_dtype != "float32"
-
-
-def _loading(facts: CardFacts) -> str:
-    trained, name = facts.trained, "adapter" if facts.is_adapter else "trained"
+    """The template ``card.md.j2``, without the empty lines of what is left out."""
+    trained, report, config = facts.trained, facts.report, facts.trained.quantization or {}
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hf_rocm_tune.publish", ""),
+        autoescape=False,  # Markdown: each foreign value passes one of the filters
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"prose": _prose, "code": _code, "json": json.dumps, "dtype": _dtype}
     auto = "AutoModelForCausalLM" if trained.model_class.endswith("ForCausalLM") else trained.model_class
     auto = "AutoModelForSequenceClassification" if facts.gives_scores else auto
-    imports = sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if trained.quantization else set()))
-    lines = ["import torch"]
-    lines += ["from peft import PeftModel"] if facts.is_adapter else []
-    lines += [f"from transformers import {', '.join(imports)}", ""]
-    if facts.is_adapter:
-        if not facts.base_model_id:
-            lines.append("# It was loaded from a directory of this name: give its path here, or its id on the Hub.")
-        lines.append(f"base_model = {json.dumps(facts.base_model)}")
-    here = "" if facts.repo_id else "  # this directory, or its id on the Hub"
-    lines += [f"{name} = {json.dumps(facts.repo_id or '.')}{here}", ""]
-    lines += ['device = "cuda" if torch.cuda.is_available() else "cpu"  # torch calls ROCm cards "cuda" as well', ""]
-    lines += [f"tokenizer = AutoTokenizer.from_pretrained({name})", f"model = {auto}.from_pretrained("]
-    lines += [*(f"    {argument}," for argument in _arguments(facts)), ")"]
-    if facts.is_adapter:
-        keep = ", autocast_adapter_dtype=False" if _keeps_dtype(facts) else ""
-        lines.append(f"model = PeftModel.from_pretrained(model, adapter{keep})")
-    return "\n".join([*lines, "model.eval()"])
-
-
-def _using(facts: CardFacts) -> str:
-    messages = [{"role": "user", "content": "What is a checksum?"}]
-    if facts.gives_scores:
-        messages.append({"role": "assistant", "content": "A small number that changes when the data do."})
-    if facts.trained.chat_template:
-        wanted = "" if facts.gives_scores else "add_generation_prompt=True, "
-        lines = [
-            f"messages = {json.dumps(messages)}",
-            "inputs = tokenizer.apply_chat_template(",
-            f'    messages, {wanted}return_dict=True, return_tensors="pt"',
-            ").to(device)",
-        ]
-    else:
-        text = "A checksum is" + (" a small number that changes when the data do." if facts.gives_scores else "")
-        lines = [f'inputs = tokenizer("{text}", return_tensors="pt").to(device)']
-    if facts.gives_scores:
-        lines += ["with torch.no_grad():", "    score = model(**inputs).logits[0, 0].item()  # higher is better"]
-        return "\n".join([*lines, "print(score)"])
-    lines += ["generated = model.generate(**inputs, max_new_tokens=64)"]
-    answer = 'generated[0, inputs["input_ids"].shape[1] :]'
-    return "\n".join([*lines, f"print(tokenizer.decode({answer}, skip_special_tokens=True))"])
-
-
-def _arguments(facts: CardFacts) -> list[str]:
-    trained, settings = facts.trained, facts.settings
-    arguments = ["base_model" if facts.is_adapter else "trained"]
-    if facts.is_adapter and facts.base_model_id and facts.revision not in (None, "main"):
-        arguments.append(f"revision={json.dumps(facts.revision)}")
-    arguments += ["num_labels=1"] if facts.gives_scores and facts.is_adapter else []
-    arguments.append(f"dtype={_dtype(trained.dtype)}")
-    if config := trained.quantization:
-        names = [*_QUANTIZATION, *(_QUANTIZATION_4BIT if config.get("load_in_4bit") else ())]
-        given = {name: config[name] for name in names if config.get(name) not in (None, False)}
-        inner = "".join(f"        {name}={_literal(name, value)},\n" for name, value in given.items())
-        arguments.append(f"quantization_config=BitsAndBytesConfig(\n{inner}    )")
-    if attention := text(settings, "attn_implementation"):
-        arguments.append(f"attn_implementation={json.dumps(attention)}")
-    if settings.get("trust_remote_code") is True:
-        arguments.append("trust_remote_code=True")
-    return [*arguments, "device_map=device"]
+    imports = sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if config else set()))
+    names = [*_QUANTIZATION, *(_QUANTIZATION_4BIT if config.get("load_in_4bit") else ())]
+    text = environment.get_template("card.md.j2").render(
+        facts=facts,
+        trained=trained,
+        auto=auto,
+        imports=", ".join(imports),
+        quantization=[(name, _literal(name, config[name])) for name in names if config.get(name) not in (None, False)],
+        keeps_dtype=facts.is_adapter and trained.adapter_dtype != "float32",
+        attention=history.text(facts.settings, "attn_implementation"),
+        trainer="RewardTrainer" if facts.verb == "reward" else f"{facts.verb.upper()}Trainer",
+        verdict=history.judge(report, finished=facts.final),
+        figures=history.figures(facts.rows),
+        settings=[(name, plain(value)) for name, value in history.shown_settings(facts.settings).items()],
+        data=[history.data_row(row) for row in items(report, "data")],
+        checks=[row.cells for row in history.counted(report)],
+        events=history.events(report),
+        explained=history.explained(report),
+        machine=[*history.device(report), *((n, plain(v)) for n, v in table(report, "versions").items() if v)],
+    )
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def _literal(name: str, value: Any) -> str:
@@ -300,13 +194,7 @@ _FRONT_MATTER = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---
 
 
 def published_name(name: str, private: Private, base_model_id: str | None = None) -> str | None:
-    """The public id of a model or dataset on the Hub; None if there is none.
-
-    Args:
-        name: an id of the Hub, which stays, or a path of this machine.
-        private: which names are paths.
-        base_model_id: the id that the user gave for it; without one, a path in the Hub's cache still tells its id.
-    """
+    """The public id of a model or dataset on the Hub, or of a path in the Hub's cache; None if there is none."""
     if not private.is_local(name) and is_hub_id(name):
         return name
     return base_model_id or hub_id_of(name)
@@ -324,8 +212,7 @@ def is_hub_id(name: str) -> bool:
 def clean_card(text: str, private: Private, *, base_model_id: str | None = None) -> tuple[str, list[str]]:
     """A card that the Hub accepts, without private paths and secrets, and what was changed, in public words.
 
-    The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is not an id of the Hub, so a local path there is
-    replaced by the id that the user gave, or removed. Metadata that cannot be read is a ``UsageError``.
+    The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is not an id of the Hub.
     """
     found = _FRONT_MATTER.match(text)
     front, body = ("", text) if found is None else (found[0], text[found.end() :])

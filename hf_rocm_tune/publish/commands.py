@@ -1,7 +1,6 @@
-"""``hf-rocm-tune merge``, ``generate`` and ``chat``: their flags, prompts and the conversation.
+"""``hf-rocm-tune merge``, ``generate`` and ``chat``: flags (checked before torch is imported), prompts, conversation.
 
-Flags are checked before torch is imported. The merged directory and answers go to standard output, everything else to
-standard error. In ``chat`` Ctrl-C stops the current answer, whose text so far stays in the conversation.
+The merged directory and answers go to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -9,12 +8,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -89,12 +86,6 @@ def _chosen(kind: type[T], wanted: argparse.Namespace) -> T:
     return kind(**{one.name: getattr(wanted, one.name) for one in fields(kind)})  # type: ignore[arg-type]
 
 
-def _check_sampling(wanted: argparse.Namespace) -> None:
-    drawing = [name for name in ("top_p", "top_k") if getattr(wanted, name) is not None]
-    if wanted.temperature == 0 and drawing:
-        raise UsageError(f"--temperature 0 takes the likeliest token, so --{drawing[0]} has no effect: leave one out")
-
-
 # ---- the commands ---------------------------------------------------------------------------------------------------
 
 
@@ -136,14 +127,12 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
 
 
 def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
-    _check_sampling(wanted)
     prompts = read_prompts(wanted.prompt, wanted.file, sys.stdin)
     prepare()
     from hf_rocm_tune.publish.generate import LoadSettings, Sampling, answer, loaded_model, render
 
     sampling = _chosen(Sampling, wanted)
-    settings = _chosen(LoadSettings, wanted)
-    with _closed_stdout_is_no_error(), loaded_model(settings, say, compare=wanted.compare) as loaded:
+    with loaded_model(_chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
         if not loaded.tokenizer.chat_template and not wanted.raw:
             say(f"the tokenizer of {loaded.name} has no chat template: prompts are taken as plain text")
         for number, prompt in enumerate(prompts, start=1):
@@ -166,15 +155,6 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
                 print(f"--- adapter {loaded.name}", flush=True)
             _print_answer(loaded, ids, sampling)
     return 0
-
-
-@contextmanager
-def _closed_stdout_is_no_error() -> Iterator[None]:
-    """A closed standard output (``| head``) ends the command without an error."""
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python still flushes at its end
 
 
 def _print_answer(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str] | None = None) -> None:
@@ -229,22 +209,20 @@ def read_prompts(given: list[str], file: Path | None, stdin: IO[str]) -> list[Pr
 def _of_row(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
+        prompt = row.get("prompt", row.get("messages"))
     except ValueError as error:
         raise UsageError(f"{where} is not JSON: {error}") from error
-    if not isinstance(row, dict) or not {"prompt", "messages"} & row.keys():
-        raise UsageError(f"{where}: expected an object with 'prompt' or 'messages'")
-    prompt = row.get("prompt", row.get("messages"))
+    except AttributeError:
+        prompt = None
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, list) or not all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-        for message in prompt
-    ):
-        raise UsageError(f"{where}: expected text, or a list of messages with 'role' and 'content'")
-    last = max((at for at, message in enumerate(prompt) if message["role"] == "user"), default=-1)
-    if last < 0:
-        raise UsageError(f"{where}: the conversation has no user message to answer")
-    return prompt[: last + 1]
+    try:
+        roles = [(message["role"], message["content"])[0] for message in prompt or ()]
+    except (TypeError, KeyError) as error:
+        raise UsageError(f"{where}: expected text, or a list of messages with 'role' and 'content'") from error
+    if "user" not in roles:
+        raise UsageError(f"{where}: expected 'prompt' or 'messages' with a user message to answer")
+    return list(prompt[: len(roles) - roles[::-1].index("user")])
 
 
 # ---- the conversation -----------------------------------------------------------------------------------------------
@@ -253,11 +231,10 @@ HELP = "/reset clears the conversation, /system TEXT sets the system message, ex
 
 
 def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
-    _check_sampling(wanted)
     prepare()
     from hf_rocm_tune.publish.generate import LoadSettings, Sampling, loaded_model
 
-    with _closed_stdout_is_no_error(), loaded_model(_chosen(LoadSettings, wanted), say) as loaded:
+    with loaded_model(_chosen(LoadSettings, wanted), say) as loaded:
         if not loaded.tokenizer.chat_template:
             raise UsageError(
                 f"the tokenizer of {loaded.name} has no chat template, which chat needs: "

@@ -1,11 +1,8 @@
 """``hf-rocm-tune merge --gguf``: a merged model as a GGUF file by llama.cpp's tools, compared with it, and a Modelfile.
 
-llama.cpp's own ``convert_hf_to_gguf.py`` writes a lossless file, and ``llama-quantize`` a quantised one. Every tensor
-of the merged model, as its manifest records it, must be in the lossless file with its values (in any order: the
-converter permutes some), and those of the quantised file must be as near to the lossless ones as their bits allow.
-
-Not covered: architectures whose matrices the converter changes beyond their order are refused; vectors that it changes
-(Gemma's norms, to which it adds 1) are reported as not compared; what llama.cpp computes with the file.
+Every tensor of the merged model must be in the lossless file with its values (in any order: the converter permutes
+some), and those of the quantised file must be as near to these as their bits allow. An architecture whose matrices the
+converter changes is refused; vectors that it changes (Gemma's norms, to which it adds 1) are named as not compared.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 
@@ -39,8 +36,7 @@ _MISSING = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tools:
+class Tools(NamedTuple):
     """The tools of llama.cpp for a type of file."""
 
     kind: str  # such as "q4_k_m"
@@ -98,10 +94,7 @@ def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
             entry = manifest.entry_of(file)
             say(_check_quantised(plain, file))
             plain.unlink()
-        text, remark = modelfile(model, file)
-        (staging / "Modelfile").write_text(text, encoding="utf-8")
-        if remark:
-            say(remark)
+        (staging / "Modelfile").write_text(modelfile(model, file), encoding="utf-8")
         extra = {"gguf": {"type": tools.kind, "values": found}, **written.extra}
         run, step, status = written.run_id, written.step, written.status
         manifest.write(staging, run_id=run, step=step, status=status, entries={file.name: entry}, extra=extra)
@@ -137,16 +130,15 @@ def _stored(model: Path, recorded: Mapping[str, str]) -> Iterator[tuple[str, Any
             yield name, tensor
 
 
-def _tensors(file: Path) -> dict[str, Any]:
-    """The tensors of a GGUF file, mapped, by name."""
+def _tensors(file: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Type and flat float32 values of the tensors in a GGUF file, by name; each is read when it is asked for."""
     gguf: Any = importlib.import_module("gguf")
-    return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    found = gguf.GGUFReader(file).tensors
 
+    def values(one: Any) -> Any:
+        return gguf.dequantize(one.data, one.tensor_type).reshape(-1)
 
-def _values(tensor: Any) -> Any:
-    """Its flat float32 values."""
-    gguf: Any = importlib.import_module("gguf")
-    return gguf.dequantize(tensor.data, tensor.tensor_type).reshape(-1)
+    return {one.name: (one.tensor_type.name, partial(values, one)) for one in found}
 
 
 def _sum_of_values(values: Any) -> int:
@@ -167,7 +159,8 @@ def _check_values(stored: Iterator[tuple[str, Any]], file: Path, floating: str) 
     import torch
 
     there: dict[tuple[int, int], int] = defaultdict(int)
-    for values in map(_values, _tensors(file).values()):
+    for _, read in _tensors(file).values():
+        values = read()
         there[values.size, _sum_of_values(values)] += 1
 
     def take(numel: int, total: int) -> bool:
@@ -210,11 +203,11 @@ def _check_quantised(plain: Path, file: Path) -> str:
 
     quantised = _tensors(file)
     worst, where = 0.0, ""
-    for name, tensor in _tensors(plain).items():
+    for name, (_, read) in _tensors(plain).items():
         if name not in quantised:
             raise CorruptionError(f"{name} is not in the quantised file: {QUANTIZER} wrote it wrong; it is not kept")
-        kind = quantised[name].tensor_type.name
-        wanted, found = _values(tensor).astype(np.float64), _values(quantised[name]).astype(np.float64)
+        kind, read_quantised = quantised[name]
+        wanted, found = read().astype(np.float64), read_quantised().astype(np.float64)
         error = float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))
         bits = re.search(r"Q(\d)", kind)
         if not error <= (_MOST_ERROR[int(bits[1])] if bits else 0.005):
@@ -226,68 +219,11 @@ def _check_quantised(plain: Path, file: Path) -> str:
     return f"quantised file read back: a tensor differs by {worst:.3f} of its size at most ({where})"
 
 
-# ---- Ollama ----------------------------------------------------------------------------------------------------------
-
-
-def modelfile(model: Path, file: Path) -> tuple[str, str]:
-    """Ollama's ``Modelfile`` for a GGUF file in the same directory, and a remark for the user, if any.
-
-    Ollama's templates are Go's; the parts around each turn are taken from what the chat template renders, and put
-    together they must render the same again.
-    """
-    from transformers import AutoTokenizer
-
-    gguf: Any = importlib.import_module("gguf")
+def modelfile(model: Path, file: Path) -> str:
+    """Ollama's ``Modelfile`` beside a GGUF file, whose own chat template Ollama reads."""
     lines = [f"FROM ./{file.name}"]
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
-    except (OSError, ValueError) as error:  # code of the model's own, say
-        return lines[0] + "\n", f"the Modelfile has no TEMPLATE: {str(error).splitlines()[0]}"
-    remark = ""
-    if tokenizer.chat_template:
-        begins = gguf.GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
-        adds_bos = begins is not None and bool(begins.contents())
-        template = _go_template(tokenizer, adds_bos=adds_bos)
-        if template:
-            lines.append(f'TEMPLATE """{template}"""')
-        else:
-            remark = "the chat template cannot be written in Ollama's form: write a TEMPLATE into the Modelfile by hand"
-            lines.append("# TEMPLATE is missing: the model's chat template could not be written in Ollama's form")
-    if tokenizer.eos_token:
-        lines.append(f"PARAMETER stop {json.dumps(tokenizer.eos_token, ensure_ascii=False)}")
-    return "\n".join(lines) + "\n", remark
-
-
-def _go_template(tokenizer: Any, *, adds_bos: bool) -> str:
-    """A template of ``.System`` and ``.Messages``; empty where the chat template is not of this form."""
-    from jinja2 import TemplateError
-
-    contents = {"system": "\x01s\x01", "user": "\x01u\x01", "assistant": "\x01a\x01"}
-
-    def render(*roles: str) -> str:
-        messages = [{"role": role, "content": contents[role]} for role in roles]
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text.removeprefix(tokenizer.bos_token or "") if adds_bos else text
-
-    try:
-        before, _, to_answer = render("user").partition(contents["user"])
-        whole = render("user", "assistant", "user")
-    except (TemplateError, ValueError, TypeError):
-        return ""
-    between = whole.partition(contents["assistant"])[2].partition(contents["user"])[0]
-    user = next(before[at:] for at in range(len(before) + 1) if between.endswith(before[at:]))
-    head, after = before.removesuffix(user), between.removesuffix(user)  # head: a system message by default
-    turn = user + contents["user"] + to_answer
-    turns = turn + contents["assistant"] + after + turn
-    if whole != head + turns or any(mark in whole for mark in ("{{", "}}", '"""')):
-        return ""
-    first = head
-    with suppress(TemplateError, ValueError, TypeError):  # some take no system message
-        full = render("system", "user", "assistant", "user")
-        if full.endswith(turns) and full.count(contents["system"]) == 1 and "{{" not in full:
-            first = full.removesuffix(turns).replace(contents["system"], "{{ .System }}")
-            first = f"{{{{ if .System }}}}{first}{f'{{{{ else }}}}{head}' if head else ''}{{{{ end }}}}"
-    return (
-        first + '{{ range .Messages }}{{ if eq .Role "user" }}' + user + "{{ .Content }}" + to_answer
-        + '{{ else if eq .Role "assistant" }}{{ .Content }}' + after + "{{ end }}{{ end }}"
-    )  # fmt: skip
+    with suppress(OSError, ValueError, AttributeError):
+        end = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+        end = end.get("content") if isinstance(end, dict) else end
+        lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}"] if end else []
+    return "\n".join(lines) + "\n"

@@ -1,8 +1,6 @@
 """A base with its adapter, or a whole model, loaded and verified to answer prompts.
 
-Weights, adapter and prompts are transferred by the mover, as in training. Sampling is upstream's (`GenerationConfig`),
-by default with the model's generation settings. The same seed gives the same answer on the same machine; in a
-comparison, base and adapter use the same random numbers.
+Weights, adapter and prompts are transferred by the mover, as in training. Sampling is upstream's (`GenerationConfig`).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import TextStreamer, set_seed
@@ -60,7 +58,7 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Loaded:
     """A model that is ready."""
 
@@ -86,12 +84,7 @@ class Loaded:
 
 @contextmanager
 def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare: bool = False) -> Iterator[Loaded]:
-    """Load, report what was verified, and close the mover at the end.
-
-    Raises:
-        UsageError: a file is missing or damaged, adapter and base do not fit, or the model gives no text.
-        CorruptionError: a tensor could not be transferred correctly.
-    """
+    """Load, report what was verified, and close the mover at the end."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     has_adapter = find_adapter(settings.model, settings.revision) is not None
     if settings.base and not has_adapter:
@@ -99,15 +92,17 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
     if compare and not has_adapter:
         raise UsageError(f"--compare needs an adapter, and {settings.model} is a whole model")
     adapter = open_adapter(settings.model, settings.revision) if has_adapter else None
-    if adapter is not None and adapter.is_reward:
-        raise _gives_scores(adapter.name, "an adapter of a reward model")
     source = _source(settings, adapter)
+    scores = adapter is not None and adapter.is_reward
     try:
-        architectures = check_source(source, device).architectures or ()
+        scores = scores or "ForSequenceClassification" in str(check_source(source, device).architectures)
     except UsageError as error:
         raise UsageError(f"{error}{'; --base names another base of the adapter' if adapter else ''}") from error
-    if any("ForSequenceClassification" in str(name) for name in architectures):
-        raise _gives_scores(source.name, "a reward model, or another that classifies")
+    if scores:
+        raise UsageError(
+            f"{settings.model} is a reward model, or another that classifies: it gives scores and no text; the code in "
+            "its README.md scores a text"
+        )
     with Mover(device, settings=TransferSettings(), faults=FaultSpec.from_environment()) as mover:
         if (faults := mover.fault_injection()) is not None:
             say(f"faults are injected on request: {faults}")
@@ -125,22 +120,11 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
         model.eval()
         records, covered = attest_files(source, mover), coverage(model, mover)
         say(_line(source.name, mover, covered, seconds, f"{records.attested}, not attested {len(records.unknown)}"))
-        yield Loaded(
-            name=settings.model,
-            model=model,
-            tokenizer=_tokenizer(source, adapter),
-            mover=mover,
-            adapter=adapter,
-            base=source.name,
-            covered=covered,
-        )
+        tokenizer, name = _tokenizer(source, adapter), settings.model
+        yield Loaded(name, model, tokenizer, mover, adapter, base=source.name, covered=covered)
         sent = mover.report.to_dict()["batches"]
         if sent["mismatches"]:
             say(f"inputs: {sent['mismatches']} arrived wrong, {sent['recovered']} of them were recovered")
-
-
-def _gives_scores(name: str, what: str) -> UsageError:
-    return UsageError(f"{name} is {what}: it gives scores and no text; the code in its README.md scores a text")
 
 
 def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
@@ -200,15 +184,14 @@ def _tokenizer(source: ModelSource, adapter: Adapter | None) -> PreTrainedTokeni
 
 
 def _line(name: str, mover: Mover, covered: Coverage, seconds: float, attested: str) -> str:
-    counted = mover.report.to_dict()
-    count = {key: counted["weights"][key] + counted["adapter"][key] for key in ("tensors", "bytes", "mismatches")}
-    wrong, recovered = count["mismatches"], counted["weights"]["recovered"] + counted["adapter"]["recovered"]
-    trouble = f" ({wrong} arrived wrong, {recovered} of them were recovered)" if wrong else ""
+    sections = [mover.report.to_dict()[stage] for stage in ("weights", "adapter")]
+    tensors, nbytes, wrong = (sum(one[key] for one in sections) for key in ("tensors", "bytes", "mismatches"))
+    trouble = f" ({wrong} arrived wrong, {sum(one['recovered'] for one in sections)} recovered)" if wrong else ""
     missing = ", ".join(row["tensor"] for row in covered.unverified[:3])
+    share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
     return (
-        f"{Path(name).name if os.path.isdir(name) else name}: {count['tensors']:,} tensors, "
-        f"{count['bytes'] / 1e9:.3g} GB loaded in {seconds:.1f} s{trouble}; "
-        f"{100 * covered.verified_bytes / max(covered.device_bytes, 1):.4g} % of the bytes on the device verified"
+        f"{Path(name).name if os.path.isdir(name) else name}: {tensors:,} tensors, {nbytes / 1e9:.3g} GB loaded in "
+        f"{seconds:.1f} s{trouble}; {share:.4g} % of the bytes on the device verified"
         f"{f' (not: {missing})' if missing else ''}; weight files attested {attested}"
     )
 
@@ -216,8 +199,7 @@ def _line(name: str, mover: Mover, covered: Coverage, seconds: float, attested: 
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
+class Answer(NamedTuple):
     """The answer of a model."""
 
     text: str  # without special tokens
@@ -226,11 +208,7 @@ class Answer:
 
 
 def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
-    """Token ids of a prompt, with the generation prompt of the assistant where there is a chat template.
-
-    Raises:
-        UsageError: it is empty or no text, the chat template refuses it, or messages are given without a template.
-    """
+    """Token ids of a prompt, with the generation prompt of the assistant where there is a chat template."""
     from jinja2 import TemplateError
 
     tokenizer: Any = loaded.tokenizer
@@ -259,12 +237,7 @@ def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bo
 def answer(
     loaded: Loaded, ids: Sequence[int], sampling: Sampling, write: Callable[[str], None] = lambda _: None
 ) -> Answer:
-    """Generate from token ids. KeyboardInterrupt is raised; the text written so far stays.
-
-    Raises:
-        UsageError: the prompt leaves no room in the model's context, or its generation settings are wrong.
-        OutOfMemoryError: it does not fit on the device.
-    """
+    """Generate from token ids. KeyboardInterrupt is raised; the text written so far stays."""
     config = _config(loaded, sampling, len(ids))
     tokens = torch.tensor([list(ids)])
     inputs = loaded.place({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
@@ -279,8 +252,7 @@ def answer(
             raise
         raise UsageError(f"{loaded.base}: generation_config.json: {error}; correct it there") from error
     new = made[0, len(ids) :].tolist()
-    complete = bool(new) and new[-1] in (config.eos_token_id or [])
-    return Answer(text="".join(stream.pieces), tokens=len(new), complete=complete)
+    return Answer("".join(stream.pieces), len(new), complete=new[-1:] != [] and new[-1] in (config.eos_token_id or []))
 
 
 def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> GenerationConfig:
@@ -290,10 +262,9 @@ def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> Generatio
         raise UsageError(f"the prompt has {prompt_tokens} tokens, and {loaded.name} takes {length}: shorten it")
     config: GenerationConfig = deepcopy(loaded.model.generation_config)
     config.max_length, config.max_new_tokens = None, room
-    given = {
-        name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(sampling, name)) is not None
-    }
-    if sampling.temperature == 0:
+    names = ("temperature", "top_p", "top_k")
+    given = {name: value for name in names if (value := getattr(sampling, name)) is not None}
+    if sampling.temperature == 0:  # the likeliest token each time
         config.do_sample = False
         config.temperature = config.top_p = config.top_k = config.min_p = None
     elif given:

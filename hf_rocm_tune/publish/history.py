@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import prod
@@ -40,16 +41,13 @@ class Trained:
     adapter_dtype: str | None = None  # of the adapter while it was trained; None without an adapter
     quantization: Mapping[str, Any] | None = None  # arguments of ``BitsAndBytesConfig``
     chat_template: bool = False  # whether the tokenizer has one
+    packed_experts: bool = False  # whether experts were trained in 4 bit, which only this package loads
 
 
 def write_log(
     directory: Path, *, run_id: str, step: int, max_steps: int, trained: Trained | None, rows: Iterable[Row]
 ) -> Path:
-    """Write ``training_log.json``, in which numbers that are not finite are null. It names no file and no directory.
-
-    Raises:
-        OSError: as the operating system gave it; an older file is still there.
-    """
+    """Write ``training_log.json``, in which numbers that are not finite are null. It names no file and no directory."""
 
     def storable(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -67,10 +65,7 @@ def write_log(
 
 
 def series(rows: Iterable[Row], key: str) -> list[tuple[float, float]]:
-    """(step, value) of one metric in the order of the steps; the newest value of a step counts.
-
-    Rows without the metric are skipped; a value that is not a finite number is NaN, a gap in a curve.
-    """
+    """(step, value) of one metric in the order of the steps; the newest of a step counts, NaN is a gap in a curve."""
     found: dict[float, float] = {}
     for row in rows:
         step = number(row, "step")
@@ -87,11 +82,7 @@ def last(rows: Iterable[Row], key: str) -> float | None:
 
 
 def training_seconds(rows: Iterable[Row]) -> float:
-    """Seconds of all steps, over all starts of a run; 0 if unknown.
-
-    The trainer's own ``train_runtime`` is of the last start only, and counts evaluations and saves too; it is taken
-    where the pace was not logged.
-    """
+    """Seconds of all steps, over all starts of a run; the trainer's own ``train_runtime`` is of the last start only."""
     rows = list(rows)
     total, before = 0.0, 0.0
     for step, seconds in series(rows, "speed/seconds_per_step"):
@@ -107,21 +98,17 @@ def training_seconds(rows: Iterable[Row]) -> float:
 def find(content: Any, *path: str) -> Any:
     """The value at a path of keys; None if a part of the path is missing."""
     for key in path:
-        if not isinstance(content, dict) or key not in content:
-            return None
-        content = content[key]
+        content = content.get(key) if isinstance(content, dict) else None
     return content
 
 
 def number(content: Any, *path: str) -> float | None:
     """A finite number; None for anything else."""
     value = find(content, *path)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number that no float holds
-        return None
+    with suppress(OverflowError):  # a whole number that no float holds
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 def count(content: Any, *path: str) -> int:
@@ -131,20 +118,17 @@ def count(content: Any, *path: str) -> int:
 
 def text(content: Any, *path: str) -> str:
     """A string; empty for anything else."""
-    value = find(content, *path)
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value := find(content, *path), str) else ""
 
 
 def table(content: Any, *path: str) -> dict[str, Any]:
     """An object; empty for anything else."""
-    value = find(content, *path)
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value := find(content, *path), dict) else {}
 
 
 def items(content: Any, *path: str) -> list[Any]:
     """A list; empty for anything else."""
-    value = find(content, *path)
-    return value if isinstance(value, list) else []
+    return value if isinstance(value := find(content, *path), list) else []
 
 
 def plain(value: Any, *, depth: int = 4) -> str:
@@ -164,21 +148,16 @@ def plain(value: Any, *, depth: int = 4) -> str:
 
 def size(nbytes: float) -> str:
     """A number of bytes, in units of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"
+    power = next((power for power in range(4) if nbytes < 1000 ** (power + 1)), 4)
+    return f"{nbytes / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def duration(seconds: float) -> str:
     """Seconds as people say them: "42 s", "3 min 5 s", "2 h 10 min"."""
+    minutes, rest = divmod(round(seconds), 60)
     if seconds < 60:
         return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def figure(value: float | None) -> str:
@@ -219,10 +198,7 @@ _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_s
 
 
 def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide the result, by name, and the effective batch.
-
-    Those that are off, unset or without effect are left out.
-    """
+    """The settings that decide the result and are on, by name, and the effective batch."""
     found = {}
     for name in _SHOWN_SETTINGS:
         value = settings.get(name)
@@ -261,7 +237,6 @@ class RunFiles:
     trained: Mapping[str, Any] = field(default_factory=dict)  # `Trained` as plain values
     report: Mapping[str, Any] = field(default_factory=dict)  # the transfer report
     settings: Mapping[str, Any] = field(default_factory=dict)
-    journal: Sequence[Row] = ()  # entries of ``survival.jsonl`` of this run
     missing: Sequence[str] = ()  # files that are missing or could not be read, in words
 
     @property
@@ -269,6 +244,10 @@ class RunFiles:
         """Whether the run has finished and its result is in place."""
         found = self.inspection.manifest
         return found is not None and found.status == "final"
+
+    @property
+    def verdict(self) -> Verdict:
+        return judge(self.report, finished=self.finished, damaged=self.damaged)
 
     @property
     def damaged(self) -> list[str]:
@@ -279,11 +258,7 @@ class RunFiles:
 
 
 def collect(directory: Path) -> RunFiles:
-    """Read the files of a run.
-
-    Raises:
-        UsageError: there is no such directory, or no file of a run in it.
-    """
+    """Read the files of a run; a ``UsageError`` if there are none."""
     if not os.path.isdir(directory):  # unlike Path.is_dir, never raises
         what = "is a file" if os.path.exists(directory) else "does not exist"
         raise UsageError(f"{directory} {what}: name the --output_dir of a run")
@@ -314,7 +289,6 @@ def collect(directory: Path) -> RunFiles:
         trained=table(log, "trained"),
         report=report,
         settings=table(record, "settings"),
-        journal=_journal(directory, run_id),
         inspection=inspection,
         missing=missing,
     )
@@ -377,24 +351,6 @@ def checkpoints(directory: Path) -> list[Path]:
     """Directories of checkpoints, the oldest first."""
     found = [(int(name[1]), path) for path in directory.iterdir() if (name := _CHECKPOINT.fullmatch(path.name))]
     return [path for _, path in sorted(found) if path.is_dir()]
-
-
-def _journal(directory: Path, run_id: str) -> Sequence[Row]:
-    try:
-        lines = (directory / "survival.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    entries = []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):  # the power went while it was written
-            continue
-        if not isinstance(entry, dict):
-            continue
-        if not run_id or text(entry, "run_id") in ("", run_id):
-            entries.append(entry)
-    return entries
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -471,11 +427,7 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
 
 
 def unrecovered(report: Mapping[str, Any]) -> list[str]:
-    """Corruption that a transfer report lists as not recovered, one line each.
-
-    Raises:
-        KeyError, TypeError, AttributeError: it is not of the expected form.
-    """
+    """Corruption that a report lists as not recovered; KeyError, TypeError or AttributeError for another form."""
     found = [
         f"{row['stage']}{' ' + str(row['tensor']) if 'tensor' in row else ''} at step {row.get('step', '?')}"
         for row in report["incidents"]
@@ -515,47 +467,11 @@ def counted(report: Mapping[str, Any]) -> list[Counted]:
     return rows
 
 
-def unverified(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(tensor, reason) of what the report names as not verified."""
-    rows = items(report, "coverage", "unverified")
-    return [(text(row, "tensor") or "?", text(row, "reason")) for row in rows]
-
-
-def incident(row: Any) -> dict[str, str]:
-    """One incident as columns: step, rank, stage, tensor, kind, where, recovery and outcome; the rest as details."""
-    row = row if isinstance(row, dict) else {"kind": plain(row)}
-    begins, length = number(row, "first_offset"), number(row, "length")
-    where = "" if begins is None or length is None else f"{length:,.0f} bytes from byte {begins:,.0f}"
-    columns = {name: "" if row.get(name) is None else plain(row[name]) for name in ("step", "rank", "stage", "tensor")}
-    columns |= {"kind": plain(row.get("kind", "")).replace("_", " "), "where": where}
-    columns |= {"recovered by": plain(row.get("rung", "")).replace("_", " "), "outcome": plain(row.get("outcome", ""))}
-    shown = {*columns, "rung", "first_offset", "length"}
-    rest = {key: value for key, value in row.items() if key not in shown and value not in (None, "", [])}
-    return columns | {"details": "; ".join(f"{key}: {plain(value)}" for key, value in rest.items())}
-
-
-def integrity(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was verified, and how."""
-    share, verified = coverage(report), number(report, "coverage", "verified_bytes") or 0.0
-    rate, load = number(report, "batches", "verify_share_of_step"), number(report, "weights", "load_seconds")
-    digests = []
-    for where in ("host", "device"):
-        reason = text(report, "digest", where, "reason")
-        name = text(report, "digest", where, "name") or "unknown"
-        digests.append(f"{where}: {name}{f' ({reason})' if reason else ''}")
-    names = [plain(name) for name in items(report, "weights", "not_attested")]
-    without = f", {len(names)} without a recorded digest ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
-    return [
-        ("verification", text(report, "verify") or "unknown"),
-        ("verified", f"{share:g} % of the bytes on the device, {size(verified)}" if share is not None else "unknown"),
-        ("its share of step time", f"{100 * rate:.2g} % for batches" if rate is not None else "unknown"),
-        ("loading the weights", duration(load) if load is not None else "unknown"),
-        ("digests", "; ".join(digests)),
-        (
-            "files of the base model",
-            f"{count(report, 'weights', 'attested_files')} as recorded{without if names else ''}",
-        ),
-    ]
+def data_row(row: Any) -> dict[str, str]:
+    """What one split was trained on, in words."""
+    share = 100 * count(row, "trained") / max(count(row, "kept"), 1)
+    names = ("rows", "tokens", "median", "p95", "longest", "cut", "lost", "dropped")
+    return {"split": text(row, "split"), **{name: f"{count(row, name):,}" for name in names}, "share": f"{share:.3g} %"}
 
 
 def events(report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,16 +1,9 @@
 """``hf-rocm-tune merge``: merges an adapter into its base on the host, verified on disk.
 
-The base is loaded as for training: every tensor that is loaded is compared with its file. PEFT's layers merge, one at a
-time and in float32, and the result is rounded once, to the base's dtype or another. A base that does not fit into the
-memory that is available stands in unlinked files beside the result meanwhile, so that it takes twice its size on disk.
-
-The result is written to a temporary directory beside its destination and renamed when every file has been read back and
-compared with memory: the bytes that are compared are those of the manifest, and an interrupted or killed merge leaves
-nothing that looks finished.
-
-An adapter of a 4-bit run is merged into the original weights of its base, not into the quantised ones. If an adapter
-changes the two sides of tied embeddings differently, both are stored, and the configuration says that they are not
-tied. An adapter of a reward model gives a reward model.
+PEFT's layers merge, one at a time and in float32, into the original (never quantised) base, and the result is rounded
+once. A base that does not fit into memory stands in unlinked files beside the result meanwhile. The result is renamed
+into place when every file has been read back and compared with memory. Where an adapter changes the two sides of tied
+embeddings differently, both are stored.
 """
 
 from __future__ import annotations
@@ -41,7 +34,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model
 from hf_rocm_tune.models.files import check_model_directory
 from hf_rocm_tune.publish import quiet_unless_terminal
-from hf_rocm_tune.publish.adapter import NAME, TOKENIZER, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
+from hf_rocm_tune.publish.adapter import NAME, TOKENIZER, WEIGHTS_FILE, Adapter, Base, attach, base_of, open_adapter
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import clean_leftovers, staged_directory
 from hf_rocm_tune.survive.manifest import FileEntry
@@ -71,23 +64,10 @@ def merge(
     trust_remote_code: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Merge an adapter into its base.
+    """Merge an adapter into its base; gives the directory of the merged model.
 
-    Args:
-        adapter_name: directory or Hub id of the adapter.
-        out: directory to create.
-        base_name: directory or Hub id of the base; None for the one that the adapter names.
-        dtype: torch's name of the dtype of the result; None for that of each weight of the base.
-        max_shard_size: most bytes of a weight file, or such as "800MB"; a larger tensor gets its own file.
-        trust_remote_code: run the base's own Python code.
-        say: takes lines for the user.
-
-    Returns:
-        The directory of the merged model.
-
-    Raises:
-        UsageError: adapter or base is missing, damaged or does not fit, or the disk is too small.
-        CorruptionError: a tensor was loaded, or a file read back, wrong.
+    ``base_name`` is None for the base that the adapter names, ``dtype`` for that of each weight of the base. Wrong
+    input is a ``UsageError``, a tensor that was loaded or read back wrong a ``CorruptionError``.
     """
     out = _check_out(out, say)
     adapter = open_adapter(adapter_name)
@@ -98,6 +78,8 @@ def merge(
     spill = nbytes + _SPARE_MEMORY > psutil.virtual_memory().available
     grown = 2 if dtype == "float32" else 1  # most bases are stored in 16 bits
     parent = _check_room(out, nbytes * (grown + spill * grown))
+    if adapter.is_reward:
+        say("it is of a reward model: AutoModelForSequenceClassification loads the result, which scores a text")
     if adapter.trained_in_bits:
         say(
             f"it was trained on {adapter.trained_in_bits}-bit weights and is merged into the original ones: the result "
@@ -125,18 +107,7 @@ def merge(
         merged, count, untied = _merged(model, adapter, getattr(torch, dtype) if dtype else None)
         if untied:
             say("lm_head.weight is no longer tied: the adapter changed the two sides differently")
-        origin = {
-            "adapter": Path(adapter.name).name,  # only the last part of a directory: no path is published
-            "adapter_sha256": adapter.files.entries[WEIGHTS_FILE].sha256,
-            "method": adapter.method,
-            "trained_in_bits": adapter.trained_in_bits,
-            "base": named.hub_id or Path(named.name).name,
-            "base_files_attested": records.attested,
-            "base_files_not_attested": len(records.unknown),
-            "computed_in": "float32",
-            "stored_in": dtype or "the base's dtypes",
-            "untied": untied,
-        }
+        origin = _origin(adapter, named, records, dtype, untied)
         with quiet_unless_terminal(), staged_directory(out) as staging:
             texts = dict(_texts(directory, adapter))
             texts["README.md"] = merged_card(named.hub_id, adapter.method, reward=adapter.is_reward).encode()
@@ -148,6 +119,22 @@ def merge(
         "every file was read back and equals what was computed"
     )
     return out
+
+
+def _origin(adapter: Adapter, base: Base, records: Any, dtype: str | None, untied: list[str]) -> dict[str, Any]:
+    """Where the merged model comes from; of a directory only the last part, since no path is published."""
+    return {
+        "adapter": Path(adapter.name).name,
+        "adapter_sha256": adapter.files.entries[WEIGHTS_FILE].sha256,
+        "method": adapter.method,
+        "trained_in_bits": adapter.trained_in_bits,
+        "base": base.hub_id or Path(base.name).name,
+        "base_files_attested": records.attested,
+        "base_files_not_attested": len(records.unknown),
+        "computed_in": "float32",
+        "stored_in": dtype or "the base's dtypes",
+        "untied": untied,
+    }
 
 
 def _check_out(out: Path, say: Callable[[str], None]) -> Path:

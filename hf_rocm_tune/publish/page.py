@@ -1,8 +1,7 @@
 """``hf-rocm-tune report DIR [DIR ...]``: one run, or several side by side, as one HTML page; and the picture on a card.
 
-The page is the template ``page.html.j2``, without scripts and outside requests, which its content security policy
-forbids, too. Foreign text is escaped. Local paths, names of users and hosts, and secrets are removed, so the page may
-be published. Curves are SVG in the colours of the reader's theme, and show the values of the step under the pointer.
+The page is the template ``page.html.j2``, without scripts and outside requests. Foreign text is escaped; local paths,
+names of users and hosts, and secrets are removed, so the page may be published.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 from markupsafe import Markup
 
 from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.publish import history, say
 from hf_rocm_tune.publish.history import Row, RunFiles, count, figure, items, number, plain, series, text
-from hf_rocm_tune.redaction import Private, scrub_json, scrub_text
+from hf_rocm_tune.redaction import Private, local_paths, scrub_json, scrub_text
 from hf_rocm_tune.survive.atomic import create_staging, read_plain, write_text_atomic
 from hf_rocm_tune.version import __version__
 
@@ -35,8 +33,6 @@ PAGE_NAME = "report.html"
 _MOST_ROWS = 500
 _GENERATOR = b'<meta name="generator" content="hf-rocm-tune">'  # as in the template
 _LEVELS = {"good": "Verified", "note": "Verified, with remarks", "bad": "Wrong bytes", "unknown": "Not known"}
-_MARKS = {"fail": "bad", "warn": "note", "ok": "good"}
-_WORST_FIRST = ("fail", "warn", "unknown", "info", "ok", "skipped")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -72,8 +68,7 @@ def main(argv: Sequence[str]) -> int:
             f"{target} cannot be written: {error.strerror or error}; name another file with --out"
         ) from error
     for run in runs:
-        verdict = history.judge(run.report, finished=run.finished, damaged=run.damaged)
-        before = "" if alone else f"{run.directory.name}: "
+        before, verdict = "" if alone else f"{run.directory.name}: ", run.verdict
         for line in (f"{verdict.level}: {verdict.headline}", *verdict.notes, *(f"missing: {m}" for m in run.missing)):
             say(before + line)
     print(target)
@@ -92,32 +87,13 @@ def page_of(runs: Sequence[RunFiles]) -> str:
     """The page of runs, without anything private."""
     clean, names = [], []
     for run in runs:
-        paths = dict.fromkeys([str(run.directory), *_paths(run.settings)], "")
+        paths = dict.fromkeys([str(run.directory), *local_paths(run.settings)], "")
         private = Private.of_this_machine(os.environ, paths=paths)
-        clean.append(_clean(run, private))
+        shown = ("rows", "trained", "report", "settings", "missing")
+        clean.append(replace(run, **{name: scrub_json(getattr(run, name), private) for name in shown}))
         names.append(scrub_text(run.directory.absolute().name, private) or "run")
     again = [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1)]
     return build(dict(zip(again, clean, strict=True)))
-
-
-def _paths(value: Any) -> list[str]:
-    """The absolute paths in a plain value, at any depth; those that a run was given are private."""
-    if isinstance(value, str):
-        return [value] if os.path.isabs(value) else []
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return [path for one in inner for path in _paths(one)]
-
-
-def _clean(run: RunFiles, private: Private) -> RunFiles:
-    return replace(
-        run,
-        rows=scrub_json(run.rows, private),
-        trained=scrub_json(run.trained, private),
-        report=scrub_json(run.report, private),
-        settings=scrub_json(run.settings, private),
-        journal=scrub_json(run.journal, private),
-        missing=[scrub_text(line, private) for line in run.missing],
-    )
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -132,36 +108,30 @@ def build(runs: Mapping[str, RunFiles]) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters["plain"] = plain
+    environment.filters |= {"plain": plain, "figure": figure}
+    environment.globals |= {"text": text, "number": number, "count": count, "items": items, "link_of": link_of}
     name, run = next(iter(runs.items()))
-    verdicts = {
-        each: history.judge(one.report, finished=one.finished, damaged=one.damaged) for each, one in runs.items()
-    }
-    common: dict[str, Any] = {"most": _MOST_ROWS, "version": __version__, "history": history, "levels": _LEVELS}
-    common |= {"verdicts": verdicts, "drawn": [_drawing(panel) for panel in panels({n: r.rows for n, r in runs.items()},
-               {n: r.report for n, r in runs.items()})]}  # fmt: skip
-    if len(runs) > 1:
-        return environment.get_template("page.html.j2").render(
-            **common, title=" and ".join(runs), about="", several=list(runs), run=None, compared=_compared(runs)
-        )
-    incidents = [history.incident(row) for row in items(run.report, "incidents")]
-    columns = [name for name in (incidents[0] if incidents else ()) if any(row[name] for row in incidents)]
+    alone = len(runs) == 1
+    samples: dict[str, list[tuple[str, str]]] = {}
+    for row in run.rows:
+        for each in items(row, "samples"):
+            samples.setdefault(text(each, "prompt"), []).append((plain(row.get("step", "")), text(each, "text")))
     return environment.get_template("page.html.j2").render(
-        **common,
-        title=_title(run) or name,
-        several=None,
+        most=_MOST_ROWS,
+        version=__version__,
+        history=history,
+        levels=_LEVELS,
+        verdicts={each: one.verdict for each, one in runs.items()},
+        drawn=[_drawing(panel) for panel in panels(runs)],
+        title=(_title(run) or name) if alone else " and ".join(runs),
+        about=_about(name, run) if alone else "",
+        several=None if alone else list(runs),
+        compared=_compared(runs),
         run=run,
         report=run.report,
-        about=_about(name, run),
         tiles=_tiles(run),
-        data=[_data(row) for row in items(run.report, "data")],
-        samples=_samples(run.rows),
-        incident_names=columns,
-        incidents=[[row[name] for name in columns] for row in incidents],
-        journal=[(text(entry, "time"), text(entry, "event"), _details(entry)) for entry in run.journal],
-        findings=_findings(run.report),
-        sensors=[_sensors(seen) for seen in items(run.report, "telemetry") if isinstance(seen, dict)],
-        versions=[(name, value) for name, value in history.table(run.report, "versions").items() if value],
+        data=[tuple(history.data_row(row).values()) for row in items(run.report, "data")],
+        samples=list(samples.items()),
     )
 
 
@@ -180,8 +150,7 @@ def _title(run: RunFiles) -> str:
 
 def _about(name: str, run: RunFiles) -> str:
     found = run.inspection.manifest
-    when = "" if found is None else found.created  # ISO 8601
-    when = f"{when[:16].replace('T', ' ')} UTC" if when.endswith("+00:00") else when
+    when = f"{found.created[:16].replace('T', ' ')} UTC" if found is not None else ""
     parts = [
         name,
         text(run.trained, "method"),
@@ -192,150 +161,43 @@ def _about(name: str, run: RunFiles) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _tiles(run: RunFiles) -> list[tuple[str, str]]:
+def _tiles(run: RunFiles) -> dict[str, str]:
     """The key figures."""
     report, share = run.report, history.coverage(run.report)
     wanted = f" of {run.max_steps:,}" if run.max_steps and run.max_steps != run.step else ""
     peaks = [number(seen, "torch_peak_allocated_gib") for seen in items(report, "telemetry")]
-    tiles = [
-        ("steps", "" if run.step is None else f"{run.step:,}{wanted}"),
-        *history.figures(run.rows),
-        ("peak memory, GiB", figure(max((peak for peak in peaks if peak is not None), default=None))),
-        ("bytes verified", f"{share:g} %" if share is not None else ""),
-        ("mismatches", f"{sum(row.mismatches for row in history.counted(report)):,}" if report else ""),
-    ]
-    return [(name, value) for name, value in tiles if value]
+    tiles = {
+        "steps": "" if run.step is None else f"{run.step:,}{wanted}",
+        **dict(history.figures(run.rows)),
+        "peak memory, GiB": figure(max((peak for peak in peaks if peak is not None), default=None)),
+        "bytes verified": f"{share:g} %" if share is not None else "",
+        "mismatches": f"{sum(row.mismatches for row in history.counted(report)):,}" if report else "",
+    }
+    return {name: value for name, value in tiles.items() if value}
 
 
 def _compared(runs: Mapping[str, RunFiles]) -> dict[str, list[tuple[str, list[str]]]]:
     """Figures, and the settings that are not the same in all runs, by name, a value for each run."""
-    tiles = [dict(_tiles(run)) for run in runs.values()]
-    shown = [history.shown_settings(run.settings) | {"model": text(run.settings, "model_name_or_path")}
-             | {"dataset": text(run.settings, "dataset_name")} for run in runs.values()]  # fmt: skip
-    names = dict.fromkeys(name for each in shown for name in each)
-    values = {name: [plain(each.get(name, "")) for each in shown] for name in names}
-    figures = dict.fromkeys(name for each in tiles for name in each)
+    tiles = [_tiles(run) for run in runs.values()]
+    names = {"model": "model_name_or_path", "dataset": "dataset_name"}
+    shown = [
+        history.shown_settings(run.settings) | {name: text(run.settings, key) for name, key in names.items()}
+        for run in runs.values()
+    ]
+    values = {
+        name: [plain(each.get(name, "")) for each in shown] for name in dict.fromkeys(n for s in shown for n in s)
+    }
     return {
-        "figures": [(name, [each.get(name, "") for each in tiles]) for name in figures],
+        "figures": [(n, [each.get(n, "") for each in tiles]) for n in dict.fromkeys(n for t in tiles for n in t)],
         "settings": [(name, found) for name, found in values.items() if len(set(found)) > 1],
     }
 
 
-def _data(row: Any) -> tuple[str, ...]:
-    """What one split was trained on, as a row of a table."""
-    share = 100 * count(row, "trained") / max(count(row, "kept"), 1)
-    names = ("rows", "tokens", "median", "p95", "longest", "cut", "lost", "dropped")
-    return (text(row, "split"), *(f"{count(row, name):,}" for name in names), f"{share:.3g} %")
-
-
-def _samples(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """For each prompt, the step and text of every answer."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for row in rows:
-        for each in items(row, "samples"):
-            found.setdefault(text(each, "prompt"), []).append((plain(row.get("step", "")), text(each, "text")))
-    return list(found.items())
-
-
-def _findings(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Findings on the machine before the run, the worst first."""
-    found = []
-    for row in items(report, "findings"):
-        status, subject = text(row, "status"), text(row, "subject")
-        sources = [(source, link_of(source)) for source in filter(None, text(row, "source").split("; "))]
-        found.append(
-            {
-                "status": status,
-                "mark": _MARKS.get(status, "unknown"),
-                "about": " ".join(filter(None, (text(row, "title"), f"({subject})" if subject else ""))),
-                "text": text(row, "text"),
-                "fix": text(row, "fix"),
-                "read": [plain(line) for line in items(row, "read")],
-                "sources": [(name, link if link.startswith(("https://", "http://")) else "") for name, link in sources],
-            }
-        )
-    rank = {status: at for at, status in enumerate(_WORST_FIRST)}
-    return sorted(found, key=lambda row: rank.get(row["status"], len(rank)))
-
-
-def _sensors(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """One card's means and maxima, and other values."""
-    measured = {key: value for key, value in seen.items() if isinstance(value, dict) and "mean" in value}
-    others = {key: value for key, value in seen.items() if key not in (*measured, "rank", "seconds") and value != {}}
-    return {
-        "rank": count(seen, "rank"),
-        "rows": [
-            (name.replace("_", " "), figure(number(value, "mean")), figure(number(value, "max")))
-            for name, value in measured.items()
-        ],
-        "others": [(key.replace("_", " "), plain(value)) for key, value in others.items()],
-    }
-
-
-def _details(entry: Mapping[str, Any]) -> str:
-    """The other fields of an entry of the supervisor's journal."""
-    shown = ("time", "event", "run_id")
-    return "; ".join(f"{key}: {plain(value)}" for key, value in entry.items() if key not in shown)
-
-
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
-_EVAL_LOSS = re.compile(r"eval(?:_.+)?_loss")
-_LOG_SCALE_FROM = 200.0
-_MEAN_FROM = 100
-_MOST_STEPS = 150  # whose values are shown under the pointer
-
 Point = tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One line of a panel."""
-
-    label: str
-    points: Sequence[Point]  # (step, value) in the order of the steps; NaN is a gap
-    exact: bool = False  # a setting, not a measurement: no running mean
-
-    @property
-    def last(self) -> float:
-        """The newest finite value."""
-        return next(value for _, value in reversed(self.points) if not math.isnan(value))
-
-    def running_mean(self) -> list[Point]:
-        """The mean over about a fiftieth of the curve around each point; empty for a short or exact curve."""
-        if self.exact or len(self.points) < _MEAN_FROM:
-            return []
-        steps, values = np.array(self.points).T
-        window = np.ones(2 * max(2, len(values) // 100) + 1)
-        gaps = np.isnan(values)
-        counts = np.convolve(~gaps, window, "same")
-        sums = np.convolve(np.where(gaps, 0.0, values), window, "same")
-        means = np.where(counts > 0.5, sums / np.maximum(counts, 1), np.nan)
-        return list(zip(steps.tolist(), means.tolist(), strict=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """One picture."""
-
-    title: str
-    unit: str  # on the vertical axis
-    curves: Sequence[Curve]  # at least one, each with a finite value
-    from_zero: bool = False  # the axis begins at 0
-    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # steps of events, by label
-
-    @property
-    def values(self) -> list[float]:
-        """All finite values, sorted."""
-        return sorted(value for curve in self.curves for _, value in curve.points if not math.isnan(value))
-
-    @property
-    def logarithmic(self) -> bool:
-        """Whether the measured values need a logarithmic axis."""
-        values = [] if self.from_zero or all(curve.exact for curve in self.curves) else self.values
-        return bool(values) and values[0] > 0 and values[-1] / values[0] >= _LOG_SCALE_FROM
-
-
+_EVAL_LOSS = re.compile(r"eval(?:_.+)?_loss")
+_MOST_STEPS = 150  # whose values are shown under the pointer
 # Title, unit, whether the axis begins at 0, and the curves by metric.
 _PANELS: tuple[tuple[str, str, bool, Mapping[str, str]], ...] = (
     ("Token accuracy", "share of tokens", False, {"mean_token_accuracy": "training"}
@@ -353,25 +215,31 @@ _PANELS: tuple[tuple[str, str, bool, Mapping[str, str]], ...] = (
 )  # fmt: skip
 
 
-def panels(rows: Mapping[str, Sequence[Row]], reports: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One picture."""
+
+    title: str
+    unit: str  # on the vertical axis
+    curves: Mapping[str, Sequence[Point]]  # (step, value) by label; NaN is a gap, and one value at least is finite
+    from_zero: bool = False  # the axis begins at 0
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # steps of events, by label
+
+
+def panels(runs: Mapping[str, RunFiles]) -> list[Panel]:
     """Every panel for which there is something to draw, the loss first; of several runs, one metric of each run."""
-    alone, losses = len(rows) == 1, {}
-    for name, logged in rows.items():
-        if panel := loss_panel(logged, reports.get(name)):
-            losses[name] = panel
+    alone = len(runs) == 1
+    losses = {name: panel for name, run in runs.items() if (panel := loss_panel(run.rows, run.report))}
     found = list(losses.values())
     if not alone and losses:
-        curves = [replace(one, label=f"{name}, {one.label}") for name, each in losses.items() for one in each.curves]
-        found = [Panel(title="Loss", unit="loss", curves=curves)]
+        drawn = {f"{name}, {label}": points for name, one in losses.items() for label, points in one.curves.items()}
+        found = [Panel(title="Loss", unit="loss", curves=drawn)]
     for title, unit, from_zero, metrics in _PANELS:
-        curves = []
-        for name, logged in rows.items():
-            drawn = [(label, points) for key, label in metrics.items() if (points := _drawn(logged, key))]
-            exact = title == "Learning rate"
-            curves += [
-                Curve(label=label if alone else name, points=points, exact=exact)
-                for label, points in drawn[: None if alone else 1]
-            ]
+        curves: dict[str, list[Point]] = {}
+        for name, run in runs.items():
+            for key, label in metrics.items():
+                if points := _drawn(run.rows, key):
+                    curves.setdefault(label if alone else name, points)
         if curves:
             found.append(Panel(title=title, unit=unit, curves=curves, from_zero=from_zero))
     return found
@@ -383,7 +251,7 @@ def loss_panel(rows: Sequence[Row], report: Mapping[str, Any] | None = None) -> 
     named = {"loss": "training"} | {
         key: "evaluation" if len(evaluations) == 1 else f"evaluation {at}" for at, key in enumerate(evaluations, 1)
     }
-    curves = [Curve(label=label, points=points) for key, label in named.items() if (points := _drawn(rows, key))]
+    curves = {label: points for key, label in named.items() if (points := _drawn(rows, key))}
     marks: dict[str, list[float]] = {}
     for row in items(report or {}, "incidents"):
         if (step := number(row, "step")) is not None:
@@ -404,62 +272,51 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 22, 24
 
 def _drawing(panel: Panel) -> dict[str, Any]:
     """What the template draws: lines, ticks, and strips that show the values of a step."""
-    steps = sorted({step for curve in panel.curves for step, _ in curve.points})
+    known = {label: [one for one in points if not math.isnan(one[1])] for label, points in panel.curves.items()}
+    values = [value for points in known.values() for _, value in points]
+    steps = sorted({step for points in panel.curves.values() for step, _ in points})
     first, final = steps[0], max(steps[-1], steps[0] + 1)
-    low, high = panel.values[0], panel.values[-1]
-    low = min(low, 0.0) if panel.from_zero else low
+    low, high = min(values + [0.0] * panel.from_zero), max(values)
     margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
-    bounds = (low - (0 if panel.from_zero else margin), high + margin)
-    if panel.logarithmic:
-        bounds = (math.log10(low) - 0.05, math.log10(high) + 0.05)
+    bottom, top = low - (0 if panel.from_zero else margin), high + margin
 
     def across(step: float) -> float:
         return round(_LEFT + (step - first) / (final - first) * (_WIDTH - _LEFT - _RIGHT), 1)
 
     def up(value: float) -> float:
-        share = ((math.log10(value) if panel.logarithmic else value) - bounds[0]) / (bounds[1] - bounds[0])
-        return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
+        return round(_HEIGHT - _BOTTOM - (value - bottom) / (top - bottom) * (_HEIGHT - _TOP - _BOTTOM), 1)
 
     def line(points: Sequence[Point]) -> str:
-        pieces, pen = [], "M"
-        for step, value in points:
-            if math.isnan(value):
-                pen = "M"
-                continue
-            pieces.append(f"{pen}{across(step)} {up(value)}")
-            pen = "L"
-        return "".join(pieces)
+        """Gaps are moves of the pen."""
+        drawn = ["" if math.isnan(value) else f"{across(step)} {up(value)}" for step, value in points]
+        return "".join(f"{'L' if before else 'M'}{at}" for before, at in pairwise(["", *drawn]) if at)
 
-    decades = range(math.ceil(bounds[0]), math.floor(bounds[1]) + 1) if panel.logarithmic else ()
-    heights = [10.0**power for power in decades] or ([low, high] if panel.logarithmic else _ticks(*bounds, 5))
     shown = steps[:: 1 + len(steps) // _MOST_STEPS]
     words: dict[float, list[str]] = {step: [] for step in shown}
-    for curve in panel.curves:
-        known = [(step, value) for step, value in curve.points if not math.isnan(value)]
+    for label, points in known.items():
         for step in shown:  # the value at the step, or the newest before it
-            if at := bisect_right(known, (step, math.inf)):
-                words[step].append(f"{curve.label} {known[at - 1][1]:.4g}")
-    edges = [_LEFT, *(round((across(a) + across(b)) / 2, 1) for a, b in pairwise(shown))]
-    edges.append(_WIDTH - _RIGHT)
+            if at := bisect_right(points, (step, math.inf)):
+                words[step].append(f"{label} {points[at - 1][1]:.4g}")
+    middles = [round((across(a) + across(b)) / 2, 1) for a, b in pairwise(shown)]
+    edges = pairwise([_LEFT, *middles, _WIDTH - _RIGHT])
+    newest = ", ".join(f"{label} {points[-1][1]:.4g}" for label, points in known.items())
     return {
         "panel": panel,
         "size": (_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM),
         "lines": [
-            {"raw": line(curve.points), "mean": line(curve.running_mean()), "label": curve.label, "last": curve.last}
-            | {"dots": [(across(s), up(v)) for s, v in curve.points if not math.isnan(v)]
-               if len(curve.points) <= 40 else []}
-            for curve in panel.curves
+            {"path": line(panel.curves[label]), "label": label, "last": points[-1][1]}
+            | {"dots": [(across(s), up(v)) for s, v in points] if len(points) <= 40 else []}
+            for label, points in known.items()
         ],
-        "heights": [(up(value), _short(value)) for value in heights],
+        "heights": [(up(value), _short(value)) for value in _ticks(bottom, top, 5)],
         "steps": [(across(step), f"{step:g}") for step in _ticks(first, final, 6) if step == int(step)],
         "marks": [(label, sorted({across(s) for s in at if first <= s <= final})) for label, at in panel.marks.items()],
         "strips": [
             {"left": left, "width": round(right - left, 1), "at": across(step)}
             | {"words": f"step {step:g}: {', '.join(words[step])}"}
-            for step, (left, right) in zip(shown, pairwise(edges), strict=True)
+            for step, (left, right) in zip(shown, edges, strict=True)
         ],
-        "in_words": f"{panel.title} ({panel.unit}) from step {first:g} to {steps[-1]:g}; newest: "
-        + ", ".join(f"{curve.label} {curve.last:.4g}" for curve in panel.curves),
+        "in_words": f"{panel.title} ({panel.unit}) from step {first:g} to {steps[-1]:g}; newest: {newest}",
     }  # fmt: skip
 
 
@@ -501,15 +358,12 @@ def write_png(panel: Panel, path: Path) -> None:
         with matplotlib.rc_context({**matplotlib.rcParamsDefault, "font.size": 10.5}):  # not the user's own style
             picture = Figure(figsize=(7.2, 4.0), layout="constrained", facecolor="white")
             axes = picture.subplots()
-            for at, curve in enumerate(panel.curves):
-                style: dict[str, Any] = {"color": _SERIES[at % len(_SERIES)]}
-                if mean := curve.running_mean():
-                    axes.plot(*zip(*curve.points, strict=True), linewidth=0.7, alpha=0.35, **style)
-                style |= {"marker": "o", "markersize": 3} if len(curve.points) <= 40 else {}
-                label = f"{curve.label}, {curve.last:.4g} at the end"
-                axes.plot(*zip(*(mean or curve.points), strict=True), linewidth=1.6, label=label, **style)
+            for at, (name, points) in enumerate(panel.curves.items()):
+                last = next(value for _, value in reversed(points) if not math.isnan(value))
+                style: dict[str, Any] = {"marker": "o", "markersize": 3} if len(points) <= 40 else {}
+                style |= {"color": _SERIES[at % len(_SERIES)], "label": f"{name}, {last:.4g} at the end"}
+                axes.plot(*zip(*points, strict=True), linewidth=1.6, **style)
             axes.set(title=panel.title, xlabel="optimizer step", ylabel=panel.unit)
-            axes.set_yscale("log" if panel.logarithmic else "linear")
             axes.grid(axis="y", linewidth=0.5)
             axes.spines[["top", "left", "right"]].set_visible(False)
             picture.legend(loc="outside lower left", ncols=3, frameon=False, fontsize="small")

@@ -32,7 +32,7 @@ from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, Tun
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
 from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, run_settings, unrecovered
-from hf_rocm_tune.redaction import Private, find_in_file, redact, remember, scrub_json, scrub_text
+from hf_rocm_tune.redaction import Private, find_in_file, local_paths, redact, remember, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import create_staging, read_plain
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest, read_once
@@ -131,10 +131,10 @@ def private_here(
     """Private names of this machine, and the paths that the run was given, each with its public replacement ("" for the
     last part): ``repo_id`` for the directory, ``base_model_id`` for the base model.
     """
-    paths = dict(others or {})
-    for key, value in run_settings(directory).items():
-        if isinstance(value, str) and os.path.isabs(value):
-            paths.setdefault(value, (base_model_id or "") if key == "model_name_or_path" else "")
+    settings = run_settings(directory)
+    model = settings.get("model_name_or_path")
+    paths = {path: (base_model_id or "") if path == model else "" for path in local_paths(settings)}
+    paths |= {path: public for path, public in (others or {}).items() if local_paths(path)}  # not ids of the Hub
     with suppress(OSError, ValueError, AttributeError):
         content = read_plain(directory / "adapter_config.json")
         written = manifest.read(directory)

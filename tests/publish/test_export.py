@@ -129,38 +129,9 @@ def test_the_converter_imports_what_stands_beside_it(
     assert (tmp_path / "out" / "model.safetensors").exists() and not (tmp_path / "out" / "gguf").exists()
 
 
-CHATML = (
-    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe good.<|im_end|>\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-NUMBERED = "{% for m in messages %}{{ loop.index ~ '. ' ~ m.content }}{% endfor %}"
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
-
-
-def rendered(template: str, messages: list[dict[str, str]]) -> str:
-    """What Ollama makes of a template: Go's ``if``, ``range`` and ``eq`` as far as ours use them."""
-    system = next((m["content"] for m in messages if m["role"] == "system"), "")
-    first, _, turns = template.partition("{{ range .Messages }}")
-    if first.startswith("{{ if .System }}"):
-        given, _, other = first.removeprefix("{{ if .System }}").removesuffix("{{ end }}").partition("{{ else }}")
-        first = given.replace("{{ .System }}", system) if system else other
-    user, _, answer = turns.removeprefix('{{ if eq .Role "user" }}').partition('{{ else if eq .Role "assistant" }}')
-    of_role = {"user": user, "assistant": answer.removesuffix("{{ end }}{{ end }}"), "system": ""}
-    return first + "".join(of_role[m["role"]].replace("{{ .Content }}", m["content"]) for m in messages)
-
-
-@pytest.mark.parametrize(("jinja", "form"), [(TEMPLATE, True), (CHATML, True), (NO_SYSTEM, True), (NUMBERED, False)])
-def test_ollamas_template_renders_what_the_chat_template_renders(jinja: str, form: bool) -> None:
-    tokenizer = letters()
-    tokenizer.chat_template = jinja
-    template = export._go_template(tokenizer, adds_bos=True)
-    assert bool(template) == form
-    talk = [{"role": role, "content": f"{role} {at}"} for at, role in enumerate(("user", "assistant", "user"), start=1)]
-    for messages in (talk, talk[:1], [{"role": "system", "content": "Be brief"}, *talk]) if form else ():
-        if messages[0]["role"] != "system" or jinja != NO_SYSTEM:
-            wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            assert rendered(template, messages) == wanted
+def test_the_modelfile_names_the_file_and_the_end_of_an_answer(tmp_path: Path) -> None:
+    letters().save_pretrained(tmp_path)
+    assert export.modelfile(tmp_path, tmp_path / "x.gguf") == 'FROM ./x.gguf\nPARAMETER stop "</s>"\n'
 
 
 # ---- with it --------------------------------------------------------------------------------------------------
@@ -182,12 +153,7 @@ def test_the_file_holds_the_merged_model(kind: str, type_: str, tmp_path: Path, 
     wanted = merged["model.embed_tokens.weight"].to(getattr(torch, {"bf16": "bfloat16", "f16": "float16"}[type_]))
     assert torch.equal(found, wanted.float())
     assert manifest.verify(file.parent) == [] and manifest.verify(tmp_path / "out") == []
-    template = (
-        '{{ if .System }}<system>{{ .System }}</s>{{ end }}{{ range .Messages }}{{ if eq .Role "user" }}<user>'
-        '{{ .Content }}</s><assistant>{{ else if eq .Role "assistant" }}{{ .Content }}</s>{{ end }}{{ end }}'
-    )
-    text = f'FROM ./{file.name}\nTEMPLATE """{template}"""\nPARAMETER stop "</s>"\n'
-    assert (file.parent / "Modelfile").read_text() == text
+    assert (file.parent / "Modelfile").read_text() == f'FROM ./{file.name}\nPARAMETER stop "</s>"\n'
 
 
 @needs_converter

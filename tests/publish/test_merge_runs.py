@@ -122,15 +122,24 @@ def test_a_base_that_does_not_fit_into_memory_is_merged_from_disk(
 
 @pytest.fixture(scope="module")
 def run(commands: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A finished QLoRA run that went far from its start; ``live`` holds the logits of the model that was trained."""
+    """A finished QLoRA run that went far from its start, its base named by a relative path; ``live``: its logits."""
     scratch = tmp_path_factory.mktemp("run")
-    base = tiny.build("llama3", scratch / "models")
+    project = scratch / "project"
+    base = tiny.build("llama3", project / "models")
     data = tiny.write_messages_jsonl(scratch / "data" / "train.jsonl", 16)
     done = commands.run(
-        *("--model_name_or_path", str(base), "--dataset_name", str(data), "--output_dir", str(scratch / "out")),
+        *(
+            "--model_name_or_path",
+            str(base.relative_to(project)),
+            "--dataset_name",
+            str(data),
+            "--output_dir",
+            str(scratch / "out"),
+        ),
         *("--load_in_4bit", "true", "--max_steps", "3", "--learning_rate", "0.03", "--max_length", "64"),
         *("--lora_dropout", "0", "--disable_tqdm", "true", "--per_device_train_batch_size", "2"),
         env={"DUMP_LOGITS": str(scratch / "live.pt")},
+        cwd=project,
     )
     assert done.code == 0, done.stderr
     return {"base": base, "out": scratch / "out", "live": scratch / "live.pt", "data": data}

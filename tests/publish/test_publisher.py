@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -36,12 +37,18 @@ def publisher(hub: LoopbackHub, tmp_path: Path, said: list[str]) -> Iterator[Mak
     """Makes publishers that are closed at the end."""
     made: list[Publisher] = []
 
-    def make(strategy: Any = "every_save", *, base_model_id: str | None = None, **hub: Any) -> Publisher:
+    def make(
+        strategy: Any = "every_save",
+        *,
+        base_model_id: str | None = None,
+        local: dict[str, str] | None = None,
+        **hub: Any,
+    ) -> Publisher:
         usual = {"model_id": REPO, "private_repo": None, "revision": None, "always_push": False, "strategy": strategy}
         args = {f"hub_{name}": value for name, value in {**usual, **hub}.items()}
         (tmp_path / "out").mkdir(exist_ok=True)
         args["output_dir"] = str(tmp_path / "out")
-        made.append(Publisher(SimpleNamespace(**args), base_model_id=base_model_id, say=said.append))
+        made.append(Publisher(SimpleNamespace(**args), base_model_id=base_model_id, local=local, say=said.append))
         return made[-1]
 
     yield make
@@ -83,6 +90,16 @@ def test_each_strategy_brings_what_transformers_says(
         assert there[f"{folder}/optimizer.pt"] == (out / f"checkpoint-{step}" / "optimizer.pt").read_bytes()
         assert f"{folder}/training_args.bin" not in there
     assert "optimizer.pt" not in there and leftovers(tmp_path) == []
+
+
+def test_a_base_of_the_hub_keeps_its_name(publisher: Make, hub: LoopbackHub, tmp_path: Path) -> None:
+    one, out = publisher("end", local={"org/base": ""}), write_run(tmp_path / "out")
+    config = json.loads((out / "adapter_config.json").read_text()) | {"base_model_name_or_path": "org/base"}
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    listed = json.loads((out / manifest.MANIFEST_NAME).read_text())["files"]
+    manifest.write(out, run_id="run-1", step=8, status="final", files=listed)
+    one.result(out)
+    assert json.loads(on_hub(hub, REPO)["adapter_config.json"])["base_model_name_or_path"] == "org/base"
 
 
 def test_a_push_that_fails_is_said_and_the_next_save_is_pushed(
