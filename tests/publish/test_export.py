@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
 
 from hf_rocm_tune import cli
+from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.publish import export
 from hf_rocm_tune.survive import manifest
 from tests.publish.merge_cases import Case, lora, write_adapter
@@ -132,6 +133,36 @@ def test_the_converter_imports_what_stands_beside_it(
 def test_the_modelfile_names_the_file_and_the_end_of_an_answer(tmp_path: Path) -> None:
     letters().save_pretrained(tmp_path)
     assert export.modelfile(tmp_path, tmp_path / "x.gguf") == 'FROM ./x.gguf\nPARAMETER stop "</s>"\n'
+
+
+def test_other_values_in_a_file_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison alone, on files that are played."""
+    torch.manual_seed(0)
+    model = {"q.weight": torch.randn(8, 8), "norm.weight": torch.randn(8)}
+    files: dict[str, dict[str, torch.Tensor]] = {}
+
+    def reader(file: Path) -> SimpleNamespace:
+        kind = SimpleNamespace(name="Q4_K" if "quantised" in str(file) else "F32")
+        rows = files[str(file)].items()
+        return SimpleNamespace(
+            tensors=[SimpleNamespace(name=name, data=one.numpy(), tensor_type=kind) for name, one in rows]
+        )
+
+    played: Any = ModuleType("gguf")
+    played.GGUFReader, played.dequantize = reader, lambda data, _: data
+    monkeypatch.setitem(sys.modules, "gguf", played)
+    files["whole"] = {"blk.0.q": model["q.weight"].flip(0), "norm": model["norm.weight"]}
+    assert "2 of 2" in export._check_values(iter(model.items()), Path("whole"), "f32")
+    files["norm"] = files["whole"] | {"norm": model["norm.weight"] + 1}
+    assert "not compared: norm.weight" in export._check_values(iter(model.items()), Path("norm"), "f32")
+    files["wrong"] = files["whole"] | {"blk.0.q": model["q.weight"].clone().index_fill_(0, torch.tensor([3]), 0)}
+    with pytest.raises(CorruptionError, match=r"q\.weight"):
+        export._check_values(iter(model.items()), Path("wrong"), "f32")
+    files["quantised"] = {name: one * 1.1 for name, one in files["whole"].items()}
+    assert "0.100" in export._check_quantised(Path("whole"), Path("quantised"))
+    files["quantised zeros"] = files["quantised"] | {"norm": torch.zeros(8)}
+    with pytest.raises(CorruptionError, match=r"norm, quantised as Q4_K"):
+        export._check_quantised(Path("whole"), Path("quantised zeros"))
 
 
 # ---- with it --------------------------------------------------------------------------------------------------
