@@ -152,14 +152,15 @@ def _text(facts: CardFacts) -> str:
     environment.filters |= {"prose": _prose, "code": _code, "json": json.dumps, "dtype": _dtype}
     auto = "AutoModelForCausalLM" if trained.model_class.endswith("ForCausalLM") else trained.model_class
     auto = "AutoModelForSequenceClassification" if facts.gives_scores else auto
-    imports = sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if config else set()))
     names = [*_QUANTIZATION, *(_QUANTIZATION_4BIT if config.get("load_in_4bit") else ())]
+    given = [(name, _literal(name, config[name])) for name in names if config.get(name) not in (None, False)]
+    imports = sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if given else set()))
     text = environment.get_template("card.md.j2").render(
         facts=facts,
         trained=trained,
         auto=auto,
         imports=", ".join(imports),
-        quantization=[(name, _literal(name, config[name])) for name in names if config.get(name) not in (None, False)],
+        quantization=given,
         keeps_dtype=facts.is_adapter and trained.adapter_dtype != "float32",
         attention=history.text(facts.settings, "attn_implementation"),
         trainer="RewardTrainer" if facts.verb == "reward" else f"{facts.verb.upper()}Trainer",
@@ -167,7 +168,7 @@ def _text(facts: CardFacts) -> str:
         figures=history.figures(facts.rows),
         settings=[(name, plain(value)) for name, value in history.shown_settings(facts.settings).items()],
         data=[history.data_row(row) for row in items(report, "data")],
-        checks=[row.cells for row in history.counted(report)],
+        checks=history.counted(report),
         events=history.events(report),
         explained=history.explained(report),
         machine=[*history.device(report), *((n, plain(v)) for n, v in table(report, "versions").items() if v)],

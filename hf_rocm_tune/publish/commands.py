@@ -9,7 +9,6 @@ import argparse
 import importlib.util
 import json
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -76,8 +75,6 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
         help=f"as GGUF too, by llama.cpp, with a Modelfile for Ollama: q8_0, f16 ... (default: {export.DEFAULT_TYPE})",
     )
     parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help="llama.cpp's directory (default: look on PATH)")
-    parser.add_argument("--push", metavar="REPO", help="push the merged model to this repository on the Hub")
-    parser.add_argument("--private", action="store_true", help="refuse a repository that is public")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python code")
 
 
@@ -90,8 +87,6 @@ def _chosen(kind: type[T], wanted: argparse.Namespace) -> T:
 
 
 def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
-    if wanted.private and not wanted.push:
-        raise UsageError("--private needs --push: give both, or neither")
     if wanted.llama_cpp and not wanted.gguf:
         raise UsageError("--llama_cpp needs --gguf: give both, or neither")
     tools = export.find_tools(wanted.gguf, wanted.llama_cpp) if wanted.gguf else None
@@ -116,14 +111,7 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
         except OSError as error:
             what = f"{directory / 'gguf'} cannot be written: {error.strerror}"
             raise UsageError(f"{what}; the merged model in {directory} is complete") from error
-    if not wanted.push:
-        return 0
-    from hf_rocm_tune.publish.push import main as push
-
-    more = [str(directory), wanted.push, *(["--private"] if wanted.private else [])]
-    again = f"`{shlex.join(['hf-rocm-tune', 'push', *more])}` continues it"
-    say(f"pushing it; if that fails, {again}")
-    return push(more, again=again)
+    return 0
 
 
 def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.survive import manifest
@@ -386,20 +386,6 @@ class Verdict:
     notes: tuple[str, ...]  # remarks, one sentence each
 
 
-class Counted(NamedTuple):
-    """One kind of check: how much of it in words, how many were wrong, and of these recovered (None: cannot be)."""
-
-    what: str
-    amount: str
-    mismatches: int
-    recovered: int | None
-
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """As a row of a table."""
-        return self.what, self.amount, f"{self.mismatches:,}", "" if self.recovered is None else f"{self.recovered:,}"
-
-
 def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] = ()) -> Verdict:
     """The verdict on a run."""
 
@@ -416,13 +402,13 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
         return verdict("unknown", "The transfer report does not have the expected form, so it is no evidence.")
     if wrong:
         return verdict("bad", f"Wrong bytes were found that could not be recovered: {'; '.join(wrong[:3])}.")
-    share, mismatches = coverage(report), sum(row.mismatches for row in counted(report))
+    share, wrong_once = coverage(report), mismatches(report)
     if share is None or text(report, "verify") == "off":
         return verdict("unknown", "Transfers were not verified in this run.")
-    times = "once" if mismatches == 1 else f"{mismatches:,} times"
+    times = "once" if wrong_once == 1 else f"{wrong_once:,} times"
     found = f". Corruption was found {times} and recovered before it was used."
-    complete = finished and share >= 100 and text(report, "verify") == "full" and not mismatches
-    end = found if mismatches else ", and none of them was wrong."
+    complete = finished and share >= 100 and text(report, "verify") == "full" and not wrong_once
+    end = found if wrong_once else ", and none of them was wrong."
     return verdict("good" if complete else "note", f"{share:g} % of the bytes on the device were verified{end}")
 
 
@@ -450,8 +436,13 @@ def coverage(report: Mapping[str, Any]) -> float | None:
     return verified * 10**6 // there / 1e4 if there > 0 else None
 
 
-def counted(report: Mapping[str, Any]) -> list[Counted]:
-    """Every kind of check that ran."""
+def mismatches(report: Mapping[str, Any]) -> int:
+    """How often a check found something wrong."""
+    return sum(count(report, name, "mismatches") for name in (*_STAGES, *_CHECKS))
+
+
+def counted(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Every kind of check that ran: what, how much of it, how often it was wrong, and of these recovered."""
     rows = []
     for name, (what, key, noun) in {**_STAGES, **_CHECKS}.items():
         section = table(report, name)
@@ -463,7 +454,8 @@ def counted(report: Mapping[str, Any]) -> list[Counted]:
         elif name == "frozen":
             amount += f" over {count(section, 'tensors'):,} tensors"
         if looked_at or wrong:
-            rows.append(Counted(what, amount, wrong, count(section, "recovered") if "recovered" in section else None))
+            recovered = f"{count(section, 'recovered'):,}" if "recovered" in section else ""
+            rows.append((what, amount, f"{wrong:,}", recovered))
     return rows
 
 

@@ -613,16 +613,16 @@ def _link(source: str, target: str) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str], *, again: str = "The same command continues it") -> int:
-    """Run ``hf-rocm-tune push``; ``again`` ends the line of a push that failed."""
+def main(argv: Sequence[str]) -> int:
+    """Run ``hf-rocm-tune push``."""
     wanted = vars(_parser().parse_args(list(argv)))
     directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
     try:
         done = push(directory, repo_id, settings=PushSettings(**wanted), say=say)
     except HubError as error:
-        raise HubError(f"{error}. {again}") from error
+        raise HubError(f"{error}. The same command continues it") from error
     except KeyboardInterrupt as stop:
-        raise Interrupted(f"the push was stopped. {again}") from stop
+        raise Interrupted("the push was stopped. The same command continues it") from stop
     print(done.summary)
     return 0
 

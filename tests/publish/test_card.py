@@ -177,6 +177,11 @@ KINDS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["BitsAndBytesConfig(\n        load_in_8bit=True,\n    ),\n"],
         [],
     ),
+    "experts of gpt-oss's files": (
+        {"adapter_dtype": "bfloat16", "quantization": {"bnb_4bit_compute_dtype": "float32"}, "packed_experts": True},
+        ["autocast_adapter_dtype=False"],
+        ["BitsAndBytes"],
+    ),
     "full": ({"adapter_dtype": None}, ['trained = "."', "from_pretrained(\n    trained,"], ["Peft", "base_model"]),
     "another class": (
         {"model_class": "SmolVLMForConditionalGeneration"},
@@ -210,6 +215,14 @@ def test_the_code_suits_what_was_trained(kind: str) -> None:
     assert all(word in code for word in there), code
     assert not [word for word in absent if word in code], code
     assert "device_map=device" in code and '"auto"' not in code.replace('dtype="auto"', "")
+
+
+def test_experts_in_4_bit_are_said() -> None:
+    for config, command in ((FOUR_BIT, "generate --load_in_4bit`"), (None, "generate`")):
+        trained = replace(TRAINED, packed_experts=True, quantization=config)
+        text = build(replace(FACTS, trained=trained), NOBODY)
+        assert "The experts were in 4 bit" in text and f"`hf-rocm-tune {command} loads them" in text
+        assert "give the outputs of the training" not in text
 
 
 def test_the_code_names_what_else_was_asked_for() -> None:

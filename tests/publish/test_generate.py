@@ -316,19 +316,9 @@ def test_a_merged_model_is_pushed_and_answers_by_its_id(
     base = build_base(lora("llama3"), tmp_path)
     adapter = write_adapter(lora("llama3"), base, tmp_path / "adapter")
     repo = f"{USER}/merged"
-    argv = ["merge", str(adapter), str(tmp_path / "merged"), "--base", str(base), "--push", repo, "--private"]
-    assert cli.main(argv) == 0, capsys.readouterr().err
+    argv = ["merge", str(adapter), str(tmp_path / "merged"), "--base", str(base)]
+    assert cli.main(argv) == cli.main(["push", str(tmp_path / "merged"), repo]) == 0, capsys.readouterr().err
     assert said_by(capsys, repo) == said_by(capsys, str(tmp_path / "merged"))
-
-
-def test_a_push_after_a_merge_that_fails_names_the_command_that_continues_it(
-    hub: LoopbackHub, made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.fault("POST /api/repos/create", status=503, times=99)
-    argv = ["merge", str(made["adapter"]), str(tmp_path / "a name"), "--base", str(made["base"])]
-    assert cli.main([*argv, "--push", f"{USER}/x"]) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.endswith(f". `hf-rocm-tune push '{tmp_path / 'a name'}' {USER}/x` continues it"), line
 
 
 def test_an_adapter_answers_by_its_id_and_is_merged_by_it(

@@ -220,7 +220,6 @@ def test_harmed_input_is_refused_by_name(
         (["adapter", "out", "--max_shard_size", "5 elephants"], ["--max_shard_size", "5GB"]),
         (["adapter", "out", "--max_shard_size", "0"], ["--max_shard_size", "800MB"]),
         (["adapter", "out", "--max_shard_size", "9" * 400], ["--max_shard_size", "800MB"]),
-        (["adapter", "out", "--private"], ["--private", "--push"]),
         (["adapter"], ["out"]),
         (["adapter", "out", "--bse", "x"], ["--bse"]),
     ],
