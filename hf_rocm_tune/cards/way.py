@@ -63,7 +63,7 @@ class Way:
     Attributes:
         name: in reports.
         flag: how the user asked for it, in messages.
-        excludes: flags that do not work with it (names of `settings.compatibility.USES`), and what to do instead.
+        excludes: flags that do not work with it, as `settings.compatibility.uses` reads them, and what to do instead.
         shares_rows: all ranks compute with the same rows.
         on_host: the model stays on the host until `place`.
         state: gathers what is saved; None where each rank has the whole model.

@@ -56,11 +56,12 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
         raise UsageError(f"{STREAM} is planned for one card (of several, each streams for itself): leave out --cards")
     fields["methods"] = wanted.method and (wanted.method,)
     card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
-    fields["triton"] = card.desktop_source != "read" or not missing_for_triton()  # read: from a card that is here
+    here = card.desktop_source.startswith("read")  # from a card of this machine
+    fields["triton"] = not here or not missing_for_triton()
     request = PlanRequest(**{name: value for name, value in fields.items() if value is not None})
     prepare()
-    here = None if wanted.gpu or wanted.vram else psutil.virtual_memory().total
-    card = replace(card, host=here if wanted.host_gib is None else int(wanted.host_gib * GIB))
+    memory = None if wanted.gpu or wanted.vram else psutil.virtual_memory().total
+    card = replace(card, host=memory if wanted.host_gib is None else int(wanted.host_gib * GIB))
     if wanted.link_gb_s:
         card = replace(card, link=wanted.link_gb_s * 1e9, link_source="given")
     with quiet():

@@ -79,42 +79,30 @@ class PlanRequest:
         least |= {"workers": (self.workers, 0), "rows": (self.rows, 0)}
         faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
         batch, full = self.effective_batch, "full" in self.methods
+        if batch > _LARGEST_BATCH:
+            faults.append(f"--effective_batch must be {_LARGEST_BATCH} or less, got {batch}")
+        if not faults and batch % self.cards:
+            faults.append(f"--effective_batch {batch} cannot be divided evenly over {self.cards} cards")
+        if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
+            faults.append(f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card")
+        if not 0 <= self.dropout < 1:
+            faults.append(f"--dropout must be 0 or more and below 1, got {self.dropout}")
+        if self.trainer != "sft" and (self.packing or self.one_pass_loss):
+            faults.append(f"--packing and --one_pass_loss are for sft, not {self.trainer}")
+        if self.trainer == "kto" and (self.micro_batch or self.each) < 2:
+            faults.append("kto needs two or more sequences in a micro-batch: its KL estimate pairs them")
+        if self.stream != 0 and (full or self.dora):
+            faults.append(f"{FLAG} is for LoRA and QLoRA: leave it out with --method full and --dora")
+        if full and (self.dora or self.modules_to_save or self.target_parameters):
+            ours = "--dora, --target_parameters and --modules_to_save"
+            faults.append(f"{ours} are for adapters: leave them out with --method full")
         choices: list[tuple[str, str, tuple[str, ...]]] = [("method", each, METHODS) for each in self.methods]
         choices += [("trainer", self.trainer, TRAINERS), ("platform", self.platform, PLATFORMS)]
         choices += [("dtype", self.dtype or DTYPES[0], DTYPES), ("attention", self.attention, ATTENTIONS)]
-        checks = [
-            (batch > _LARGEST_BATCH, f"--effective_batch must be {_LARGEST_BATCH} or less, got {batch}"),
-            (
-                not faults and batch % self.cards,
-                f"--effective_batch {batch} cannot be divided evenly over {self.cards} cards",
-            ),
-            (
-                self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch),
-                f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card",
-            ),
-            (not 0 <= self.dropout < 1, f"--dropout must be 0 or more and below 1, got {self.dropout}"),
-            (
-                self.trainer != "sft" and (self.packing or self.one_pass_loss),
-                f"--packing and --one_pass_loss are for sft, not {self.trainer}",
-            ),
-            (
-                self.trainer == "kto" and (self.micro_batch or self.each) < 2,
-                "kto needs two or more sequences in a micro-batch: its KL estimate pairs them",
-            ),
-            (
-                self.stream != 0 and (full or self.dora),
-                f"{FLAG} is for LoRA and QLoRA: leave it out with --method full and --dora",
-            ),
-            (
-                full and (self.dora or self.modules_to_save or self.target_parameters),
-                "--dora, --target_parameters and --modules_to_save are for adapters: leave them out with --method full",
-            ),
-            *(
-                (given not in known, f"--{name} must be one of {', '.join(known)}, got {given}")
-                for name, given, known in choices
-            ),
-        ]
-        if faults := [*faults, *(fault for applies, fault in checks if applies)]:
+        for name, given, known in choices:
+            if given not in known:
+                faults.append(f"--{name} must be one of {', '.join(known)}, got {given}")
+        if faults:
             raise UsageError("; ".join(faults))
         optimizer(self.optim)
 

@@ -617,29 +617,22 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
     """Check bounds and combinations of the given flags."""
+    faults = early.out_of_range(given)
+    if not given.get("model_name_or_path"):
+        faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
+    if not given.get("dataset_name") and not given.get("datasets"):
+        faults.append("no data: give --dataset (--dataset_name), a Hub id, a directory or a file")
+    if given.get("load_in_4bit") and given.get("load_in_8bit"):
+        faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
     own = ", ".join(f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None)
-    checks = [
-        (not given.get("model_name_or_path"), "no model: give --model (--model_name_or_path), a Hub id or a directory"),
-        (
-            not given.get("dataset_name") and not given.get("datasets"),
-            "no data: give --dataset (--dataset_name), a Hub id, a directory or a file",
-        ),
-        (
-            given.get("load_in_4bit") and given.get("load_in_8bit"),
-            "--load_in_4bit and --load_in_8bit exclude each other; keep one",
-        ),
-        (own and given.get("adapter_name_or_path") is not None, f"--adapter_name_or_path has its own {own}: drop them"),
-        (
-            given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no",
-            "--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)",
-        ),
-        (
-            (given.get("sample_every") is None) != (given.get("sample_prompts") is None),
-            "--sample_every and --sample_prompts belong together: give both, or neither",
-        ),
-        (given.get("fp16") and not accelerator, "--fp16 needs a GPU, and this job runs on the CPU: drop it"),
-    ]
-    faults = early.out_of_range(given) + [fault for applies, fault in checks if applies]
+    if own and given.get("adapter_name_or_path") is not None:
+        faults.append(f"--adapter_name_or_path has its own {own}: drop them")
+    if given.get("early_stopping_patience") is not None and given.get("eval_strategy", "no") == "no":
+        faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
+    if (given.get("sample_every") is None) != (given.get("sample_prompts") is None):
+        faults.append("--sample_every and --sample_prompts belong together: give both, or neither")
+    if given.get("fp16") and not accelerator:
+        faults.append("--fp16 needs a GPU, and this job runs on the CPU: drop it")
     faults += _faults_of_mixture(given.get("datasets") or ())
     faults += [
         f"--{name} must be a mapping of names to values, got {value}"

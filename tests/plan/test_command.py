@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.plan.estimate import GIB
+from hf_rocm_tune.plan import command
+from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.request import PUBLIC_MODELS, PlanRequest, from_training, public_model
 from hf_rocm_tune.settings import arguments
 from tests import tiny
@@ -86,6 +87,17 @@ def test_a_speed_is_shown_only_where_a_rate_of_the_card_is_known(gpu: str, shown
     words = ("--model", str(small), "--seq", "64", "--effective_batch", "1", "--method", "lora", "--gpu", gpu)
     assert (json.loads(run(*words, "--json")[1])["speed"] is not None) == shown
     assert ("tokens/s" in run(*words)[1]) == shown
+
+
+@pytest.mark.parametrize("source", ["read from the card at 0000:03:00.0", "assumed"])
+def test_a_card_of_this_machine_is_planned_with_the_kernels_that_run_here(
+    source: str, small: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = CardMemory(name="a card", usable=20 * GIB, desktop_source=source)
+    monkeypatch.setattr(command, "card_memory", lambda **_: card)
+    monkeypatch.setattr(command, "missing_for_triton", lambda: "no compiler")
+    out = run("--model", str(small), "--seq", "64", "--effective_batch", "1", "--method", "lora")[1]
+    assert ("planned without Triton's kernels" in out) == (source != "assumed")
 
 
 @pytest.mark.parametrize("trainer", ["dpo", "kto"])
