@@ -477,19 +477,14 @@ def _read_recipe_values(parser: _Parser, recipe: names.RecipeFile) -> dict[str, 
 
 def _convert(parser: _Parser, name: str, value: Any) -> Any:
     """A YAML value in the type of a flag: through the flag's own parser, so that both accept the same."""
-    allowed = _members(_flags(parser.method).hints[name])
-    if value is None:
-        if type(None) in allowed:
-            return None
-        raise UsageError(f"--{name}: expected a value, got nothing")
-    if isinstance(value, dict):
-        if dict in allowed:
-            return value
-        raise UsageError(f"--{name}: expected a single value, got a mapping")
+    hint = _flags(parser.method).hints[name]
+    allowed, kinds = _members(hint), {type(None): "nothing", dict: "a mapping", list: "a list"}
+    if type(value) in kinds and type(value) not in allowed:
+        raise UsageError(f"--{name}: expected a single value, got {kinds[type(value)]}")
+    if value is None or isinstance(value, dict):
+        return value
     if isinstance(value, list):
-        if list not in allowed:
-            raise UsageError(f"--{name}: expected a single value, got a list")
-        of_text = list[str] in (each := _flags(parser.method).hints[name], *typing.get_args(each))
+        of_text = list[str] in (hint, *typing.get_args(hint))
         if of_text and (wrong := [item for item in value if not isinstance(item, str)]):
             raise UsageError(f"--{name}: expected a list of text, got {wrong[0]} in it; put it in quotes")
         if not value or any(not isinstance(item, str) for item in value) or str in allowed:
