@@ -27,27 +27,21 @@ from typing import Any
 from hf_rocm_tune.errors import SeamError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Seam:
-    """One private place of an upstream library.
+    """One private place of an upstream library."""
 
-    Args:
-        name: our name for it.
-        module: importable module that holds it.
-        attribute: dotted attribute inside the module.
-        parameters: leading parameter names that our replacement or override relies on, in order.
-        why: what passes there.
-        checked: distribution and version with which it was read and tried.
-        patched: whether we replace it in place (otherwise it is overridden in a subclass).
-    """
-
-    name: str
+    name: str  # ours
     module: str
-    attribute: str
-    parameters: tuple[str, ...]
-    why: str
-    checked: str
-    patched: bool = False
+    attribute: str  # dotted, inside the module
+    leading: str  # the parameters that our replacement or override relies on, in order
+    checked: str  # distribution and version with which it was read and tried
+    why: str  # what passes there
+    patched: bool = False  # replaced in place (otherwise it is overridden in a subclass)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.leading.split())
 
 
 TESTED = {
@@ -69,246 +63,83 @@ _TORCH = f"torch {TESTED['torch']}"
 _FSDP = "accelerate.utils.fsdp_utils"
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
-        name="materialize_weight",
-        module=_LOADING,
-        attribute="_materialize_copy",
-        parameters=("tensor", "device", "dtype"),
-        why="every weight of from_pretrained is read and placed here, quantised models too",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="open_weights",
-        module="transformers.modeling_utils",
-        attribute="safe_open",
-        parameters=("filename", "framework"),
-        why="opens the weight files: what is loaded are the mapped file's bytes, not what its reader returns",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="load_state_dict",
-        module="transformers.modeling_utils",
-        attribute="convert_and_load_state_dict_in_model",
-        parameters=("model", "state_dict", "load_config"),
-        why="maps checkpoint tensors to parameters",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="set_weight",
-        module=_LOADING,
-        attribute="set_param_for_module",
-        parameters=("model", "target_name", "param_value"),
-        why="every weight is set here once it is cast, fused or quantised: it gets its digest at this moment",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="missing_keys",
-        module="transformers.modeling_utils",
-        attribute="PreTrainedModel._move_missing_keys_from_meta_to_device",
-        parameters=("self", "missing_keys", "device_map", "device_mesh", "hf_quantizer"),
-        why="weights and buffers that no file holds are initialised here; we keep them on the host until they move",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="reserve_memory",
-        module="transformers.modeling_utils",
-        attribute="caching_allocator_warmup",
-        parameters=("model", "expanded_device_map", "hf_quantizer"),
-        why="reserves memory for the whole model, of which a streamed one has only a part on the card",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="unquantised_layers",
-        module="transformers.quantizers.base",
-        attribute="HfQuantizer.get_modules_to_not_convert",
-        parameters=("model", "skip_modules", "keep_in_fp32_modules"),
-        why="names the layers that are not quantised: routers are added",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="quantised_weights",
-        module="transformers.quantizers.quantizer_bnb_4bit",
-        attribute="Bnb4BitHfQuantizer.param_needs_quantization",
-        parameters=("self", "model", "param_name"),
-        why="chooses the weights that are quantised as they arrive: fused experts are added",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="quantise",
-        module="transformers.integrations.bitsandbytes",
-        attribute="Bnb4bitQuantize.convert",
-        parameters=("self", "input_dict", "full_layer_name", "model"),
-        why="quantises a weight that has arrived: fused experts are added",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="dequantise_mxfp4",
-        module="transformers.integrations.mxfp4",
-        attribute="Mxfp4Dequantize.convert",
-        parameters=("self", "input_dict", "model", "full_layer_name", "missing_keys"),
-        why="would turn gpt-oss's experts into bfloat16: they stay packed",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="expert_weights",
-        module="peft.tuners.lora.layer",
-        attribute="ParamWrapper.get_param",
-        parameters=("self",),
-        why="an adapter of experts asks here for their weights: packed ones are described",
-        checked=_PEFT,
-        patched=True,
-    ),
-    Seam(
-        name="expert_adapters",
-        module="peft.tuners.lora.layer",
-        attribute="ParamWrapper._activate_lora",
-        parameters=("self", "active_adapters"),
-        why="adds an adapter's product to the experts' weights: to packed ones it is not added",
-        checked=_PEFT,
-        patched=True,
-    ),
-    Seam(
-        name="dispatch",
-        module="transformers.modeling_utils",
-        attribute="accelerate_dispatch",
-        parameters=("model", "hf_quantizer", "device_map"),
-        why="puts hooks on a model of several devices that copy activations between them unverified",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="send_to_device",
-        module="accelerate.data_loader",
-        attribute="send_to_device",
-        parameters=("tensor", "device", "non_blocking"),
-        why="DataLoaderDispatcher places its batches through this, whatever its device is",
-        checked=_ACCELERATE,
-        patched=True,
-    ),
-    Seam(
-        name="skip_first_batches",
-        module=_TRAINER,
-        attribute="skip_first_batches",
-        parameters=("dataloader", "num_batches"),
-        why="the loader of a resumed epoch is a new stock object made here",
-        checked=_TRANSFORMERS,
-        patched=True,
-    ),
-    Seam(
-        name="shard_iteration",
-        module="accelerate.data_loader",
-        attribute="DataLoaderShard.__iter__",
-        parameters=("self",),
-        why="reads one batch ahead of the one it delivers: the transfer of the next batch starts there",
-        checked=_ACCELERATE,
-    ),
-    Seam(
-        name="prepare_model",
-        module="accelerate.accelerator",
-        attribute="Accelerator.prepare_model",
-        parameters=("self", "model", "device_placement", "evaluation_mode"),
-        why="would move the whole model again; called with device_placement off",
-        checked=_ACCELERATE,
-    ),
-    Seam(
-        name="gather",
-        module="accelerate.accelerator",
-        attribute="Accelerator.gather",
-        parameters=("self", "tensor"),
-        why="trainers gather metrics in a micro-step: no rank may wait there for one that is out of memory",
-        checked=_ACCELERATE,
-    ),
-    Seam(
-        name="gather_for_metrics",
-        module="accelerate.accelerator",
-        attribute="Accelerator.gather_for_metrics",
-        parameters=("self", "input_data"),
-        why="trainers gather metrics in a micro-step: the gather of metrics that are only logged waits until they are",
-        checked=_ACCELERATE,
-    ),
-    Seam(
-        name="fsdp2_prepare",
-        module=_FSDP,
-        attribute="fsdp2_prepare_model",
-        parameters=("accelerator", "model"),
-        why="decides which modules FSDP2 gathers together, and shards them",
-        checked=_ACCELERATE,
-    ),
-    Seam(
-        name="fsdp2_load",
-        module=_FSDP,
-        attribute="fsdp2_load_full_state_dict",
-        parameters=("accelerator", "model", "full_sd", "cpu_offload"),
-        why="broadcasts every weight from rank 0: each rank brings its own rows through the mover instead",
-        checked=_ACCELERATE,
-        patched=True,
-    ),
-    Seam(
-        name="fsdp2_gather",
-        module=_COLLECTIVES,
-        attribute="foreach_all_gather",
-        parameters=("fsdp_params", "group", "async_op"),
-        why="weights come from the other cards here, in each forward and backward",
-        checked=_TORCH,
-    ),
-    Seam(
-        name="fsdp2_reduce",
-        module=_COLLECTIVES,
-        attribute="foreach_reduce",
-        parameters=("fsdp_params", "unsharded_grads", "reduce_scatter_group"),
-        why="gradients of all cards are averaged here, each card's part of them",
-        checked=_TORCH,
-    ),
-    Seam(
-        name="fsdp2_norm",
-        module="accelerate.accelerator",
-        attribute="Accelerator.clip_grad_norm_",
-        parameters=("self", "parameters", "max_norm", "norm_type"),
-        why="computes the norm of sharded gradients over the cards",
-        checked=_ACCELERATE,
-    ),
-    Seam(
-        name="full_state",
-        module="accelerate.accelerator",
-        attribute="Accelerator.get_state_dict",
-        parameters=("self", "model", "unwrap"),
-        why="gathers a sharded model over the cards to save it, frozen weights too",
-        checked=_ACCELERATE,
-    ),
-    Seam(
-        name="ddp_ignore",
-        module="torch.nn.parallel.distributed",
-        attribute="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-        parameters=("module", "params_and_buffers_to_ignore"),
-        why="keeps frozen weights out of the start-up broadcast",
-        checked=_TORCH,
-    ),
-)
+SEAMS = (
+    Seam("materialize_weight", _LOADING, "_materialize_copy", "tensor device dtype", _TRANSFORMERS, patched=True,
+         why="every weight of from_pretrained is read and placed here, quantised models too"),
+    Seam("open_weights", "transformers.modeling_utils", "safe_open", "filename framework", _TRANSFORMERS, patched=True,
+         why="opens the weight files: what is loaded are the mapped file's bytes, not what its reader returns"),
+    Seam("load_state_dict", "transformers.modeling_utils", "convert_and_load_state_dict_in_model",
+         "model state_dict load_config", _TRANSFORMERS, patched=True,
+         why="maps checkpoint tensors to parameters"),
+    Seam("set_weight", _LOADING, "set_param_for_module", "model target_name param_value", _TRANSFORMERS, patched=True,
+         why="every weight is set here once it is cast, fused or quantised: it gets its digest at this moment"),
+    Seam("missing_keys", "transformers.modeling_utils", "PreTrainedModel._move_missing_keys_from_meta_to_device",
+         "self missing_keys device_map device_mesh hf_quantizer", _TRANSFORMERS, patched=True,
+         why="weights and buffers that no file holds are initialised here; we keep them on the host until they move"),
+    Seam("reserve_memory", "transformers.modeling_utils", "caching_allocator_warmup",
+         "model expanded_device_map hf_quantizer", _TRANSFORMERS, patched=True,
+         why="reserves memory for the whole model, of which a streamed one has only a part on the card"),
+    Seam("unquantised_layers", "transformers.quantizers.base", "HfQuantizer.get_modules_to_not_convert",
+         "model skip_modules keep_in_fp32_modules", _TRANSFORMERS, patched=True,
+         why="names the layers that are not quantised: routers are added"),
+    Seam("quantised_weights", "transformers.quantizers.quantizer_bnb_4bit",
+         "Bnb4BitHfQuantizer.param_needs_quantization", "self model param_name", _TRANSFORMERS, patched=True,
+         why="chooses the weights that are quantised as they arrive: fused experts are added"),
+    Seam("quantise", "transformers.integrations.bitsandbytes", "Bnb4bitQuantize.convert",
+         "self input_dict full_layer_name model", _TRANSFORMERS, patched=True,
+         why="quantises a weight that has arrived: fused experts are added"),
+    Seam("dequantise_mxfp4", "transformers.integrations.mxfp4", "Mxfp4Dequantize.convert",
+         "self input_dict model full_layer_name missing_keys", _TRANSFORMERS, patched=True,
+         why="would turn gpt-oss's experts into bfloat16: they stay packed"),
+    Seam("expert_weights", "peft.tuners.lora.layer", "ParamWrapper.get_param", "self", _PEFT, patched=True,
+         why="an adapter of experts asks here for their weights: packed ones are described"),
+    Seam("expert_adapters", "peft.tuners.lora.layer", "ParamWrapper._activate_lora",
+         "self active_adapters", _PEFT, patched=True,
+         why="adds an adapter's product to the experts' weights: to packed ones it is not added"),
+    Seam("dispatch", "transformers.modeling_utils", "accelerate_dispatch",
+         "model hf_quantizer device_map", _TRANSFORMERS, patched=True,
+         why="puts hooks on a model of several devices that copy activations between them unverified"),
+    Seam("send_to_device", "accelerate.data_loader", "send_to_device",
+         "tensor device non_blocking", _ACCELERATE, patched=True,
+         why="DataLoaderDispatcher places its batches through this, whatever its device is"),
+    Seam("skip_first_batches", _TRAINER, "skip_first_batches", "dataloader num_batches", _TRANSFORMERS, patched=True,
+         why="the loader of a resumed epoch is a new stock object made here"),
+    Seam("shard_iteration", "accelerate.data_loader", "DataLoaderShard.__iter__", "self", _ACCELERATE,
+         why="reads one batch ahead of the one it delivers: the transfer of the next batch starts there"),
+    Seam("prepare_model", "accelerate.accelerator", "Accelerator.prepare_model",
+         "self model device_placement evaluation_mode", _ACCELERATE,
+         why="would move the whole model again; called with device_placement off"),
+    Seam("gather", "accelerate.accelerator", "Accelerator.gather", "self tensor", _ACCELERATE,
+         why="trainers gather metrics in a micro-step: no rank may wait there for one that is out of memory"),
+    Seam("gather_for_metrics", "accelerate.accelerator", "Accelerator.gather_for_metrics",
+         "self input_data", _ACCELERATE,
+         why="trainers gather metrics in a micro-step: those only logged wait until they are"),
+    Seam("fsdp2_prepare", _FSDP, "fsdp2_prepare_model", "accelerator model", _ACCELERATE,
+         why="decides which modules FSDP2 gathers together, and shards them"),
+    Seam("fsdp2_load", _FSDP, "fsdp2_load_full_state_dict",
+         "accelerator model full_sd cpu_offload", _ACCELERATE, patched=True,
+         why="broadcasts every weight from rank 0: each rank brings its own rows through the mover instead"),
+    Seam("fsdp2_gather", _COLLECTIVES, "foreach_all_gather", "fsdp_params group async_op", _TORCH,
+         why="weights come from the other cards here, in each forward and backward"),
+    Seam("fsdp2_reduce", _COLLECTIVES, "foreach_reduce", "fsdp_params unsharded_grads reduce_scatter_group", _TORCH,
+         why="gradients of all cards are averaged here, each card's part of them"),
+    Seam("fsdp2_norm", "accelerate.accelerator", "Accelerator.clip_grad_norm_",
+         "self parameters max_norm norm_type", _ACCELERATE,
+         why="computes the norm of sharded gradients over the cards"),
+    Seam("full_state", "accelerate.accelerator", "Accelerator.get_state_dict", "self model unwrap", _ACCELERATE,
+         why="gathers a sharded model over the cards to save it, frozen weights too"),
+    Seam("ddp_ignore", "torch.nn.parallel.distributed",
+         "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+         "module params_and_buffers_to_ignore", _TORCH,
+         why="keeps frozen weights out of the start-up broadcast"),
+)  # fmt: skip
 
 _BY_NAME = {seam.name: seam for seam in SEAMS}
 _LOCK = threading.RLock()
 
 
 def resolve(name: str) -> tuple[Any, str, Callable[..., Any]]:
-    """Finds a seam in the installed libraries.
-
-    Returns:
-        The object that owns the attribute (module or class), the attribute's last name, and its present value.
-
-    Raises:
-        SeamError: the module, the attribute or one of the parameters is not there.
-    """
+    """Finds a seam in the installed libraries."""
     row = _BY_NAME[name]
     try:
         owner: Any = importlib.import_module(row.module)
@@ -325,24 +156,13 @@ def resolve(name: str) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def check_all() -> None:
-    """Resolves every seam.
-
-    Raises:
-        SeamError: for the first one that upstream has moved.
-    """
+    """Resolves every seam."""
     for row in SEAMS:
         resolve(row.name)
 
 
 def check_overrides(trainer: type) -> None:
-    """Compares the methods that our classes override with those that they override.
-
-    Args:
-        trainer: a class with ours and upstream's among its bases.
-
-    Raises:
-        SeamError: upstream has no such method any more, or another parameter in a place on which we rely.
-    """
+    """Compares the methods that our classes override with those that they override."""
     for ours, name, theirs in overrides(trainer):
         where = f"{ours.__name__}.{name}"
         if not theirs:
@@ -384,15 +204,7 @@ def _moved(where: str, what: str) -> str:
 
 @contextmanager
 def replaced(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replaces a seam for the length of the block, process-wide.
-
-    Args:
-        name: a seam that is marked ``patched``.
-        make: given the present function, returns its replacement.
-
-    Raises:
-        SeamError: see :func:`resolve`.
-    """
+    """Replaces a seam for the length of the block, process-wide."""
     assert _BY_NAME[name].patched, name
     with _LOCK:
         owner, last, _ = resolve(name)

@@ -54,12 +54,7 @@ _SERIAL = re.compile(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command on the arguments after ``doctor``: 0 ok, 1 warnings, 2 failures.
-
-    Raises:
-        UsageError: a flag is wrong, or nothing that was asked for can be checked here.
-        CorruptionError: the drill missed a fault.
-    """
+    """Run the command on the arguments after ``doctor``: 0 ok, 1 warnings, 2 failures."""
     wanted = _parser().parse_args(list(argv))
     if wanted.drill:
         return _drill(wanted)
@@ -67,11 +62,8 @@ def main(argv: Sequence[str]) -> int:
         if getattr(wanted, name) is not None:
             raise UsageError(f"--{name} is an option of --drill: add --drill, or leave it out")
     # ``--only links,bar variables`` is three names.
-    only, skip = (list(filter(None, ",".join(given).split(","))) for given in (wanted.only, wanted.skip))
-    checks = select(all_checks(), only=only, skip=skip)
-    if wanted.list:
-        _show(listing(checks))
-        return 0
+    only = list(filter(None, ",".join(wanted.only).split(",")))
+    checks = select(all_checks(), only)
     began = time.monotonic()
     _say("reading the machine, and querying torch")
     evidence = read_here()
@@ -103,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="Checks whether this machine is ready to train, and names the fix for each problem. "
         "Exit code: 0 ok, 1 warnings, 2 failures.",
+        epilog=f"Groups and their checks: {listing()}.",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="everything that was read and measured")
     parser.add_argument(
@@ -113,11 +106,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON instead, to standard output or a file",
     )
-    name = "NAME"
-    parser.add_argument("--only", nargs="+", default=[], metavar=name, help="run these checks or groups only")
-    parser.add_argument("--skip", nargs="+", default=[], metavar=name, help="leave these checks or groups out")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these groups or checks only")
     parser.add_argument("--full", action="store_true", help="measure longer (the drill: inject more faults); minutes")
-    parser.add_argument("--list", action="store_true", help="list the checks, and exit")
     drill = parser.add_argument_group("drill", "inject faults into real transfers, and show that each is detected")
     drill.add_argument("--drill", action="store_true", help="run the drill instead of the checks")
     drill.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (HIP and CUDA) where torch sees one")
@@ -128,8 +118,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _drill(wanted: argparse.Namespace) -> int:
-    if wanted.only or wanted.skip or wanted.list:
-        raise UsageError("--drill takes no --only, --skip and --list: leave them out")
+    if wanted.only:
+        raise UsageError("--drill takes no --only: leave it out")
     if wanted.json is not None and wanted.json != Path("-") and not can_be_file(wanted.json):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
     counts = {"faults": 10_000, "clean": 1_000_000} if wanted.full else {}
@@ -151,11 +141,7 @@ def _drill(wanted: argparse.Namespace) -> int:
 
 
 def _write(file: Path, text: str) -> None:
-    """To standard output for ``-``.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """To standard output for ``-``."""
     if file == Path("-"):
         _show(text)
         return

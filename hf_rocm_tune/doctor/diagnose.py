@@ -54,8 +54,6 @@ MEASURED = (
           measure="arithmetic.gemm", seconds=8, deadline_s=900, options={"seconds": 0.4}, full={"seconds": 30}),
     Check("model", "compute", "a small model forward and backward, plain, padded and packed, compared with float64",
           measure="arithmetic.model", seconds=6),
-    Check("attention", "compute", "attention forward and backward at the longest planned length, and its backend",
-          measure="arithmetic.attention", seconds=10, options={"length": 28_672}),
     Check("nf4", "compute", "4-bit weights of bitsandbytes, compared with their definition",
           measure="arithmetic.nf4", seconds=6),
 )  # fmt: skip
@@ -85,38 +83,23 @@ def all_checks() -> list[Check]:
     return sorted(checks, key=lambda check: places.index(check.group))
 
 
-def select(checks: Sequence[Check], *, only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[Check]:
-    """The checks with the given names of checks or groups (the group, if a name is both); all by default.
-
-    Raises:
-        UsageError: an unknown name, or no check is left.
-    """
-    wanted, unwanted = set(only), set(skip)
+def select(checks: Sequence[Check], only: Iterable[str]) -> list[Check]:
+    """The checks with the given names of checks or groups (the group, if a name is both); all by default."""
     names = [*dict.fromkeys(check.group for check in checks), *(check.name for check in checks)]
-    for name in sorted(wanted | unwanted):
+    for name in only:
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {nearest[0]}? " if nearest else ""
-            raise UsageError(f"there is no check or group {name!r}: {hint}`hf-rocm-tune doctor --list` names them all")
-    chosen = [check for check in checks if not wanted or {check.name, check.group} & wanted]
-    chosen = [check for check in chosen if not {check.name, check.group} & unwanted]
-    if not chosen:
-        raise UsageError("--only and --skip leave no check to run: give other names")
-    return chosen
+            raise UsageError(f"there is no check or group {name!r}: {hint}`hf-rocm-tune doctor --help` names them all")
+    return [check for check in checks if not only or {check.name, check.group} & set(only)]
 
 
-def listing(checks: Sequence[Check]) -> str:
-    """The checks by group, with their descriptions."""
-    width = max(len(check.name) for check in checks)
-    blocks = []
-    for group, title in GROUPS.items():
-        lines = []
-        for check in (one for one in checks if one.group == group):
-            notes = ["on an accelerator"] if check.measure else []
-            notes += [f"with {check.needs_cards} cards"] if check.needs_cards > 1 else []
-            lines.append(f"  {check.name:<{width}}  {check.about}" + (f" ({', '.join(notes)})" if notes else ""))
-        blocks += ["\n".join([f"{group}: {title}", *lines])] if lines else []
-    return "\n\n".join(blocks)
+def listing() -> str:
+    """The groups, with their checks."""
+    groups: dict[str, list[str]] = {}
+    for check in all_checks():
+        groups.setdefault(check.group, []).append(check.name)
+    return "; ".join(f"{group} ({', '.join(names)})" for group, names in groups.items())
 
 
 def diagnose(
@@ -127,16 +110,7 @@ def diagnose(
     only: Iterable[str] = (),
     on_check: Callable[[Check], None] = lambda check: None,
 ) -> Diagnosis:
-    """Run the checks that can run here.
-
-    Args:
-        full: with the options of ``--full``.
-        only: names of checks or groups; see `UsageError`.
-        on_check: is called before each that runs.
-
-    Raises:
-        UsageError: nothing of a name in ``only`` can run here.
-    """
+    """Run the checks that can run here."""
     for name in only:
         reasons = [_why_not(check, evidence, ()) for check in checks if name in (check.name, check.group)]
         if reasons and all(reasons):

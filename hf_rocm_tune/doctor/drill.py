@@ -75,21 +75,16 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """The result of a drill.
-
-    Attributes:
-        faults: of each kind and persistence, the `COUNTS`.
-        clean: of transfers without an injected fault: ``transfers``; ``false alarms``: reports of tensors whose bytes
-            were correct when read back; ``corrupted``: whose bytes were wrong, so this machine corrupts transfers;
-            ``missed``: tensors that counted as verified and were wrong when read back.
-        example: the first report of a clean transfer, or empty.
-    """
+    """The result of a drill."""
 
     device: str
     seed: int
-    faults: Mapping[tuple[str, bool], Tally]
+    faults: Mapping[tuple[str, bool], Tally]  # of each kind and persistence, the `COUNTS`
+    # of transfers without an injected fault: ``transfers``; ``false alarms``: reports of tensors whose bytes were
+    # correct when read back; ``corrupted``: whose bytes were wrong, so this machine corrupts transfers; ``missed``:
+    # tensors that counted as verified and were wrong when read back
     clean: Tally
-    example: str
+    example: str  # the first report of a clean transfer, or empty
     seconds: float
 
     @property
@@ -145,17 +140,7 @@ class Drill:
 
 
 def run(device: str | None, *, faults: int = 2000, clean: int = 5000, seed: int = 0) -> Drill:
-    """Run a drill. Shows a progress bar on a terminal; writes nothing.
-
-    Args:
-        device: ``cuda`` (HIP or CUDA) or ``cpu``; None: the accelerator if torch sees one.
-        faults: number of faults that change bytes, over all kinds, stages, dtypes and sizes.
-        clean: number of transfers without a fault.
-        seed: the same seed gives the same transfers and faults.
-
-    Raises:
-        UsageError: there is no accelerator.
-    """
+    """Run a drill. Shows a progress bar on a terminal; writes nothing."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no accelerator; drill on the CPU with --device cpu")
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

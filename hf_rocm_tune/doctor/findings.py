@@ -102,17 +102,12 @@ def skipped(reason: str) -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The input of read checks; measured checks use it only to choose devices.
-
-    Attributes:
-        environ: the user's variables, without a choice of cards by this package.
-        root: where the kernel's files were read.
-    """
+    """The input of read checks; measured checks use it only to choose devices."""
 
     machine: Machine
     software: Software
-    environ: Mapping[str, str]
-    root: Path = Path("/")
+    environ: Mapping[str, str]  # the user's variables, without a choice of cards by this package
+    root: Path = Path("/")  # where the kernel's files were read
 
     @property
     def cards(self) -> tuple[Gpu, ...]:
@@ -178,7 +173,7 @@ def read_here() -> Evidence:
 class Check:
     """One check: one that reads gives findings by ``run``, one that measures by ``measure``, see `diagnose`."""
 
-    name: str  # for --only and --skip
+    name: str  # for --only
     group: str  # a key of GROUPS
     about: str  # its purpose, one line
     run: Callable[[Evidence], Iterable[Finding]] | None = None  # yields none if it is not applicable

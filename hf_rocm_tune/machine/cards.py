@@ -62,10 +62,6 @@ def identify(*, arch: str | None, vram_bytes: int | None, pci: tuple[int, int | 
 
     Not by compute units: the runtime reports work-group processors (42 on a 7900 XT) where the data sheet says compute
     units (84).
-
-    Args:
-        arch: ``gfx1100`` and the like; feature suffixes (``:sramecc+``) are ignored.
-        pci: device and revision under AMD's vendor id (0x1002).
     """
     if pci is not None:
         device, revision = pci

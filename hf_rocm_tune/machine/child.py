@@ -108,16 +108,7 @@ def run(
 
 
 def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5.0) -> list[Outcome]:
-    """Run children that wait for each other, as the ranks of a process group do.
-
-    Args:
-        deadline_s: for all of them.
-        grace_s: seconds for the others after one has died or left an invalid result.
-
-    Returns:
-        The outcomes in the order of the tasks. No child runs any more, but for what the kernel does not let die. Where
-        one could not be started (no memory, no room in the temporary directory), all have died of that.
-    """
+    """Run children that wait for each other, as the ranks of a process group do."""
     with contextlib.ExitStack() as stack:
         try:
             children = [stack.enter_context(_Child(task)) for task in tasks]
@@ -261,12 +252,7 @@ _fault: Mapping[str, str] | None = None  # the ending that the request injects, 
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
-    """Read the request, measure, and write the result (JSON values); ends the process.
-
-    Returns:
-        If started by hand, the exit code: 0; that of a ``TuneError``, with its message on stderr; 1 for any other
-        exception, with its traceback on stderr.
-    """
+    """Read the request, measure, and write the result (JSON values); ends the process."""
     global _fault
     _follow_parent()
     faulthandler.enable()  # a crash in native code prints the Python stack
@@ -301,15 +287,7 @@ def step(what: str) -> None:
 
 
 def device_of(wanted: Mapping[str, Any]) -> torch.device:
-    """Start a device and make it the current one. Imports torch.
-
-    Args:
-        wanted: ``device`` is ``cpu`` or ``cuda:N``; ``address``, its PCI address where it is there, counts more than N:
-            filters of visible devices may differ between two processes.
-
-    Raises:
-        RuntimeError: the device does not exist here, or does not start.
-    """
+    """Start a device and make it the current one. Imports torch."""
     import torch
 
     device = torch.device(wanted["device"])

@@ -1,18 +1,10 @@
 """The kernel's files of GPUs: the compute driver's list (KFD), PCI devices and the path to the processor, sensors.
 
-KFD: ``gfx_target_version`` is written by the kernel, so HSA_OVERRIDE_GFX_VERSION does not reach it.
-
-PCI: a Radeon card since Vega 20 carries a switch of its own: the GPU hangs from a downstream port (1002:1479) of an
-upstream port (1002:1478) that sits on the card's connector. The GPU's own link is inside the card and always reads as
-full; the slot's link is that of the upstream port (the chain on AM5: freebsd/drm-kmod#426).
-
-Sensors: kernel documentation ``gpu/amdgpu/thermal`` (hwmon: millidegrees, microwatts) and ``gpu/amdgpu/driver-misc``.
-Reading wakes a card that sleeps. ``gpu_metrics`` revision 1.3 (``kgd_pp_interface.h``), which a 7900 XT gives, holds a
-throttle status of one meaning on all chips (``amdgpu_smu.h``). Its hotspot bit is left out: the firmware of Navi 31
-and 48 sets it nearly always (rocm-systems#11781). The hotspot's temperature is in hwmon.
-
-Not covered: NVIDIA and Intel GPUs but for their PCI ids; chipsets other than AMD's; the throttle status of other
-revisions.
+KFD's ``gfx_target_version`` is written by the kernel: HSA_OVERRIDE_GFX_VERSION does not reach it. A Radeon card since
+Vega 20 carries a switch: the GPU hangs from a downstream port (1002:1479) of an upstream port (1002:1478) on the card's
+connector, whose link is the slot's; the GPU's own always reads as full (freebsd/drm-kmod#426). Sensors: kernel
+documentation ``gpu/amdgpu/thermal`` and ``driver-misc``; ``gpu_metrics`` 1.3 (``kgd_pp_interface.h``) has a throttle
+status, without its hotspot bit, which firmware of Navi 31 and 48 sets nearly always (rocm-systems#11781).
 """
 
 from __future__ import annotations

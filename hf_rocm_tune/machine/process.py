@@ -1,16 +1,11 @@
 """Decisions at the start of a process: visible cards, CPU or accelerator, number of ranks.
 
 Cards are chosen before torch is imported. A job of one process sees exactly one, unless a split was asked for: TRL's
-``device_map="auto"`` splits a model over all visible cards by peer copies, and an integrated GPU beside the card may
-come first (TheRock#5543: RX 7900 XT with a gfx1036 as device 0). Several ranks on a machine see all discrete cards:
-accelerate 1.15.0 takes LOCAL_RANK itself as the device index (``PartialState.wait_for_everyone``,
-``Accelerator.prepare_model``), so rank 1 would ask for a second card.
+``device_map="auto"`` splits a model over all visible cards by peer copies, and an integrated GPU may come first
+(TheRock#5543). Several ranks see all discrete cards: accelerate 1.15.0 takes LOCAL_RANK as the device index.
 
 Filters nest: ROCR_VISIBLE_DEVICES first, then HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES where that is empty (clr,
-rocdevice.cpp). That HIP counts GPUs in KFD's order is general knowledge, lower confidence: ROCR lists its agents so.
-
-Accelerate 1.15 (``state.py``, ``PartialState.__init__``), without an accelerator, sees the other ranks only when it was
-told ``cpu``; otherwise each rank trains alone and nothing says so.
+rocdevice.cpp). That HIP counts GPUs in KFD's order is general knowledge, lower confidence.
 """
 
 from __future__ import annotations
@@ -80,15 +75,7 @@ def choose(
     processes: int = 1,
     split: bool = False,
 ) -> CardChoice:
-    """Choose the visible cards of this process; every rank of a job makes the same choice.
-
-    Args:
-        nodes: GPUs in the kernel's order (``gpus.read_topology``). If empty (a CUDA machine), nothing is set.
-        environ: the process's variables; the user's own filter is kept.
-        complete: whether ``nodes`` is the complete list; if not, indices are uncertain and nothing is set.
-        processes: how many processes of this job run on this machine.
-        split: one process is to use several cards. Integrated GPUs are still hidden.
-    """
+    """Choose the visible cards of this process; every rank of a job makes the same choice."""
     users = {name: value for name, value in users_environ(environ).items() if name in FILTERS}
     if not nodes:
         return CardChoice(reason="the kernel lists no AMD GPU: nothing to choose")
@@ -199,11 +186,8 @@ def has_bf16() -> bool:
 def prepare_process(environ: MutableMapping[str, str]) -> None:
     """Make Accelerate use the CPU if there is no accelerator. Call it before Accelerate's state is created.
 
-    It replaces a ``false`` too, which launchers write for every configuration that names a GPU.
-
-    Raises:
-        UsageError: the environment describes several processes, but no launcher started them; or it asks for DeepSpeed,
-            which is not usable here.
+    Without it Accelerate 1.15 sees no other ranks then, and each trains alone. It replaces a ``false`` too, which
+    launchers write for every configuration that names a GPU.
     """
     _check_launch(environ)
     if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
@@ -317,11 +301,7 @@ def _check_launch(environ: Mapping[str, str]) -> None:
 
 
 def require_deepspeed() -> None:
-    """Refuse a DeepSpeed job if DeepSpeed is not installed. Imports nothing.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Refuse a DeepSpeed job if DeepSpeed is not installed. Imports nothing."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UsageError(
             "this configuration needs DeepSpeed, which is not installed (`pip install deepspeed`). For LoRA it gains "
@@ -331,11 +311,7 @@ def require_deepspeed() -> None:
 
 
 def check_bitsandbytes() -> None:
-    """Import bitsandbytes if it is installed, as PEFT does at its own import.
-
-    Raises:
-        UsageError: it is broken; every run would end in a traceback, not only a quantised one.
-    """
+    """Import bitsandbytes if it is installed, as PEFT does at its own import."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return
     try:
@@ -348,12 +324,7 @@ def check_bitsandbytes() -> None:
 
 
 def check_world(num_processes: int, environ: Mapping[str, str]) -> None:
-    """Refuse to train when the launcher started more ranks than Accelerate knows of.
-
-    Raises:
-        UsageError: ``WORLD_SIZE`` differs from ``Accelerator.num_processes``; each rank would train alone on all of
-            the data.
-    """
+    """Refuse to train when the launcher started more ranks than Accelerate knows of."""
     launched = int(environ.get("WORLD_SIZE", "1"))
     if launched != num_processes:
         raise UsageError(

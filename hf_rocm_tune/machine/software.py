@@ -71,12 +71,7 @@ class Software:
 
 
 def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
-    """Read everything; an unreadable item does not raise.
-
-    Args:
-        deadline_s: for torch's answer.
-        in_process: query torch in this process, without a deadline.
-    """
+    """Read everything; an unreadable item does not raise."""
     packages, problems = _read_packages()
     said, reason = (_probe({}), "") if in_process else _ask_torch(deadline_s)
     versions = said.get("versions")

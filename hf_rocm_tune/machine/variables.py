@@ -34,9 +34,6 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 """In the order in which torch 2.13 reads them: the first that is set wins (CUDAAllocatorConfig.h)."""
 
 
-# ---- what the rules depend on ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
     """Facts that rules depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name."""
@@ -64,8 +61,8 @@ def package_directory(package: str) -> Path | None:
 
 
 def read_torch_file() -> tuple[dict[str, str | None], str]:
-    """The assignments of ``torch/version.py`` to ``__version__``, ``hip``, ``rocm`` and ``cuda``, without importing
-    torch (None for a value that is not a text); empty with the reason where they cannot be read."""
+    """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``rocm`` and ``cuda``, without importing it:
+    None for a value that is not a text, and empty with the reason where it cannot be read."""
     directory = package_directory("torch")
     if directory is None:
         return {}, "torch is not installed"
@@ -73,17 +70,14 @@ def read_torch_file() -> tuple[dict[str, str | None], str]:
         text = (directory / "version.py").read_text("utf-8", errors="replace")
     except OSError as error:
         return {}, f"torch/version.py: {error.strerror}"
-    found: dict[str, str | None] = {}
-    for name in ("__version__", "hip", "rocm", "cuda"):
-        if re.search(rf"^{name}\b", text, re.MULTILINE):
-            quoted = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-            found[name] = quoted[1] if quoted else None
+    stated = re.findall(r"^(__version__|hip|rocm|cuda)\b[^=\n]*(?:=\s*['\"]([^'\"]+)['\"])?", text, re.MULTILINE)
+    found = {name: value or None for name, value in stated}
     return (found, "") if found.get("__version__") else ({}, "torch/version.py has another form than expected")
 
 
 def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
-    """Read torch's version without importing it; `archs`: of the visible GPUs, or None."""
-    reasons: dict[str, str] = {} if archs is not None else {"archs": "the visible GPUs were not read"}
+    """Read torch's version without importing it; ``archs``: of the visible GPUs, or None."""
+    reasons = {} if archs is not None else {"archs": "the visible GPUs were not read"}
     stated, reason = read_torch_file()
     if not stated:
         reasons["torch_version"] = reason
@@ -102,12 +96,12 @@ def _options(value: str) -> dict[str, str]:
     return {name.strip(): setting.strip() for name, _, setting in pairs if name.strip()}
 
 
-def _expandable(value: str) -> bool:
+def _expandable(value: str, facts: MachineFacts | None = None) -> bool:
     return _options(value).get("expandable_segments") == "true"
 
 
 def _on(value: str, facts: MachineFacts) -> bool:
-    return value.strip().lower() not in ("", "0", "false", "off", "no")
+    return bool(value.strip()) and not _off(value, facts)
 
 
 def _off(value: str, facts: MachineFacts) -> bool:
@@ -169,7 +163,7 @@ RULES = (
         "expandable_segments:True uses HIP virtual memory, with which zeroed tensors, NaN in training (gfx1201), hangs "
         "and crashes were reported; whether it is safe by itself on gfx1100 is unknown",
         "unset it", "ROCm/ROCm#6603; pytorch#192259; pytorch#187343; pytorch#195202; rocm-systems#11693",
-        lambda value, facts: _expandable(value),
+        _expandable,
     ),
     Rule(
         "PYTORCH_NO_HIP_MEMORY_CACHING PYTORCH_NO_CUDA_MEMORY_CACHING", "warn",
@@ -263,6 +257,13 @@ class Decision:
         """Known addresses of the sources."""
         return links_of(self.source)
 
+    @property
+    def assignment(self) -> str:
+        """``NAME=value`` as one line of printable text, of at most 200 letters."""
+        text = self.variable + ("" if self.value is None else f"={self.value}")
+        plain = "".join(letter if letter.isprintable() else " " for letter in text)
+        return plain if len(plain) <= 200 else plain[:200] + "..."
+
 
 DECISIONS: list[Decision] = []
 """The decisions of this process, each once."""
@@ -277,21 +278,26 @@ def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
 
 def _combined(environ: Mapping[str, str]) -> Iterator[Decision]:
     """Variables that contradict each other."""
-
-    def decision(found: Mapping[str, str], reason: str, source: str) -> Decision:
-        names, values, fix = ", ".join(found), " | ".join(found.values()), "set one of them"
-        return Decision(variable=names, action="warn", value=values, reason=reason, source=source, fix=fix)
-
     settings = {name: environ[name] for name in ALLOCATOR if name in environ}
-    if len({value.strip() for value in settings.values()}) > 1:
-        order = "different values: torch 2.13 reads only the first that is set, in the order CUDA, HIP, ALLOC_CONF"
-        yield decision(settings, order, "torch CUDAAllocatorConfig.h; pytorch#167659")
     filters = {name: environ[name] for name in FILTERS if name in environ}
-    if len(filters) > 1:
-        nested = "these filters are nested: the others count from 0 among the GPUs that ROCR_VISIBLE_DEVICES leaves"
-        twice = "both filters have the same effect in HIP, which applies only one of them"
-        reason = nested if "ROCR_VISIBLE_DEVICES" in filters else twice
-        yield decision(filters, reason, "HIP environment variables page; clr flags.hpp")
+    order = "different values: torch 2.13 reads only the first that is set, in the order CUDA, HIP, ALLOC_CONF"
+    nested = "these filters are nested: the others count from 0 among the GPUs that ROCR_VISIBLE_DEVICES leaves"
+    twice = "both filters have the same effect in HIP, which applies only one of them"
+    reason = nested if "ROCR_VISIBLE_DEVICES" in filters else twice
+    for found, applies, why, source in (
+        (
+            settings,
+            len({v.strip() for v in settings.values()}) > 1,
+            order,
+            "torch CUDAAllocatorConfig.h; pytorch#167659",
+        ),
+        (filters, len(filters) > 1, reason, "HIP environment variables page; clr flags.hpp"),
+    ):
+        if applies:
+            names, values = ", ".join(found), " | ".join(found.values())
+            yield Decision(
+                variable=names, action="warn", value=values, reason=why, source=source, fix="set one of them"
+            )
 
 
 def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
@@ -324,12 +330,8 @@ def remember(decisions: Iterable[Decision]) -> None:
 
 
 def review(facts: MachineFacts | None = None) -> list[Decision]:
-    """Evaluate ``os.environ`` and append the decisions to ``DECISIONS``.
-
-    Args:
-        facts: by default those of the last call with the same filters of visible GPUs, else read now, without the GPUs'
-            architectures.
-    """
+    """Evaluate ``os.environ`` and append the decisions to `DECISIONS`; ``facts``: those of the last call with the same
+    filters of visible GPUs, else read now without architectures, unless given."""
     filters = tuple(os.environ.get(name) for name in FILTERS)
     if facts is None:
         facts = _FACTS.get(filters) or read_facts()
@@ -344,13 +346,6 @@ def review(facts: MachineFacts | None = None) -> list[Decision]:
 # ---- what is printed ----------------------------------------------------------------------------------------------
 
 
-def _assignment(decision: Decision) -> str:
-    # Any value must be shown as one line of printable text.
-    text = "" if decision.value is None else "=" + decision.value
-    plain = "".join(letter if letter.isprintable() else " " for letter in decision.variable + text)
-    return plain if len(plain) <= 200 else plain[:200] + "..."
-
-
 def announce(
     decisions: Iterable[Decision], environ: MutableMapping[str, str] | None = None, stream: TextIO | None = None
 ) -> None:
@@ -360,21 +355,19 @@ def announce(
     HF_ROCM_TUNE_TOLD, which child processes (ranks, loader workers) inherit; they print only new lines.
     """
     environ = os.environ if environ is None else environ
-    if stream is None:
-        stream = None if _prints_table(sys.orig_argv) else sys.stderr
-    if stream is None or environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
+    if environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1") or (not stream and _prints_table(sys.orig_argv)):
         return
     quiet = environ.get("HF_ROCM_TUNE_QUIET", "").strip() == "1"
     told = [mark for mark in environ.get(_MARK_TOLD, "").split(",") if mark]
-    for decision in decisions:
-        if decision.action not in _LABEL or (quiet and decision.action == "info"):
+    for one in decisions:
+        if one.action not in _LABEL or (quiet and one.action == "info"):
             continue
-        fix = f"; {decision.fix}" if decision.fix else ""
-        line = f"{_LABEL[decision.action]}: {_assignment(decision)}: {decision.reason}{fix} ({decision.source})"
+        fix = f"; {one.fix}" if one.fix else ""
+        line = f"{_LABEL[one.action]}: {one.assignment}: {one.reason}{fix} ({one.source})"
         mark = f"{zlib.crc32(line.encode('utf-8', 'surrogateescape')):08x}"
         if mark not in told:
             told.append(mark)
-            print(f"hf_rocm_tune: {line}", file=stream)
+            print(f"hf_rocm_tune: {line}", file=stream or sys.stderr)
     if told:
         environ[_MARK_TOLD] = ",".join(told)
 
@@ -386,21 +379,19 @@ def _prints_table(command_line: Sequence[str]) -> bool:
 
 
 def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) -> str:
-    """A table, the most severe first: action, variable and value, then reason, fix and source below.
-
-    The facts are shown above it, with the reason for each unknown one.
-    """
+    """A table, the most severe first: action, variable and value, then reason, fix and source; the facts above it."""
     lines = []
     if facts is not None:
         build = {True: f"a ROCm {facts.hip_version} build", False: "not a ROCm build", None: "build unknown"}
         seen = "unknown" if facts.archs is None else ", ".join(facts.archs) or "none"
-        unknown = "; ".join(dict.fromkeys(facts.reasons.values()))
-        why = f"unknown: {unknown}; rules that depend on it are marked as uncertain\n"
-        torch = f"torch {facts.torch_version or 'unknown'}, {build[facts.is_rocm]}"
-        lines = [f"{torch}; visible AMD GPUs: {seen}\n{why if unknown else ''}"]
+        lines = [f"torch {facts.torch_version or 'unknown'}, {build[facts.is_rocm]}; visible AMD GPUs: {seen}"]
+        if facts.reasons:
+            unknown = "; ".join(dict.fromkeys(facts.reasons.values()))
+            lines.append(f"unknown: {unknown}; rules that depend on it are marked as uncertain")
+        lines.append("")
     for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
         fix = [f"fix: {one.fix}"] if one.fix else []
-        entry = [f"{one.action:<6}{_assignment(one)}", one.reason, *fix, f"source: {one.source}", *one.links]
+        entry = [f"{one.action:<6}{one.assignment}", one.reason, *fix, f"source: {one.source}", *one.links]
         lines.append("\n      ".join(entry))
     return "\n".join(lines if decisions else [*lines, "No variable was set, and no existing one needs a change."])
 
@@ -428,17 +419,10 @@ def read_spec(
     least: Mapping[str, int],
     required: Mapping[str, str] | None = None,
 ) -> Spec:
-    """Read a specification of faults: a dataclass from ``key=value`` pairs joined by commas, a key for each field.
+    """A dataclass of faults from ``key=value`` pairs joined by commas, a key for each field; raises UsageError.
 
-    Args:
-        spec: with fields of `str`, `bool` (0 or 1), `float` (0 to 1) and `int`.
-        variable, text: its name, for messages, and its value.
-        allowed: the values that a key of text may have.
-        least: the least value of a key of a number.
-        required: mandatory keys, and their expected values; ``kind`` unless given.
-
-    Raises:
-        UsageError: an unknown, repeated or missing key, or a value that is not valid; names the valid ones.
+    ``allowed``: the values of a key of text; ``least``: the least value of a key of a number; ``required``: mandatory
+    keys and what is expected of them, ``kind`` unless given. A bool is 0 or 1, a float is from 0 to 1.
     """
     hints, values = get_type_hints(spec), dict[str, Any]()
     for item in filter(None, (piece.strip() for piece in text.split(","))):
@@ -449,21 +433,20 @@ def read_spec(
             raise UsageError(f"{variable}: '{key}' is given twice; give it once")
         kind = next(one for one in (bool, float, int, str) if one in (hints[key], *get_args(hints[key])))
         try:
-            found: Any = value == "1" if kind is bool else kind(value)
+            found: Any = int(value) if kind is bool else kind(value)
         except ValueError:
             found = None
-        if key in allowed:
-            expected, right = f"one of {' '.join(allowed[key])}", value in allowed[key]
-        elif kind is bool:
-            expected, right = "0 or 1", value in ("0", "1")
-        elif kind is float:
-            expected, right = "a number from 0 to 1", found is not None and 0 <= found <= 1
-        else:
+        if kind in (bool, float):
+            expected = "0 or 1" if kind is bool else "a number from 0 to 1"
+            right = found is not None and 0 <= found <= 1
+        elif kind is int:
             expected = f"a whole number from {least[key]} on" if key in least else "a whole number"
-            right = found is not None and (key not in least or found >= least[key])
+            right = found is not None and found >= least.get(key, found)
+        else:
+            expected, right = f"one of {' '.join(allowed.get(key, ()))}", key not in allowed or value in allowed[key]
         if not right:
             raise UsageError(f"{variable}: {key}={value} is not valid; expected {expected}")
-        values[key] = found
+        values[key] = bool(found) if kind is bool else found
     for key, expected in (required or {"kind": f"kind= one of {' '.join(allowed.get('kind', ()))}"}).items():
         if key not in values:
             raise UsageError(f"{variable}: '{key}' is missing; give {expected}")

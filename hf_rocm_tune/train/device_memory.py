@@ -1,17 +1,12 @@
 """Device memory beside the model: a fragmented cache, and memory of libraries.
 
-**Fragmentation.** *Allocated* is what tensors hold; *reserved* is what torch's allocator has taken from the driver;
-*inactive split* is free memory in blocks that are partly in use, so it cannot be returned. In every healthy run much of
-the reserved memory is free between steps. Memory that was reserved and never in use at any one time indicates
-fragmentation: ``reserved - peak of allocated``, a lower bound, because the peak is that of the whole run. The cache is
-returned between steps, when gradients and activations are gone. Sources: torch's memory management notes, and
-``torch.cuda.memory_stats`` for the names of counters.
+**Fragmentation.** In every healthy run much of the reserved memory is free between steps. What was reserved and never
+in use at any one time, ``reserved - peak of allocated``, a lower bound, indicates fragmentation: the cache is then
+returned between steps. Source: ``torch.cuda.memory_stats``.
 
-**Libraries.** A thread's first matrix product creates a BLAS handle with a workspace, and a library's first kernel
-loads its code: both outside torch's allocator, which does not return its cache for them. If weights and cache have
-filled the card by then, a run fails for want of a few megabytes (pytorch#128601), inside bitsandbytes without an
-exception. So one operation of each kind runs before the weights are loaded, which also shows whether the card computes
-at all. Not covered: kernels selected only by other shapes or dtypes, Triton's, RCCL's buffers.
+**Libraries.** A library's first kernel takes memory outside torch's allocator. If weights and cache have filled the
+card by then, a run fails for want of a few megabytes (pytorch#128601), so one operation of each kind runs before the
+weights are loaded. Not covered: kernels selected only by other shapes or dtypes, Triton's, RCCL's buffers.
 """
 
 from __future__ import annotations
@@ -158,11 +153,7 @@ class FragmentationCallback(TrainerCallback):
 
 
 def warm_up(device: torch.device, *, bits: int | None = None) -> int:
-    """Run one matrix product, forward and backward, one attention, one digest, and one operation on quantised weights.
-
-    Returns:
-        Bytes of device memory taken meanwhile outside torch's allocator, by other processes too.
-    """
+    """Run one matrix product, forward and backward, one attention, one digest, one operation on quantised weights."""
     if device.type != "cuda":
         return 0
     try:

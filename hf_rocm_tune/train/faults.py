@@ -37,23 +37,17 @@ COUNT_FILE = "_crashes.json"
 
 @dataclass(frozen=True, kw_only=True)
 class CrashSpec:
-    """One crash: where it happens, how, and how often.
+    """One crash: where it happens, how, and how often."""
 
-    Attributes:
-        kind: ``kill`` (SIGKILL), ``segv`` (SIGSEGV), ``exit`` (with code 1), ``hang`` (sleeps for ever, without a
-            reaction to SIGTERM), ``spin`` (the same in a busy loop), ``stop`` (SIGSTOP, until SIGCONT).
-        at: ``step``: just before the step's batch is used, so a skipped step does not crash; ``save``: just before the
-            step's checkpoint is written; ``start``: before the first step, whatever ``step`` is.
-        step: number of the step, from 1.
-        times: how often, over all starts of a run.
-        rank: the rank that crashes.
-    """
-
+    # ``kill`` (SIGKILL), ``segv`` (SIGSEGV), ``exit`` (with code 1), ``hang`` (sleeps for ever, without a reaction to
+    # SIGTERM), ``spin`` (the same in a busy loop), ``stop`` (SIGSTOP, until SIGCONT)
     kind: str
+    # ``step``: just before the step's batch is used, so a skipped step does not crash; ``save``: just before the step's
+    # checkpoint is written; ``start``: before the first step, whatever ``step`` is
     at: str = "step"
-    step: int = 1
-    times: int = 1
-    rank: int = 0
+    step: int = 1  # number of the step, from 1
+    times: int = 1  # how often, over all starts of a run
+    rank: int = 0  # the rank that crashes
 
     @classmethod
     def parse(cls, text: str) -> CrashSpec:
@@ -64,29 +58,18 @@ class CrashSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFaultSpec:
-    """Which micro-steps get a fault, and which fault.
+    """Which micro-steps get a fault, and which fault."""
 
-    Attributes:
-        kind: ``oom``: ``torch.OutOfMemoryError`` is raised; ``nan``: the gradient of a layer's output becomes NaN.
-        rate: share of the micro-steps that get the fault, 0 to 1.
-        seed: the same seed selects the same micro-steps of a process, counted from its start.
-        rows: only micro-batches of more rows than this (packed: more sequences).
-        tokens: only micro-batches of more tokens than this.
-        rank: only this rank; None for all.
-        where: ``forward`` or ``backward``; None: drawn from the seed. NaN is always injected in backward.
-        first: the first optimizer step (from 1) that may get a fault.
-        count: stop after this many.
-    """
-
-    kind: str
-    rate: float = 1.0
-    seed: int = 0
-    rows: int = 0
-    tokens: int = 0
-    rank: int | None = None
+    kind: str  # ``oom``: ``torch.OutOfMemoryError`` is raised; ``nan``: the gradient of a layer's output becomes NaN.
+    rate: float = 1.0  # share of the micro-steps that get the fault, 0 to 1
+    seed: int = 0  # the same seed selects the same micro-steps of a process, counted from its start
+    rows: int = 0  # only micro-batches of more rows than this (packed: more sequences)
+    tokens: int = 0  # only micro-batches of more tokens than this
+    rank: int | None = None  # only this rank; None for all
+    # ``forward`` or ``backward``; None: drawn from the seed. NaN is always injected in backward.
     where: str | None = None
-    first: int = 1
-    count: int | None = None
+    first: int = 1  # the first optimizer step (from 1) that may get a fault
+    count: int | None = None  # stop after this many
 
     @classmethod
     def parse(cls, text: str) -> StepFaultSpec:

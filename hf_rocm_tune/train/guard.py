@@ -1,17 +1,9 @@
 """Checks of each optimizer step's loss and gradient norm: steps that are not finite are skipped, dead runs stopped.
 
-`StepGuard` judges the loss and gradient norm of one optimizer step after another, without a trainer:
-
-- NaN or infinity in either: the step is skipped. More than ``max_skipped`` of the last 100 steps: the run stops.
-- Loss and gradient norm exactly 0: nothing is learned. A warning after 3 steps in a row; the run stops after 20.
-- A loss spike: a warning. It is 10 robust standard deviations (1.4826 times the median absolute deviation, as for a
-  normal distribution) above the median of the last losses, and at least 1.5 times that median.
-
-`TrainingGuard` reads both numbers once a step, after clipping and before the optimizer, the only place where a step can
-still be skipped. Ranks exchange theirs over gloo, so that all skip the same steps. A skipped step counts: its samples
-are not repeated in this epoch, and the learning rate schedule advances.
-
-`MovementCallback` compares digests of the trainable weights at intervals and warns when they do not change.
+A step with NaN or infinity in either is skipped, more than ``max_skipped`` of the last 100 stop the run. Loss and norm
+exactly 0 are a warning after 3 steps in a row, and stop the run after 20. A spike (10 robust standard deviations,
+1.4826 times the median absolute deviation, above the median, and 1.5 times that) is a warning. Ranks exchange both
+numbers over gloo, so that all skip the same steps; a skipped step counts, its samples are not repeated.
 
 Not covered: values that are wrong but plausible; LOMO, which updates weights during backward. With fp16 the gradient
 scaler handles gradients that overflow.
@@ -168,11 +160,7 @@ class TrainingGuard:
         *,
         can_repeat: bool,
     ) -> bool:
-        """Judge the step before the optimizer uses it; the gradients of a step to be skipped go. Collective.
-
-        Returns:
-            Whether the step must be computed again, because a product was wrong.
-        """
+        """Judge the step before the optimizer uses it; the gradients of a step to be skipped go. Collective."""
         losses, self._losses = self._losses, []
         if not losses:
             return False  # one of ``skip_steps``

@@ -1,14 +1,9 @@
 """Ctrl-C, SIGTERM, SIGHUP and the file ``CHECKPOINT``: a checkpoint at the end of the current step.
 
-The signal handler only records the signal; the Trainer writes the checkpoint where it writes its own, after the step's
-log and evaluation, so a resumed run equals an uninterrupted one. Then `Interrupted` (always exit code 130) ends the
-run. ``touch output_dir/CHECKPOINT`` requests a checkpoint without ending the run; the file is removed when the
-checkpoint is in place.
-
-With several ranks one small all-reduce a step, over gloo on the host, makes all of them save and stop at the same step.
-
-Not covered: a step that never ends (a device that hangs): Python's signal handlers do not run while a call into a
-library does not return. The stall watchdog (`stall`) and the supervisor end such a job.
+The signal handler only records the signal; the Trainer writes the checkpoint where it writes its own, so a resumed run
+equals an uninterrupted one, and `Interrupted` (exit code 130) ends the run. ``touch output_dir/CHECKPOINT`` asks for a
+checkpoint without an end. Ranks agree over gloo, one small all-reduce a step. Not covered: a step that never ends; the
+stall watchdog and the supervisor end such a job.
 """
 
 from __future__ import annotations

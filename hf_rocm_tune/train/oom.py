@@ -1,29 +1,16 @@
 """Out-of-memory recovery: a step that does not fit on the device is repeated with smaller micro-batches.
 
-`OutOfMemoryRecovery.run` wraps every micro-step. In one process the optimizer step is rewound to its start, each
-micro-batch is split into more parts than before, and the same samples are repeated. If a library or the driver ran out
-of memory rather than torch's allocator, whose cache they cannot use, the first retry is unchanged: the cache has been
-returned by then (pytorch#128601). With several ranks the others wait in a collective that cannot be undone, so the job
-ends with one line (code 5) and a record in the output directory: the same command continues from the newest checkpoint
-with smaller parts.
+In one process the optimizer step is rewound to its start and the same samples are repeated in smaller parts; where a
+library or the driver ran out of memory, the first retry is unchanged, because the cache has been returned by then
+(pytorch#128601). With several ranks the others wait in a collective that cannot be undone: the job ends (code 5), and
+the same command continues from the newest checkpoint with smaller parts. An evaluation is repeated with fewer rows.
 
-Each part's loss is scaled so that the parts add up to the whole: effective batch, number of optimizer steps, learning
-rate, loss and gradients (up to rounding) are unchanged. Exact for losses normalised by the label tokens of the
-optimizer step (``num_items_in_batch``) and for means over a micro-batch, whose parts are weighted by their labels. Not
-exact: terms that are not sums over tokens (the load-balancing loss of a mixture of experts), random draws (dropout),
-TRL's logged entropy and accuracy, and losses of a micro-batch as a whole (KTO's estimate of the KL divergence, DPO's
-``aot`` and ``sft``).
+Each part's loss is scaled so that the parts add up to the whole: exact for losses normalised by the label tokens of the
+step and for means over a micro-batch. Not exact: terms that are not sums over tokens (the balance of experts), random
+draws, TRL's logged entropy and accuracy, losses of a micro-batch as a whole (KTO's KL, DPO's ``aot`` and ``sft``).
 
-A padded batch is split between rows, preference pairs between pairs, KTO's rows together with their mismatched ones. A
-packed batch is one row in which the position restarts at 0 with each sequence: it is split there, and the tensors that
-describe the sequences (``cu_seq_lens``, ``max_length``, ``seq_idx``) are recomputed. Batches with tensors of unknown
-meaning (images), and those that a trainer generates, are not split: they end the run when they do not fit.
-
-An evaluation that runs out of memory is repeated with half as many rows at a time, in one process; its loss, a mean
-over batches, depends on their size.
-
-Not covered (the error ends the run): clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and
-context parallelism, static graphs; host memory; buffers of a model that change in ``forward``.
+Not covered (the error ends the run): clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and context
+parallelism, static graphs; host memory; buffers that change in ``forward``; batches with tensors of unknown meaning.
 """
 
 from __future__ import annotations

@@ -77,19 +77,15 @@ class _Watched:
 
 @dataclass(kw_only=True)
 class FrozenSentinel:
-    """Checks the frozen tensors of a model, each by the bytes of its whole storage.
-
-    Attributes:
-        changed_at_start: tensors that differed from their baseline at construction.
-        passes: completed passes over all tensors, in slices or in full.
-    """
+    """Checks the frozen tensors of a model, each by the bytes of its whole storage."""
 
     list_tensors: Callable[[], Iterable[Found]]
     period: int
     arrived_with: Callable[[Tensor], Digest | None] = lambda _: None
     explain: Callable[[str, Tensor, bool], str | None] = lambda *_: None
+    # tensors that differed from their baseline at construction
     changed_at_start: list[Change] = field(default_factory=list)
-    passes: int = 0
+    passes: int = 0  # completed passes over all tensors, in slices or in full
     _watched: dict[str, _Watched] = field(default_factory=dict)
     _slices: list[list[_Watched]] = field(default_factory=list)
     _queued: list[tuple[list[_Watched], QueuedDigests]] = field(default_factory=list)

@@ -1,18 +1,9 @@
 """Metrics that a run shows and logs besides the loss: the card's sensors, speed, integrity counters.
 
-A thread reads the sensors every ``every_s`` seconds: at the end of a step the card is idle, and a driver may hang in
-a read of sysfs. They are read for AMD cards only (sysfs). A value that could not be read is left out, never 0.
-
-Every logging service gets one dict for each training log; what is added to it reaches all of them. Besides ``gpu/...``:
-
-    integrity/verified_gb     10^9 bytes verified on their way to the device, so far
-    integrity/mismatches      mismatches so far: in transfers, casts, gradients, frozen weights, replicas, files
-    integrity/recovered       of these, recovered
-    speed/seconds_per_step    mean since the last log, without evaluation and saving
-    speed/tokens_per_second   likewise; of all ranks, if the trainer counts tokens (TRL's ``num_tokens``)
-
-The counters are those of rank 0; the report adds up all ranks. The terminal shows the log as a table with one
-live line. The loss in it is that of the last log: reading it at each step would make the host wait for the card.
+A thread reads the sensors of AMD cards (sysfs): at the end of a step the card is idle, and a driver may hang in a read.
+A value that could not be read is left out, never 0. What `MetricsCallback` adds to a log reaches every service:
+``gpu/...``, ``integrity/...`` (10^9 bytes, rank 0's; the report adds up all ranks), ``speed/...`` since the last log,
+without evaluation and saving. The terminal shows the log as a table with one live line.
 """
 
 from __future__ import annotations

@@ -226,13 +226,7 @@ class VerifiedTransferMixin(_Base):
         if (streamer := streamer_of(self.model)) is not None:
             streamer.require_frozen()
         self.streamer = streamer
-        self._sentinel = SentinelCallback(
-            self.model,
-            self.mover,
-            every=sentinel_every,
-            excuse_writes=is_foreign(type(self)),
-            references=() if getattr(self.args, "sync_ref_model", False) else self._references,
-        )
+        self._sentinel = self._new_sentinel(sentinel_every)
         self._add_callbacks(telemetry)
 
     # ---- while the trainer is built -------------------------------------------------------------------------
@@ -243,6 +237,11 @@ class VerifiedTransferMixin(_Base):
             return {}
         attest(model, self.mover)
         return digests_before(model, self.mover) if rewrites_base(peft_config) else {}
+
+    def _new_sentinel(self, every: int) -> SentinelCallback:
+        references = () if getattr(self.args, "sync_ref_model", False) else self._references
+        excuse = is_foreign(type(self))
+        return SentinelCallback(self.model, self.mover, every=every, excuse_writes=excuse, references=references)
 
     def _add_callbacks(self, telemetry: Telemetry | None) -> None:
         for callback in (

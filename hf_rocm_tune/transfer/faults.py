@@ -31,32 +31,22 @@ FAULT_STAGES = (*STAGES, BETWEEN_CARDS, "gradients", "gathered")
 
 @dataclass(frozen=True, kw_only=True)
 class FaultSpec:
-    """Which transfers get a fault, and which fault.
+    """Which transfers get a fault, and which fault."""
 
-    Attributes:
-        kind: ``zero`` the tensor, ``zero_range`` a part of it, ``flip`` one bit, ``bits`` 2 to 6 bits of two
-            neighbouring words, ``stride`` one bit every 64, 256 or 4,096 bytes, ``stale`` bytes of an earlier transfer,
-            ``swap`` two words, ``drop`` the copy, ``late``: it arrives only after the digest was taken, ``after``:
-            one bit is flipped just after the tensor was verified.
-        rate: share of matching tensors that get the fault, 0 to 1.
-        seed: the same seed selects the same transfers, whatever the order of the threads.
-        persist: whether each retry of a transfer gets the fault as well.
-        stage: only this stage. In ``gradients`` (averages of buckets), ``buckets`` (copies to the host) and
-            ``gathered`` (weights gathered by FSDP2) only ``zero zero_range flip bits stride stale swap`` have an
-            effect.
-        tensor: only names that match this pattern (``fnmatch``).
-        first: the first matching transfer (from 1) that may get a fault.
-        count: stop after this many injections.
-    """
-
+    # ``zero`` the tensor, ``zero_range`` a part of it, ``flip`` one bit, ``bits`` 2 to 6 bits of two neighbouring
+    # words, ``stride`` one bit every 64, 256 or 4,096 bytes, ``stale`` bytes of an earlier transfer, ``swap`` two
+    # words, ``drop`` the copy, ``late``: it arrives only after the digest was taken, ``after``: one bit is flipped just
+    # after the tensor was verified
     kind: str
-    rate: float = 1.0
-    seed: int = 0
-    persist: bool = False
+    rate: float = 1.0  # share of matching tensors that get the fault, 0 to 1
+    seed: int = 0  # the same seed selects the same transfers, whatever the order of the threads
+    persist: bool = False  # whether each retry of a transfer gets the fault as well
+    # only this stage. In ``gradients`` (averages of buckets), ``buckets`` (copies to the host) and ``gathered``
+    # (weights gathered by FSDP2) only ``zero zero_range flip bits stride stale swap`` have an effect.
     stage: str | None = None
-    tensor: str = "*"
-    first: int = 1
-    count: int | None = None
+    tensor: str = "*"  # only names that match this pattern (``fnmatch``)
+    first: int = 1  # the first matching transfer (from 1) that may get a fault
+    count: int | None = None  # stop after this many injections
 
     @classmethod
     def parse(cls, text: str) -> FaultSpec:
