@@ -40,6 +40,7 @@ class Case:
             (f"{asked.stream} layers streamed", asked.stream),
         )
         more = [word for word, is_on in ways if is_on]
+        more += ["adapters on experts"] if asked.target_parameters else []
         more += [f"saves {', '.join(asked.modules_to_save)}"] if asked.modules_to_save else []
         more += [f"evaluation of {asked.eval_batch}"] if asked.eval_batch else []
         more += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
@@ -121,6 +122,7 @@ NARROW = {**DEEP, "hidden_size": 256, "intermediate_size": 512, "num_attention_h
 WIDE_GEMMA3 = {**GEMMA3, **{key: WIDE[key] for key in WIDE if key.endswith(("_size", "_layers", "_heads"))}}
 _BF16 = {"autocast": True, "dtype": "bfloat16"}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_EXPERTS = {"targets": _ATTENTION, "target_parameters": ("experts.gate_up_proj", "experts.down_proj")}
 
 _EAGER = {"attention": "eager", "dropout": 0.0, "platform": "cuda", "triton": False}
 #: For the simulated card, which computes by the CPU's operators, without Triton. Attention is eager, because only that
@@ -149,6 +151,8 @@ SIMULATED_CASES: tuple[Case, ...] = (
     _case("Llama, wide", WIDE, "full", 1, 64, True, trainer="dpo", **{**_EAGER, "autocast": True}),
     _case("Qwen3-MoE", MOE, "qlora", 2, 256, True, **_BF16, **_EAGER, targets=_ATTENTION),
     _case("gpt-oss", GPT_OSS, "qlora", 2, 256, False, **_BF16, **_EAGER, targets=_ATTENTION),
+    _case("Qwen3-MoE, experts", MOE, "qlora", 2, 256, True, **_BF16, **_EAGER, **_EXPERTS),
+    _case("gpt-oss, experts", GPT_OSS, "qlora", 2, 256, False, **_BF16, **_EAGER, **_EXPERTS),
     _case("Llama, deep", DEEP, "lora", 6, 128, True, **_BF16, **_EAGER, stream=12),
     _case("Llama, deep", DEEP, "lora", 1, 256, True, accumulation=2, **_BF16, **_EAGER, stream=6),
     _case("Llama, narrow", NARROW, "qlora", 2, 256, True, **_BF16, **_EAGER, stream=12),

@@ -114,6 +114,7 @@ def job_of(case: Case, device: str, scratch: Path, *, steps: int = STEPS) -> dic
         r=asked.rank,
         lora_dropout=asked.dropout,
         target_modules=asked.targets if isinstance(asked.targets, str) else list(asked.targets),
+        target_parameters=list(asked.target_parameters) or None,
         modules_to_save=list(asked.modules_to_save) or None,
         use_dora=asked.dora,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from typing import Any
 
 from hf_rocm_tune.configs import MEMORY, RECIPES
 from hf_rocm_tune.machine import process
@@ -50,18 +51,24 @@ def updated(text: str, memory: str, case: Case) -> str:
     return re.sub(rf"^{re.escape(MEMORY)}.*$", f"{MEMORY}  {memory}", text, flags=re.MULTILINE)
 
 
+def verb_of(name: str) -> Any:
+    """The training verb that a recipe's comment names."""
+    return re.findall(r"hf-rocm-tune (\w+) --config", RECIPES.path(name).read_text(encoding="utf-8"))[0]
+
+
 def planned(name: str, card: CardMemory) -> tuple[str, Case]:
     """The planner's word on the memory of one recipe, in one line, and its choice.
 
     Raises:
         ValueError: it does not fit; such a recipe must not ship.
     """
-    job = arguments.parse(["--config", name], accelerator=False)
+    verb = verb_of(name)
+    job = arguments.parse(["--config", name], accelerator=False, method=verb)
     settings = job.resolved() | {"bf16": True}  # as on the card, whatever this machine is
     if "dtype" not in job.given:
         settings["dtype"] = "bfloat16"
     cards = 2 if "dual_rx7900xt" in RECIPES.path(name).read_text(encoding="utf-8") else 1
-    request = from_training(settings, cards=cards)
+    request = from_training(settings, trainer=verb, cards=cards)
     if settings["split_layers"]:
         return _planned_split(name, request, str(settings["split_layers"]), card)
     choice = plan_for(request, card=card).choice

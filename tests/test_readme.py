@@ -131,3 +131,11 @@ def test_file_exists(path: str) -> None:
 def test_links_within_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(((?!https?://)[^)#]+)", page.read_text())
     assert all((page.parent / link).exists() for link in links), links
+
+
+def test_the_pages_are_a_site(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e .[dev]")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "site").rglob("*.html"))) > len(list((ROOT / "docs").rglob("*.md")))

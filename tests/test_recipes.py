@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,13 +21,16 @@ from hf_rocm_tune.settings import arguments
 from hf_rocm_tune.settings import names as recipe_file
 
 NAMES = [
+    "gemma_1b_lora",
     "gpt_oss_20b_lora",
     "llama_1b_lora",
     "llama_3b_lora",
+    "mistral_7b_qlora",
     "qwen_14b_lora_split",
     "qwen_14b_qlora",
     "qwen_30b_a3b_qlora",
     "qwen_32b_qlora_streamed",
+    "qwen_8b_dpo_qlora",
     "qwen_8b_lora_dual",
     "qwen_8b_qlora",
 ]
@@ -67,13 +71,14 @@ def test_what_ships_is_valid_and_says_what_a_reader_needs(name: str, run: Run) -
     assert code == 0 and "warning" not in out
     comment = recipes.path(name).read_text().split("\n\n")[0]
     dual = " --accelerate_config dual_rx7900xt" if "dual" in name else ""
-    assert f"# Start:   hf-rocm-tune sft --config {name}{dual}\n" in comment
+    verb: Any = "dpo" if "dpo" in name else "sft"
+    assert f"# Start:   hf-rocm-tune {verb} --config {name}{dual}\n" in comment
     for part in ("# Data: ", "# Needs: ", "# Memory: ", "Effective batch:"):
         assert part in comment
-    job = arguments.parse(["--config", name], accelerator=False)
+    job = arguments.parse(["--config", name], accelerator=False, method=verb)
     training, cards = job.training, 2 if dual else 1
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * cards
-    assert f"= {rows} rows" in comment
+    assert f"= {rows} {'pairs' if verb == 'dpo' else 'rows'}" in comment
     assert job.tune.verify == "full"
 
 

@@ -74,9 +74,9 @@ def rows_of(trainer: Any, split: str) -> Iterator[dict[str, Any]]:
     head = [dict(row) for _, row in zip(range(100), iter(dataset), strict=False)]
     if not head:
         return
-    for row in (head[0], max(head, key=_length)):
-        parts = _parts(row)
-        if parts and not (row is not head[0] and _length(row) == _length(head[0])):
+    longest = max(head, key=_length)
+    for row in (head[0], longest) if _length(longest) > _length(head[0]) else head[:1]:
+        if parts := _parts(row):
             yield {"split": split, "parts": {name: _pieces(tokenizer, *part) for name, part in parts.items()}}
 
 

@@ -508,8 +508,8 @@ class TerminalCallback(TrainerCallback):
     def _put(self, cells: list[str], first: int) -> None:
         """Show a row: the titles, figures below them, or a step and a sentence."""
         self._rows_shown += 1
-        widths = [first, *(each.width for each in self._columns)]
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)), flush=True)
+        widths = [first, *(each.width for each in self._columns)] if len(cells) > 2 else [first, 0]
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.close()
@@ -561,21 +561,28 @@ class TerminalCallback(TrainerCallback):
 class NotebookCallback(TerminalCallback):
     """The same as one table in the output of the cell, drawn again with each log and not by each step."""
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        from IPython.display import HTML, display
-
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
         self._table: list[str] = []
-        self._html, self._drawn = HTML, display(HTML(""), display_id=True)
+        self._drawn: Any = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """A table in the cell that trains."""
+        self._table, self._drawn, self._width = [], None, 0
 
     def _put(self, cells: list[str], first: int) -> None:
-        tag, wide = ("td", "") if self._table else ("th", "")
+        from IPython.display import HTML, display
+
+        self._rows_shown += 1
+        tag, wide = ("th" if cells[0] == "step" else "td"), ""
         if len(cells) < 3:  # a sentence
             wide = f' colspan="{max(len(self._columns), 1)}" style="text-align: left"'
         step, *others = (escape(cell) for cell in cells)
         self._table.append(
             f"<tr><{tag}>{step}</{tag}>{''.join(f'<{tag}{wide}>{each}</{tag}>' for each in others)}</tr>"
         )
-        self._drawn.update(self._html(f"<table>{''.join(self._table)}</table>"))
+        self._drawn = self._drawn or display(HTML(""), display_id=True)
+        self._drawn.update(HTML(f"<table>{''.join(self._table)}</table>"))
 
 
 _LIVE: set[TerminalCallback] = set()

@@ -256,7 +256,7 @@ def test_an_injected_fault_leaves_no_trace_in_the_adapter(
 
 
 @pytest.mark.parametrize("kind", sampled(HARMS, "flip"))
-@pytest.mark.parametrize("name", sampled(("lora", "qlora", "full"), "qlora"))
+@pytest.mark.parametrize("name", sampled(("lora", "qlora", "full", "experts in 4 bit", "experts in MXFP4"), "qlora"))
 def test_a_copy_that_the_driver_harms_leaves_no_trace_in_the_adapter(
     name: str,
     kind: str,

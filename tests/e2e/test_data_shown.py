@@ -100,6 +100,7 @@ def test_a_dry_run_shows_what_counts_and_writes_nothing(start: Start, tmp_path: 
     assert f"<|im_start|>user\n{row[0]['content']}<|im_end|>" in shown.stdout
     content = json.loads(start("--assistant_only_loss", "--dry_run", "json", dataset_name=chats).stdout)
     pieces = content["rows"][0]["parts"]["row"]
+    assert len({json.dumps(row) for row in content["rows"]}) == len(content["rows"]), "a row is shown once"
     assert "".join(piece["text"] for piece in pieces if piece["counts"]).startswith(row[1]["content"])
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -160,8 +160,10 @@ trainer = hf_rocm_tune.VerifiedSFTTrainer(
     args=SFTConfig(output_dir="out", max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=0.01,
                    lr_scheduler_type="constant", logging_steps=1, use_cpu=True, bf16=False, report_to="none"),
     train_dataset=load_dataset("json", data_files="chats.jsonl", split="train"),
+    eval_dataset=load_dataset("json", data_files="chats.jsonl", split="train[:2]"),
     peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
 )
+trainer.evaluate()
 trainer.train()
 trainer.save_model()
 print(trainer.weight_coverage())
@@ -190,7 +192,10 @@ def test_notebook(user: User) -> None:
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     text = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "Warning" not in text and "it/s" not in text, text
-    assert "1/4" in text + "".join(str(output.get("data")) for output in outputs)
+    tables = [found["text/html"] for output in outputs if "text/html" in (found := output.get("data", {}))]
+    evaluated, drawn, _ = tables
+    assert "0/0" in evaluated and "evaluation: loss" in evaluated
+    assert drawn.count("<th>step</th>") == 1 and all(f"<td>{step}/4</td>" in drawn for step in range(1, 5))
     assert "<table" in notebook.cells[1].outputs[0].data["text/html"]
     assert_covered(report_of(user.place / "out"))
 

@@ -96,7 +96,7 @@ def test_a_card_that_cannot_multiply_is_refused_before_the_model_is_loaded(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", ["Qwen3", "Llama"])
+@pytest.mark.parametrize("model", ["Qwen3", "Llama", "gpt-oss"])
 def test_the_plan_predicts_what_the_allocator_counts(tmp_path: Path, model: str) -> None:
     try:
         environ = simcard.environment()

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,26 +29,38 @@ def small(model_of: Callable[[str], Path], messages: Path) -> Callable[[str], li
     """The command line for a recipe: the recipe by name, and what makes it small."""
 
     def command(name: str) -> list[str]:
-        model = model_of("llama3" if name.startswith("llama") else "qwen3")
+        model = model_of({"llama": "llama3", "gemma": "gemma3", "mistral": "mistral"}.get(name.split("_")[0], "qwen3"))
+        data = messages.parent / "pairs"
+        for split in ("train", "test") if "dpo" in name else ():
+            chats = [json.loads(row)["messages"] for row in (messages / f"{split}.jsonl").read_text().splitlines()]
+            rows = [{"prompt": one[:1], "chosen": one[1:], "rejected": two[1:]} for one, two in pairwise(chats)]
+            data.mkdir(exist_ok=True)
+            (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         size = flags(
-            model_name_or_path=model, dataset_name=messages, max_steps=2, max_length=64, eval_steps=2, disable_tqdm=True
+            model_name_or_path=model,
+            dataset_name=data if "dpo" in name else messages,
+            max_steps=2,
+            max_length=64,
+            eval_steps=2,
+            disable_tqdm=True,
         )
         return ["--config", name, *size, *flags(logging_steps=1, save_steps=2, warmup_steps=0)]
 
     return command
 
 
-@pytest.mark.parametrize("name", sampled(SINGLE, "qwen_14b_qlora"))
+@pytest.mark.parametrize("name", sampled(SINGLE, "qwen_8b_dpo_qlora"))
 def test_trains_and_recovers_from_faults_with_the_same_adapter(
     name: str, small: Callable[[str], list[str]], server: CommandServer, tmp_path: Path
 ) -> None:
     clean, harmed = tmp_path / "clean", tmp_path / "harmed"
-    done = server.run(*small(name), *flags(output_dir=clean))
+    method = {"METHOD": "dpo"} if "dpo" in name else {}
+    done = server.run(*small(name), *flags(output_dir=clean), env=method)
     assert done.code == 0, done.stderr[-3000:]
     report = report_of(clean)
     assert report["coverage"]["verified_bytes"] == report["coverage"]["device_bytes"] > 0
     fault = "kind=zero_range,rate=0.2,seed=3,persist=0"
-    done = server.run(*small(name), *flags(output_dir=harmed), env={"HF_ROCM_TUNE_FAULT": fault})
+    done = server.run(*small(name), *flags(output_dir=harmed), env={"HF_ROCM_TUNE_FAULT": fault, **method})
     assert done.code == 0, done.stderr[-3000:]
     report = report_of(harmed)
     found = sum(report[stage]["mismatches"] for stage in ("weights", "batches"))
