@@ -37,7 +37,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Phi3": {"original_max_position_embeddings": 256, "head_dim": None},
     "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
     "Bloom": {"n_layer": 2, "n_head": 2},
-    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": None},
     "Mamba2": {"state_size": 16, "num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
     "Lfm2": {"layer_types": ["conv", "full_attention"]},
     "Qwen3Next": {**_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
@@ -60,7 +60,8 @@ def build(name: str, folder: Path) -> Path:
     tokenizer = tiny.build_tokenizer()
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(vocab_size=512, **ids, **_SIZE | ARCHITECTURES[name])
+    values = {key: value for key, value in (_SIZE | ARCHITECTURES[name]).items() if (key, value) != ("head_dim", None)}
+    config = getattr(transformers, f"{name}Config")(vocab_size=512, **ids, **values)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / name)
     return folder / name
@@ -111,25 +112,28 @@ def _line(done: Any) -> str:
 def main() -> int:
     """Tries what is named, or all, and writes the page. Returns 0."""
     names = sys.argv[1:] or list(ARCHITECTURES)
-    rows, reasons = [], list[str]()
+    lines = PAGE.read_text(encoding="utf-8").splitlines() if sys.argv[1:] else []
+    rows = {
+        line.split(" | ")[0][2:]: line
+        for line in lines
+        if line.startswith("| ") and line[2:].split(" ")[0] in ARCHITECTURES
+    }
+    reasons = [line for line in lines if line.startswith("- ") and line[2:].split(",")[0] not in names]
     for name, cells in tried(names):
-        found = dict(zip((*METHODS, "plan"), cells, strict=True))
-        short = [cell if (first := cell.split(":")[0]) == cell else first for cell in cells]
-        rows.append(f"| {name} | {' | '.join(short)} |")
-        reasons += [f"- {name}, {what}: {cell}" for what, cell in found.items() if ":" in cell]
-        print(rows[-1], *reasons[-len(cells) :] if any(":" in cell for cell in cells) else [], sep="\n", flush=True)
-    if sys.argv[1:]:
-        return 0
+        rows[name] = f"| {name} | {' | '.join(cell.split(':')[0] for cell in cells)} |"
+        found = zip((*METHODS, "plan"), cells, strict=True)
+        reasons += [f"- {name}, {what}: {cell}" for what, cell in found if ":" in cell]
+        print(rows[name], flush=True)
     versions = ", ".join(f"{each} {metadata.version(each)}" for each in ("transformers", "trl", "peft", "bitsandbytes"))
     head = f"| architecture | {' | '.join((*METHODS, 'plan'))} |\n|---|{'---|' * (len(METHODS) + 1)}\n"
-    PAGE.write_text(
+    why = ["", "## Why not", "", *reasons] if reasons else []
+    text = (
         "# Models\n\nWritten by `scripts/model_coverage.py` from what it tried: these architectures with random "
-        "weights and two small layers,\non a CPU, by the real commands. *trained*: two steps of `sft`, every byte "
-        "verified. "
+        "weights and two small layers,\non a CPU, by the real commands. *trained*: two steps of `sft`, all verified. "
         f"*planned*: for a 20 GB card. No\narchitecture is refused by name. With {versions}.\n\n"
-        + head + "\n".join(rows) + "\n" + ("\n## Why not\n\n" + "\n".join(reasons) + "\n" if reasons else ""),
-        encoding="utf-8",
-    )  # fmt: skip
+    )
+    lines = [rows[name] for name in ARCHITECTURES if name in rows] + why
+    PAGE.write_text(text + head + "\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 
