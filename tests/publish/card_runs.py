@@ -90,6 +90,15 @@ def incident(**changed: Any) -> dict[str, Any]:
     }
 
 
+def spoiled(value: Any, hostile: str) -> Any:
+    """A JSON value with every string and key replaced by a hostile one, beside the ones that are looked for."""
+    if isinstance(value, str):
+        return hostile
+    if isinstance(value, dict):
+        return {key: spoiled(one, hostile) for key, one in value.items()} | {hostile: hostile}
+    return [spoiled(one, hostile) for one in value] if isinstance(value, list) else value
+
+
 def rows(count: int = 6) -> list[dict[str, Any]]:
     """A log with evaluations."""
     logged: list[dict[str, Any]] = [

@@ -20,7 +20,7 @@ from hf_rocm_tune.publish import card
 from hf_rocm_tune.publish.card import CardFacts, build, clean_card, is_ours, kept
 from hf_rocm_tune.publish.history import Trained, coverage, judge, shown_settings
 from hf_rocm_tune.redaction import Private
-from tests.publish.card_runs import SETTINGS, TRAINED, incident, report, rows, stage
+from tests.publish.card_runs import SETTINGS, TRAINED, incident, report, rows, spoiled, stage
 
 NOBODY = Private()
 FACTS = CardFacts(
@@ -237,15 +237,6 @@ def test_the_code_names_what_else_was_asked_for() -> None:
 # ---- hostile and private content ----------------------------------------------------------------------------
 
 
-def spoiled(value: Any) -> Any:
-    """A JSON value with every string and key made hostile, beside the ones that are looked for."""
-    if isinstance(value, str):
-        return HOSTILE
-    if isinstance(value, dict):
-        return {key: spoiled(one) for key, one in value.items()} | {HOSTILE: HOSTILE}
-    return [spoiled(one) for one in value] if isinstance(value, list) else value
-
-
 def test_hostile_strings_stay_text() -> None:
     worst = report(
         incidents=[incident(), "x"],
@@ -261,9 +252,9 @@ def test_hostile_strings_stay_text() -> None:
         datasets=(HOSTILE,),
         data=HOSTILE,
         trained=replace(TRAINED, method=HOSTILE, dtype=HOSTILE, adapter_dtype=HOSTILE),
-        settings=spoiled({**SETTINGS, "attn_implementation": "x"}),
+        settings=spoiled({**SETTINGS, "attn_implementation": "x"}, HOSTILE),
         report={
-            **spoiled(worst),
+            **spoiled(worst, HOSTILE),
             "verify": "full",
             "findings": [{"status": "warn", "title": HOSTILE, "text": HOSTILE}],
         },

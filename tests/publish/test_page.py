@@ -24,10 +24,11 @@ from hf_rocm_tune.publish import page
 from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, RunFiles, collect, last, series, training_seconds
 from hf_rocm_tune.publish.page import loss_panel, panels, write_png
 from hf_rocm_tune.survive import manifest
-from tests.publish.card_runs import RUN_ID, incident, report, rows, stage, write_run
+from tests.publish.card_runs import RUN_ID, incident, report, rows, spoiled, stage, write_run
 
 DATA = {"split": "train", "rows": 300, "tokens": 41230, "median": 132, "p95": 201, "longest": 412, "cut": 12}
 DATA |= {"lost": 903, "dropped": 2, "trained": 20100, "kept": 40327}
+FINDING = {"source": "x", "fix": "x", "status": "fail"}
 HOSTILE = "\"><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>'&amp;\x00\x1b[31m\ud800"
 
 
@@ -160,17 +161,6 @@ def test_a_secret_in_the_words_of_a_finding_is_hidden_whole_and_fast(
 # ---- hostile content ----------------------------------------------------------------------------------------
 
 
-def spoiled(value: Any) -> Any:
-    """A JSON value with every string, keys included, replaced by something that would break a careless page."""
-    if isinstance(value, str):
-        return HOSTILE
-    if isinstance(value, dict):
-        return {key: spoiled(one) for key, one in value.items()} | {HOSTILE: HOSTILE}
-    if isinstance(value, list):
-        return [spoiled(one) for one in value]
-    return value
-
-
 def test_hostile_strings_everywhere_stay_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_run(tmp_path / "run", incidents=[incident()], findings=[{"title": "x", "read": ["x"]}])
     files = collect(directory)
@@ -179,9 +169,11 @@ def test_hostile_strings_everywhere_stay_text(tmp_path: Path, monkeypatch: pytes
         run_id=HOSTILE,
         rows=[*rows(), {HOSTILE: 1.0, "step": 1, f"eval_{HOSTILE}_loss": 2.0}],
         step=1,
-        trained=spoiled(files.trained),
-        report=spoiled(report(incidents=[incident(), "x"], findings=[{"source": "x", "fix": "x", "status": "fail"}])),
-        settings=spoiled(files.settings),
+        trained=spoiled(files.trained, HOSTILE),
+        report=spoiled(
+            report(incidents=[incident(), "x"], findings=[{"source": "x", "fix": "x", "status": "fail"}]), HOSTILE
+        ),
+        settings=spoiled(files.settings, HOSTILE),
         inspection=files.inspection,
         missing=[HOSTILE],
     )
