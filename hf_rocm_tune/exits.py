@@ -64,16 +64,9 @@ def run_guarded(
 ) -> int:
     """Run an entry point and turn what it raises into an exit code.
 
-    Args:
-        main: the entry point; what it returns is the exit code.
-        argv: its command line, whose secrets are redacted.
-        environ: of torchrun and the launcher; ``os.environ`` by default.
-        process_ends: the caller ends the process with the code; see `complete`.
-
-    Returns:
-        The code of ``main``; a ``TuneError``'s own code, after one line on stderr; 130 for Ctrl-C and, within
-        `sigterm_as_interrupt`, SIGTERM and SIGHUP; 128 + n for signal n of torch's agent; 1 for any other exception,
-        whose traceback is printed because it is our bug.
+    A ``TuneError``'s own code, after one line on stderr; 130 for Ctrl-C and, within `sigterm_as_interrupt`, SIGTERM and
+    SIGHUP; 128 + n for signal n of torch's agent; 1 for any other exception, with its traceback: it is our bug.
+    ``process_ends``: the caller ends the process with the code; see `complete`.
     """
     global _process_ends
     _process_ends = process_ends

@@ -76,19 +76,7 @@ def split(argv: Sequence[str]) -> CommandLine:
 
 
 def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:
-    """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says.
-
-    Args:
-        entry, argv: the module and its arguments.
-        accelerate_config: name or path of an accelerate configuration; chosen by the machine unless given.
-        extra: further flags of ``accelerate launch``.
-
-    Returns:
-        0, or the code that the job recorded; 128 + n when signal n ended it, 1 for any other end without a record.
-
-    Raises:
-        UsageError: the configuration or a launcher flag is wrong.
-    """
+    """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says."""
     names.apply_environment(argv, os.environ)
     arguments = _parse_launcher_flags([*_config_flags(accelerate_config, extra), *extra, "-m", entry, *argv])
     content = _content(arguments.config_file, required=True)

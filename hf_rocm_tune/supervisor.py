@@ -68,17 +68,7 @@ _AGENT_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The flags of ``hf-rocm-tune run``.
-
-    Args:
-        max_restarts: restarts without a new verified checkpoint between them.
-        max_skips: optimizer steps that may be skipped in the whole run; more are not caused by bad batches.
-        stall_seconds: without a heartbeat (one per micro-step) after which a training job is ended; 0 for never.
-        start_seconds: the same before the first step, which has no heartbeats: downloads, tokenising.
-        backoff_seconds: before the first restart; doubled for each further one without a new checkpoint, up to five
-            minutes.
-        grace_seconds: from SIGTERM to SIGKILL for a stalled job.
-    """
+    """The flags of ``hf-rocm-tune run``."""
 
     max_restarts: int = 8
     max_skips: int = 3
@@ -94,15 +84,7 @@ class Settings:
 
 
 def supervise(words: Sequence[str], settings: Settings) -> int:
-    """Run a training command to its end, through crashes and stalls.
-
-    Returns:
-        0 for success, 130 for an interruption, else the code of the last attempt: 4 for a stall, 128 + n for signal n.
-
-    Raises:
-        UsageError: the command cannot be supervised or started.
-        StallError: a process survives SIGKILL.
-    """
+    """Run a training command to its end, through crashes and stalls."""
     argv = to_start(words)
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-run-") as directory, _asked_to_end() as asked:
         return _Supervision(argv, shown(words), settings, Path(directory), asked).run()

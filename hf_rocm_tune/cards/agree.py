@@ -59,11 +59,7 @@ def everyone(values: Sequence[float]) -> list[list[float]]:
 
 
 def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
-    """Compare the digests of tensors, which have the same names on every rank, over all ranks. Collective.
-
-    Returns:
-        The number of tensors compared; 0 with a single rank.
-    """
+    """Compare the digests of tensors, which have the same names on every rank, over all ranks. Collective."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
     rows = list(tensors)

@@ -54,9 +54,6 @@ class SyncSettings:
         compression: what is sent between the ranks: ``fp16`` and ``bf16`` cast wider gradients (16-bit ones stay as
             they are); ``powersgd`` is an approximation of rank 1 with error feedback, for ``ddp`` only.
         powersgd_after: steps with plain averages before PowerSGD begins, at least 2.
-
-    Raises:
-        UsageError: PowerSGD is combined with ``host``.
     """
 
     way: Way = "ddp"
@@ -175,12 +172,7 @@ class HostAveraging:
         """Nothing is kept from one step to the next."""
 
     def begin(self, local: Tensor, *, name: str, number: int, is_last: bool) -> torch.futures.Future[Tensor]:
-        """Begin to average gradients. Collective; all ranks call this for the same buckets in the same order.
-
-        Returns:
-            Future of the average, of the dtype of ``local`` and on its device. After an error (see `failure` and
-            `check`) its value is undefined, but the other ranks are not kept waiting.
-        """
+        """Begin to average gradients. Collective; all ranks call this for the same buckets in the same order."""
         if self._fetcher is None or self._worker is None:
             self._fetcher, self._worker = self._mover.another_fetcher(), _Worker(local.device)
         landed: torch.futures.Future[Tensor] = torch.futures.Future(devices=[local.device] if local.is_cuda else None)

@@ -41,7 +41,9 @@ from hf_rocm_tune.cards.gradients import (
     exchange,
     judged,
     marked,
+    packed,
     project,
+    verdicts,
 )
 from hf_rocm_tune.errors import CorruptionError, SeamError
 from hf_rocm_tune.transfer import Mover, digest
@@ -62,7 +64,7 @@ class Gather:
     arrived: Tensor  # int64[ranks, 2], digests of what arrived from each rank, including its own part
     nbytes: int  # from the other ranks
 
-    def words(self) -> Tensor:
+    def words(self, *, failed: bool) -> Tensor:
         return torch.cat([self.sent, self.arrived.flatten()])
 
 
@@ -81,11 +83,27 @@ class _Reduction:
         """Bytes sent to the other ranks."""
         return self.sent.nbytes - self.average.numel() * self.sent.element_size()
 
-    def words(self, *, failed: bool = False) -> Tensor:
+    @property
+    def size(self) -> int:
+        """The number of `words`."""
+        ranks, blocks = self.projected.shape[:2]
+        return 1 + blocks * (ranks * _SENT + _AVERAGED)
+
+    def words(self, *, failed: bool) -> Tensor:
         """int64 words, the same number on all ranks; ``failed``: this rank could not compute the average again."""
         flag = torch.full((1,), int(failed), dtype=torch.int64, device=self.average.device)
         got = project(self.average)[:, :MAGNITUDE]
         return torch.cat([flag, *(each.flatten().view(torch.int64) for each in (self.projected, got.contiguous()))])
+
+    def verdict(self, words: Tensor) -> WrongAverage | None:
+        """As that of `gradients.Bucket`; each rank has its own part of the average, so nothing is compared."""
+        ranks, blocks = self.projected.shape[:2]
+        if failed := marked(words[:, 0] != 0):
+            return WrongAverage(record=self, ranks=failed, kind="not made again")
+        numbers = words[:, 1:].contiguous().view(torch.float64)
+        sent = numbers[:, : ranks * blocks * _SENT].view(ranks, ranks, blocks, _SENT)  # [from, to, ...]
+        got = numbers[:, ranks * blocks * _SENT :].view(ranks, blocks, _AVERAGED)
+        return judged(self, sent, got, dtype=self.sent.dtype)
 
 
 class _AllGather(DefaultAllGather):
@@ -173,7 +191,7 @@ class Gathers(AverageJudge):
         gathers, self.records[:] = list(self.records), []
         records: list[Gather | _Reduction] = [*gathers, *others]
         self._bytes += sum(record.nbytes for record in records)
-        everyone = exchange(joined([record.words() for record in records]))
+        everyone = exchange(packed(records, [False] * len(records)))
         report = self._mover.report
         report.count(GATHERED, checked=len(gathers))
         ranks = len(everyone)
@@ -233,16 +251,12 @@ class Traffic(Gathers):
         reductions, self._reductions[:] = list(self._reductions), []
         self._mover.report.count(STAGE, buckets=len(reductions))
         self.made += len(reductions)
-        self._conclude(_judge_reductions(reductions, self._settle(reductions, step)), step)
+        self._conclude(verdicts(reductions, self._settle(reductions, step)), step)
 
     @override
     def describe(self) -> dict[str, Any]:
         judged = {"judged": "projections", "gathered_judged": "digests", "averages": self.made}
         return {**super().describe(), **judged}
-
-    def _judge_again(self, records: Sequence[_Reduction], failed: Sequence[bool]) -> list[WrongAverage]:
-        mine = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
-        return _judge_reductions(records, exchange(joined(mine)))
 
     def _said(self, wrong: WrongAverage) -> tuple[str, str]:
         return f"of {wrong.record.name}", ""
@@ -279,30 +293,3 @@ class Traffic(Gathers):
         return any(
             isinstance(each, DTensor) and each._local_tensor.untyped_storage().data_ptr() == place for each in gradients
         )
-
-
-def joined(words: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(words)).cpu() if words else torch.zeros(0, dtype=torch.int64)
-
-
-def _judge_reductions(reductions: Sequence[_Reduction], words: Sequence[Tensor]) -> list[WrongAverage]:
-    """The averages that are wrong on some rank, or could not be checked.
-
-    An average is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, or if
-    a rank reports a failure.
-    """
-    ranks, start = len(words), 0
-    found: list[WrongAverage] = []
-    for record in reductions:
-        blocks = record.projected.shape[1]
-        end = start + 1 + blocks * (ranks * _SENT + _AVERAGED)
-        mine = torch.stack([each[start:end] for each in words])
-        start = end
-        numbers = mine[:, 1:].contiguous().view(torch.float64)
-        sent = numbers[:, : ranks * blocks * _SENT].view(ranks, ranks, blocks, _SENT)  # [from, to, ...]
-        got = numbers[:, ranks * blocks * _SENT :].view(ranks, blocks, _AVERAGED)
-        if failed := marked(mine[:, 0] != 0):
-            found.append(WrongAverage(record=record, ranks=failed, kind="not made again"))
-        elif verdict := judged(record, sent, got, dtype=record.sent.dtype):
-            found.append(verdict)
-    return found

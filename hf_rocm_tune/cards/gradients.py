@@ -103,8 +103,13 @@ class Bucket:
             if each.grad is not None:
                 each.grad.copy_(piece.view_as(each.grad))  # device: both are on the parameter's device
 
-    def pack(self, *, failed: bool) -> Tensor:
-        """int64 words on the gradients' device: failed, digest of the average, projections of both; see `_judge`."""
+    @property
+    def size(self) -> int:
+        """The number of `words`."""
+        return _HEADER + self.projected.shape[0] * (_SENT + _AVERAGED)
+
+    def words(self, *, failed: bool) -> Tensor:
+        """int64 words on the gradients' device: failed, digest of the average, projections of both; see `verdict`."""
         average = self.averaged()
         got = self.projected if self.wire is None else project(average, wire=self.wire)
         return torch.cat(
@@ -115,6 +120,24 @@ class Bucket:
                 got[:, :MAGNITUDE].flatten().view(torch.int64),
             ]
         )
+
+    def verdict(self, words: Tensor) -> WrongAverage | None:
+        """The verdict from int64[ranks, size], the words of all ranks, on the host; None if the average is right.
+
+        It is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, if the
+        ranks' bits differ, or if a rank reports a failure; without projections (PowerSGD) only the last two count.
+        """
+        ranks, blocks, header = len(words), self.projected.shape[0], words[:, :_HEADER]
+        numbers = words[:, _HEADER:].contiguous().view(torch.float64)
+        sent = numbers[:, : blocks * _SENT].view(ranks, blocks, _SENT)
+        averaged = numbers[:, blocks * _SENT :].view(ranks, blocks, _AVERAGED)
+        if failed := marked(header[:, 0] != 0):
+            return WrongAverage(record=self, ranks=failed, kind="not made")
+        if self.wire is not None and (found := judged(self, sent, averaged, dtype=self.wire)) is not None:
+            return found
+        if differing := marked((header[:, 1:] != header[0, 1:]).any(dim=1)):
+            return WrongAverage(record=self, ranks=differing, kind="differs between ranks")
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +158,11 @@ class WrongAverage:
 
 class AverageJudge:
     """Handles verdicts on averages, for DistributedDataParallel and FSDP2, which say how records are averaged again
-    through the host (collective: a rank with an error, which is returned, takes part), judged again with those that
-    failed on this rank (collective), and where a wrong average is: for messages, and for incidents."""
+    through the host (collective: a rank with an error, which is returned, takes part), and where a wrong average is:
+    for messages, and for incidents."""
 
     _rung: str  # the collective that computes averages first
     _average_again: Callable[[Any], str | None]
-    _judge_again: Callable[[Sequence[Any], Sequence[bool]], list[WrongAverage]]
     _said: Callable[[WrongAverage], tuple[str, str]]
     _place: Callable[[WrongAverage], dict[str, Any]]
     _advice = ""
@@ -164,7 +186,7 @@ class AverageJudge:
             raise self._refusal(wrong, step, "--on_corruption stop is set")
         records = [each.record for each in wrong]
         failures = [self._average_again(record) for record in records]
-        again = self._judge_again(records, [failure is not None for failure in failures])
+        again = verdicts(records, exchange(packed(records, [failure is not None for failure in failures])))
         bad_again = {id(each.record) for each in again if each.finite}
         still = [each for each in wrong if id(each.record) in bad_again]
         right = [each for each in wrong if id(each.record) not in bad_again]
@@ -288,7 +310,7 @@ class GradientCheck(AverageJudge):
             raise torch.OutOfMemoryError("no memory for a copy of the gradients to be averaged")
         if self._pending:
             failed = [self._averaging.failure(bucket.number) is not None for bucket in self._pending]
-            self._packed = _pack(self._pending, failed)
+            self._packed = packed(self._pending, failed)
 
     def settle(self, *, step: int) -> None:
         """Check the averages of this step and compute wrong ones again. Collective; afterwards they may be used."""
@@ -303,18 +325,14 @@ class GradientCheck(AverageJudge):
         if self._packed is None:
             self.collect()
         buckets, self._pending = self._pending, []
-        packed, self._packed = self._packed, None
-        assert packed is not None
+        mine, self._packed = self._packed, None
+        assert mine is not None
         self._mover.report.count(STAGE, buckets=len(buckets))
-        self._conclude(_verdicts(buckets, packed), step)
+        self._conclude(verdicts(buckets, exchange(mine)), step)
 
-    def _judge_again(self, records: Sequence[Bucket], failed: Sequence[bool]) -> list[WrongAverage]:
-        return _verdicts(records, _pack(records, failed))
-
-    def _average_again(self, record: Bucket) -> str | None:
+    def _average_again(self, bucket: Bucket) -> str | None:
         # The same operations as the stock average over gloo, in the same dtype: bit-identical. Only PowerSGD's result
         # is replaced by the average itself.
-        bucket = record
         self._through_host.step_begins()
         average = self._through_host.begin(bucket.sent, name=bucket.name, number=bucket.number, is_last=False).wait()
         failure = self._through_host.failure(bucket.number)
@@ -348,12 +366,7 @@ class GradientCheck(AverageJudge):
 def watch(
     model: nn.Module, mover: Mover, earlier: GradientCheck | None, settings: SyncSettings | None = None
 ) -> GradientCheck | None:
-    """The check of a model's averages, which also computes them as the settings say.
-
-    Returns:
-        None if nothing is verified and the settings are DistributedDataParallel's defaults, or if the model is not
-        wrapped by DistributedDataParallel.
-    """
+    """The check of a model's averages, which also computes them as the settings say."""
     settings = settings or SyncSettings()
     stock = settings.way == "ddp" and settings.compression == "none"
     wrapped = getattr(model, "_orig_mod", model)  # torch.compile wraps DistributedDataParallel
@@ -369,8 +382,10 @@ def watch(
     return earlier if earlier is not None and earlier.model is wrapped else GradientCheck(wrapped, mover, settings)
 
 
-def _pack(buckets: Sequence[Bucket], failed: Sequence[bool]) -> Tensor:
-    return torch.cat([bucket.pack(failed=flag) for bucket, flag in zip(buckets, failed, strict=True)]).cpu()
+def packed(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
+    """The words of all records, on the host."""
+    words = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
+    return torch.cat(words).cpu() if words else torch.zeros(0, dtype=torch.int64)
 
 
 def exchange(mine: Tensor) -> list[Tensor]:
@@ -381,37 +396,15 @@ def exchange(mine: Tensor) -> list[Tensor]:
     return everyone
 
 
-def _verdicts(buckets: Sequence[Bucket], mine: Tensor) -> list[WrongAverage]:
-    """Exchange the packed evidence. Returns averages that are wrong or could not be checked. Collective."""
-    everyone, start = exchange(mine), 0
+def verdicts(records: Sequence[Any], everyone: Sequence[Tensor]) -> list[WrongAverage]:
+    """The averages that are wrong or could not be checked, from all ranks' words of these records in turn."""
     found: list[WrongAverage] = []
-    for bucket in buckets:
-        end = start + _HEADER + bucket.projected.shape[0] * (_SENT + _AVERAGED)
-        verdict = _judge(bucket, [words[start:end] for words in everyone])
-        found += [verdict] if verdict is not None else []
-        start = end
+    start = 0
+    for record in records:
+        verdict = record.verdict(torch.stack([words[start : start + record.size] for words in everyone]))
+        found += [] if verdict is None else [verdict]
+        start += record.size
     return found
-
-
-def _judge(bucket: Bucket, words: Sequence[Tensor]) -> WrongAverage | None:
-    """The verdict on a bucket from all ranks' words, on the host; None if its average is right.
-
-    An average is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, if
-    the ranks' bits differ, or if a rank reports a failure. For a bucket without projections (PowerSGD) only the last
-    two are checked.
-    """
-    blocks = bucket.projected.shape[0]
-    header = torch.stack([each[:_HEADER] for each in words])
-    numbers = torch.stack([each[_HEADER:] for each in words]).view(torch.float64)
-    sent = numbers[:, : blocks * _SENT].view(len(words), blocks, _SENT)
-    averaged = numbers[:, blocks * _SENT :].view(len(words), blocks, _AVERAGED)
-    if failed := marked(header[:, 0] != 0):
-        return WrongAverage(record=bucket, ranks=failed, kind="not made")
-    if bucket.wire is not None and (found := judged(bucket, sent, averaged, dtype=bucket.wire)) is not None:
-        return found
-    if differing := marked((header[:, 1:] != header[0, 1:]).any(dim=1)):
-        return WrongAverage(record=bucket, ranks=differing, kind="differs between ranks")
-    return None
 
 
 def judged(record: Any, sent: Tensor, averaged: Tensor, *, dtype: torch.dtype) -> WrongAverage | None:
@@ -506,11 +499,6 @@ def block_elements(dtype: torch.dtype) -> int:
 
 def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
     """The projections of a bucket of gradients, as defined above.
-
-    Args:
-        flat: floating point, 1-dimensional and contiguous, on any device.
-        wire: dtype in which the ranks' gradients are summed, which determines the size of the blocks; by default that
-            of `flat`. `flat` is not cast to it.
 
     Returns:
         float64[blocks, 3] on the same device: sum, weighted sum, sum of magnitudes. The last block may be short.

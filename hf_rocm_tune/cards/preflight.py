@@ -5,13 +5,8 @@ all ranks have joined: the trials run in child processes that are killed at dead
 
 Tried in turn: gloo, over which averages are checked during the run (`gradients`) and which every way needs; RCCL (NCCL)
 as the environment has it; RCCL without peer copies (``NCCL_P2P_DISABLE=1``). The fastest way whose sums were right is
-chosen; without any, the run ends. Trials that could not run in time are ignored.
-
-The ranks communicate through the store at which they meet later, so each machine decides for its own cards. Not
-covered: RCCL between machines; peer copies of a model that is split over cards (the doctor tries these).
-
-Each trial runs in child processes, ``python -m hf_rocm_tune.cards.preflight pair|rank`` with the request on stdin,
-which run `trial_measures` and are killed at a deadline. The doctor uses them too.
+chosen; without any, the run ends. The ranks communicate through the store at which they meet later. Not covered: RCCL
+between machines; peer copies of a model that is split over cards (the doctor tries these).
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ import os
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,14 +44,12 @@ IMPORTING = "importing torch"
 _MODULE = "hf_rocm_tune.cards.preflight"
 
 
-class _Trial(ABC):
-    """Common parts of trials of pairs and sums; ``telling``: the most informative of the children's outcomes."""
+class _Trial:
+    """Common parts of trials of pairs and sums, one outcome per child."""
 
     outcomes: tuple[Outcome, ...]
-
-    @property
-    def telling(self) -> Outcome:
-        return self.outcomes[0]
+    _said: str
+    _what = "copies"
 
     @property
     def verdict(self) -> Verdict:
@@ -69,17 +61,34 @@ class _Trial(ABC):
         late = [outcome for outcome in self.outcomes if outcome.status == "timeout"]
         if late:
             return "untried" if any(outcome.step == IMPORTING for outcome in late) else "hung"
-        wrong = any(outcome.result["wrong"] for outcome in self.outcomes if outcome.result)
-        return "wrong" if wrong else "right"
+        return "wrong" if any((outcome.result or {}).get("wrong") for outcome in self.outcomes) else "right"
 
     @property
-    @abstractmethod
+    def telling_rank(self) -> int:
+        """The child with the most informative outcome: the first to die, by a signal rather than a lost connection."""
+        children = range(len(self.outcomes))
+        dead = [each for each in children if self.outcomes[each].status in ("died", "garbage")]
+        if dead:
+            return min(dead, key=lambda each: (bool(self.outcomes[each].error), self.outcomes[each].seconds))
+        late = [each for each in children if self.outcomes[each].status == "timeout"]
+        wrong = [each for each in children if (self.outcomes[each].result or {}).get("wrong")]
+        return (late or wrong or [0])[0]
+
+    @property
     def reason(self) -> str:
         """The outcome in one line."""
+        telling, who = self.outcomes[self.telling_rank], f"rank {self.telling_rank}" * (len(self.outcomes) > 1)
+        if telling.result is None:
+            return f"{self._said} {who or 'the trial'} {telling.how}"
+        wrong, cases = telling.result["wrong"], telling.result["cases"]
+        if not wrong:
+            return f"{self._said} {cases} {self._what} right" + f" on {len(self.outcomes)} ranks" * bool(who)
+        first = telling.result["problems"][0]["case"]
+        return f"{self._said} {f'{who}: ' * bool(who)}{wrong} of {cases} {self._what} wrong, the first: {first}"
 
     def told(self) -> str:
         """The outcome, the first wrong bytes if any, and the time of the slowest child, including imports."""
-        problems, instead = (self.telling.result or {}).get("problems"), ""
+        problems, instead = (self.outcomes[self.telling_rank].result or {}).get("problems"), ""
         if problems and (damage := problems[0].get("damage")):
             instead = (
                 f"; {damage['wrong']:,} of {damage['nbytes']:,} bytes ({damage['kind']}) from offset "
@@ -94,20 +103,11 @@ class PairTrial(_Trial):
 
     source: str
     destination: str
-    outcome: Outcome
+    outcomes: tuple[Outcome, ...]
 
     @property
-    def outcomes(self) -> tuple[Outcome, ...]:  # type: ignore[override]
-        return (self.outcome,)
-
-    @property
-    def reason(self) -> str:
-        said, result = f"copies {self.source} -> {self.destination}:", self.outcome.result
-        if result is None:
-            return f"{said} the trial {self.outcome.how}"
-        if not result["wrong"]:
-            return f"{said} {result['cases']} right"
-        return f"{said} {result['wrong']} of {result['cases']} wrong, the first {result['problems'][0]['case']}"
+    def _said(self) -> str:  # type: ignore[override]
+        return f"{self.source} -> {self.destination}:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,35 +116,11 @@ class ReduceTrial(_Trial):
 
     way: Way
     outcomes: tuple[Outcome, ...]
+    _what = "sums"
 
     @property
-    def telling(self) -> Outcome:
-        return self.outcomes[self.telling_rank]
-
-    @property
-    def reason(self) -> str:
-        """If a rank died, the outcome of that rank, not of those that waited for it."""
-        said = f"all-reduce over {self.way}:"
-        if "timeout" in {outcome.status for outcome in self.outcomes} and self.verdict != "died":
-            return f"{said} {'; '.join(f'rank {rank} {outcome.how}' for rank, outcome in enumerate(self.outcomes))}"
-        rank, result = self.telling_rank, self.telling.result
-        if result is None:
-            return f"{said} rank {rank} {self.telling.how}"
-        if not result["wrong"]:
-            return f"{said} {result['cases']} sums right on {len(self.outcomes)} ranks"
-        first = result["problems"][0]["case"]
-        return f"{said} rank {rank} got {result['wrong']} of {result['cases']} sums wrong, the first: {first}"
-
-    @property
-    def telling_rank(self) -> int:
-        """The rank with the most informative outcome: the first to die, by a signal rather than a lost connection."""
-        ranks = range(len(self.outcomes))
-        dead = [rank for rank in ranks if self.outcomes[rank].status in ("died", "garbage")]
-        if dead:
-            return min(dead, key=lambda rank: (bool(self.outcomes[rank].error), self.outcomes[rank].seconds))
-        late = [rank for rank in ranks if self.outcomes[rank].status == "timeout"]
-        wrong = [rank for rank in ranks if (self.outcomes[rank].result or {}).get("wrong")]
-        return (late or wrong or [0])[0]
+    def _said(self) -> str:  # type: ignore[override]
+        return f"all-reduce over {self.way}:"
 
 
 def try_pairs(
@@ -156,23 +132,15 @@ def try_pairs(
     environ: Mapping[str, str | None] | None = None,
     fault: Mapping[str, str] | None = None,
 ) -> list[PairTrial]:
-    """Copy between every ordered pair, each in a new process, one after another.
-
-    Args:
-        devices: ``device`` (``cuda:0``; ``cpu`` in tests) and ``address`` (PCI, or None) of each.
-        deadline_s: seconds for each pair, including imports.
-        largest: bytes of the largest copy.
-        repeats: number of copies of 1 MiB.
-        environ: additional environment variables of the children.
-        fault: see `trial_measures.measure_pair`.
-    """
+    """Copy between every ordered pair of ``device`` and PCI ``address``, each in a new process, in turn; ``fault``: see
+    `trial_measures.measure_pair`."""
     trials = []
     for source, destination in itertools.permutations(devices, 2):
         common = {"source": dict(source), "destination": dict(destination), "largest": largest, "repeats": repeats}
         request = {**common, "fault": dict(fault or {}) or None}
         task = Task(module=_MODULE, arguments=("pair",), request=request, environ=environ or {})
-        outcome = run_together([task], deadline_s=deadline_s)[0]
-        trials.append(PairTrial(source=source["device"], destination=destination["device"], outcome=outcome))
+        found = tuple(run_together([task], deadline_s=deadline_s))
+        trials.append(PairTrial(source=source["device"], destination=destination["device"], outcomes=found))
     return trials
 
 
@@ -185,16 +153,8 @@ def try_all_reduce(
     repeats: int = 5,
     fault: Mapping[str, Any] | None = None,
 ) -> ReduceTrial:
-    """Sum over one rank per device, each rank in a new process.
-
-    Args:
-        devices: see `try_pairs`. On the CPU the only way is gloo.
-        way: see `Way`.
-        deadline_s: seconds for the trial, including imports.
-        largest: bytes of the largest sum.
-        repeats: number of sums of 25 MiB.
-        fault: see `trial_measures.measure_sums`; ``rank``: the rank that gets it, by default the last.
-    """
+    """Sum over one rank per device, each rank in a new process; ``fault``: see `trial_measures.measure_sums`, on its
+    ``rank``, by default the last."""
     # One thread per process, as torchrun sets it; RCCL's own warnings, such as those on the IOMMU, are evidence.
     ours = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN"}
     variables = {name: value for name, value in ours.items() if name not in os.environ}
@@ -211,15 +171,10 @@ def try_all_reduce(
             "largest": largest,
             "repeats": repeats,
         }
-        tasks = [
-            Task(
-                module=_MODULE,
-                arguments=("rank",),
-                request={**device, **shared, "rank": rank, "fault": dict(fault) if fault and rank == victim else None},
-                environ=variables,
-            )
-            for rank, device in enumerate(devices)
-        ]
+        requests = [{**device, **shared, "rank": rank, "fault": None} for rank, device in enumerate(devices)]
+        if fault:
+            requests[victim]["fault"] = dict(fault)
+        tasks = [Task(module=_MODULE, arguments=("rank",), request=each, environ=variables) for each in requests]
         return ReduceTrial(way=way, outcomes=tuple(run_together(tasks, deadline_s=deadline_s)))
 
 
@@ -277,10 +232,7 @@ class PreflightFault:
     Kinds: ``wrong zeros own absent``, or an ending of the trial's child: ``hang stop kill crash garbage silent`` (see
     ``machine.child``).
 
-    Attributes:
-        trial, kind: see above.
-        where: only cases whose description contains this text: ``cold``, ``repeat 1``.
-        rank: the rank that gets the fault; None: the last.
+    ``where``: only cases whose description contains this text (``cold``); ``rank``: which gets it, None for the last.
     """
 
     trial: str

@@ -136,9 +136,6 @@ def clip_over_cards(
 
     The norms of the gradients are summed in the same order, so the result is torch's bit for bit, except that the last
     sum is computed on the host.
-
-    Returns:
-        The norm before clipping, shape [], on the first card.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     owners = [card_of[id(parameter)] for parameter in trained]

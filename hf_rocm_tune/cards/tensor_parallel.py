@@ -207,11 +207,6 @@ def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[
 
     For the planner; a run counts them as ``bytes_between_ranks_per_step``. Without checkpointing the first block's
     inputs have no gradient, but are counted here.
-
-    Args:
-        model: as for `dims_of`.
-        ranks: number of ranks.
-        recomputed: with checkpointing the sums of the forward pass are computed twice.
     """
     for _, module, by_columns in planned(model, ranks):
         layer: Any = getattr(module, "base_layer", module)

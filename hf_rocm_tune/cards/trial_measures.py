@@ -49,14 +49,8 @@ _KEPT = 8
 def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
     """Copy from one device to another in all ways, and check what arrived.
 
-    Args:
-        request: ``source`` and ``destination``: each with ``device`` and ``address`` (see ``device_of``); ``largest``:
-            bytes of the largest copy; ``repeats``; ``fault``: see `transfer.damage.copies_for`.
-
-    Returns:
-        ``peer_access``: as torch reports it, None on the CPU; ``cases`` and ``wrong``: the number of copies, and of
-        wrong ones; ``problems``: the first of these, see `_Bench.try_case`; ``staged_wrong``: elements that were wrong
-        after a copy through the host.
+    ``request``: ``source`` and ``destination`` for ``device_of``, ``largest`` in bytes, ``repeats``, ``fault`` for
+    `transfer.damage.copies_for`. ``staged_wrong`` of the result: wrong elements after a copy through the host.
     """
     step("waking both devices")
     destination, source = device_of(request["destination"]), device_of(request["source"])
@@ -102,12 +96,8 @@ class _Bench:
         self._earlier: Tensor | None = None
 
     def try_case(self, case: str, nbytes: int, shape: str, number: int, *, non_blocking: bool) -> dict[str, Any] | None:
-        """Copy once.
-
-        Returns:
-            None if the destination is right. Else ``case`` in words; ``wrong_on_card``: elements that the receiving
-            card found wrong; ``damage`` as read back, None if that was right, because the bytes came late.
-        """
+        """Copy once. None if the destination is right; else what is wrong there, and the damage as read back, None if
+        that was right, because the bytes came late."""
         sent = _words(nbytes, number, self._source)
         target = _poisoned(sent.numel(), torch.bfloat16 if shape == "cast" else torch.float32, self._destination)
         arrives = target
@@ -218,15 +208,8 @@ _EXACT = 256
 def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
     """Join the other ranks, sum, compare.
 
-    Args:
-        request: ``rank``, ``world``, ``backend`` (nccl or gloo), ``store``: a file that all ranks see, ``device`` with
-            ``address``; ``timeout_s`` of the process group; ``largest``: bytes of the largest sum; ``repeats``;
-            ``fault``: ``wrong``, one element of a sum is wrong; ``zeros``; ``own``, the rank's own contribution; or
-            ``absent``, the rank never joins; with ``where``: only sums whose description contains this text.
-
-    Returns:
-        ``cases`` and ``wrong``: the number of sums, and of wrong ones; ``problems``: the first of these;
-        ``repeated_bytes`` and ``gb_per_s``: bytes and median rate of the repeated sum.
+    ``fault`` of the request: ``wrong``, one element of a sum is wrong; ``zeros``; ``own``, the rank's own contribution;
+    or ``absent``, the rank never joins; with ``where``: only sums whose description contains this text.
     """
     rank, world, backend = request["rank"], request["world"], request["backend"]
     fault = request.get("fault") or {}

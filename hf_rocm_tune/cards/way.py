@@ -90,16 +90,7 @@ class Way:
     def refuse(
         self, args: TrainingArguments, model: ModelConfig, uses: Mapping[str, bool], environ: Mapping[str, str]
     ) -> None:
-        """Refuse, before the model is loaded, what does not work with this way or could not be verified.
-
-        Args:
-            args, model: TRL's settings.
-            uses: the flags of the compatibility table, and whether they are in use.
-            environ: of this process.
-
-        Raises:
-            UsageError: everything that applies, in one line.
-        """
+        """Refuse, before the model is loaded, what does not work with this way or could not be verified."""
         wrong = [why for applies, why in self._refusals(args, model, environ) if applies]
         wrong += [f"it does not work with {flag}: {why}" for flag, why in self.excludes.items() if uses.get(flag)]
         if wrong:
@@ -145,11 +136,7 @@ class Way:
         """After the last backward of a step: what can run out of memory before `check`."""
 
     def check(self, *, step: int, synced: bool) -> None:
-        """Check what the ranks exchanged before gradients are clipped and used. Collective.
-
-        Raises:
-            CorruptionError: on every rank: it arrived wrong and could not be corrected.
-        """
+        """Check what the ranks exchanged before gradients are clipped and used. Collective."""
 
     def check_evaluation(self, *, step: int) -> None:
         """As `check`, after a batch of an evaluation."""

@@ -74,15 +74,15 @@ def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
     """The finding on one pair; ``again`` is the result without the engines for peer copies."""
     way, subject = f"{trial.source} to {trial.destination}", f"{trial.source}->{trial.destination}"
     seen = [f"with HSA_ENABLE_PEER_SDMA=0: {again}"] if again else []
-    result = trial.outcome.result
+    result = trial.outcomes[0].result
     if result is None:
-        base = failure(about, trial.outcome, subject=subject)
+        base = failure(about, trial.outcomes[0], subject=subject)
         if base.status == "unknown" or trial.verdict == "untried":
             return base if base.status == "unknown" else unknown(trial.reason, subject=subject, read=base.read)
         hung = trial.verdict == "hung"
         return fail(
             "pair_hung" if hung else "pair_died", f"Copies {way} {'do not return' if hung else 'end the process'}",
-            f"the measuring process for copies from {way} {trial.outcome.how}",
+            f"the measuring process for copies from {way} {trial.outcomes[0].how}",
             f"look in `dmesg` for a page fault of amdgpu; with a card on a slot of the chipset, move it. {_IOMMU}",
             f"pytorch#132397; ROCm/ROCm#2429; {_IOMMU_SOURCES}", subject=subject, read=[*base.read, *seen],
         )  # fmt: skip

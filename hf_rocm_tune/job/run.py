@@ -160,11 +160,7 @@ def _dry_run(arguments: Arguments, form: str) -> int:
 
 
 def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any]]:
-    """The training rows of a command, for `hf-rocm-tune plan --dataset`.
-
-    Returns:
-        Tokens of each row after cutting (of a pair, of its longer half), and the summary of the rows.
-    """
+    """The training rows of a command, for `hf-rocm-tune plan --dataset`."""
     trainer = _without_weights(command_line.parse(argv, method=method), "--dataset")
     return lengths_of(trainer.train_dataset), trainer.data_summaries["train"].to_dict()
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
 from hf_rocm_tune.transfer.copies import Fetched, Fetcher
 from hf_rocm_tune.transfer.raw_bytes import named_tensors
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
@@ -164,7 +164,6 @@ class SplitMover(Mover):
         report: of all cards together.
     """
 
-    # Not the base's: it would make a ring and a queue that nobody uses.
     def __init__(
         self,
         split: Split,
@@ -173,15 +172,15 @@ class SplitMover(Mover):
         settings: TransferSettings | None = None,
         faults: FaultSpec | None = None,
     ) -> None:
+        super().__init__(devices[0], settings=settings)  # its ring is allocated at the first use: never
         self.split = split
-        self.settings = settings or TransferSettings()
-        self.report = TransferReport()
         self.card_reports = tuple(CardReport(self.report, card) for card in range(len(split.counts)))
         self.cards = tuple(
             Mover(device, settings=self.settings, report=report, faults=faults)
             for device, report in zip(devices, self.card_reports, strict=True)
         )
-        self.device = self.cards[0].device
+        for mover in self.cards:
+            mover.loaded = self.loaded  # one record of what was read from files
         self.logical = len({mover.device for mover in self.cards}) == 1
 
     begin, settle, inject = (_by_first_card(name) for name in ("begin", "settle", "inject"))
@@ -192,7 +191,7 @@ class SplitMover(Mover):
     verdict_of = _by_knower("verdict_of")
     mark_derived, mark_trained = _by_knower("mark_derived"), _by_knower("mark_trained")
     mark_unverified = _by_knower("mark_unverified")
-    read_from = _by_first_card("read_from")
+    mark, another_fetcher, landing = (_by_first_card(name) for name in ("mark", "another_fetcher", "landing"))
 
     def move(
         self,
@@ -224,12 +223,6 @@ class SplitMover(Mover):
         return card.fetched(tensor, name=name, stage=stage)
 
     @property
-    def loaded(self) -> dict[tuple[str, str], set[Digest]]:  # type: ignore[override]  # of all cards
-        """As `Mover.loaded`."""
-        keys = {key for mover in self.cards for key in mover.loaded}
-        return {key: set().union(*(mover.loaded.get(key, ()) for mover in self.cards)) for key in keys}
-
-    @property
     def step(self) -> int | None:
         """Training step that incidents carry."""
         return self.cards[0].step
@@ -246,6 +239,7 @@ class SplitMover(Mover):
 
     def close(self) -> None:
         """Close all of them."""
+        super().close()
         for mover in self.cards:
             mover.close()
 

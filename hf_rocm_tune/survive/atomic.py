@@ -143,9 +143,6 @@ def clean_leftovers(parent: Path) -> list[str]:
     """Remove what killed processes left in ``parent``, and restore a directory that was being replaced.
 
     Names of live writers and all other names are kept.
-
-    Returns:
-        A line for each leftover.
     """
     done = []
     for path in sorted(parent.iterdir()):

@@ -178,12 +178,7 @@ def entry_of(path: Path) -> FileEntry:
 
 @contextmanager
 def read_once(path: Path) -> Iterator[tuple[Path, FileEntry]]:
-    """One reading of a file as it lies on disk, for as much host memory as it is long.
-
-    Yields:
-        A path, for the length of the block, to the very bytes that were read, in memory of this process; and their size
-        and SHA-256. What happens to the file meanwhile changes neither, and nobody can write to the copy.
-    """
+    """A file as it lies on disk, read once: the path of a sealed copy in this process's memory, size and SHA-256."""
     drop_from_cache(path)
     descriptor = os.memfd_create(path.name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -361,16 +361,8 @@ def prepare_output_dir(
 ) -> StartPlan:
     """Decide what a start with these settings does in ``path`` (``--output_dir``).
 
-    Args:
-        settings: resolved, by name.
-        overwrite: ``--overwrite_output_dir``: delete the run in ``path`` and begin again.
-        resume: ``--resume_from_checkpoint``: a checkpoint, or true for the newest one, which must then exist.
-        restarted: whether a launcher or our supervisor started this command again, so that ``overwrite`` and a named
-            checkpoint have been applied already; None: as their environment variables say.
-
-    Raises:
-        UsageError: the directory cannot be used, holds another run or is in use; the named checkpoint is damaged or
-            not a checkpoint; or overwriting would delete what the run reads.
+    ``restarted``: a launcher or our supervisor started this command again, so that ``overwrite`` and a named checkpoint
+    have been applied already; None: as their environment variables say.
     """
     directory, made = Path(path), list[Path]()
     lock: RunLock | None = None

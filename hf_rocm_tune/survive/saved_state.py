@@ -77,11 +77,7 @@ def compare_model(
     trained: Mapping[str, Tensor] | None = None,
     plain: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Readback]:
-    """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model.
-
-    Returns:
-        One `Readback` per file, by its name relative to ``directory``.
-    """
+    """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model."""
     stored = {file.name: _names(file) for file in sorted(directory.glob("*.safetensors"))}
     found = {
         file: _compare_tensors(directory, file, live, required)

@@ -101,14 +101,13 @@ class Board:
             return True
         return False
 
-    @property
-    def is_declared(self) -> bool:
-        return (self._directory / "declared").exists()
+    def has(self, name: str) -> bool:
+        return (self._directory / name).exists()
 
     @property
     def is_finished(self) -> bool:
         """Whether ranks that have written their stacks may end."""
-        return not self._directory.exists() or (self._directory / "finished").exists()
+        return not self._directory.exists() or self.has("finished")
 
     def write(self, name: str, content: object) -> None:
         """Write a file for the other ranks; on a full disk they do not get it."""
@@ -131,15 +130,9 @@ class Board:
 
 
 class Watchdog:
-    """Watches this process from `start` to `stop`.
+    """Watches this process from `start` to `stop`; ``progress`` has ``beats``, ``where`` (for people) and ``limit_s``.
 
-    Args:
-        progress: of the main thread: ``beats``, the number of its heartbeats; ``where``, its phase ("in step 12");
-            ``limit_s``, the seconds that may pass until the next heartbeat (None: no limit).
-        on_stall: called with the cause (one line), the seconds without progress and a page with the stacks and states
-            of all ranks, before the job is ended; it must return.
-        board: shared by the ranks of this machine; None for a single process.
-        tick_s: seconds between two checks.
+    ``on_stall``: called with the cause, the seconds without progress and a page of stacks; it must return.
     """
 
     def __init__(
@@ -180,7 +173,7 @@ class Watchdog:
                 seen[each.rank] = each.tick, seconds + passed if each.tick == last else 0.0
             if self._board is not None:
                 self._board.show(tick=tick, overdue=overdue)
-                if self._board.is_declared:
+                if self._board.has("declared"):
                     self._answer(self._board)
             patience = max(_TICK_SECONDS, 4 * self._tick_s)
             # Another rank that may still make progress is rightly waited for.
@@ -211,12 +204,12 @@ class Watchdog:
             mine = Rank(rank=board.rank if board is not None else 0, pid=os.getpid(), born=0)
             answers[mine.rank] = stacks()
             ranks = sorted([mine, *others], key=lambda each: each.rank)
-            cause, where = explain(ranks, answers), self._progress.where
-            pages = [f"no progress for {self._silent_s:.0f} s {where}\n{cause}\n"]
+            cause = explain(ranks, answers)
+            page = f"no progress for {self._silent_s:.0f} s {self._progress.where}\n{cause}\n"
             for each in ranks:
                 answer = answers[each.rank]
-                pages.append(f"==== {each.name} {_what(each, answer)}\n{answer['text'] if answer else ''}")
-            self._on_stall(cause, round(self._silent_s, 1), "\n".join(pages))
+                page += f"\n==== {each.name} {_what(each, answer)}\n{answer['text'] if answer else ''}"
+            self._on_stall(cause, round(self._silent_s, 1), page)
         except Exception:
             traceback.print_exc()  # a bug of ours must not keep the job running
         finally:

@@ -24,7 +24,9 @@ WRONG = {"cases": 9, "wrong": 2, "problems": [{"case": "cold"}], "staged_wrong":
 
 def judged(result: dict[str, Any] | None, **outcome: Any) -> Finding:
     status = outcome.pop("status", "done")
-    trial = PairTrial(source="cuda:0", destination="cuda:1", outcome=Outcome(status=status, result=result, **outcome))
+    trial = PairTrial(
+        source="cuda:0", destination="cuda:1", outcomes=(Outcome(status=status, result=result, **outcome),)
+    )
     return pairs.judge_pair(trial, "1 right", "copies")
 
 
