@@ -51,11 +51,15 @@ def everyone(values: Sequence[float]) -> list[list[float]]:
     """The values of each rank, in the order of the ranks, as float64. Collective, over gloo."""
     if PartialState().num_processes == 1:
         return [list(values)]
-    mine = torch.tensor(list(values), dtype=torch.float64)
+    return [row.tolist() for row in exchange(torch.tensor(list(values), dtype=torch.float64))]
+
+
+def exchange(mine: Tensor) -> list[Tensor]:
+    """The tensors of all ranks, of the same shape on each. Collective, over gloo."""
     group = host_group()
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(rows, mine, group=group)
-    return [row.tolist() for row in rows]
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return everyone
 
 
 def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:

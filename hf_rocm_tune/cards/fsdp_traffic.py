@@ -32,13 +32,13 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hf_rocm_tune import upstream
+from hf_rocm_tune.cards.agree import exchange
 from hf_rocm_tune.cards.gradients import (
     MAGNITUDE,
     STAGE,
     AverageJudge,
     WrongAverage,
     digest_words,
-    exchange,
     judged,
     marked,
     packed,

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_rocm_tune.cards.agree import exchange
 from hf_rocm_tune.cards.averaging import GradBucket, GroupAveraging, HostAveraging, SyncSettings
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError, device_shortage
 from hf_rocm_tune.transfer import Mover, digest, digest_on_device
@@ -386,14 +387,6 @@ def packed(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
     """The words of all records, on the host."""
     words = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
     return torch.cat(words).cpu() if words else torch.zeros(0, dtype=torch.int64)
-
-
-def exchange(mine: Tensor) -> list[Tensor]:
-    """The int64 words of all ranks, the same number on each. One collective, over gloo."""
-    group = host_group()
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    return everyone
 
 
 def verdicts(records: Sequence[Any], everyone: Sequence[Tensor]) -> list[WrongAverage]:

@@ -278,10 +278,8 @@ class Flight(Protocol):
     """A micro-batch that crosses while others compute, see `cards.pipeline`: it is told of each crossing."""
 
     def cross(self, place: int) -> AbstractContextManager[Callable[[int], tuple[Fetcher, Any]]]:
-        """Around all that crosses at one place, places counted from 1 on in the order in which a pass comes by them.
-
-        Others may have their turn meanwhile. Gives, by card, what fetches from it, and the mark of what it has queued.
-        """
+        """Around all that crosses at one place (from 1 on, in order), while others may have their turn. Gives, by card,
+        what fetches from it, and the mark of what it has queued."""
 
     def cut(self, tensor: Tensor, moved: Tensor, way: Crossing) -> Tensor:
         """What goes on in the place of a tensor that needs a gradient: the graph ends at each crossing."""
@@ -335,12 +333,10 @@ class Hops:
             if self._mover.logical:
                 hooks += [module.register_forward_hook(self._made_on(card)) for module in layer.modules()]
         name, place = f"layers.{len(layers) - 1}.output", len(self._mover.cards)
-        hooks.append(
-            layers[-1].register_forward_hook(
-                lambda module, given, output: self._all_to(0, output, [(name, output)], place)
-            )
-        )
-        return hooks
+        return [*hooks, layers[-1].register_forward_hook(lambda *given: self._home(given[-1], name, place))]
+
+    def _home(self, output: Any, name: str, place: int) -> Any:
+        return self._all_to(0, output, [(name, output)], place)
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
         """A forward pass begins, whatever became of the one before."""
@@ -348,7 +344,7 @@ class Hops:
         self._pass.is_under_way = True
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        home = self._all_to(0, output, [("output", output)], len(self._mover.cards) + 1)
+        home = self._home(output, "output", len(self._mover.cards) + 1)
         self._pass.carried.clear()
         self._pass.is_under_way = False
         return home
