@@ -113,11 +113,12 @@ def test_readme_has_every_kind_of_block() -> None:
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"`--([a-z_0-9]+)", PROSE))))
 def test_flag_exists(flag: str) -> None:
     from hf_rocm_tune.settings.arguments import build_parser
-    from hf_rocm_tune.settings.names import ALIASES, VERBS, launcher_flags
+    from hf_rocm_tune.settings.names import ALIASES, CONFIG_FLAG, VERBS, launcher_flags
 
     known = {option for verb in VERBS for action in build_parser(verb)._actions for option in action.option_strings}
     known |= {f"--{alias}" for alias in ALIASES}
-    assert f"--{flag}" in known or flag in launcher_flags() or flag in OTHERS
+    known |= {CONFIG_FLAG, *(f"--{name}" for name in launcher_flags())}
+    assert f"--{flag}" in known or flag in OTHERS
 
 
 @pytest.mark.parametrize(
