@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, Status, fail, note, ok, unknown, warn
-from hf_rocm_tune.machine.gpus import throttle_causes
+from hf_rocm_tune.machine.gpus import HOTSPOT_C, throttle_causes
 from hf_rocm_tune.machine.process import FILTERS, OURS, choose, describe, is_integrated
 from hf_rocm_tune.machine.survey import PEER_OPTIONS, Gpu
 from hf_rocm_tune.machine.sysfs import parse_hex, parse_int
@@ -23,8 +23,6 @@ _MODELS, _PARAMETERS = (
     "ROCm docs: GPU architecture specifications",
     "kernel documentation: amdgpu module parameters",
 )
-HOTSPOT_C = 105.0
-"""General knowledge, lower confidence: RDNA3 regulates on the hotspot, up to about 110 C."""
 _IDS = re.compile(r"sys/bus/pci/devices(/[^/]+/(class|vendor|device))?")
 # Integrated GPUs for which the wheels of ROCm 7.2 have code: uv#18730.
 _IN_WHEELS = ("gfx1150", "gfx1151")

@@ -35,6 +35,8 @@ _CHIPSET = frozenset(
 _WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})  # 0: no link; a sleeping device reads as 63, an unknown one as 255
 
 _METRICS = struct.Struct("<HBB108xQ")  # size, two revision numbers, indep_throttle_status of revision 1.3
+HOTSPOT_C = 105.0
+"""General knowledge, lower confidence: RDNA3 regulates on the hotspot, up to about 110 C."""
 _UNFILLED, _HOTSPOT = (1 << 64) - 1, 1 << 36
 _CAUSES = ((range(8), "power"), (range(16, 24), "current"), (range(32, 48), "temperature"), (range(56, 58), "other"))
 

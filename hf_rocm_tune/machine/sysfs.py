@@ -25,11 +25,6 @@ class Files:
         self.root = root
         self.unread: dict[str, str] = {}
 
-    def why(self, *parts: str) -> str:
-        """The reasons for all unread paths that contain these parts."""
-        found = (reason for path, reason in self.unread.items() if all(part in path for part in parts))
-        return "; ".join(dict.fromkeys(found)) or f"nothing to read for {' '.join(parts)}"
-
     def fail(self, path: str, reason: str) -> None:
         self.unread[path] = f"/{path}: {reason}"
 

@@ -24,7 +24,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import has_length
 
 from hf_rocm_tune.machine.child import pci_address
-from hf_rocm_tune.machine.gpus import read_sensors, throttle_causes
+from hf_rocm_tune.machine.gpus import HOTSPOT_C, read_sensors, throttle_causes
 from hf_rocm_tune.machine.sysfs import Files
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from hf_rocm_tune.transfer import TransferReport
 
-HOTSPOT_WARN_C = 105.0  # general knowledge, lower confidence: RDNA3 regulates itself up to about 110
 _STOP_S = 1.0  # a reading that hangs is not waited for
 _GIB = 1 << 30
 _HELD_DOWN = "held_down_"
@@ -243,7 +242,7 @@ class Telemetry:
 
     def _judge(self, seen: SensorSample) -> list[str]:
         lines = {name: what for name, (causes, what) in _LIMITS.items() if not causes.isdisjoint(seen.limits or ())}
-        if (hotspot := seen.metrics.get("hotspot_c", 0.0)) >= HOTSPOT_WARN_C:
+        if (hotspot := seen.metrics.get("hotspot_c", 0.0)) >= HOTSPOT_C:
             lines["hotspot"] = (
                 f"warning: the card's hotspot is at {hotspot:.0f} degrees Celsius ({{source}}); RDNA3 throttles up to "
                 "about 110 (general knowledge, lower confidence): check its fans and the airflow in the case, or "

@@ -13,11 +13,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_rocm_tune.doctor.system import HOTSPOT_C
 from hf_rocm_tune.machine.sysfs import Files
 from hf_rocm_tune.settings.arguments import TuneArguments
 from hf_rocm_tune.train import telemetry
-from hf_rocm_tune.train.telemetry import HOTSPOT_WARN_C, SensorSample, Telemetry, of_device, sample
+from hf_rocm_tune.train.telemetry import SensorSample, Telemetry, of_device, sample
 
 ADDRESS = "0000:03:00.0"
 POWER_BIT, CURRENT_BIT, VR_BIT, HOTSPOT_BIT, FIT_BIT = 1 << 0, 1 << 16, 1 << 38, 1 << 36, 1 << 57
@@ -226,10 +225,6 @@ def test_a_card_is_found_by_the_address_of_its_device(card: Card, monkeypatch: p
 def test_a_time_between_looks_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="--telemetry_every must be 0"):
         TuneArguments(telemetry_every=seconds)
-
-
-def test_the_threshold_is_the_doctor_s() -> None:
-    assert HOTSPOT_C == HOTSPOT_WARN_C
 
 
 @pytest.mark.gpu
