@@ -1,15 +1,10 @@
 """Averages of one bucket of gradients over the ranks: by the process group, or staged through the host over gloo.
 
-The path through the host does not use the link between cards. Each bucket is copied to the host (verified), averaged
-over gloo, and copied back by the mover (verified), in a thread beside backward, in the order of the buckets, which is
-the same on all ranks. DistributedDataParallel over gloo with tensors on cards would do the same, unverified.
-
-A rank with an error still takes part in every collective, returns its own gradients instead of the average, and records
-the error (`failure`, `check`), which `gradients.GradientCheck` reads before anything is used.
-
-Two ranks get bit-identical results to DistributedDataParallel over gloo: the same division and the same sum, in the
-same dtype. Cost: page-locked memory of the mover's slots, host memory for casts and for buckets that are larger than a
-slot, and device memory for the averages only.
+Through the host each bucket is copied to the host (verified), averaged over gloo, and copied back by the mover
+(verified), in a thread beside backward, in the order of the buckets. The link between cards is not used. A rank with
+an error still takes part in every collective and records the error (`failure`, `check`), which
+`gradients.GradientCheck` reads before anything is used. Results are bit-identical to DistributedDataParallel over
+gloo, which copies unverified.
 """
 
 from __future__ import annotations

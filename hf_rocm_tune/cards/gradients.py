@@ -1,22 +1,15 @@
 """Checks of gradient averages before the optimizer uses them; a wrong average is computed again through the host.
 
-A communication hook of DistributedDataParallel (its official extension point: buckets, overlap and ``no_sync`` stay)
-records each bucket and starts its average (`averaging`). After backward, before gradients are clipped, each rank packs
-its evidence on all buckets of the step (projections of what it sent and of what it got, see `project`, and a digest of
-the average) into one int64 tensor, and one gather over gloo sends it to all. Every rank computes the verdict from these
-same numbers, so all agree and none waits in a collective that another does not enter. A wrong average is computed again
-through the host from kept gradients, and checked again; if it is still wrong, every rank stops.
+A communication hook of DistributedDataParallel records each bucket and starts its average (`averaging`). After
+backward each rank packs its evidence (projections of what it sent and of what it got, see `project`, and a digest of
+the average) into one int64 tensor, and one gather over gloo sends it to all: every rank computes the same verdict, so
+none waits in a collective that another does not enter.
 
-Cost: memory of one copy of the trainable gradients from backward to the verdict (LoRA: tens of megabytes), except when
-they are averaged through the host and DistributedDataParallel keeps gradients beside its buckets (its default); over
-gloo, each rank sends the others 2.4 bytes per 1,000 bytes of float32 gradients, 78 per 1,000 bytes of those sent in 16
-bits; one wait for the device per step. ``benchmarks/comm.py`` measures the time.
-
-Covered: the all-reduce on any backend, and the copy of its result into ``parameter.grad``. With a cast to 16 bits, what
-is sent is checked, within 16-bit rounding; the cast itself, which each rank computes, is not. PowerSGD's result is not
-the average, so it is only compared between the ranks. Not covered: a wrong average, equal on all ranks, within the
-rounding bound; averages of buckets with NaN or infinities, which are reported and used; backward itself; all but the
-last of several synchronising backward passes in one step. Nothing is checked with ``verify="off"``.
+Cost: memory of one copy of the trainable gradients from backward to the verdict, and one wait for the device per step;
+``benchmarks/comm.py`` measures the time. With a cast to 16 bits, what is sent is checked, not the cast itself;
+PowerSGD's result is only compared between the ranks. Not covered: a wrong average, equal on all ranks, within the
+rounding bound; buckets with NaN or infinities, which are reported and used; backward itself; all but the last of
+several synchronising backward passes in one step. Nothing is checked with ``verify="off"``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Checkpoints that are verified before use: save, read back, rename, push, rotate, in that order.
 
-Upstream writes a checkpoint in place, pushes it and deletes older ones in one method, ``Trainer._save_checkpoint``.
-Here that method (with the additions of TRL's trainers) runs inside a staging directory; its push is delayed, and its
-rotation finds nothing to delete there. Then every file is read once: its content is compared with the live state, and
-its SHA-256 goes into the manifest together with the digests of the live tensors. A file that differs is written again,
-in a different way each time. A resumed run compares its state after loading with those digests.
+Upstream's ``Trainer._save_checkpoint`` runs inside a staging directory. Then every file is read once: its content is
+compared with the live state, and its SHA-256 goes into the manifest with the digests of the live tensors. A file that
+differs is written again, in a different way each time. A resumed run compares its state with those digests.
 
-A rank that fails must not leave a save at once, because the others wait for it in a barrier. So a failure is kept in
-the `StagedSave`, writing continues as far as possible, and all ranks decide together in `failed`.
-
-Not covered: DeepSpeed's sharded files get a manifest but are not compared with the live state (``extra.compared``).
+A rank that fails must not leave a save at once, because the others wait for it in a barrier: the failure is kept in
+the `StagedSave`, and all ranks decide together in `failed`. Not covered: DeepSpeed's sharded files get a manifest but
+are not compared with the live state (``extra.compared``).
 """
 
 from __future__ import annotations

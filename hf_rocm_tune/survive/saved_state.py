@@ -1,14 +1,9 @@
 """Saved weights and training state: comparison with the live state, and loading.
 
-A file is read once, on the host, after it was dropped from the page cache (`manifest.read_once`): the bytes
-that are compared are those whose SHA-256 goes into the manifest. A live tensor is digested on its device by a compute
-kernel, so that a faulty copy engine cannot damage both sides alike.
-
-PEFT's ``load_adapter`` is not used to resume: it reads directly to the device, and by default
-(``autocast_adapter_dtype=True``) converts the bf16 adapters of a QLoRA run to fp32, so that a resumed run would differ
-from an uninterrupted one.
-
-Not covered: the other files of a checkpoint (tokenizer, configuration, card); the manifest has their SHA-256.
+A file is read once, on the host (`manifest.read_once`): the bytes that are compared are those whose SHA-256 goes into
+the manifest. A live tensor is digested on its device by a compute kernel, so that a faulty copy engine cannot damage
+both sides alike. PEFT's ``load_adapter`` is not used: it reads directly to the device, and converts the bf16 adapters
+of a QLoRA run to fp32. Not covered: the other files of a checkpoint; the manifest has their SHA-256.
 """
 
 from __future__ import annotations
