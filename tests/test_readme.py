@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "acc
 PROSE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 # of verbs that do not train, and of every verb
 OTHERS = {
-    *("stall_seconds", "public", "desktop_gib", "help_all", "gguf", "llama_cpp"),
+    *("accelerate_config", "stall_seconds", "public", "desktop_gib", "help_all", "gguf", "llama_cpp"),
     *("cards", "host_gib", "link_gb_s", "logging_inf_nan_filter", "seq", "emit", "json", "method", "trainer"),
 }
 BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", PROSE, flags=re.DOTALL)
