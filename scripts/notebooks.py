@@ -121,14 +121,18 @@ def _clean(text: str, directory: Path | None) -> str:
 
 
 def _merged(outputs: list[Any]) -> list[Any]:
-    """Pieces of one stream in one piece, and nothing empty."""
+    """Pieces of one stream in one piece; nothing empty, and no widgets, which live in their kernel only."""
     kept: list[Any] = []
     for output in outputs:
         if output.output_type == "stream" and kept and kept[-1].get("name") == output.name:
             kept[-1].text += output.text
         else:
             kept.append(output)
-    return [output for output in kept if output.output_type != "stream" or output.text.strip()]
+    return [
+        output
+        for output in kept
+        if output.get("text", "x").strip() and "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
+    ]
 
 
 def _hub() -> AbstractContextManager[Any]:
