@@ -12,7 +12,8 @@ t = 8.5, which is 4e-6 for a million products of 4,096 rows and two vectors. ``|
 
     u ||y_i||                          the output is rounded to its dtype (unit roundoff u); twice with a separate bias
     2^-24 sqrt(K) ||x_i|| ||W||        K float32 additions with roundings of random sign (Higham and Mary 2019)
-    u ||x_i|| max_k ||W_k||            quantised: the dequantised weight is rounded (W_k: column, in backward row)
+    u ||x_i|| max_k ||W_k||            8 bit, or 4 bit in another dtype than that of the checksums: the dequantised
+                                       weight is rounded (W_k: column, in backward row)
     ||W|| max|x_i| / 254               8-bit layers, forward: the input is rounded to 1/127 of its largest value
 
 (Frobenius norm), and the check's own two products and the float32 ``c`` add terms of the second kind. A `level` below 1
@@ -143,7 +144,9 @@ class Product:
         finfo = torch.finfo(dtype)
         out, (inner, outer) = _roundoff(dtype), self.columns if side == "forward" else self.columns[::-1]
         bias = self.bias_norm if side == "forward" else 0.0
-        weight = out * self.largest[side == "backward"] if self.quantised else 0.0
+        state = getattr(self.module.weight, "quant_state", None)
+        as_on_host = not self.quantised or (state is not None and state.dtype == dtype)
+        weight = 0.0 if as_on_host else out * self.largest[side == "backward"]
         rounds_input = self.quantised == "8 bit" and side == "forward"
         return _Bound(
             a=_T * (_FLOAT32 * (2 * math.sqrt(inner) + math.sqrt(outer)) * self.norm + weight),
@@ -537,6 +540,8 @@ class ArithmeticChecks:
         length = x.norm(dim=1, keepdim=True)
         allowed = 4 * out * right.abs() + 8 * out * right.norm(dim=1, keepdim=True) / math.sqrt(right.shape[1])
         allowed += (bound.a * length + bound.q * x.abs().amax(1, keepdim=True)) * norms / max(layer.norm, 1e-30)
+        if layer.quantised:  # a kernel need not round the weight as the host does
+            allowed += 2 * out * length * norms
         right = torch.where(right.abs() > torch.finfo(dtype).max, right.sign() * math.inf, right)
         wrong = ~(((y - right).abs() <= allowed) | (y == right))
         checked.where = _where(~(residuals <= checked.level), wrong.any(0))
