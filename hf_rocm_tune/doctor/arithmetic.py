@@ -1,18 +1,23 @@
 """Measured arithmetic, compared with the CPU: a product repeated and timed (``gemm``), a small model forward and
-backward, with the backend of attention (``model``), the model in 4 bit (``nf4``).
+backward (``model``), attention up to the planned length (``attention``), the model in 4 bit (``nf4``).
 
-A product is compared with float64 by the bound of its sums: n rounded operations err by at most ``n u / (1 - n u)`` of
-the sum of absolute values (Higham 2002, lemma 3.1); matrix units truncate, at most ``4 u n`` (Fasi and others 2021).
-Everything else: an element may be `FACTOR` times as far from float64 as the worst of the same formula in the same dtype
-on the CPU (flash-attention, tests/test_flash_attn.py: 2 to 3 times). A wrong result is read back again: if it differs
-then, the transfer is at fault. Injected faults: ``wrong``, ``nan``, ``zeros``, ``gradient`` (only in one), in the first
-result whose case contains ``where``; ``math`` selects the math path of attention.
+A matrix product is compared with float64 by the bound of its sums: with the unit roundoff u of float32, n rounded
+operations err by at most ``n u / (1 - n u)`` of the sum of absolute values (Higham 2002, lemma 3.1); matrix units
+truncate addends, which costs at most ``4 u n`` (Fasi and others 2021, PeerJ CS 7:e330). Everything else by the error
+of the same formula in the same dtype on the CPU: an element may be `FACTOR` times as far from float64 as the worst of
+those, as the authors of fused attention kernels test them (flash-attention, tests/test_flash_attn.py: 2 to 3 times).
+A wrong result is read back again: if the two readbacks differ, the transfer is at fault, not arithmetic.
+
+Injected faults: ``wrong`` negates one element and subtracts one, ``nan`` makes one NaN, ``zeros`` zeroes a whole
+result, ``gradient`` is ``wrong`` in a gradient only, in the first result whose case contains ``where``; ``math``
+selects the math path of attention.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import statistics
 import time
 import warnings
@@ -420,11 +425,83 @@ def model(request: Mapping[str, Any]) -> list[Finding]:
             _ONE_CHANGE,
             "rocm-libraries#12344; ROCm/ROCm#4391; TheRock#2662; pytorch#133671; pytorch#147460; ROCm/pytorch#3230",
         )
-        backends = {kind: _backend(compare, kind) for kind in KINDS}
-        return [compare.verdict("model", right, wrong), judge_backends(compare.name, backends)]
+        return [compare.verdict("model", right, wrong)]
 
+
+# ---- attention at length -----------------------------------------------------------------------------------------
 
 _BACKENDS = {name: f"scaleddotproduct{name}attention" for name in ("flash", "efficient", "cudnn")}
+_STRIDE, _SHORTEST = 197, 256
+_ON_CPU = 2048
+_PARTS = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
+
+
+def attention(request: Mapping[str, Any]) -> list[Finding]:
+    """Causal bfloat16 attention over ``length`` tokens, plain and packed, or half as many as often as memory asks for
+    it, and the backend that torch chooses.
+
+    The output is compared in every `_STRIDE`-th row, and only these have a gradient, so all gradients are known from
+    few rows of scores. Each query points at two keys that it may see, so that outputs and gradients are large in every
+    row, and at one that it may not, later or of the example before.
+    """
+    with Comparison(request) as compare:
+        reached = {}
+        for kind in ("plain", "packed"):
+            length = min(request["length"], _ON_CPU) if compare.device.type == "cpu" else request["length"]
+            while kind not in reached:
+                try:
+                    _long(compare, length, packed=kind == "packed")
+                    reached[kind] = length
+                except torch.OutOfMemoryError:
+                    if length <= _SHORTEST:
+                        raise
+                    length //= 2
+        told = " and ".join(f"{length:,} tokens {kind}" for kind, length in reached.items())
+        text = f"output and gradients at {told} differ from float64 by no more than rounding"
+        right = (f"attention at {reached['plain']:,} tokens", text, "ROCm/ROCm#6416")
+        wrong = (
+            f"Attention is wrong at {told}",
+            "of scaled_dot_product_attention differ from float64 by more than rounding",
+            "train with --attn_implementation eager, or at a --max_length at which this check passes (`doctor --json` "
+            "names the wrong rows), until a newer ROCm build of torch is correct",
+            "ROCm/ROCm#6416; aotriton#123; pytorch#133671; ROCm/pytorch#3230",
+        )
+        backends = {kind: _backend(compare, kind) for kind in KINDS}
+        return [compare.verdict("attention", right, wrong), judge_backends(compare.name, backends)]
+
+
+def _long(compare: Comparison, length: int, *, packed: bool) -> None:
+    dtype, generator, places = torch.bfloat16, compare.generator, torch.arange(length)
+    case = f"attention at {length:,} tokens{', packed' if packed else ''}"
+    rows = places.flip(0)[::_STRIDE].flip(0)
+    first = torch.where(places < length // 3, 0, length // 3) if packed else torch.zeros_like(places)
+    key, value = (spread((1, 1, length, 128), dtype, generator) for _ in range(2))
+    seen = (first + torch.rand(2, 2, length, generator=generator) * (places + 1 - first)).long()
+    others = first + length - 1 - places
+    unseen = (torch.rand(2, length, generator=generator) * others).long()
+    unseen = torch.where(unseen < first, unseen, unseen - first + places + 1).clamp(max=length - 1)
+    targets = key[0, 0][seen].float().sum(0) + key[0, 0][unseen].float() * (others > 0)[:, None]
+    query = (1.5 * targets).to(dtype)[None]  # (1, 2, length, 128)
+    upstream = torch.zeros_like(query)
+    upstream[:, :, rows] = spread((1, 2, len(rows), 128), dtype, generator)
+    step(f"computing {case}")
+    here, begins, shown = (compare.move(one) for one in (places, first, rows))
+    mask = (here <= here[:, None]) & (here >= begins[:, None]) if packed else None
+    q, k, v = leaves = [compare.move(tensor).requires_grad_() for tensor in (query, key, value)]
+    output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    gradients = torch.autograd.grad(output, leaves, compare.move(upstream))
+    found = [output[:, :, shown], gradients[0][:, :, shown], *gradients[1:]]
+    hidden = (places > rows[:, None]) | (places < first[rows][:, None])
+
+    def by_rows(kind: torch.dtype) -> dict[str, Tensor]:
+        """Output and gradients by the formula on the CPU, from these rows alone."""
+        inputs = [one.to(kind).requires_grad_() for one in (query[:, :, rows], key, value)]
+        scores = (inputs[0] @ inputs[1].mT) / math.sqrt(query.shape[-1])
+        attended = scores.masked_fill(hidden, -math.inf).softmax(-1) @ inputs[2]
+        backward = torch.autograd.grad(attended, inputs, upstream[:, :, rows].to(kind))
+        return dict(zip(_PARTS, (attended.detach(), *backward), strict=True))
+
+    compare.by_formula(case, dict(zip(_PARTS, found, strict=True)), by_rows)
 
 
 def _backend(compare: Comparison, kind: str) -> str:

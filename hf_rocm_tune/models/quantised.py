@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from transformers.pytorch_utils import Conv1D
 
+from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -196,22 +196,19 @@ def dequantised(module: Any) -> Tensor:
 
 def on_dequantised(weight: Any, look: Callable[[Tensor], None]) -> _Removable:
     """Have each weight that bitsandbytes dequantises from this one looked at, before it is multiplied with."""
-    functional: Any = importlib.import_module("bitsandbytes.functional")
-    stock = functional.dequantize_4bit
-    if not hasattr(stock, "looks"):
-
-        @functools.wraps(stock)
-        def dequantize_4bit(*arguments: Any, **keywords: Any) -> Tensor:
-            found: Tensor = stock(*arguments, **keywords)
-            state = keywords.get("quant_state", arguments[1] if len(arguments) > 1 else None)
-            if (one := getattr(state, "look", None)) is not None:
-                one(found)
-            return found
-
-        dequantize_4bit.looks = True  # type: ignore[attr-defined]
-        functional.dequantize_4bit = dequantize_4bit
+    upstream.replace_for_good("dequantise", _looked_at)
     weight.quant_state.look = look
     return _Removable(weight.quant_state)
+
+
+def _looked_at(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def dequantize_4bit(A: Tensor, quant_state: Any = None, *arguments: Any, **keywords: Any) -> Tensor:
+        found = stock(A, quant_state, *arguments, **keywords)
+        if (one := getattr(quant_state, "look", None)) is not None:
+            one(found)
+        return found
+
+    return dequantize_4bit
 
 
 class _Removable:

@@ -34,6 +34,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "canaries": {"cycles": 3, "seconds": 60},
     "gemm": {"seconds": 0.01},
     "model": {},
+    "attention": {"length": 300},
     "nf4": {},
 }
 BY_NAME = {check.name: check for check in MEASURED}
@@ -69,7 +70,7 @@ def ended() -> dict[tuple[str, str], list[Finding]]:
     def child(name: str, kind: str = "", deadline_s: float = LATE) -> list[Finding]:
         return run_measured(replace(BY_NAME[name], deadline_s=deadline_s), request(name, kind, hip=True))
 
-    sound = {(name, ""): partial(child, name) for name in ("round_trip", "bandwidth", "canaries")}
+    sound = {(name, ""): partial(child, name) for name in ("round_trip", "bandwidth", "canaries", "attention")}
     bad = {("casts", kind): partial(child, "casts", kind, late) for kind, late in ENDINGS.items()}
     return together({**sound, **bad, ("canaries", "zeros"): partial(child, "canaries", "zeros")}, workers=2)
 
@@ -77,7 +78,7 @@ def ended() -> dict[tuple[str, str], list[Finding]]:
 ENDINGS = {"hang": 1.0, "kill": LATE, "garbage": LATE}
 
 
-@pytest.mark.parametrize("name", ["round_trip", "bandwidth", "canaries"])
+@pytest.mark.parametrize("name", ["round_trip", "bandwidth", "canaries", "attention"])
 def test_a_sound_machine_passes_in_a_child(name: str, ended: dict[tuple[str, str], list[Finding]]) -> None:
     for finding in ended[name, ""]:
         # What the link of a CPU gives cannot be compared with anything.
@@ -263,8 +264,8 @@ def test_the_link_is_read_while_copies_are_on_their_way(tmp_path: Path) -> None:
 # ---- arithmetic --------------------------------------------------------------------------------------------------
 
 RESULT_FAULTS = [
-    *((name, kind, "") for name in ("gemm", "model", "nf4") for kind in ("wrong", "nan", "zeros")),
-    *((name, "gradient", "") for name in ("model", "nf4")),
+    *((name, kind, "") for name in ("gemm", "model", "attention", "nf4") for kind in ("wrong", "nan", "zeros")),
+    *((name, "gradient", "") for name in ("model", "attention", "nf4")),
     *(
         ("model", "wrong", where)
         for where in (
@@ -273,6 +274,7 @@ RESULT_FAULTS = [
             "gradient of head",
         )
     ),
+    ("attention", "wrong", "packed: gradient of the keys"),
     ("nf4", "nan", "9 rows without a gradient"),
     ("gemm", "wrong", "float32"),
 ]
@@ -353,35 +355,54 @@ def faulty(kind: str, right: Any) -> Any:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("name", "kind", "words"),
     [
-        ("gradient of the keys", "gradient of key"),
-        ("late rows", "256 tokens"),
-        ("sees the example before", "packed"),
-        ("not contiguous", "plain"),
+        ("attention", "gradient of the keys", "gradient of the keys"),
+        ("attention", "late rows", "output"),
+        ("attention", "sees the example before", "packed: output"),
+        ("model", "sees the example before", "packed"),
+        ("model", "not contiguous", "plain"),
     ],
 )
-def test_an_attention_that_is_wrong_in_one_way_is_found(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_that_is_wrong_in_one_way_is_found(
+    name: str, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
     right = arithmetic.scaled_dot_product_attention
     attend = faulty(kind, right)
 
     def on_the_device_only(*inputs: Tensor, **options: Any) -> Tensor:
-        calls.append(1)  # the device computes first, then the CPU twice
-        return (attend if len(calls) % 3 == 1 else right)(*inputs, **options)
+        # The device computes first; in ``model`` the CPU computes twice after it.
+        calls.append(1)
+        device = name == "attention" or len(calls) % 3 == 1
+        return attend(*inputs, **options) if device else right(*inputs, **options)
 
     monkeypatch.setattr(arithmetic, "scaled_dot_product_attention", on_the_device_only)
-    finding = found("model")[0]
-    assert finding.row == "model_wrong" and any(words in line for line in finding.read[:4]), finding
+    finding = found(name)[0]
+    assert finding.row == f"{name}_wrong" and any(words in line for line in finding.read[:4]), finding
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("where", ["packed", ""])
 def test_a_mask_that_sends_attention_through_the_math_path_is_told(where: str) -> None:
-    right, backend = found("model", "math", where)
-    assert right.row == "model_right", "slow, and not wrong"
+    right, backend = found("attention", "math", where)
+    assert right.row == "attention_right", "slow, and not wrong"
     assert (backend.row, backend.status) == ("attention_unfused", "warn")
     assert ("on cpu, packed batches" in backend.text) == (where == "packed")
+
+
+def test_attention_is_checked_at_the_length_that_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BY_NAME["attention"].options["length"] >= 28_000, "as long as plans are"
+    tried: list[int] = []
+    monkeypatch.setattr(arithmetic, "_ON_CPU", 1 << 20)
+
+    def short_of_memory(compare: Any, length: int, *, packed: bool) -> None:
+        tried.append(length)
+        if length > (8000 if packed else 20_000):
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(arithmetic, "_long", short_of_memory)
+    assert "at 14,336 tokens plain and 7,168 tokens packed" in found("attention", length=28_672)[0].text
+    assert tried == [28_672, 14_336, 28_672, 14_336, 7_168]
 
 
 @pytest.mark.usefixtures("small")
@@ -471,7 +492,7 @@ def test_the_libraries_are_judged_by_each_other(roc: float, lt: float, default: 
 def test_a_gpu_is_measured(name: str) -> None:
     asked = {**BY_NAME[name].options, "device": "cuda:0", "hip": torch.version.hip is not None}
     for finding in run_measured(BY_NAME[name], asked):
-        assert finding.status in ("ok", "info", "skipped") or name in ("bandwidth", "model")
+        assert finding.status in ("ok", "info", "skipped") or name in ("bandwidth", "attention")
 
 
 @pytest.mark.gpu

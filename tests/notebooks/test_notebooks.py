@@ -27,6 +27,7 @@ NAMES = [
     "04_transfers_and_drill",
     "05_push_to_the_hub",
     "06_your_own_data",
+    "07_preferences_with_dpo",
 ]
 TIMEOUT = 600.0
 
