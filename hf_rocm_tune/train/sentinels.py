@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from hf_rocm_tune.transfer.digest import GROUP_BYTES
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import UntypedStorage, nn
     from torch.optim import Optimizer
@@ -622,6 +623,15 @@ class SentinelCallback(TrainerCallback):
             self._explained.add((name, reason))
             self._report.rebaselined(name, reason, self._mover.step)
         return reason
+
+    @contextmanager
+    def keeping_rates(self, step: int) -> Iterator[None]:
+        """Within the block nothing may change the learning rates."""
+        before = self._read_rates()
+        yield
+        if self._sentinel is not None and not self._excuse_writes and before != self._read_rates():
+            changed = Change("trained", "learning rates", "changed in memory")
+            self._judge([changed], f"during the evaluation after step {step}", step)
 
     def _read_rates(self) -> Any:
         """What the optimizer computes the next update with besides tensors, and the scheduler's state."""

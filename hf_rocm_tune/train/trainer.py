@@ -517,7 +517,8 @@ class VerifiedTransferMixin(_Base):
         if self.way.shares_rows:
             # Each rank has all rows: gathered, they are duplicates, and upstream miscounts those of a short last batch.
             self.gather_function = self._own_rows
-        result = super().evaluation_loop(*arguments, **keywords)
+        with self._sentinel.keeping_rates(self.state.global_step):
+            result = super().evaluation_loop(*arguments, **keywords)
         self._sentinel.settle_batches(self.state.global_step)
         return result
 

@@ -334,8 +334,9 @@ def test_a_weight_that_changes_while_it_is_saved_is_not_saved(
     assert the_incident(report)["stage"] == "trained"
 
 
-@matrix(("cpu", "lora", 1), method=("lora", "qlora"))
+@matrix(("cpu", "lora", 1), ("cpu", "lora", 2), method=("lora", "qlora"))
 def test_a_rate_that_changes_is_not_used(bench: Bench, method: str, seed: int) -> None:
+    """The second and the sixth while the model is evaluated."""
     report = bench.attacked(method, {"kind": "rate", "seed": seed, "step": 1 + seed % 4})
     assert (the_incident(report)["stage"], the_incident(report)["tensor"]) == ("trained", "learning rates")
 

@@ -103,7 +103,7 @@ def test_what_they_call_is_what_the_package_has(checkout: Path, tmp_path: Path) 
     command = [sys.executable, "-m", "mypy", *files]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     wrong = ("[call-arg]", "[attr-defined]", "[import-not-found]", "[arg-type]", "[syntax]")
-    assert "checked 6 source files" in done.stdout, done.stdout + done.stderr
+    assert f"checked {len(NAMES)} source files" in done.stdout, done.stdout + done.stderr
     assert [line for line in done.stdout.splitlines() if line.endswith(wrong)] == []
 
 
