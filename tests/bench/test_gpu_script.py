@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import simcard
@@ -42,3 +45,20 @@ def test_both_files_name_the_card_and_not_the_machine(tmp_path: Path) -> None:
     for text in written.values():
         assert str(SCRIPT.parents[1]) not in text and str(Path.home()) + "/" not in text
         assert platform.node() not in text.replace(platform.platform(), "")
+
+
+def test_a_kill_leaves_the_results_so_far_and_no_process_on_the_card(tmp_path: Path) -> None:
+    try:
+        environment = {**os.environ, **simcard.environment()}
+    except simcard.NoCompiler as missing:
+        pytest.skip(str(missing))
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--only", "bench transfer"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as script:
+        deadline = time.monotonic() + 120
+        while not (list(tmp_path.glob("*.txt")) and (children := psutil.Process(script.pid).children())):
+            assert script.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        script.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs(children, timeout=2)[1] == []
+    (written,) = tmp_path.glob("*.json")
+    assert [row["part"] for row in json.loads(written.read_text())["parts"]] == ["versions"]
