@@ -42,6 +42,7 @@ def argv(messages: Path, model_of: Callable[[str], Path]) -> Callable[..., list[
     return make
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use of it
 @pytest.mark.parametrize("arch", ["gpt_oss-mxfp4", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_the_journey_of_a_mixture(
     arch: str, argv: Callable[..., list[str]], model_of: Callable[[str], Path], server: CommandServer, tmp_path: Path
