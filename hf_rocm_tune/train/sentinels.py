@@ -626,7 +626,7 @@ class SentinelCallback(TrainerCallback):
 
     @contextmanager
     def keeping_rates(self, step: int) -> Iterator[None]:
-        """Within the block nothing may change the learning rates."""
+        """Within the block nothing may change the learning rates; between steps, callbacks and schedulers do."""
         before = self._read_rates()
         yield
         if self._sentinel is not None and not self._excuse_writes and before != self._read_rates():
