@@ -83,7 +83,6 @@ class _Later:
     target: Tensor
     value: Tensor
     label: Label
-    plan: _Plan
 
 
 class FaultyBackend:
@@ -151,9 +150,6 @@ class FaultyBackend:
         """Write bytes that the verification must not see; called just after it."""
         for later in laters:
             self.inner.copy(later.target, later.value, later.label, blocking=True)
-            if self.spec.kind == "after":
-                with self._lock:
-                    self._count(later.plan, later.label.attempt)
 
     def _land_late_copies(self, before: Label | None = None) -> None:
         """Write all late copies, except those of the attempt to which `before` belongs: it is not digested yet."""
@@ -222,7 +218,7 @@ class FaultyBackend:
         if kind in ("drop", "late"):
             wrong = self.inner.read_back(target)
             if kind == "late" and not torch.equal(wrong, right):
-                self._late.append(_Later(target, right.clone(), label, plan))
+                self._late.append(_Later(target, right.clone(), label))
             return wrong
         if kind == "stride":
             return _with_bits_at_a_stride(right, anchor, _STRIDES[plan.anchor % 3], 1 << plan.length % 8)
@@ -235,7 +231,8 @@ class FaultyBackend:
         wrong = right.clone()
         wrong[anchor] = int(wrong[anchor]) ^ (1 << plan.rng.randrange(8))
         if kind == "after":
-            self._after.append(_Later(target, wrong, label, plan))
+            self._after.append(_Later(target, wrong, label))
+            self._count(plan, label.attempt)  # now: the next transfer may be planned before this one's verdict
             return None
         return wrong
 

@@ -92,6 +92,14 @@ def test_corruption_after_the_verdict_is_not_a_transfer_fault() -> None:
         assert not mover.report.incidents
 
 
+def test_a_count_holds_for_transfers_that_are_under_way_together() -> None:
+    with Mover(CPU, faults=FaultSpec(kind="after", count=1)) as mover:
+        under_way = [mover.begin(batch(seed)) for seed in range(3)]
+        for each in under_way:
+            mover.settle(each)
+        assert mover.fault_injection()["injected"] == 1
+
+
 def test_faults_that_change_nothing_are_not_counted() -> None:
     with Mover(CPU, faults=FaultSpec(kind="zero")) as mover:
         mover.move(torch.zeros(100), name="w")
