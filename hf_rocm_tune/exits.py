@@ -100,8 +100,8 @@ def run_guarded(
         follows = getattr(known, "follows", False)
         # The communication backends raise RuntimeError for a lost peer.
         from_a_peer = (known is None or follows) and isinstance(error, RuntimeError | TuneError)
-        if from_a_peer and group is not None and group.spoken():
-            return 1  # only the lost connection to a rank that has reported its error
+        if from_a_peer and group is not None and (first := group.ending()) is not None:
+            return first.code  # only the lost connection to a rank that has reported its error
         if known is None:
             lines = "".join(traceback.format_exception(error))
             print(redaction.redact(lines), file=sys.stderr, end="", flush=True)
@@ -289,9 +289,9 @@ class RankGroup:
             pass  # no room for the record, or no hard links: print the line rather twice than never
         return True
 
-    def spoken(self) -> bool:
-        """Whether a rank of this attempt has recorded its exit."""
-        return self._path.exists()
+    def ending(self) -> Ending | None:
+        """What a rank of this attempt has recorded as its exit."""
+        return _read(self._path) if self._path.exists() else None
 
     def final_ending(self) -> Ending | None:
         """The final exit of an earlier attempt, or None."""
@@ -305,7 +305,7 @@ class RankGroup:
         """What earlier attempts have recorded, the newest first."""
         found = [path for path in self._directory.glob(f"{self._key}-*.json") if path != self._path]
         found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        return [Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in found]
+        return [_read(path) for path in found]
 
     def meeting_place(self) -> Path:
         """The path of a common directory of this attempt's ranks on this machine (not created)."""
@@ -314,6 +314,10 @@ class RankGroup:
     @property
     def _path(self) -> Path:
         return self._directory / f"{self._key}-{self._attempt}.json"
+
+
+def _read(path: Path) -> Ending:
+    return Ending(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
