@@ -261,9 +261,13 @@ def lines(diagnosis: Diagnosis, machine: str, seconds: float, width: int, *, ver
 
 
 def _group_line(title: str, findings: Sequence[Finding], width: int) -> Text:
-    """One line: what is not in order first, then what is, as far as there is room."""
+    """One line: what is not in order first, then what is, as far as there is room, and how many more."""
     ordered = sorted(findings, key=lambda one: _WORST.index(one.status))
-    titles = dict.fromkeys(f"{one.check} unknown" if one.status == "unknown" else one.title for one in ordered)
-    text = textwrap.shorten(plain(", ".join(titles)), width - _INDENT - len(title) - 2, placeholder=" ...")
+    titles = list(dict.fromkeys(f"{one.check} unknown" if one.status == "unknown" else one.title for one in ordered))
+    room, more = width - _INDENT - len(title) - 2, 0
+    while len(text := plain(", ".join([*titles, *([f"{more} more"] if more else [])]))) > room and len(titles) > 1:
+        titles.pop()
+        more += 1
+    text = textwrap.shorten(text, room, placeholder=" ...")
     mark, colour = _MARKS[ordered[0].status]
     return Text.assemble((f"{mark:<{_INDENT}}", colour), (title, "bold"), "  ", text)

@@ -420,7 +420,8 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
     if not bad:
         proof = "the RX 7900 XT of the report failed in cycle 144" + ("" if run > 144 else "; --full runs more cycles")
         text = f"on {name}, while other memory was allocated and freed; {proof}"
-        return [ok("canaries_held", f"stable for {run} cycles", text, source, subject=name, read=[sizes])]
+        title = f"stable for {run} cycle{'s' * (run != 1)}"
+        return [ok("canaries_held", title, text, source, subject=name, read=[sizes])]
     wanted = torch.cat([piece.view(torch.uint8) for _, piece in _pieces(bad[0], size)])
     reading, again = blocks[bad[0]].cpu(), blocks[bad[0]].cpu()
     damage, stable = examine(reading, wanted), torch.equal(reading, again)

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -390,19 +391,24 @@ def test_a_mask_that_sends_attention_through_the_math_path_is_told(where: str) -
     assert ("on cpu, packed batches" in backend.text) == (where == "packed")
 
 
-def test_attention_is_checked_at_the_length_that_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert BY_NAME["attention"].options["length"] >= 28_000, "as long as plans are"
-    tried: list[int] = []
-    monkeypatch.setattr(arithmetic, "_ON_CPU", 1 << 20)
+def test_attention_is_checked_as_far_as_memory_and_time_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = BY_NAME["attention"].options["length"]
+    assert planned >= 28_000, "as long as plans are"
+    tried: list[tuple[int, bool]] = []
+    clock = [0.0]
 
-    def short_of_memory(compare: Any, length: int, *, packed: bool) -> None:
-        tried.append(length)
-        if length > (8000 if packed else 20_000):
+    def long(compare: Any, length: int, *, packed: bool) -> None:
+        tried.append((length, packed))
+        clock[0] += 8 * (length / 7168) ** 2 if packed else 0
+        if length > 20_000:
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(arithmetic, "_long", short_of_memory)
-    assert "at 14,336 tokens plain and 7,168 tokens packed" in found("attention", length=28_672)[0].text
-    assert tried == [28_672, 14_336, 28_672, 14_336, 7_168]
+    monkeypatch.setattr(arithmetic, "_long", long)
+    monkeypatch.setattr(arithmetic, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    text = found("attention", length=planned, seconds=20)[0].text
+    assert max(tried) == (28_672, False) and max(one for one in tried if one[1]) == (7168, True)
+    assert "at 14,336 tokens plain and 7,168 tokens packed" in text
+    assert "28,672 tokens plain do not fit into its memory and 14,336 tokens packed would take 32 s" in text
 
 
 @pytest.mark.usefixtures("small")
