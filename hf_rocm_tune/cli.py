@@ -278,9 +278,7 @@ VERBS: dict[str, Verb] = {
     "recipes": recipes,
     "env": env,
     "demo": _module("demo.__main__", "fine-tune a small model in a few minutes, with no network"),
-    "report": _module(
-        "publish.page", "a run, or several side by side, as one HTML page: curves, verification, incidents"
-    ),
+    "report": _module("publish.page", "a run as one HTML page: curves, verification, incidents"),
     "push": _module("publish.push", "upload a finished run to the Hugging Face Hub, and check the hashes there"),
     "merge": _with_model(
         "merge", "merge an adapter into its base, verified: a directory that plain transformers loads"

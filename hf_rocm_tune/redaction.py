@@ -7,7 +7,6 @@ secret of an unknown form under another name, output of libraries, relative path
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import json
 import os
@@ -16,7 +15,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,37 +58,34 @@ def without_secrets(value: Any) -> Any:
     """A nested value without the secret keys of its mappings; tuples become lists."""
     if isinstance(value, Mapping):
         return {key: without_secrets(each) for key, each in value.items() if not is_secret_name(str(key))}
-    if isinstance(value, list | tuple):
-        return [without_secrets(each) for each in value]
-    return value
+    return [without_secrets(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def remember(value: Any) -> None:
-    """Note the secrets in a nested value for `redact`."""
-    _remembered.update(secrets_in(value))
+def remember(value: Any, *, named: bool = False) -> None:
+    """Note for `redact` the secrets in a nested value that are long enough."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            remember(each, named=named or is_secret_name(str(key)))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            remember(each, named=named)
+    elif named and isinstance(value, str) and len(value) >= _SHORTEST_VALUE and not value.isdigit():
+        _remembered.add(value)
 
 
 def remember_arguments(argv: Sequence[str]) -> None:
     """Note the secrets on a command line: values of secret flags, and nested ones in values that are JSON."""
-    for name, value in _flags(argv):
+    name = ""
+    for word in argv:
+        value = word
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
         remember({name: value})
         if value.lstrip()[:1] in ("{", "["):
             try:
                 remember(json.loads(value))
             except (ValueError, RecursionError):
                 remember({found["name"]: found["value"] for found in _PAIR.finditer(value)})
-
-
-def secrets_in(value: Any, *, named: bool = False) -> Iterator[str]:
-    """The secrets in a nested value that are long enough."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from secrets_in(each, named=named or is_secret_name(str(key)))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from secrets_in(each, named=named)
-    elif named and isinstance(value, str) and len(value) >= _SHORTEST_VALUE and not value.isdigit():
-        yield value
 
 
 def redact(text: str, *, also: Iterable[str] = ()) -> str:
@@ -130,28 +127,13 @@ def _hidden(found: re.Match[str]) -> str:
     return f"{found['name']}{found['between']}{REDACTED}"
 
 
-def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name without dashes, value) of each flag on a command line."""
-    name = ""
-    for word in argv:
-        if word.startswith("--"):
-            flag, _, value = word.partition("=")
-            name = flag.lstrip("-")
-            if value:
-                yield name, value
-        elif name:
-            yield name, word
-
-
 def map_strings(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
     """A JSON value with every string changed; tuples become lists."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {change_key(str(key)): map_strings(each, change, change_key) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_strings(each, change, change_key) for each in value]
-    return value
+    return [map_strings(each, change, change_key) for each in value] if isinstance(value, list | tuple) else value
 
 
 # ---- what is private in a publication ---------------------------------------------------------------------------
@@ -195,21 +177,20 @@ class Private:
                 if len(Path(spelling).parts) > 1:
                     known[spelling.rstrip("/")] = instead or _last_name(spelling)
         users = [environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER", "USERNAME")]
-        with contextlib.suppress(OSError, KeyError, ImportError):  # no entry for this user id, in containers
-            users.append(getpass.getuser())
         users += [Path(home).name for home in homes]
-        hosts = [platform.node(), environ.get("HOSTNAME", "")]
-        hosts += [host.partition(".")[0] for host in hosts]
-        held = [value for name, value in environ.items() if is_secret_name(name) and not value.startswith("/")]
-        everything = {value for value in (*held, *secrets) if value and len(value) >= _SHORTEST_VALUE}
-        roots = set()
-        with contextlib.suppress(OSError):
+        roots: set[str] = set()
+        with suppress(OSError, KeyError, ImportError):  # no entry for this user id, in containers
+            users.append(getpass.getuser())
+        with suppress(OSError):
             roots = {entry.name for entry in os.scandir("/") if entry.is_dir()} - _PUBLIC_ROOTS
+        hosts = [platform.node(), environ.get("HOSTNAME", "")]
+        held = [value for name, value in environ.items() if is_secret_name(name) and not value.startswith("/")]
+        values = {value for value in (*held, *secrets) if value and len(value) >= _SHORTEST_VALUE}
         return cls(
             paths={path: known[path] for path in sorted(known, key=len, reverse=True)},
             users=_names(users),
-            hosts=_names(hosts),
-            secrets=tuple(sorted((s for s in everything if not s.isdigit()), key=len, reverse=True)),
+            hosts=_names([*hosts, *(host.partition(".")[0] for host in hosts)]),
+            secrets=tuple(value for value in values if not value.isdigit()),
             roots=_USUAL_ROOTS | roots,
         )
 
@@ -223,11 +204,10 @@ def local_paths(settings: Any) -> list[str]:
     if isinstance(settings, str):
         is_path = os.path.isabs(settings) or (os.sep in settings and os.path.exists(settings))
         return [settings] if is_path else []
-    if isinstance(settings, Mapping):
-        settings = settings.values()
-    elif not isinstance(settings, list | tuple):
-        return []
-    return [path for each in settings for path in local_paths(each)]
+    inside = settings.values() if isinstance(settings, Mapping) else settings
+    return (
+        [path for each in inside for path in local_paths(each)] if isinstance(settings, Mapping | list | tuple) else []
+    )
 
 
 def hub_id_of(path: str) -> str | None:
@@ -241,11 +221,10 @@ def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
     text = redact(text, also=private.secrets)
     for path, instead in private.paths.items():
         text = re.sub(rf"(?<![\w/]){re.escape(path)}(?![\w-])", instead.replace("\\", r"\\"), text)
-    text = _PATH.sub(lambda found: _shortened(found, private), text)
-    if names:
-        for known, instead in ((private.users, "user"), (private.hosts, "host")):
-            for name in known:
-                text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
+    text = _PATH.sub(partial(_shortened, private), text)
+    known = [*((name, "user") for name in private.users), *((name, "host") for name in private.hosts)]
+    for name, instead in known if names else ():
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
     return text
 
 
@@ -278,12 +257,11 @@ def find_in_file(stream: BinaryIO, private: Private, *, header_only: bool = Fals
     return None
 
 
-def _shortened(found: re.Match[str], private: Private) -> str:
+def _shortened(private: Private, found: re.Match[str]) -> str:
     """``.../NAME`` for a private path; others stay."""
-    text, root = found[0], found[1]
-    if root is not None and root not in private.roots:
-        return text
-    last = _last_name(text)
+    if found[1] is not None and found[1] not in private.roots:
+        return found[0]
+    last = _last_name(found[0])
     return "..." if last in private.users or last.startswith("~") else f".../{last}"
 
 

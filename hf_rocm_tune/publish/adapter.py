@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.files import check_safetensors, sums
 from hf_rocm_tune.paths import expand_user
-from hf_rocm_tune.publish.history import run_settings
+from hf_rocm_tune.publish.history import checkpoints, run_settings
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.transfer import digest
 
@@ -99,10 +99,9 @@ class Adapter:
     @property
     def described(self) -> str:
         """Name, method and whether its files are attested, in one phrase."""
-        if (found := self.written) is None:
-            return f"adapter {self.name} ({self.method}), not attested: it has no integrity.json"
-        run = f"run id {found.run_id}, " if found.run_id else ""  # a user's own script may give none
-        return f"adapter {self.name} ({self.method}), equal to its manifest ({run}step {found.step})"
+        found = self.written
+        attested = f"equal to its manifest (step {found.step})" if found else "not attested: it has no integrity.json"
+        return f"adapter {self.name} ({self.method}), {attested}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +153,11 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
     """The directory of an adapter, downloaded when ``name`` is a Hub id; None if there is no adapter of that name."""
     directory = expand_user(name)
     if os.path.isdir(directory):  # unlike Path.is_dir, never raises
-        return _adapter_in(directory)
+        if (directory / CONFIG_FILE).is_file() or (directory / "config.json").is_file():
+            return directory if (directory / CONFIG_FILE).is_file() else None
+        found = [path for path in checkpoints(directory) if (path / CONFIG_FILE).is_file()]
+        what = f"finish the run, or give its newest checkpoint {found[-1]}" if found else "give an adapter or a model"
+        raise UsageError(f"{directory} has neither {CONFIG_FILE} nor config.json: {what}")
     if os.path.exists(directory) or name.startswith((".", "/", "~")):
         raise UsageError(f"{name} is not a directory: give the directory of an adapter or of a model, or a Hub id")
     from huggingface_hub import hf_hub_download, snapshot_download
@@ -168,18 +171,6 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def _adapter_in(directory: Path) -> Path | None:
-    if (directory / CONFIG_FILE).is_file():
-        return directory
-    if (directory / "config.json").is_file():
-        return None
-    found = [path for path in directory.glob("checkpoint-*") if (path / CONFIG_FILE).is_file()]
-    if found:
-        newest = max(found, key=lambda path: (len(path.name), path.name))
-        raise UsageError(f"{directory} has no finished adapter: finish the run, or give its newest checkpoint {newest}")
-    raise UsageError(f"{directory} has neither {CONFIG_FILE} nor config.json: give an adapter's or a model's directory")
-
-
 def open_adapter(name: str, revision: str | None = None) -> Adapter:
     """Find an adapter, read its files once and check them, before anything is loaded."""
     directory = find_adapter(name, revision)
@@ -190,35 +181,28 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
             f"no {CONFIG_FILE} of {name} could be found on the Hub: check the spelling, the network and "
             "HF_HUB_OFFLINE, or give a directory"
         )
-    files, written = _read_files(name, directory)
-    if WEIGHTS_FILE not in files.entries:
-        raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE} (pickles are not loaded): copy it again")
-    check_safetensors(files.directory / WEIGHTS_FILE)
-    config, settings = _read_config(name, files.directory), run_settings(directory)
-    return Adapter(name=name, origin=directory, files=files, config=config, written=written, settings=settings)
-
-
-def _read_files(name: str, directory: Path) -> tuple[manifest.PrivateCopy, manifest.Manifest | None]:
-    """The files that are used, which are those of the manifest if there is one."""
     advice = "the adapter differs from what its run wrote and is not used; copy it again, or take an earlier checkpoint"
     found = manifest.read(directory)
     if isinstance(found, manifest.FileProblem) and found.kind != "missing":
         raise UsageError(f"{name}: {found}: {advice}")
     written = found if isinstance(found, manifest.Manifest) else None
-    there = written.files if written else [path.name for path in directory.iterdir() if path.is_file()]
-    used = [file for file in there if file in (CONFIG_FILE, WEIGHTS_FILE) or TOKENIZER.fullmatch(file)]
-    if written:
-        needed = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if (directory / file).exists()]
-        if stray := [file for file in needed if file not in used]:
-            raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: another program wrote it")
+    listed = written.files if written else {path.name: None for path in directory.iterdir() if path.is_file()}
+    if stray := [each for each in (CONFIG_FILE, WEIGHTS_FILE) if each not in listed and (directory / each).exists()]:
+        raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: another program wrote it")
+    used = [file for file in listed if file in (CONFIG_FILE, WEIGHTS_FILE) or TOKENIZER.fullmatch(file)]
     try:
-        return manifest.PrivateCopy(directory, used, written.files if written else None), written
+        files = manifest.PrivateCopy(directory, used, written.files if written else None)
     except FileNotFoundError as error:
         raise UsageError(f"{name}: {Path(str(error.filename)).name} is missing: {advice}") from error
     except ValueError as error:
         raise UsageError(f"{name}: {error}: {advice}") from error
     except OSError as error:
         raise UsageError(f"{name} cannot be read ({error.strerror}): check the disk and permissions") from error
+    if WEIGHTS_FILE not in files.entries:
+        raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE} (pickles are not loaded): copy it again")
+    check_safetensors(files.directory / WEIGHTS_FILE)
+    config, settings = _read_config(name, files.directory), run_settings(directory)
+    return Adapter(name=name, origin=directory, files=files, config=config, written=written, settings=settings)
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:
@@ -305,14 +289,11 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
         with warnings.catch_warnings(record=True):  # fields of a newer PEFT; what they would change is refused by name
             warnings.simplefilter("always")
             config = PeftConfig.from_pretrained(str(directory))
-    except KeyError as error:
-        raise UsageError(f"{name}: {CONFIG_FILE}: this version of PEFT knows no method {error}: update it") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{name}: {CONFIG_FILE} cannot be read ({_short(error)}): copy it again") from error
-    if config.peft_type is None:
-        raise UsageError(f"{name}: {CONFIG_FILE} names no method (peft_type): copy it again")
-    if config.peft_type.value not in _METHODS:
-        raise UsageError(f"{name} is {config.peft_type.value}, which is not supported: {', '.join(_METHODS)} are")
+    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{name}: {CONFIG_FILE} cannot be read by this PEFT ({_short(error)})") from error
+    kind = getattr(config.peft_type, "value", None)
+    if kind not in _METHODS:
+        raise UsageError(f"{name} is {kind}, which is not supported: {', '.join(_METHODS)} are")
     if getattr(config, "layer_replication", None):
         raise UsageError(f"{name} replicates layers (layer_replication), which is not supported")
     scheme = getattr(config, "init_lora_weights", True)
@@ -325,8 +306,7 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
 
 
 def _short(error: BaseException) -> str:
-    """The most specific line of an error of PEFT or torch."""
+    """The first line of an error of PEFT or torch; of several shapes, the tensor."""
     if other := re.search(r"size mismatch for (\S+):", str(error)):
         return f"{other[1]} has another shape there"
-    chosen = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return chosen if len(chosen) <= 200 else chosen[:197] + "..."
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -22,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.publish import history
-from hf_rocm_tune.publish.history import Row, Trained, items, plain, table
+from hf_rocm_tune.publish.history import Row, Trained, plain
 from hf_rocm_tune.redaction import Private, hub_id_of, scrub_json, scrub_text
 
 CARD_NAME = "README.md"
@@ -89,12 +89,6 @@ def build(facts: CardFacts, private: Private) -> str:
     )
 
 
-def is_ours(text: str) -> bool:
-    """Whether a card was written by `build` and not changed since."""
-    found = _SIGNED.match(text)
-    return found is not None and found["sha256"] == _digest(found["text"])
-
-
 def kept(file: Path) -> bytes | None:
     """The bytes of a ``README.md`` that a person wrote or edited; None if there is none or it is ours."""
     try:
@@ -104,6 +98,12 @@ def kept(file: Path) -> bytes | None:
     return None if is_ours(content.decode("utf-8", "replace")) else content
 
 
+def is_ours(text: str) -> bool:
+    """Whether a card was written by `build` and not changed since."""
+    found = _SIGNED.match(text)
+    return found is not None and found["sha256"] == _digest(found["text"])
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -111,9 +111,8 @@ def _digest(text: str) -> str:
 def _metadata(facts: CardFacts) -> str:
     """The YAML block. Licence and language are left out: they are the base model's and the data's."""
     tags = ["transformers", "trl", facts.verb, "hf-rocm-tune", "generated_from_trainer"]
-    more: dict[str, Any] = {}
-    if facts.is_adapter:
-        tags.append("lora")
+    more: dict[str, Any] = {"library_name": "peft" if facts.is_adapter else "transformers"}
+    tags += ["lora"] if facts.is_adapter else []
     if facts.base_model_id:
         more["base_model"] = facts.base_model_id
         more["base_model_relation"] = "adapter" if facts.is_adapter else "finetune"
@@ -122,8 +121,7 @@ def _metadata(facts: CardFacts) -> str:
         more["datasets"] = list(facts.datasets)
     if facts.gives_scores or facts.trained.model_class.endswith("ForCausalLM"):
         more["pipeline_tag"] = "text-classification" if facts.gives_scores else "text-generation"
-    library = "peft" if facts.is_adapter else "transformers"
-    return str(ModelCardData(library_name=library, tags=sorted(tags), **more).to_yaml())
+    return str(ModelCardData(tags=sorted(tags), **more).to_yaml())
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------
@@ -149,37 +147,29 @@ def _text(facts: CardFacts) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"prose": _prose, "code": _code, "json": json.dumps, "dtype": _dtype}
+    environment.filters |= {"prose": _prose, "code": _code, "json": json.dumps, "dtype": _dtype, "plain": plain}
     auto = "AutoModelForCausalLM" if trained.model_class.endswith("ForCausalLM") else trained.model_class
     auto = "AutoModelForSequenceClassification" if facts.gives_scores else auto
     names = [*_QUANTIZATION, *(_QUANTIZATION_4BIT if config.get("load_in_4bit") else ())]
     given = [(name, _literal(name, config[name])) for name in names if config.get(name) not in (None, False)]
-    imports = sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if given else set()))
     text = environment.get_template("card.md.j2").render(
         facts=facts,
         trained=trained,
         auto=auto,
-        imports=", ".join(imports),
+        imports=", ".join(sorted({auto, "AutoTokenizer"} | ({"BitsAndBytesConfig"} if given else set()))),
         quantization=given,
         keeps_dtype=facts.is_adapter and trained.adapter_dtype != "float32",
-        attention=history.text(facts.settings, "attn_implementation"),
+        history=history,
         trainer="RewardTrainer" if facts.verb == "reward" else f"{facts.verb.upper()}Trainer",
         verdict=history.judge(report, finished=facts.final),
-        figures=history.figures(facts.rows),
-        settings=[(name, plain(value)) for name, value in history.shown_settings(facts.settings).items()],
-        data=[history.data_row(row) for row in items(report, "data")],
-        checks=history.counted(report),
-        events=history.events(report),
-        explained=history.explained(report),
-        machine=[*history.device(report), *((n, plain(v)) for n, v in table(report, "versions").items() if v)],
+        data=[history.data_row(row) for row in history.items(report, "data")],
+        machine=[*history.device(report), *history.table(report, "versions").items()],
     )
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def _literal(name: str, value: Any) -> str:
-    if name.endswith("dtype"):
-        return _dtype(str(value))
-    return "True" if value is True else json.dumps(str(value))
+    return _dtype(str(value)) if name.endswith("dtype") else "True" if value is True else json.dumps(str(value))
 
 
 def _dtype(name: str) -> str:
@@ -210,49 +200,36 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def clean_card(text: str, private: Private, *, base_model_id: str | None = None) -> tuple[str, list[str]]:
-    """A card that the Hub accepts, without private paths and secrets, and what was changed, in public words.
+def clean_card(text: str, private: Private, *, base_model_id: str | None = None) -> str:
+    """A card that the Hub accepts, without private paths and secrets.
 
     The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is not an id of the Hub.
     """
     found = _FRONT_MATTER.match(text)
     front, body = ("", text) if found is None else (found[0], text[found.end() :])
-    changes: list[str] = []
     try:
-        metadata = (yaml.safe_load(found[2]) or {}) if found is not None else {}
-        if not isinstance(metadata, dict):
-            raise ValueError("not a YAML mapping")
-        cleaned = {**metadata}
-        if base_model_id and found is not None:
-            cleaned.setdefault("base_model", base_model_id)
-        for key, value in list(cleaned.items()):
-            if key in ("base_model", "datasets"):
-                given = base_model_id if key == "base_model" else None
-                names = value if isinstance(value, list) else [value]
-                ids = [published_name(str(name), private, given) for name in names if name is not None]
-                public = list(dict.fromkeys(filter(None, ids)))
-                cleaned[key] = public if isinstance(value, list) else public[0] if public else None
-            elif key == "tags" and isinstance(value, list):  # base_model:adapter:NAME
-                cleaned[key] = [
-                    tag for tag in value if ":" not in str(tag) or not private.is_local(str(tag).rpartition(":")[2])
-                ]
-            else:
-                cleaned[key] = scrub_json(value, private, names=False)
-            if not cleaned[key]:
-                del cleaned[key]
-        for key in [*metadata, *(key for key in cleaned if key not in metadata)]:
-            if cleaned.get(key) != metadata.get(key):
-                changes.append(f"{key}: {plain(cleaned[key]) if key in cleaned else 'removed, it was a local path'}")
-        if changes:
+        metadata = dict(yaml.safe_load(found[2]) or {}) if found is not None else {}
+        given = {"base_model": base_model_id} if base_model_id and found is not None else {}
+        cleaned = {key: _cleaned(key, value, private, base_model_id) for key, value in {**given, **metadata}.items()}
+        cleaned = {key: value for key, value in cleaned.items() if value}
+        if cleaned != metadata:
             front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
-        public_body = scrub_text(body, private, names=False)
-        if public_body != body:
-            changes.append("local paths or secrets in its text were replaced")
-        result = front + public_body if changes else text
+        result = front + scrub_text(body, private, names=False)
         ModelCard(result)  # huggingface_hub's own reading; the Hub's is asked for when the card is uploaded
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         message = " ".join(str(error).split())
         raise UsageError(
             f"the metadata of README.md cannot be read ({message}): correct the lines between the --- marks"
         ) from error
-    return result, changes
+    return result
+
+
+def _cleaned(key: str, value: Any, private: Private, base_model_id: str | None) -> Any:
+    if key in ("base_model", "datasets"):
+        names = [str(name) for name in (value if isinstance(value, list) else [value]) if name is not None]
+        ids = [published_name(name, private, base_model_id if key == "base_model" else None) for name in names]
+        public = list(dict.fromkeys(filter(None, ids)))
+        return public if isinstance(value, list) else next(iter(public), None)
+    if key == "tags" and isinstance(value, list):  # base_model:adapter:NAME
+        return [tag for tag in value if ":" not in str(tag) or not private.is_local(str(tag).rpartition(":")[2])]
+    return scrub_json(value, private, names=False)

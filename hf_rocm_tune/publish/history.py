@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from math import prod
 from pathlib import Path
+from statistics import median_high
 from typing import Any, Literal
+
+from rich.filesize import decimal as size
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.survive import manifest
@@ -146,43 +148,35 @@ def plain(value: Any, *, depth: int = 4) -> str:
     return str(value)
 
 
-def size(nbytes: float) -> str:
-    """A number of bytes, in units of 1000."""
-    power = next((power for power in range(4) if nbytes < 1000 ** (power + 1)), 4)
-    return f"{nbytes / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them: "42 s", "3 min 5 s", "2 h 10 min"."""
-    minutes, rest = divmod(round(seconds), 60)
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def figure(value: float | None) -> str:
     """A number to four digits, whole ones in full; empty for None."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds in their usual unit."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 3600 else f"{seconds / 3600:.4g} h"
+
+
 def figures(rows: Iterable[Row]) -> list[tuple[str, str]]:
     """The key figures of a log, by name."""
     rows = list(rows)
-    speeds = sorted(value for _, value in series(rows, "speed/tokens_per_second") if not math.isnan(value))
-    best = min((value for _, value in series(rows, "eval_loss") if not math.isnan(value)), default=None)
+    newest = {
+        "training loss, last": "loss",
+        "evaluation loss, last": "eval_loss",
+        "token accuracy, last": "mean_token_accuracy",
+        "evaluation, token accuracy": "eval_mean_token_accuracy",
+        "epochs": "epoch",
+        "tokens": "num_tokens",
+    }
+    speeds = [value for _, value in series(rows, "speed/tokens_per_second") if not math.isnan(value)]
     seconds = training_seconds(rows)
-    found = [
-        ("training loss, last", figure(last(rows, "loss"))),
-        ("evaluation loss, last", figure(last(rows, "eval_loss"))),
-        ("evaluation loss, best", figure(best)),
-        ("token accuracy, last", figure(last(rows, "mean_token_accuracy"))),
-        ("evaluation, token accuracy", figure(last(rows, "eval_mean_token_accuracy"))),
-        ("epochs", figure(last(rows, "epoch"))),
-        ("tokens", f"{tokens:,.0f}" if (tokens := last(rows, "num_tokens")) is not None else ""),
-        ("tokens a second, median", figure(speeds[len(speeds) // 2] if speeds else None)),
-        ("time of all steps", duration(seconds) if seconds else ""),
-    ]
-    return [(name, value) for name, value in found if value]
+    found = {name: figure(last(rows, key)) for name, key in newest.items()}
+    found["tokens a second, median"] = figure(median_high(speeds) if speeds else None)
+    found["time of all steps"] = duration(seconds) if seconds else ""
+    return [(name, value) for name, value in found.items() if value]
 
 
 _SHOWN_SETTINGS = (
@@ -194,31 +188,26 @@ _SHOWN_SETTINGS = (
     *("loss_type", "assistant_only_loss", "completion_only_loss", "gradient_checkpointing", "neftune_noise_alpha"),
     "seed",
 )
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 
 
 def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide the result and are on, by name, and the effective batch."""
-    found = {}
-    for name in _SHOWN_SETTINGS:
-        value = settings.get(name)
-        without_effect = (name.startswith("lora_") and settings.get("use_peft") is False) or (
-            name in ("bnb_4bit_quant_type", "use_bnb_nested_quant") and settings.get("load_in_4bit") is not True
-        )
-        if value is not None and value is not False and value != [] and not without_effect:
-            found[name] = value
-    found.pop("num_train_epochs" if (number(settings, "max_steps") or 0) > 0 else "max_steps", None)
-    shared = settings.get("tensor_parallel") is True  # all ranks get the same rows
-    parts = [number(settings, name) for name in (_BATCH[:2] if shared else _BATCH)]
+    """The settings that decide the result and have an effect, by name, and the effective batch."""
+    given = {name: settings.get(name) for name in _SHOWN_SETTINGS}
+    found = {name: value for name, value in given.items() if value is not None and value is not False and value != []}
+    idle = {"num_train_epochs" if (number(settings, "max_steps") or 0) > 0 else "max_steps"}
+    idle |= {name for name in found if name.startswith("lora_") and settings.get("use_peft") is False}
+    idle |= set() if settings.get("load_in_4bit") is True else {"bnb_4bit_quant_type", "use_bnb_nested_quant"}
+    batch = ["per_device_train_batch_size", "gradient_accumulation_steps"]
+    batch += [] if settings.get("tensor_parallel") is True else ["world_size"]  # there all ranks get the same rows
+    parts = [number(settings, name) for name in batch]
     if None not in parts:
-        found["effective_batch_size"] = prod(int(part or 0) for part in parts)
-    return found
+        found["effective_batch_size"] = math.prod(int(part or 0) for part in parts)
+    return {name: value for name, value in found.items() if name not in idle}
 
 
 # ---- a directory -----------------------------------------------------------------------------------------------------
 
 
-_LARGEST_BYTES = 256 << 20
 _STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _TRACES = (LOG_NAME, REPORT_NAME, _STATE, "run.json", manifest.MANIFEST_NAME, "adapter_config.json", "survival.jsonl")
@@ -240,21 +229,13 @@ class RunFiles:
     missing: Sequence[str] = ()  # files that are missing or could not be read, in words
 
     @property
-    def finished(self) -> bool:
-        """Whether the run has finished and its result is in place."""
-        found = self.inspection.manifest
-        return found is not None and found.status == "final"
-
-    @property
     def verdict(self) -> Verdict:
-        return judge(self.report, finished=self.finished, damaged=self.damaged)
-
-    @property
-    def damaged(self) -> list[str]:
-        """Files of the result that differ from what was written; a model card may be edited."""
-        if self.inspection.manifest is None:
-            return [str(one) for one in self.inspection.problems if one.kind != "missing"]
-        return [str(one) for one in self.inspection.problems if not one.file.endswith(".md")]
+        """Files that differ from what was written count as damage; a model card may be edited."""
+        found = self.inspection.manifest
+        finished = found is not None and found.status == "final"
+        changed = [one for one in self.inspection.problems if found is None or not one.file.endswith(".md")]
+        damaged = [str(one) for one in changed if found is not None or one.kind != "missing"]
+        return judge(self.report, finished=finished, damaged=damaged)
 
 
 def collect(directory: Path) -> RunFiles:
@@ -269,22 +250,24 @@ def collect(directory: Path) -> RunFiles:
     if not found and not any((directory / name).exists() for name in _TRACES):
         raise UsageError(f"{directory} has no file of a training run: name the --output_dir of a run")
     missing: list[str] = []
-    record = _read(directory / "run.json", missing)
     inspection = manifest.inspect(directory)
-    known = text(record, "run_id") or (inspection.manifest.run_id if inspection.manifest else "")
-    report = _of_run(known, _read(directory / REPORT_NAME, missing), REPORT_NAME, missing)
-    log = _of_run(known, _read(directory / LOG_NAME, missing), LOG_NAME, missing)
-    log = _newest_log(directory, log, found, missing)
-    run_id = known or text(log, "run_id") or text(report, "run_id")
+    record = _read(directory / "run.json", missing)
+    run_id = text(record, "run_id") or (inspection.manifest.run_id if inspection.manifest else "")
+    report, log = (_read(directory / name, missing, run_id) for name in (REPORT_NAME, LOG_NAME))
+    for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:
+        state = _read(path, missing) if path.is_file() else {}
+        if (number(state, "global_step") or 0) > (number(log, "step") or 0):
+            # A trainer's state does not say what was trained, which does not change over a run.
+            log = {**log, "max_steps": state.get("max_steps")}
+            log |= {"step": state.get("global_step"), "log": state.get("log_history")}
     if inspection.manifest is None:
         why = inspection.problems[0]
         missing.append(f"{manifest.MANIFEST_NAME}: the run has not finished" if why.kind == "missing" else str(why))
-    step = number(log, "step")
     return RunFiles(
         directory=directory,
-        run_id=run_id,
+        run_id=run_id or text(log, "run_id") or text(report, "run_id"),
         rows=[row for row in items(log, "log") if isinstance(row, dict)],
-        step=None if step is None else int(step),
+        step=count(log, "step") if number(log, "step") is not None else None,
         max_steps=count(log, "max_steps") or None,
         trained=table(log, "trained"),
         report=report,
@@ -294,44 +277,20 @@ def collect(directory: Path) -> RunFiles:
     )
 
 
-def _newest_log(directory: Path, log: dict[str, Any], found: list[Path], missing: list[str]) -> dict[str, Any]:
-    """The log with the most steps, in the form of ours."""
-    best = log
-    for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:
-        state = _read(path, missing) if path.is_file() else {}
-        reached = number(best, "step")
-        if state and (number(state, "global_step") or 0) > (-1 if reached is None else reached):
-            # A trainer's state does not say what was trained, which does not change over a run.
-            best = {"trained": table(log, "trained"), "max_steps": state.get("max_steps")}
-            best |= {"step": state.get("global_step"), "log": state.get("log_history"), "run_id": log.get("run_id")}
-    if not best:
-        missing.append(f"{LOG_NAME}: no log of the training, so there are no curves")
-    return best
-
-
-def _of_run(run_id: str, content: dict[str, Any], name: str, missing: list[str]) -> dict[str, Any]:
-    """The content of a file, unless it belongs to an earlier run in the same directory."""
-    other = text(content, "run_id")
-    if run_id and other and other != run_id:
-        missing.append(f"{name}: it belongs to another run, {other}, and is not used")
-        return {}
-    return content
-
-
-def _read(path: Path, missing: list[str]) -> dict[str, Any]:
-    """A JSON object, or nothing and a line about why."""
+def _read(path: Path, missing: list[str], run_id: str = "") -> dict[str, Any]:
+    """A JSON object of this run, or nothing and a line about why."""
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise ValueError(f"more than {_LARGEST_BYTES >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
+        other = text(content, "run_id")
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
+        if run_id and other and other != run_id:
+            raise ValueError(f"it belongs to another run, {other}")
         return content
     except FileNotFoundError:
-        if path.name not in (LOG_NAME, _STATE):  # `_newest_log` reports those
-            missing.append(f"{path.name}: {_MEANING.get(path.name, 'missing')}")
+        missing.append(f"{path.name}: it is missing")
     except (OSError, ValueError, RecursionError) as error:
-        missing.append(f"{path.name}: it cannot be read ({error})")
+        missing.append(f"{path.name}: it is not used ({error})")
     return {}
 
 
@@ -339,12 +298,6 @@ def run_settings(directory: Path) -> dict[str, Any]:
     """Of the run that wrote a directory, or the directory above a checkpoint; empty if unknown."""
     found = (table(_read(place / "run.json", []), "settings") for place in (directory, directory.parent))
     return next(filter(None, found), {})
-
-
-_MEANING = {
-    REPORT_NAME: "no transfer report, so it is unknown what was verified",
-    "run.json": "no record of the run, so its settings are unknown",
-}
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -356,15 +309,13 @@ def checkpoints(directory: Path) -> list[Path]:
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
-# Section: its title, the key of its counter, and the unit of that.
-_STAGES = {
+# Section of the report: its title, the key of its counter, and the unit of that.
+_SECTIONS = {
     "weights": ("model weights", "tensors", "tensors"),
     "batches": ("batches", "tensors", "tensors"),
     "adapter": ("adapter weights", "tensors", "tensors"),
     "optimizer": ("optimizer state", "tensors", "tensors"),
     "activations": ("activations between cards, or to host memory and back", "tensors", "tensors"),
-}
-_CHECKS = {
     "casts": ("casts of weights", "checked", "checked"),
     "gradients": ("averaged gradients", "buckets", "buckets checked"),
     "frozen": ("frozen weights in memory", "passes", "passes"),
@@ -388,9 +339,7 @@ class Verdict:
 
 def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] = ()) -> Verdict:
     """The verdict on a run."""
-
     verdict = partial(Verdict, notes=_notes(report, finished=finished))
-
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         return verdict("bad", f"The result differs from what was written: {damaged[0]}{more}.")
@@ -438,24 +387,23 @@ def coverage(report: Mapping[str, Any]) -> float | None:
 
 def mismatches(report: Mapping[str, Any]) -> int:
     """How often a check found something wrong."""
-    return sum(count(report, name, "mismatches") for name in (*_STAGES, *_CHECKS))
+    return sum(count(report, name, "mismatches") for name in _SECTIONS)
 
 
 def counted(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Every kind of check that ran: what, how much of it, how often it was wrong, and of these recovered."""
     rows = []
-    for name, (what, key, noun) in {**_STAGES, **_CHECKS}.items():
+    for name, (what, key, noun) in _SECTIONS.items():
         section = table(report, name)
         looked_at, wrong = count(section, key), count(section, "mismatches")
         amount = f"{looked_at:,} {noun}"
-        if name in _STAGES:
-            nbytes, verified = number(section, "bytes") or 0.0, number(section, "verified_bytes") or 0.0
+        if nbytes := count(section, "bytes"):
+            verified = count(section, "verified_bytes")
             amount += f", {size(nbytes)}" + (f" ({size(verified)} verified)" if verified < nbytes else "")
-        elif name == "frozen":
+        if name == "frozen":
             amount += f" over {count(section, 'tensors'):,} tensors"
         if looked_at or wrong:
-            recovered = f"{count(section, 'recovered'):,}" if "recovered" in section else ""
-            rows.append((what, amount, f"{wrong:,}", recovered))
+            rows.append((what, amount, f"{wrong:,}", f"{count(section, 'recovered'):,}" * ("recovered" in section)))
     return rows
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from huggingface_hub import ModelCardData
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from torch import nn
@@ -34,7 +35,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model
 from hf_rocm_tune.models.files import check_model_directory
 from hf_rocm_tune.publish import quiet_unless_terminal
-from hf_rocm_tune.publish.adapter import NAME, TOKENIZER, WEIGHTS_FILE, Adapter, Base, attach, base_of, open_adapter
+from hf_rocm_tune.publish.adapter import NAME, TOKENIZER, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import clean_leftovers, staged_directory
 from hf_rocm_tune.survive.manifest import FileEntry
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 _SPARE_BYTES = 64 << 20  # tokenizer, configuration, what a file system keeps for itself
 _SPARE_MEMORY = 2 << 30  # beside the weights: this process, the largest layer in float32
-_FIX = "give the model that the adapter was trained on with --base"
 _INDEX_FILE = "model.safetensors.index.json"
 _BESIDE = re.compile(
     r"generation_config\.json|.*processor_config\.json|processor.*\.json|.*\.py|(LICENSE|NOTICE|USE_POLICY).*"
@@ -76,10 +76,14 @@ def merge(
     directory = named.download()
     nbytes = _check_base(directory)
     spill = nbytes + _SPARE_MEMORY > psutil.virtual_memory().available
+    parent = next(path for path in out.absolute().parents if path.is_dir())
     grown = 2 if dtype == "float32" else 1  # most bases are stored in 16 bits
-    parent = _check_room(out, nbytes * (grown + spill * grown))
-    if adapter.is_reward:
-        say("it is of a reward model: AutoModelForSequenceClassification loads the result, which scores a text")
+    need, free = nbytes * grown * (1 + spill) + _SPARE_BYTES, shutil.disk_usage(parent).free
+    if need > free:
+        raise UsageError(
+            f"the merge takes {need / 1e9:.3g} GB, and {parent} has {free / 1e9:.3g} GB free: free some space, or "
+            "choose another directory"
+        )
     if adapter.trained_in_bits:
         say(
             f"it was trained on {adapter.trained_in_bits}-bit weights and is merged into the original ones: the result "
@@ -107,7 +111,16 @@ def merge(
         merged, count, untied = _merged(model, adapter, getattr(torch, dtype) if dtype else None)
         if untied:
             say("lm_head.weight is no longer tied: the adapter changed the two sides differently")
-        origin = _origin(adapter, named, records, dtype, untied)
+        origin = {  # of a directory only the last part, since no path is published
+            "adapter": Path(adapter.name).name,
+            "adapter_sha256": adapter.files.entries[WEIGHTS_FILE].sha256,
+            "method": adapter.method,
+            "trained_in_bits": adapter.trained_in_bits,
+            "base": named.hub_id or Path(named.name).name,
+            "base_files_attested": records.attested,
+            "base_files_not_attested": len(records.unknown),
+            "untied": untied,
+        }
         with quiet_unless_terminal(), staged_directory(out) as staging:
             texts = dict(_texts(directory, adapter))
             texts["README.md"] = merged_card(named.hub_id, adapter.method, reward=adapter.is_reward).encode()
@@ -119,22 +132,6 @@ def merge(
         "every file was read back and equals what was computed"
     )
     return out
-
-
-def _origin(adapter: Adapter, base: Base, records: Any, dtype: str | None, untied: list[str]) -> dict[str, Any]:
-    """Where the merged model comes from; of a directory only the last part, since no path is published."""
-    return {
-        "adapter": Path(adapter.name).name,
-        "adapter_sha256": adapter.files.entries[WEIGHTS_FILE].sha256,
-        "method": adapter.method,
-        "trained_in_bits": adapter.trained_in_bits,
-        "base": base.hub_id or Path(base.name).name,
-        "base_files_attested": records.attested,
-        "base_files_not_attested": len(records.unknown),
-        "computed_in": "float32",
-        "stored_in": dtype or "the base's dtypes",
-        "untied": untied,
-    }
 
 
 def _check_out(out: Path, say: Callable[[str], None]) -> Path:
@@ -171,17 +168,6 @@ def _check_base(directory: Path) -> int:
     return sum(file.stat().st_size for file in files) * (4 if packed else 1)
 
 
-def _check_room(out: Path, nbytes: int) -> Path:
-    parent = next(path for path in out.absolute().parents if path.is_dir())
-    need, free = nbytes + _SPARE_BYTES, shutil.disk_usage(parent).free
-    if need > free:
-        raise UsageError(
-            f"the merge takes {need / 1e9:.3g} GB, and {parent} has {free / 1e9:.3g} GB free: free some space, or "
-            "choose another directory"
-        )
-    return parent
-
-
 # ---- in memory ------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +195,8 @@ def _merged(
     model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, int, list[str]]:
     """The plain model with the adapter merged, how many layers that changed, and the weights that lost their tie."""
-    were_tied = _tied(model)
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    were_tied = last is not None and first.weight is last.weight
     wrapped = attach(model, adapter, lambda tensor, _: tensor.clone())
     _untie(wrapped)
     dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
@@ -255,15 +242,6 @@ def _cast(name: str, parameter: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def _embeddings(model: PreTrainedModel) -> tuple[Any, Any]:
-    return model.get_input_embeddings(), model.get_output_embeddings()
-
-
-def _tied(model: PreTrainedModel) -> bool:
-    first, last = _embeddings(model)
-    return last is not None and first.weight is last.weight
-
-
 def _untie(model: PeftModel) -> None:
     """Give each module that shares a weight one of its own, so that an adapter changes its side only."""
     seen: set[int] = set()
@@ -276,14 +254,15 @@ def _untie(model: PeftModel) -> None:
 
 def _tie_again(model: PreTrainedModel) -> bool:
     """Whether input and output embeddings, which were tied, are equal still; the configuration says so."""
-    first, last = _embeddings(model)
+    first: Any = model.get_input_embeddings()
+    last: Any = model.get_output_embeddings()
     equal = first.weight.shape == last.weight.shape and torch.equal(first.weight, last.weight)
     if equal:
         last.weight = first.weight
-    for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
-        config.tie_word_embeddings = equal
-    if not equal:
+    else:
         model.all_tied_weights_keys = {}
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = equal
     return equal
 
 
@@ -354,15 +333,14 @@ def _texts(base: Path, adapter: Adapter) -> Iterator[tuple[str, bytes]]:
 
 def merged_card(base_id: str | None, method: str, *, reward: bool = False) -> str:
     """A short model card with valid metadata; ``base_id`` is None for a base that is not on the Hub."""
-    base = f"base_model: {base_id}\nbase_model_relation: finetune\n" if base_id else ""
-    what = f"[{base_id}](https://huggingface.co/{base_id})" if base_id else "a local base model"
-    auto = "AutoModelForSequenceClassification" if reward else "AutoModelForCausalLM"
+    task, auto = ("text-classification", "SequenceClassification") if reward else ("text-generation", "CausalLM")
+    more = {"base_model": base_id, "base_model_relation": "finetune"} if base_id else {}
+    data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["hf-rocm-tune", "merged"], **more)
+    base = f"[{base_id}](https://huggingface.co/{base_id})" if base_id else "a local base model"
     return (
-        f"---\nlibrary_name: transformers\npipeline_tag: {'text-classification' if reward else 'text-generation'}\n"
-        f"{base}tags:\n- hf-rocm-tune\n- merged\n---\n\n# Merged {'reward ' if reward else ''}model\n\n"
-        f"{what}, into which an adapter ({method}) was merged in float32 by hf-rocm-tune. Every file was "
-        "read back from disk; `integrity.json` has each file's SHA-256 and each tensor's digest.\n\n"
-        f"```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
-        f'model = {auto}.from_pretrained(".")  # this directory, or its id on the Hub\n'
+        f"---\n{data.to_yaml()}\n---\n\n# Merged {'reward ' if reward else ''}model\n\n{base}, into which an adapter "
+        f"({method}) was merged in float32 by hf-rocm-tune. `integrity.json` has each file's SHA-256 and each tensor's "
+        f"digest.\n\n```python\nfrom transformers import AutoModelFor{auto}, AutoTokenizer\n\n"
+        f'model = AutoModelFor{auto}.from_pretrained(".")  # this directory, or its id on the Hub\n'
         'tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
     )

@@ -8,7 +8,6 @@ huggingface_hub retries requests; a push that fails is continued by the same com
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -20,18 +19,18 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, RepoFile, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoFile, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
-from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, run_settings, unrecovered
+from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, run_settings, unrecovered
 from hf_rocm_tune.redaction import Private, find_in_file, local_paths, redact, remember, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import create_staging, read_plain
@@ -40,13 +39,13 @@ from hf_rocm_tune.version import __version__
 
 Say = Callable[[str], None]
 Checkpoints = Literal["none", "last", "all"]
-LAST_CHECKPOINT = "last-checkpoint/"
-# A pickle executes code when it is loaded.
-_LEFT_OUT = {"training_args.bin": "a pickle of this machine's settings", "run.json": "this machine's settings"}
+# A pickle executes code when it is loaded; the record has this machine's settings.
+_LEFT_OUT = ("training_args.bin", "run.json", MANIFEST_NAME)
 _RESUME_ONLY = ("optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json", "rng_state")  # names begin so
 _BASE_KEYS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
 # May contain any text; never rewritten.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"})
+_LAST = "last-checkpoint/"
 _LARGE = 10 << 20  # bytes, from which the Hub's large file storage takes every file
 
 
@@ -62,7 +61,6 @@ class PushSettings:
     revision: str = "main"  # branch; created if it does not exist
     base_model_id: str | None = None  # the base model's id on the Hub, where it was loaded from a directory
     checkpoints: Checkpoints = "none"  # beside the result: the "last" one as ``last-checkpoint``, or "all"
-    report: bool = False  # the page of `hf-rocm-tune report`, too
 
     def __post_init__(self) -> None:
         if self.base_model_id is not None and not is_hub_id(self.base_model_id):
@@ -112,12 +110,8 @@ def push(
     settings, directory = settings or PushSettings(), Path(directory)
     private = private_here(directory, repo_id=repo_id, base_model_id=settings.base_model_id, token=token)
     repository = Repository(repo_id, settings, private, say, token=token)
-    upload = stage(directory, settings, private)
-    amount = sum(piece.entry.bytes for piece in upload.pieces.values())
-    for line in (f"push to {repo_id}, branch {settings.revision}: {amount / 1e6:.3g} MB", *upload.lines):
-        say(line)
-    repository.open()
-    return repository.send(upload, "Upload with hf-rocm-tune")
+    pieces = stage(_parts(directory, settings.checkpoints), private, settings.base_model_id, say)
+    return repository.send(pieces, "Upload with hf-rocm-tune")
 
 
 def private_here(
@@ -132,20 +126,14 @@ def private_here(
     last part): ``repo_id`` for the directory, ``base_model_id`` for the base model.
     """
     settings = run_settings(directory)
-    model = settings.get("model_name_or_path")
-    paths = {path: (base_model_id or "") if path == model else "" for path in local_paths(settings)}
-    paths |= {path: public for path, public in (others or {}).items() if local_paths(path)}  # not ids of the Hub
+    bases: list[Any] = [settings.get("model_name_or_path")]
     with suppress(OSError, ValueError, AttributeError):
-        content = read_plain(directory / "adapter_config.json")
-        written = manifest.read(directory)
-        if isinstance(written, Manifest) and written.files.get("adapter_config.json") != Piece.of(content).entry:
-            raise UsageError(f"{directory}: adapter_config.json is changed: the files are not what was trained")
-        base = json.loads(content).get("base_model_name_or_path")
-        if isinstance(base, str) and os.path.isabs(base):
-            paths[base] = base_model_id or ""
+        bases.append(json.loads(read_plain(directory / "adapter_config.json")).get("base_model_name_or_path"))
+    paths = dict.fromkeys(local_paths(settings), "")
+    paths |= {path: public for path, public in (others or {}).items() if local_paths(path)}  # not ids of the Hub
+    paths |= {base: base_model_id or "" for base in bases if local_paths(base)}
     paths[str(directory.absolute())] = repo_id
-    secrets = [token, get_token() if token is None else None]
-    return Private.of_this_machine(os.environ, paths=paths, secrets=secrets)
+    return Private.of_this_machine(os.environ, paths=paths, secrets=[token, get_token() if token is None else None])
 
 
 # ---- what is uploaded -----------------------------------------------------------------------------------------------
@@ -173,65 +161,41 @@ class Piece:
         return str(there.blob_id) == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-@dataclass(kw_only=True)
-class Upload:
-    """What is uploaded: files by path on the Hub, the folders that are replaced, and lines about it for the user."""
-
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    folders: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-
-
-def stage(directory: Path, settings: PushSettings, private: Private) -> Upload:
-    """Prepare a result, and the checkpoints and the page that the settings ask for."""
-    upload, base = Upload(), settings.base_model_id
-    _add(upload, directory, private, base, "")
-    if settings.checkpoints != "none":
-        found = checkpoints(directory)
-        if not found:
-            raise UsageError(
-                f"--checkpoints {settings.checkpoints}: there is no checkpoint-N in {directory}; leave the flag out"
-            )
-        for path in found[-1:] if settings.checkpoints == "last" else found:
-            last = settings.checkpoints == "last"
-            _add(upload, path, private, base, LAST_CHECKPOINT if last else f"{path.name}/")
-    if settings.report:
-        from hf_rocm_tune.publish.page import PAGE_NAME, page_of
-
-        upload.pieces[PAGE_NAME] = Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
-        upload.lines.append(f"to be uploaded, too: {PAGE_NAME}")
-    return upload
+def _parts(directory: Path, wanted: Checkpoints) -> dict[str, Path]:
+    """A result and the checkpoints that are wanted, by their folders on the Hub."""
+    found = checkpoints(directory) if wanted != "none" and directory.is_dir() else []
+    if wanted != "none" and not found:
+        raise UsageError(f"--checkpoints {wanted}: there is no checkpoint-N in {directory}; leave the flag out")
+    if wanted == "last":
+        return {"": directory, _LAST: found[-1]}
+    return {"": directory, **{f"{path.name}/": path for path in found}}
 
 
-def _add(upload: Upload, directory: Path, private: Private, base_model_id: str | None, prefix: str) -> None:
-    """Add what is published of a directory; files that only a resume needs go into a folder (``prefix``) only."""
-    written = _sealed(directory)
-    left_out = {name: why for name, why in _LEFT_OUT.items() if (directory / name).exists()}
-    left_out |= {} if prefix else {n: "for resuming only" for n in written.files if n.startswith(_RESUME_ONLY)}
+def stage(parts: Mapping[str, Path], private: Private, base_model_id: str | None, say: Say) -> dict[str, Piece]:
+    """What is published of directories, by path on the Hub; files that only a resume needs go into folders only."""
     pieces: dict[str, Piece] = {}
-    changed: dict[str, str] = {}
-    try:
-        for name, entry in sorted(written.files.items()):
-            if name in (*left_out, *_LEFT_OUT, MANIFEST_NAME):
-                continue
-            if name == CARD_NAME and not os.path.lexists(directory / name):
-                continue  # it may have been edited or deleted since
-            pieces[name], what = _piece(directory, name, entry, private, base_model_id)
-            changed |= {name: what} if what else {}
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"{error.filename or directory} cannot be read ({reason}): nothing is uploaded") from error
-    extra = {**written.extra, "published": {"changed": changed, "left_out": left_out}}
-    public = replace(written, files={name: piece.entry for name, piece in pieces.items()}, extra=extra)
-    pieces[MANIFEST_NAME] = Piece.of(manifest.to_json(public).encode())
-    where = f" in {prefix}" if prefix else ""
-    top = (path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
-    stay = sorted(name for name in top if name not in {*pieces, *left_out})
-    upload.lines.append(f"to be uploaded{where}: {', '.join(pieces)}")
-    upload.lines += [f"{name}{where} is published without local names: {what}" for name, what in changed.items()]
-    upload.lines += [f"not uploaded, no manifest lists them: {', '.join(stay)}"] if stay else []
-    upload.pieces |= {prefix + name: piece for name, piece in pieces.items()}
-    upload.folders += [prefix] if prefix else []
+    for prefix, directory in parts.items():
+        written = _sealed(directory)
+        own: dict[str, Piece] = {}
+        try:
+            for name, entry in sorted(written.files.items()):
+                deleted = name == CARD_NAME and not os.path.lexists(directory / name)
+                if name not in _LEFT_OUT and not deleted and (prefix or not name.startswith(_RESUME_ONLY)):
+                    own[name] = _piece(directory / name, entry, private, base_model_id)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UsageError(f"{error.filename or directory} cannot be read ({reason}): nothing is uploaded") from error
+        changed = [name for name, piece in own.items() if piece.entry != written.files[name]]
+        extra = {**written.extra, "published": {"changed": changed, "left_out": [*(set(written.files) - set(own))]}}
+        public = replace(written, files={name: piece.entry for name, piece in own.items()}, extra=extra)
+        own[MANIFEST_NAME] = Piece.of(manifest.to_json(public).encode())
+        stay = (path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
+        told = {"to be uploaded": own, "rewritten without local paths and names": changed}
+        for what, names in (told | {"not uploaded": sorted(set(stay) - set(own))}).items():
+            if names:
+                say(f"{what}{f' in {prefix}' if prefix else ''}: {', '.join(names)}")
+        pieces |= {prefix + name: piece for name, piece in own.items()}
+    return pieces
 
 
 def _sealed(directory: Path) -> Manifest:
@@ -260,19 +224,16 @@ def _sealed(directory: Path) -> Manifest:
     return written
 
 
-def _piece(
-    directory: Path, name: str, entry: FileEntry, private: Private, base_model_id: str | None
-) -> tuple[Piece, str]:
-    """One file as it is published, and what was changed in it, in words without the private content."""
-    source = directory / name
-    if name == CARD_NAME:  # the only file that may differ from the manifest
+def _piece(source: Path, entry: FileEntry, private: Private, base_model_id: str | None) -> Piece:
+    """One file as it is published."""
+    if source.name == CARD_NAME:  # the only file that may differ from the manifest
         if source.is_symlink() or not source.is_file():
             raise UsageError(f"{source} is a link or no plain file: replace it by the file")
-        text, changes = clean_card(_decoded(source, read_plain(source)), private, base_model_id=base_model_id)
-        return Piece.of(text.encode()), "; ".join(changes)
-    if problems := manifest.compare(directory, {name: entry}):
-        raise UsageError(f"{directory}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
-    is_json = name.endswith(".json") and name not in _VOCABULARIES
+        text = _decoded(source, read_plain(source))
+        return Piece.of(clean_card(text, private, base_model_id=base_model_id).encode())
+    if problems := manifest.compare(source.parent, {source.name: entry}):
+        raise UsageError(f"{source.parent}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
+    is_json = source.suffix == ".json" and source.name not in _VOCABULARIES
     large = entry.bytes > _LARGE and not is_json
     piece = Piece(entry=entry, source=source) if large else Piece.of(read_plain(source))
     if piece.entry != entry:
@@ -280,30 +241,25 @@ def _piece(
     if is_json:
         return _public_json(source, piece, private, base_model_id)
     with open(source, "rb") if piece.content is None else io.BytesIO(piece.content) as stream:
-        what = find_in_file(stream, private, header_only=name.endswith(".safetensors"))
+        what = find_in_file(stream, private, header_only=source.suffix == ".safetensors")
     if what:
         raise UsageError(f"{source} holds {what}, and files of this kind cannot be rewritten: remove it from the file")
-    return piece, ""
+    return piece
 
 
-def _public_json(source: Path, piece: Piece, private: Private, base_model_id: str | None) -> tuple[Piece, str]:
+def _public_json(source: Path, piece: Piece, private: Private, base_model_id: str | None) -> Piece:
     try:
         content = json.loads(_decoded(source, piece.content or b""))
-    except ValueError as error:
-        raise UsageError(f"{source} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{source} is not a JSON object")
-    public = dict(content)
+        public = dict(content)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{source} is not a JSON object: {error}") from error
     for key in _BASE_KEYS:
         base = content.get(key)
         if isinstance(base, str) and base and private.is_local(base):
             public[key] = published_name(base, private, base_model_id) or Path(base).name
     public = scrub_json(public, private, names=source.name == REPORT_NAME)
-    if public == content:
-        return piece, ""
-    base = next((f"; {key} is {public[key]!r}" for key in _BASE_KEYS if content.get(key) != public.get(key)), "")
     text = json.dumps(public, indent=2, ensure_ascii=False) + "\n"
-    return Piece.of(text.encode()), f"local paths and names were replaced{base}"
+    return piece if public == content else Piece.of(text.encode())
 
 
 def _decoded(source: Path, content: bytes) -> str:
@@ -323,6 +279,7 @@ class Repository:
         self, repo_id: str, settings: PushSettings, private: Private, say: Say, *, token: str | None = None
     ) -> None:
         self.repo_id, self._settings, self._private, self._say = repo_id, settings, private, say
+        self._is_open = False
         remember({"secret": list(private.secrets)})
         for handler in logging.getLogger("huggingface_hub").handlers:
             handler.addFilter(_redact_record)  # adding it again changes nothing
@@ -346,19 +303,21 @@ class Repository:
             )
         if public:
             self._say(f"{self.repo_id} exists and is public: everyone can read what is pushed to it")
+        self._is_open = True
 
-    def send(self, upload: Upload, message: str) -> Pushed:
+    def send(self, pieces: Mapping[str, Piece], message: str) -> Pushed:
         """Upload in one commit, and check it: a ``CorruptionError`` if the Hub states other hashes."""
-        pieces, revision = upload.pieces, self._settings.revision
+        if not self._is_open:
+            self.open()
+        revision = self._settings.revision
         with self._errors():
             head = str(self._api.repo_info(self.repo_id, revision=revision).sha)
             there = self._files(head)
             lacking = [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]
             # Remaining files of an earlier push would be loaded together with the new ones.
-            earlier, folders = self._listed(head) if MANIFEST_NAME in there else {}, tuple(upload.folders)
-            stale = [p for p in there if p not in pieces and (p in earlier or (folders and p.startswith(folders)))]
-            if CARD_NAME in lacking:
-                _validate((pieces[CARD_NAME].content or b"").decode())  # before hours of uploads
+            earlier = self._listed(head) if MANIFEST_NAME in there else {}
+            folders = {path.partition("/")[0] for path in pieces if "/" in path}
+            stale = [path for path in there.keys() - pieces if path in earlier or path.partition("/")[0] in folders]
             changes: list[Any] = [self._addition(path, pieces[path]) for path in lacking]
             changes += [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in stale]
             if changes:
@@ -371,8 +330,7 @@ class Repository:
                 f"{head[:10]}). The local files are correct: delete those on the Hub, or push to another repository"
             )
         size = sum(piece.entry.bytes for piece in pieces.values())
-        url = f"{self._api.endpoint}/{self.repo_id}"
-        return Pushed(url=url, commit=head, files=len(pieces), bytes=size)
+        return Pushed(url=f"{self._api.endpoint}/{self.repo_id}", commit=head, files=len(pieces), bytes=size)
 
     def _addition(self, path: str, piece: Piece) -> CommitOperationAdd:
         """The operation for one file; the bytes of a large one, in memory that nobody can write to, are sent first."""
@@ -408,16 +366,6 @@ class Repository:
             raise type(explained)(scrub_text(str(explained), self._private, names=False)) from error
 
 
-def _validate(card: str) -> None:
-    """Ask the Hub whether it accepts a model card; a ``UsageError`` if it does not."""
-    try:
-        ModelCard(card).validate()
-    except ValueError as error:  # with the Hub's answer
-        with suppress(ValueError, LookupError, TypeError):
-            error = ValueError("; ".join(each["message"] for each in json.loads(str(error))["errors"]))
-        raise UsageError(f"the Hub refuses the model card: {error}; correct the metadata of README.md") from error
-
-
 def _redact_record(record: logging.LogRecord) -> bool:
     """Remove secrets, and the query part of addresses (signatures of uploads), from a log record."""
     record.msg, record.args = re.sub(r"(://[^\s?]*)\?\S*", r"\1", redact(record.getMessage())), ()
@@ -426,18 +374,12 @@ def _redact_record(record: logging.LogRecord) -> bool:
 
 _TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 _BY_STATUS = {
-    401: "the Hub does not accept the token {info}: it is wrong, expired or revoked, or none was sent; make one with "
-    f"write access at {_TOKENS_PAGE}, then `hf auth login` or set HF_TOKEN",
-    403: "the token may not write to {repo} {info}: give it write permission there at "
-    f"{_TOKENS_PAGE}, or name a repository of your own",
+    401: "the Hub does not accept the token {info}: make one with write access at {page}, then `hf auth login` or set "
+    "HF_TOKEN",
+    403: "the token may not write to {repo} {info}: give it write permission there at {page}, or name a repository of "
+    "your own",
     404: "{repo} does not exist, or has no such branch, or the token has no access to it {info}: check the names, and "
     "that you are a member of the organisation",
-}
-_BY_KIND: dict[type[BaseException], str] = {
-    LocalTokenNotFoundError: "no token for the Hub: run `hf auth login`, or set HF_TOKEN to one with write access "
-    f"({_TOKENS_PAGE})",
-    OfflineModeIsEnabled: "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it",
-    HFValidationError: "{repo!r} is not a valid repository name: write USER/NAME",
 }
 
 
@@ -446,16 +388,22 @@ def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:  # huggingface_hub wraps errors of uploads in a RuntimeError
         causes.append(cause)
+    said = " ".join(str(error).split())
+    if isinstance(error, ValueError) and CARD_NAME in said:
+        return UsageError(f"the Hub refuses the model card: {said}; correct it")
     answer = next((one for one in causes if isinstance(one, HfHubHTTPError)), None)
-    in_words = re.search(r"HTTP status (?:client|server) error \((\d{3})\b", str(error))  # of hf_xet
+    in_words = re.search(r"HTTP status (?:client|server) error \((\d{3})\b", said)  # of hf_xet
     if answer is not None or in_words:
         status = answer.response.status_code if answer is not None else int(in_words[1]) if in_words else 0
         info = f"({status}: {answer.server_message})" if answer is not None and answer.server_message else f"({status})"
         if status >= 500 or status in (408, 409, 412, 425, 429):
             return HubError(f"the Hub answers {info[1:-1]}: try again later")
-        return UsageError(_BY_STATUS.get(status, "the Hub refuses it {info}").format(info=info, repo=repo_id))
-    if said := next((_BY_KIND[kind] for kind in _BY_KIND for one in causes if isinstance(one, kind)), None):
-        return UsageError(said.format(repo=repo_id))
+        words = _BY_STATUS.get(status, "the Hub refuses it {info}")
+        return UsageError(words.format(info=info, repo=repo_id, page=_TOKENS_PAGE))
+    if isinstance(causes[-1], HFValidationError):
+        return UsageError(f"{repo_id!r} is not a valid repository name: write USER/NAME")
+    if isinstance(causes[-1], OfflineModeIsEnabled):
+        return UsageError("HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it")
     what = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split()).rstrip(": ")
     return HubError(f"the Hub cannot be reached ({what}): check the network, or use another huggingface_hub")
 
@@ -492,18 +440,18 @@ class Publisher:
         self._output_dir, self._wait_for_each, self._say = Path(args.output_dir), bool(args.hub_always_push), say
         self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
         self._settings = PushSettings(
-            private=args.hub_private_repo, revision=args.hub_revision or "main", base_model_id=base_model_id
+            private=args.hub_private_repo,
+            revision=args.hub_revision or "main",
+            base_model_id=base_model_id,
+            checkpoints=_WHOLE.get(self._strategy, "none"),
         )
-        repo_id = args.hub_model_id or self._output_dir.absolute().name
-        self.alive: Callable[[], None] = lambda: None
+        name = args.hub_model_id or self._output_dir.absolute().name
         self._private = private_here(
-            self._output_dir, repo_id=repo_id, base_model_id=base_model_id, token=token, others=local
+            self._output_dir, repo_id=name, base_model_id=base_model_id, token=token, others=local
         )
-        self._repository = Repository(repo_id, self._settings, self._private, say, token=token)
-        self._opened = False
+        self._repository = Repository(name, self._settings, self._private, say, token=token)
+        self.alive: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
-        self._missing = False  # the newest checkpoint is not on the Hub
-        self._printed: set[str] = set()
 
     @property
     def repo_id(self) -> str:
@@ -514,16 +462,17 @@ class Publisher:
         """Create the repository, before anything else takes time. A Hub that does not answer is asked again later."""
         try:
             self._repository.open()
-            self._opened = True
         except HubError as error:
             self._say(f"{error}. Training starts nevertheless, and the push is tried at each save and at the end")
 
     def checkpoint(self, directory: Path) -> None:
         """Push a complete checkpoint, by the strategy. Failures are reported."""
-        if self._strategy == "end" or self._uploading():
-            self._missing = self._strategy != "end"
+        if self._strategy == "end":
             return
-        self._missing, root = True, create_staging(self._output_dir / "push")
+        if self._thread is not None and self._thread.is_alive():
+            self._say(f"{directory.name} is not pushed, because the push of an earlier checkpoint goes on")
+            return
+        root = create_staging(self._output_dir / "push")
         try:
             shutil.copytree(directory, root / directory.name, copy_function=_link)
         except OSError as error:
@@ -540,14 +489,12 @@ class Publisher:
         """Push the finished run and the checkpoints of the strategy; an error says how to finish."""
         try:
             self.wait()
-            wanted = _WHOLE.get(self._strategy, "none") if checkpoints(directory) else "none"
-            upload = stage(directory, replace(self._settings, checkpoints=wanted), self._private)
-            done = self._send(upload, "End of training")
+            wanted = self._settings.checkpoints if checkpoints(directory) else "none"
+            done = self._send(_parts(directory, wanted), "End of training", self._say)
         except KeyboardInterrupt as stop:
             raise Interrupted(f"the push was stopped. {self._how_to_finish(directory)}") from stop
         except (UsageError, HubError, CorruptionError) as error:
             raise type(error)(f"the push failed: {error}. {self._how_to_finish(directory)}") from error
-        self._missing = False
         self._say(done.summary)
         return done
 
@@ -558,39 +505,23 @@ class Publisher:
             self.alive()
 
     def close(self) -> None:
-        """Stop, and report a checkpoint that was not pushed. Waits some seconds for an upload. May be called twice."""
+        """Wait some seconds for an upload. May be called twice."""
         if self._thread is not None:
             self._thread.join(_LAST_SECONDS)
-        if self._missing:
-            self._say("the newest checkpoint is not on the Hub; the run, when it continues, pushes the next one")
-        self._missing = False
-
-    def _uploading(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _upload(self, copy: Path) -> None:
-        upload, base = Upload(), self._settings.base_model_id
-        folder = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": f"{copy.name}/"}.get(self._strategy)
+        folder = {"last": _LAST, "all": f"{copy.name}/"}.get(self._settings.checkpoints, "")
+        message = f"Training in progress, step {copy.name.rpartition('-')[2]}"
         try:
-            for prefix in ["", *([folder] if folder else [])]:
-                _add(upload, copy, self._private, base, prefix)
-            done = self._send(upload, f"Training in progress, step {copy.name.rpartition('-')[2]}")
-            self._missing = False
+            done = self._send({"": copy, folder: copy}, message, lambda _: None)
             self._say(f"{copy.name} is on the Hub: {done.url}")
         except TuneError as error:
             self._say(f"the push of {copy.name} failed: {error}. Training continues; the next save tries again")
         finally:
             shutil.rmtree(copy.parent, ignore_errors=True)
 
-    def _send(self, upload: Upload, message: str) -> Pushed:
-        for line in upload.lines:
-            if line not in self._printed:
-                self._printed.add(line)
-                self._say(line)
-        if not self._opened:
-            self._repository.open()
-            self._opened = True
-        return self._repository.send(upload, message)
+    def _send(self, parts: Mapping[str, Path], message: str, say: Say) -> Pushed:
+        return self._repository.send(stage(parts, self._private, self._settings.base_model_id, say), message)
 
     def _how_to_finish(self, directory: Path) -> str:
         settings = self._settings
@@ -598,7 +529,7 @@ class Publisher:
         words += [] if settings.private is None else ["--private"] if settings.private else ["--public"]
         words += ["--revision", settings.revision] if settings.revision != "main" else []
         words += ["--base_model_id", settings.base_model_id] if settings.base_model_id else []
-        words += ["--checkpoints", _WHOLE[self._strategy]] if self._strategy in _WHOLE else []
+        words += ["--checkpoints", settings.checkpoints] if settings.checkpoints != "none" else []
         return f"The result in {directory} is complete: `{shlex.join(words)}` finishes the push"
 
 
@@ -615,7 +546,22 @@ def _link(source: str, target: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``hf-rocm-tune push``."""
-    wanted = vars(_parser().parse_args(list(argv)))
+    parser = CommandParser(
+        prog="hf-rocm-tune push",
+        description="Upload a finished run to the Hugging Face Hub, without this machine's paths, and check the "
+        "hashes that the Hub states. The token is the one of `hf auth login` or HF_TOKEN.",
+    )
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="a finished run, a checkpoint or a merged model")
+    add("repo_id", metavar="REPO", help="USER/NAME, or NAME for one of your own")
+    seen = parser.add_mutually_exclusive_group().add_argument
+    seen("--private", action="store_true", default=None, help="refuse a repository that is public")
+    seen("--public", action="store_false", dest="private", default=None, help="make a new repository public")
+    add("--revision", default="main", metavar="BRANCH", help="created if it does not exist")
+    add("--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory")
+    more = "push checkpoints too: the newest as last-checkpoint, or all (default: none)"
+    add("--checkpoints", choices=get_args(Checkpoints), default="none", help=more)
+    wanted = vars(parser.parse_args(list(argv)))
     directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
     try:
         done = push(directory, repo_id, settings=PushSettings(**wanted), say=say)
@@ -625,25 +571,3 @@ def main(argv: Sequence[str]) -> int:
         raise Interrupted("the push was stopped. The same command continues it") from stop
     print(done.summary)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="hf-rocm-tune push",
-        description="Upload a finished run to the Hugging Face Hub, without this machine's paths, and check the "
-        "hashes that the Hub states. The token is the one of `hf auth login` or HF_TOKEN.",
-    )
-    add = parser.add_argument
-    add("directory", metavar="DIR", type=Path, help="a finished run, a checkpoint or a merged model")
-    add("repo_id", metavar="REPO", help="USER/NAME, or NAME for one of your own")
-    visibility = parser.add_mutually_exclusive_group()
-    visibility.add_argument("--private", action="store_true", default=None, help="refuse a repository that is public")
-    visibility.add_argument(
-        "--public", action="store_false", dest="private", default=None, help="make a new repository public, not private"
-    )
-    add("--revision", default="main", metavar="BRANCH", help="created if it does not exist")
-    add("--report", action="store_true", help="upload the page of `hf-rocm-tune report`, too")
-    add("--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory")
-    more = "push checkpoints too: the newest as last-checkpoint, or all (default: none)"
-    add("--checkpoints", choices=get_args(Checkpoints), default="none", help=more)
-    return parser

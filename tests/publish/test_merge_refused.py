@@ -144,7 +144,7 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     "an unknown method": (
         lambda here: (unseal(here), edit(here / "adapter" / "adapter_config.json", peft_type="MAGIC")),
         [],
-        ["adapter_config.json", "no method 'MAGIC'"],
+        ["adapter_config.json", "MAGIC"],
     ),
     "half of an adapter": (without("layers.1.self_attn.q_proj.lora_B"), [], ["lacks", "layers.1.self_attn.q_proj"]),
     "values that are not finite": (not_finite, [], ["not finite", "layers.0"]),
