@@ -46,8 +46,9 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
 
     def find(name: str) -> Path:
         places = os.pathsep.join(str(folder / each) for each in ("", "build/bin", "bin")) if folder else None
-        package = importlib.util.find_spec(Path(name).stem) if folder is None else None  # the converter is on PyPI, too
-        found = shutil.which(name, mode=os.F_OK, path=places) or (package and package.origin)
+        found = shutil.which(name, mode=os.F_OK, path=places)
+        if found is None and folder is None and (package := importlib.util.find_spec(Path(name).stem)):
+            found = package.origin  # the converter is on PyPI, too
         if found is None:
             raise UsageError(
                 f"--gguf needs llama.cpp's {name}, which is neither in --llama_cpp nor on PATH: get llama.cpp from "
