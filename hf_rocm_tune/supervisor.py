@@ -2,36 +2,34 @@
 
 The command runs in its own session, so Ctrl-C in the terminal reaches only the supervisor, which passes it on once.
 Every process of the job inherits `heartbeat.VARIABLE` with a unique value, by which remaining processes of an attempt
-are found: a rank or a loader worker that outlives its launcher would hold the card's memory and the output directory.
-
-Not covered: a process in an uninterruptible sleep in the driver, which no signal ends; it is named. If the supervisor
-is killed, the command keeps running. Nothing here imports torch, whose failures must not affect the supervisor.
+are found: they would hold the card's memory and the output directory. Not covered: a process that hangs in the driver,
+which no signal ends; it is named. Nothing here imports torch, whose failures must not affect the supervisor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import psutil
 
 from hf_rocm_tune.data.formats import Method
-from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.errors import OutOfMemoryError, StallError, UsageError
 from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
 from hf_rocm_tune.machine.gpus import core_dumps
 from hf_rocm_tune.redaction import print_line, redact
@@ -46,6 +44,7 @@ from hf_rocm_tune.survive.heartbeat import (
     Pulse,
     Supervised,
     enter,
+    place_of,
     read_begun,
     read_pulse,
 )
@@ -53,9 +52,7 @@ from hf_rocm_tune.survive.run_directory import list_checkpoints, read_record, sk
 
 ENTRIES = frozenset(get_args(Method))
 """Training modules of this package, which are also verbs."""
-DEATHS_TO_SKIP = 2
-DEATHS_TO_STOP = 4
-EXCEPTIONS_TO_STOP = 2
+DEATHS_TO_SKIP, DEATHS_TO_STOP, EXCEPTIONS_TO_STOP = 2, 4, 2
 
 _PACKAGE = "hf_rocm_tune"
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS, _SAME_PRESS_SECONDS = 0.2, 1.0, 1.0
@@ -86,7 +83,7 @@ class Settings:
 def supervise(words: Sequence[str], settings: Settings) -> int:
     """Run a training command to its end, through crashes and stalls."""
     argv = to_start(words)
-    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-run-") as directory, _asked_to_end() as asked:
+    with TemporaryDirectory(prefix=f"{PROGRAM}-run-") as directory, _asked_to_end() as asked:
         return _Supervision(argv, shown(words), settings, Path(directory), asked).run()
 
 
@@ -125,6 +122,9 @@ def shown(words: Sequence[str]) -> str:
 # ---- what to do after a death -------------------------------------------------------------------------------
 
 
+_AT_THE_START = place_of("start", 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Death:
     """How an attempt ended that should have continued."""
@@ -134,34 +134,27 @@ class Death:
     step: int  # optimizer steps done by then
     resumed_at: int  # step of the checkpoint from which this attempt resumed; 0 from the start
     checkpoint: int  # step of the newest verified checkpoint now; 0 for none
-    cut: int = 1  # parts of a micro-batch in the next attempt, after running out of memory
 
     @property
-    def suspect(self) -> int | None:
-        """The optimizer step that may be the cause: the current one, or the last one, whose kernels may still have been
-        running; None where no step can be."""
+    def in_step(self) -> int | None:
+        """The current optimizer step, or the last one, whose kernels may still have been running."""
         if self.phase == "step":
             return self.step + 1
         return self.step if self.phase == "between" and self.step != self.resumed_at else None
 
     @property
+    def suspect(self) -> int | None:
+        """The optimizer step that may be the cause; after running out of memory the next attempt divides it."""
+        return None if self.code == OutOfMemoryError.exit_code else self.in_step
+
+    @property
     def place(self) -> str:
-        if self.suspect is not None:
-            return f"in step {self.suspect}"
-        names = {
-            "evaluate": f"in the evaluation after step {self.step}",
-            "save": f"in the checkpoint of step {self.step}",
-            "end": "in the save of the result",
-            "publish": "in the upload of the result",
-        }
-        return names.get(str(self.phase), _AT_THE_START)
+        if self.in_step is not None:
+            return f"in step {self.in_step}"
+        return place_of(None if self.phase == "between" else self.phase, self.step)
 
 
-_AT_THE_START = "before the first step"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestartDecision:
+class RestartDecision(NamedTuple):
     """What to do now, and why."""
 
     reason: str
@@ -175,30 +168,27 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
 
     Rules, in this order: died in the upload: stop, the result is complete; the second exception (code 1) before the
     first step: stop; the fourth death at the same place, or more restarts without a new checkpoint than allowed: stop;
-    the second death at the same step: skip that step from now on. Only deaths since the newest checkpoint count, and at
-    one place only those with the same size of micro-batches.
+    the second death at the same step: skip that step from now on. Only deaths since the newest checkpoint count.
     """
     last, place = deaths[-1], deaths[-1].place
     if last.phase == "publish":
-        return RestartDecision(reason="the result is complete on disk, only its upload failed")
+        return RestartDecision("the result is complete on disk, only its upload failed")
     recent = [death for death in deaths if death.checkpoint == last.checkpoint]
-    here = sum(death.place == place and death.cut == last.cut for death in recent)
+    here = sum(death.place == place for death in recent)
     raised = sum(death.code == 1 and death.place == _AT_THE_START for death in recent)
     if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
-        return RestartDecision(
-            reason=f"died {here} times {place}{', although it is skipped' * (last.suspect in skipped)}"
-        )
+        return RestartDecision(f"died {here} times {place}{', although it is skipped' * (last.suspect in skipped)}")
     if len(recent) > settings.max_restarts:
-        return RestartDecision(reason=f"{settings.max_restarts} restarts without a new checkpoint")
+        return RestartDecision(f"{settings.max_restarts} restarts without a new checkpoint")
     wait = min(settings.backoff_seconds * 2 ** (len(recent) - 1), _LONGEST_WAIT_SECONDS)
     if here < DEATHS_TO_SKIP or last.suspect is None or last.suspect in skipped:
-        return RestartDecision(restart=True, wait_seconds=wait, reason=f"died {place}")
+        return RestartDecision(f"died {place}", restart=True, wait_seconds=wait)
     if len(skipped) >= settings.max_skips:
         steps = ", ".join(map(str, sorted(skipped)))
         why = f"steps {steps} are skipped already" if skipped else "no step may be skipped"
-        return RestartDecision(reason=f"died {here} times {place}, and {why} (--max_skips)")
+        return RestartDecision(f"died {here} times {place}, and {why} (--max_skips)")
     reason = f"died {here} times {place}: the step is skipped, its batches are not trained on"
-    return RestartDecision(restart=True, skip=last.suspect, wait_seconds=wait, reason=reason)
+    return RestartDecision(reason, restart=True, skip=last.suspect, wait_seconds=wait)
 
 
 # ---- one attempt: its processes, heartbeats and journal ------------------------------------------------
@@ -221,17 +211,17 @@ class Child:
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def end(self, grace_seconds: float) -> list[int]:
         """SIGTERM, then SIGKILL to its remaining processes. Returns the ids of processes that survived."""
         self.send(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_seconds)
         left = self._left()
         for process in left:
-            with contextlib.suppress(psutil.Error):
+            with suppress(psutil.Error):
                 process.kill()
         deadline = time.monotonic() + _KILL_SECONDS
         while (left := self._left() if left else []) and time.monotonic() < deadline:
@@ -242,7 +232,7 @@ class Child:
     def _left(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
+            with suppress(psutil.Error, OSError):
                 if process.environ().get(VARIABLE) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
@@ -280,9 +270,8 @@ class Watch:
 
 
 class Ledger:
-    """The journal, ``survival.jsonl``: kept in memory until the job has begun, because a refused job (another run's
-    directory, wrong flags) must not write there. Of several machines the supervisor of rank 0 writes.
-    ``failure``: why the last entry could not be written.
+    """The journal, kept in memory until the job has begun, because a refused job must not write into the directory of
+    another run. Of several machines the supervisor of rank 0 writes. ``failure``: of the last write.
     """
 
     def __init__(self) -> None:
@@ -302,27 +291,25 @@ class Ledger:
 
     def _write(self) -> None:
         self.failure = None
-        while self._begun is not None and self._waiting:
-            try:
+        try:
+            while self._begun is not None and self._waiting:
                 if self._begun.leads:
                     enter(Path(self._begun.output_dir), {"run_id": self._begun.run_id, **self._waiting[0]})
-            except OSError as error:
-                self.failure = error
-                return
-            self._waiting.pop(0)
+                self._waiting.pop(0)
+        except OSError as error:
+            self.failure = error
 
 
 # ---- all attempts ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _End:
+class _End(NamedTuple):
     """How one attempt ended; ``may_restart``: not by its own decision or a request."""
 
     code: int
     how: str
-    message: str | None = None
-    may_restart: bool = True
+    message: str | None
+    may_restart: bool
 
 
 class _Supervision:
@@ -356,14 +343,10 @@ class _Supervision:
 
     def _see_through(self, watch: Watch) -> _End:
         """Start the job and wait for its end, or end it where it stalls or the user insists."""
-        record = self._directory / "exit.json"
+        record, limits = self._directory / "exit.json", self._settings
         record.unlink(missing_ok=True)
-        told = Supervised(
-            directory=str(self._directory),
-            start_seconds=self._settings.start_seconds,
-            stall_seconds=self._settings.stall_seconds,
-            restart_of=self._begun.run_id if self._begun else None,
-        )
+        before = self._begun.run_id if self._begun else None
+        told = Supervised(str(self._directory), limits.start_seconds, limits.stall_seconds, before)
         child = Child(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, told.to_json())
         passed_on, stalled = 0, None
         while child.poll() is None and stalled is None and passed_on <= 2:
@@ -376,15 +359,14 @@ class _Supervision:
             elif (stalled := watch.silence()) is not None:
                 _say(f"no heartbeat for {stalled:.0f} s: ending the job")
         # All processes of this attempt, which would hold the card's memory and the output directory.
-        grace_seconds = self._settings.grace_seconds if stalled is not None else 0.0
+        grace_seconds = limits.grace_seconds if stalled is not None else 0.0
         if child.poll() not in (0, INTERRUPTED) and (survivors := child.end(grace_seconds)):
             what = f"processes {survivors} of the job survive SIGKILL, so they hang in the driver"
             self._ledger.add("end", how=what, code=StallError.exit_code)
             raise StallError(f"{what} and hold the GPU: restart the machine, then repeat the command")
         self._look(watch)
         if stalled is not None:
-            how = f"no heartbeat for {stalled:.0f} s"
-            return _End(code=StallError.exit_code, how=how, may_restart=not self._asked)
+            return _End(StallError.exit_code, f"no heartbeat for {stalled:.0f} s", None, not self._asked)
         status = child.poll()
         assert status is not None
         return self._ending(status, record)
@@ -402,50 +384,37 @@ class _Supervision:
         number, message = -status if status < 0 else status - 128, None
         signalled = number in set(signal.Signals) and status != INTERRUPTED
         code, how = (128 + number, f"ended by {signal.Signals(number).name}") if signalled else (status, "")
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError):
             told = json.loads(record.read_text(encoding="utf-8"))
             if told.get("follows"):  # a rank without our launcher lost its peer, which was not printed yet
                 _complain(str(told["message"]))
             if int(told["code"]) != 0 or status == 0 or self._asked:  # else it died after success
                 code, how, message = int(told["code"]), "", str(told["message"])
         may_restart = not self._asked and code not in {0, INTERRUPTED, *FINAL_CODES}
-        return _End(code=code, how=how or f"exit code {code}", message=message, may_restart=may_restart)
+        return _End(code, how or f"exit code {code}", message, may_restart)
 
     def _judge(self, end: _End, watch: Watch) -> RestartDecision:
-        pulse = watch.pulse if watch.begun else None
-        resumed = ((watch.begun.resumed_from if watch.begun else None) or "").rpartition("-")[2]
-        death = Death(
-            code=end.code,
-            phase=pulse.phase if pulse else None,
-            step=pulse.step if pulse else 0,
-            resumed_at=int(resumed) if resumed.isdecimal() else 0,
-            checkpoint=self._newest_checkpoint(),
-            cut=self._cut(),
-        )
+        pulse, resumed = (watch.pulse, watch.begun.resumed_from or "") if watch.begun else (None, "")
+        at = resumed.rpartition("-")[2]
+        phase, step = (pulse.phase, pulse.step) if pulse else (None, 0)
+        resumed_at, newest = int(at) if at.isdecimal() else 0, self._newest_checkpoint()
+        death = Death(code=end.code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=newest)
         self._deaths.append(death)
         record = read_record(Path(self._begun.output_dir)) if self._begun else None
         return decide(self._deaths, record.skipped_steps if record else (), self._settings)
 
-    def _cut(self) -> int:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # or the job itself will report the error
-            if self._begun is not None:
-                found = json.loads((Path(self._begun.output_dir) / "_step_down.json").read_text(encoding="utf-8"))
-                return int(found["divisor"]) if found["run_id"] == self._begun.run_id else 1
-        return 1
-
     def _enter(self, end: _End, watch: Watch, decision: RestartDecision | None, dumps: Sequence[str]) -> None:
         evidence = [f"amdgpu left the device core dump {name}" for name in dumps]
-        said = f"{'restart' if decision.restart else 'stop'}: {decision.reason}" if decision is not None else None
         self._ledger.add(
             "end",
             how=end.how,
             code=end.code,
             message=end.message,
+            evidence=evidence or None,
             step=watch.pulse.step if watch.pulse else None,
             phase=watch.pulse.phase if watch.pulse else "start",
-            evidence=evidence or None,
-            decision=said,
-            skipped_step=None if decision is None else decision.skip,
+            decision=f"{'restart' if decision.restart else 'stop'}: {decision.reason}" if decision else None,
+            skipped_step=decision.skip if decision else None,
         )
         for line in evidence:
             _say(f"{line}, which it writes when it resets a GPU")
@@ -472,7 +441,7 @@ class _Supervision:
         return 0
 
 
-@contextlib.contextmanager
+@contextmanager
 def _asked_to_end() -> Iterator[list[int]]:
     """The signals to the supervisor within the block: the first one and further Ctrl-Cs. Of these the first two are
     passed on, the third kills."""
@@ -500,7 +469,7 @@ def _asked_to_end() -> Iterator[list[int]]:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it, or its disk is full: the job must still be looked after
+    with suppress(OSError):  # nobody reads it, or its disk is full: the job must still be looked after
         print_line(f"{PROGRAM}: run: {line}")
 
 

@@ -36,13 +36,7 @@ from hf_rocm_tune.data.summary import lengths_of, of_trained
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
-from hf_rocm_tune.job.refusals import (
-    check_adapter,
-    check_optimizer,
-    check_rewards,
-    decide,
-    reward_functions,
-)
+from hf_rocm_tune.job.refusals import check_adapter, check_optimizer, check_rewards, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, target_names
 from hf_rocm_tune.models.factory import (

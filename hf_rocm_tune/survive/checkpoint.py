@@ -1,12 +1,10 @@
 """Checkpoints that are verified before use: save, read back, rename, push, rotate, in that order.
 
 Upstream's ``Trainer._save_checkpoint`` runs inside a staging directory. Then every file is read once: its content is
-compared with the live state, and its SHA-256 goes into the manifest with the digests of the live tensors. A file that
-differs is written again, in a different way each time. A resumed run compares its state with those digests.
-
-A rank that fails must not leave a save at once, because the others wait for it in a barrier: the failure is kept in
-the `StagedSave`, and all ranks decide together in `failed`. Not covered: DeepSpeed's sharded files get a manifest but
-are not compared with the live state (``extra.compared``).
+compared with the live state, and its SHA-256 goes into the manifest with the digests of the live tensors. A rank that
+fails must not leave a save at once, because the others wait for it in a barrier: the failure is kept in the
+`StagedSave`, and all ranks decide together in `failed`. Not covered: DeepSpeed's sharded files get a manifest but are
+not compared with the live state (``extra.compared``).
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import logging
 import os
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
-from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
@@ -43,7 +39,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
 
-    from hf_rocm_tune.transfer import Mover, TransferReport
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +50,10 @@ _FULL = "disk full"
 
 
 class Uploader(Protocol):
-    """Uploads directories that have been verified and have their manifest."""
+    """Uploads directories that have been verified and have their manifest; only `result` raises if that fails."""
 
-    def checkpoint(self, directory: Path) -> None:
-        """Upload a checkpoint; a failure must not end training."""
-
-    def result(self, directory: Path) -> Any:
-        """Upload the result of a finished run; raises if that fails."""
+    def checkpoint(self, directory: Path) -> None: ...
+    def result(self, directory: Path) -> Any: ...
 
 
 # ---- one save in progress -----------------------------------------------------------------------------------
@@ -95,18 +87,16 @@ class StagedSave:
 
 def failed(stage: StagedSave) -> bool:
     """Whether a rank found the disk full; raises any other error, of this or another rank. Collective."""
-    error = stage.failure
-    own = []
+    error, own = stage.failure, []
     if error is not None:
-        kind = _FULL if is_disk_full(error, stage.root, stage.need_bytes) else type(error).__name__
-        own = [(kind, str(error))]
+        full = is_disk_full(error, stage.root, stage.need_bytes)
+        own = [(_FULL if full else type(error).__name__, str(error))]
     failures = gather_object(own)
-    others = [(kind, text) for kind, text in failures if kind != _FULL]
     if error is not None and own[0][0] != _FULL:
         raise error
-    if others:
-        kind, text = others[0]
-        raise CorruptionError(text) if kind == CorruptionError.__name__ else TuneError(f"another rank: {kind}: {text}")
+    for kind, text in failures:
+        if kind != _FULL:
+            raise CorruptionError(text) if kind == CorruptionError.__name__ else TuneError(f"another rank: {text}")
     return bool(failures)
 
 
@@ -128,39 +118,13 @@ def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool
     return False
 
 
-class Saving(Trainer, ABC):
-    """A trainer whose checkpoints are saved here: upstream's, with what its mixin adds."""
-
-    mover: Mover
-    transfer_report: TransferReport
-    run_id: str
-
-    @property
-    @abstractmethod
-    def devices(self) -> tuple[torch.device, ...]: ...
-    @property
-    @abstractmethod
-    def is_sharded(self) -> bool: ...
-    @property
-    @abstractmethod
-    def full_state(self) -> Any: ...
-    @abstractmethod
-    def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor: ...
-    @abstractmethod
-    def before_save(self) -> None: ...
-    @abstractmethod
-    def before_manifest(self, directory: Path) -> None: ...
-    @abstractmethod
-    def write_model(self, directory: str) -> None: ...
-
-
 # ---- the checkpoints of one trainer -------------------------------------------------------------------------
 
 
 class Checkpoints:
     """Saves and loads the checkpoints and the result of a trainer; see the module's description."""
 
-    def __init__(self, trainer: Saving, publisher: Uploader | None) -> None:
+    def __init__(self, trainer: Any, publisher: Uploader | None) -> None:
         self._trainer, self._publisher = trainer, publisher
         self._stage: StagedSave | None = None
         self._saved: Mapping[str, manifest.FileEntry] = {}
@@ -315,25 +279,22 @@ class Checkpoints:
 
     # ---- the result -----------------------------------------------------------------------------------------
 
-    def save_model(self, directory: Path, *, for_push: bool) -> bool:
-        """See the trainer's; for a push, a sealed directory that holds the live tensors is not written again.
-
-        Returns whether a result was written, which has to be sealed; False for a part of a checkpoint.
-        """
+    def save_model(self, directory: Path) -> bool:
+        """Write a result, which has to be sealed; returns False for a part of a checkpoint."""
         if self._stage is not None:
             self._stage.attempt(self._trainer.write_model, str(directory))
-            return False
-        if for_push and self._is_sealed(directory):
-            return False
-        self._save_result(directory)
-        return True
+        else:
+            self._save_result(directory)
+        return self._stage is None
 
     def seal(self, directory: Path, also: Iterable[str]) -> None:
-        """Write the manifest over the files of the last `save_model` and ``also``: the run is finished.
+        """Write the manifest of the saved result and of the files ``also``, which the run wrote beside it.
 
-        Files that have changed since they were verified are saved again.
+        Until the manifest is written, another process could change the files: they are compared once more with what was
+        verified, and saved again if they differ. Collective.
         """
-        trainer, entries = self._trainer, {}
+        trainer = self._trainer
+        entries: dict[str, manifest.FileEntry] = {}
         if trainer.is_world_process_zero():
             entries = {name: manifest.entry_of(directory / name) for name in also}
         for _ in range(_WRITES):
@@ -344,7 +305,7 @@ class Checkpoints:
                 break
             logger.warning("%s changed after it was verified: saved again", ", ".join(changed))
             trainer.transfer_report.count("files", mismatches=len(changed))
-            self._save_result(directory, only=changed)
+            self._save_result(directory, keep=entries)
         else:
             raise CorruptionError(
                 f"{', '.join(changed)} in {directory} changed after {_WRITES} verified saves: find out what writes "
@@ -357,13 +318,13 @@ class Checkpoints:
                 step=trainer.state.global_step,
                 status="final",
                 files=[*saved, *entries],
-                entries={**saved, **entries},
+                entries=saved | entries,
                 tensors=self._saved_digests,
                 extra={"compared": not self._saves_shards},
             )
         trainer.accelerator.wait_for_everyone()
 
-    def _save_result(self, destination: Path, *, only: Collection[str] | None = None) -> None:
+    def _save_result(self, destination: Path, *, keep: Collection[str] = ()) -> None:
         self._trainer.before_save()
         stage = self._open_stage(destination / "model")
         try:
@@ -371,7 +332,7 @@ class Checkpoints:
                 stage.attempt(self._write_result, stage.root, destination)
             lost = failed(stage)
             if not lost and self._trainer.is_world_process_zero():
-                stage.attempt(self._publish_result, stage.root, destination, only)
+                stage.attempt(self._publish_result, stage.root, destination, keep)
             lost = lost or failed(stage)
         finally:
             self._close(stage)
@@ -400,29 +361,15 @@ class Checkpoints:
         now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._full_model())
         return plain_lora(now, self.start.tensors())
 
-    def _publish_result(self, root: Path, destination: Path, only: Collection[str] | None) -> None:
+    def _publish_result(self, root: Path, destination: Path, keep: Collection[str]) -> None:
         found = self._verified(root, {}, plain=self._plain_lora())
-        entries = {}
-        for name in manifest.list_files(root):
-            if only is None or name in only:
-                known = found[name].entry if name in found else None
-                entries[name] = known or manifest.entry_of(root / name)
-            else:
-                (root / name).unlink()
+        for name in keep:
+            (root / name).unlink(missing_ok=True)
+        known = {name: one.entry for name, one in found.items()}
+        self._saved = {name: known.get(name) or manifest.entry_of(root / name) for name in manifest.list_files(root)}
+        self._saved_digests = {label: value for one in found.values() for label, value in one.digests.items()}
         (destination / manifest.MANIFEST_NAME).unlink(missing_ok=True)
         move_files(root, destination)
-        self._saved = entries if only is None else {**self._saved, **entries}
-        self._saved_digests = {label: value for one in found.values() for label, value in one.digests.items()}
-
-    def _is_sealed(self, destination: Path) -> bool:
-        sealed, live = False, self._full_model()
-        if self._trainer.is_world_process_zero() and not self._saves_shards:
-            found = manifest.inspect(destination)
-            sealed = found.manifest is not None and found.manifest.status == "final" and not found.problems
-            compared = saved_state.compare_model(destination, self._bare_model(), live, self._plain_lora())
-            sealed = sealed and not _differing(compared)
-        self._forget_full()
-        return bool(broadcast_object_list([sealed])[0])
 
     # ---- pushing --------------------------------------------------------------------------------------------
 
@@ -430,7 +377,7 @@ class Checkpoints:
         """Save and seal the result if that has not been done, and have the publisher upload it. Collective."""
         trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
         self._require_publisher()
-        trainer.save_model(_internal_call=True)
+        trainer.save_model()
         if self._publisher is None or not trainer.is_world_process_zero():
             return None
         trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)

@@ -1,16 +1,13 @@
 """Communication of a supervised job with its supervisor, through files in a directory that the supervisor names.
 
 The job writes ``begun.json`` once, when the run is committed to its output directory, and ``pulse`` at every
-micro-step, so that the supervisor sees a stall. The pulse is rewritten in place: its disk block is allocated at the
-start, so a full disk does not make a healthy job look dead, and a heartbeat costs microseconds. Nothing here imports
-torch.
-
-On several machines the first local rank of each reports to the supervisor there; the one with rank 0 leads.
+micro-step. The pulse is rewritten in place: its disk block is allocated at the start, so a full disk does not make a
+healthy job look dead. Nothing here imports torch. On several machines the first local rank of each reports to the
+supervisor there; the one with rank 0 leads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
@@ -18,9 +15,9 @@ import os
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.survive.atomic import open_in_place, read_plain, write_text_atomic
@@ -30,18 +27,28 @@ if TYPE_CHECKING:
 
 VARIABLE = "HF_ROCM_TUNE_SUPERVISED"
 """Environment variable of every process of a supervised job: a `Supervised` as JSON."""
-
-PULSE_FILE, BEGUN_FILE = "pulse", "begun.json"
+PULSE_FILE, BEGUN_FILE, JOURNAL_FILE = "pulse", "begun.json", "survival.jsonl"
+_PULSE_BYTES = 64
 
 Phase = Literal["start", "step", "between", "evaluate", "save", "end", "publish"]
 """Before the first step, in a step (its number is one more than the completed steps), between steps (log, next batch),
 in an evaluation or a save after a step, in the final save, in an upload."""
 
-_PULSE_BYTES = 64
+
+def place_of(phase: Phase | None, step: int) -> str:
+    """A phase, for people; ``step``: completed steps."""
+    between = f"between steps {step} and {step + 1}" if step else "before step 1"
+    return {
+        "step": f"in step {step + 1}",
+        "between": between,
+        "evaluate": f"in the evaluation after step {step}",
+        "save": f"in the checkpoint of step {step}",
+        "end": "in the save of the result",
+        "publish": "in the upload of the result",
+    }.get(str(phase), "before the first step")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Supervised:
+class Supervised(NamedTuple):
     """What a supervisor tells its job: where to write, and how long it waits for a heartbeat, in seconds (0 for ever),
     because the job's own watchdog must act first: only it knows the cause of a stall."""
 
@@ -53,17 +60,16 @@ class Supervised:
     @classmethod
     def of(cls, environ: Mapping[str, str] = os.environ) -> Supervised | None:
         """As this process was told; None without a supervisor, or if it no longer exists."""
-        with contextlib.suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError):
             found = cls(**json.loads(environ.get(VARIABLE, "")))
             return found if Path(found.directory).is_dir() else None
         return None
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(self._asdict())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Begun:
+class Begun(NamedTuple):
     """A job that has started."""
 
     run_id: str
@@ -72,26 +78,25 @@ class Begun:
     leads: bool = True  # this machine has rank 0: its supervisor writes the journal and decides which steps to skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pulse:
+class Pulse(NamedTuple):
     """The last heartbeat: the number of completed optimizer steps, and the phase."""
 
     step: int
     phase: Phase
 
 
-def touch_pulse(environ: Mapping[str, str] = os.environ) -> None:
+def touch_pulse() -> None:
     """Renew the last heartbeat's time stamp while the watchdog determines the cause of a stall."""
-    if (supervised := Supervised.of(environ)) is not None:
-        with contextlib.suppress(OSError):
+    if (supervised := Supervised.of()) is not None:
+        with suppress(OSError):
             os.utime(Path(supervised.directory) / PULSE_FILE)
 
 
 def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None, leads: bool = True) -> None:
     """Tell the supervisor, if there is one, which run this is."""
     if (supervised := Supervised.of()) is not None:
-        begun = Begun(run_id=run_id, output_dir=str(output_dir.absolute()), resumed_from=resumed_from, leads=leads)
-        write_text_atomic(Path(supervised.directory) / BEGUN_FILE, json.dumps(asdict(begun)))
+        begun = Begun(run_id, str(output_dir.absolute()), resumed_from, leads)
+        write_text_atomic(Path(supervised.directory) / BEGUN_FILE, json.dumps(begun._asdict()))
 
 
 class PulseListener(Protocol):
@@ -101,10 +106,7 @@ class PulseListener(Protocol):
 
 
 class Heartbeat:
-    """Writes the pulse file on the first local rank of a supervised job.
-
-    ``listener`` receives each heartbeat, in every process: see `train.stall`, whose watchdog is in the process.
-    """
+    """Writes the pulse file on the first local rank of a supervised job; ``listener`` gets each beat on every rank."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, listener: PulseListener | None = None) -> None:
         self._listener = listener
@@ -126,24 +128,18 @@ class Heartbeat:
 
 def read_pulse(file: Path) -> tuple[Pulse | None, int]:
     """The last heartbeat and its time stamp (nanoseconds); (None, 0) before the first."""
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         stamp = file.stat().st_mtime_ns
         step, phase = file.read_text(encoding="ascii").split()
         if phase in get_args(Phase):
-            return Pulse(step=int(step), phase=phase), stamp  # type: ignore[arg-type]  # it is one of them
+            return Pulse(int(step), phase), stamp  # type: ignore[arg-type]  # it is one of them
     return None, 0
 
 
 def read_begun(directory: Path) -> Begun | None:
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError):
         return Begun(**json.loads((directory / BEGUN_FILE).read_text(encoding="utf-8")))
     return None
-
-
-def _discard(stream: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream)
-    os.close(nowhere)
 
 
 class _Output(io.FileIO):
@@ -159,7 +155,9 @@ class _Output(io.FileIO):
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            _discard(self.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
             return super().write(data) or 0
 
 
@@ -168,21 +166,15 @@ def outlive_reader() -> None:
     libraries keep ``sys.stderr`` for their logs."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        try:
+        with suppress(AttributeError, OSError):  # a program that calls us has put another object there
             descriptor = stream.fileno()
-        except (AttributeError, OSError):  # a program that calls us has put another object there
-            continue
-        if stream.isatty() or stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            stream.flush()
-            raw = _Output(descriptor, "w", closefd=False)
-            buffered = io.BufferedWriter(raw)
-            setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, stream.errors, line_buffering=True))
+            if stream.isatty() or stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                stream.flush()
+                buffered = io.BufferedWriter(_Output(descriptor, "w", closefd=False))
+                setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, stream.errors, line_buffering=True))
 
 
-# ---- the journal --------------------------------------------------------------------------------------------
-
-JOURNAL_FILE = "survival.jsonl"
-"""The starts of a run, how each ended and what the supervisor decided, one JSON object per line."""
+# ---- the journal, ``survival.jsonl``: starts of a run, how each ended and what was decided, one object per line ------
 
 
 def enter(directory: Path, entry: Mapping[str, Any]) -> None:
@@ -196,28 +188,25 @@ def enter(directory: Path, entry: Mapping[str, Any]) -> None:
 
 def journal_of(directory: Path, run_id: str) -> list[dict[str, Any]]:
     """The entries of one run, oldest first; none without a journal."""
-    try:
-        lines = read_plain(directory / JOURNAL_FILE).decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
     found = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and entry.get("run_id") == run_id:
-                found.append(entry)
+    with suppress(OSError):
+        for line in read_plain(directory / JOURNAL_FILE).decode("utf-8", "replace").splitlines():
+            with suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and entry.get("run_id") == run_id:
+                    found.append(entry)
     return found
 
 
 def survival(directory: Path, run_id: str, *, skipped_steps: list[int], crash_injection: str | None) -> dict[str, Any]:
     """The report's section ``survival``: starts and ends of this run as recorded by the supervisor."""
     entries = journal_of(directory, run_id)
-    ends = [entry for entry in entries if entry.get("event") == "end"]
     keys = ("time", "how", "code", "phase", "step", "message", "evidence", "decision")
+    ends = [{key: each[key] for key in keys if key in each} for each in entries if each.get("event") == "end"]
     return {
         "supervised": Supervised.of() is not None,
         "starts": sum(entry.get("event") == "start" for entry in entries),
-        "ends": [{key: entry[key] for key in keys if key in entry} for entry in ends],
+        "ends": ends,
         "skipped_steps": skipped_steps,
         "crash_injection": crash_injection,
     }

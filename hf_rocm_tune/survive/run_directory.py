@@ -1,13 +1,9 @@
 """Decides what a start does in its output directory: begin a run, resume it, or nothing because it is finished.
 
-The same command in the same directory continues from its newest verified checkpoint, which is all a restart after a
-crash has to do. Another run is refused unless it may overwrite. Two runs are the same if the settings that determine
-the trained model are the same, and local files that they name have the same content; settings for display, reports,
-pushes, retention and checks may change (`IGNORED`). A run with a constant learning rate may be extended (`_LENGTH`).
-
-A directory that has files and no record of ours is refused. In a run's directory only what its manifests list is ever
-deleted. Nothing here imports torch. Before `StartPlan.commit` nothing changes in the directory, except that
-half-written files of killed processes are removed. Only rank 0 calls `prepare_output_dir`.
+Two runs are the same if the settings that determine the trained model are the same, and local files that they name
+have the same content; all others (`IGNORED`) may change. A directory that has files and no record of ours is refused.
+In a run's directory only what its manifests list is ever deleted, and nothing changes before `StartPlan.commit`, except
+that half-written files of killed processes are removed. Nothing here imports torch. Only rank 0 prepares a directory.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -31,13 +28,7 @@ from typing import Any, Literal
 from hf_rocm_tune.errors import UsageError, listed
 from hf_rocm_tune.redaction import redact_json, without_secrets
 from hf_rocm_tune.survive import manifest
-from hf_rocm_tune.survive.atomic import (
-    clean_leftovers,
-    delete_directory,
-    open_in_place,
-    read_plain,
-    write_text_atomic,
-)
+from hf_rocm_tune.survive.atomic import clean_leftovers, delete_directory, open_in_place, read_plain, write_text_atomic
 from hf_rocm_tune.survive.heartbeat import Supervised
 
 logger = logging.getLogger(__name__)
@@ -66,8 +57,6 @@ _OWN = (
     "_step_down.json",
 )  # fmt: skip
 """Files that any run may write at the top of its directory, beside its result."""
-_LENGTH = ("max_steps", "num_train_epochs")
-"""Settings of which a larger value extends a run."""
 _MODELS = ("model_name_or_path", "adapter_name_or_path", "reward_model_name_or_path")
 _READ = (*_MODELS, "dataset_name", "chat_template_path")
 """Settings that may name a file or a directory to read."""
@@ -94,14 +83,10 @@ class RunRecord:
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:
-    """The record of a run that starts now, with a new id."""
-    now = datetime.now(UTC)
-    return RunRecord(
-        run_id=f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}",
-        fingerprint=fingerprint(settings),
-        settings=deciding_settings(settings),
-        started=now.isoformat(timespec="seconds"),
-    )
+    now, kept = datetime.now(UTC), deciding_settings(settings)
+    run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
+    started = now.isoformat(timespec="seconds")
+    return RunRecord(run_id=run_id, fingerprint=fingerprint(settings), settings=kept, started=started)
 
 
 def write_record(directory: Path, record: RunRecord) -> None:
@@ -131,10 +116,8 @@ def read_record(directory: Path) -> RunRecord | None:
 
 def skip_step(directory: Path, step: int) -> None:
     """Leave an optimizer step (from 1) out of this run, at this and every later start."""
-    record = read_record(directory)
-    if record is None:
-        raise UsageError(f"{directory} holds no {RUN_FILE}, so no step of its run can be left out")
-    write_record(directory, replace(record, skipped_steps=tuple(sorted({*record.skipped_steps, step}))))
+    if (record := read_record(directory)) is not None:
+        write_record(directory, replace(record, skipped_steps=tuple(sorted({*record.skipped_steps, step}))))
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
@@ -147,17 +130,14 @@ def deciding_settings(settings: Mapping[str, Any], *, by_content: bool = True) -
     """The settings that are not `IGNORED`, as JSON represents them, without secrets; ``by_content``: local files are
     named by what is in them, not by their path."""
     kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
-    # How the rows are divided over processes decides how they are packed.
-    if not kept.get("packing"):
+    if not kept.get("packing"):  # how the rows are divided over processes decides how they are packed
         kept.pop("dataset_num_proc", None)
     if by_content:
         kept |= {name: _content(kept[name]) for name in _READ if isinstance(kept.get(name), str)}
 
-    def plain(value: Any) -> Any:
-        return sorted(value, key=repr) if isinstance(value, set | frozenset) else str(value)
-
     # NaN equals itself only as text.
-    found: dict[str, Any] = json.loads(json.dumps(without_secrets(kept), default=plain), parse_constant=str)
+    text = json.dumps(without_secrets(kept), default=lambda each: sorted(each) if isinstance(each, set) else str(each))
+    found: dict[str, Any] = json.loads(text, parse_constant=str)
     return found
 
 
@@ -171,11 +151,11 @@ def _content(text: str) -> str:
     if os.path.isdir(top):
         files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
     found = hashlib.sha256()
-    for file in files:
-        if os.path.isfile(file) and "/." not in file[len(top) :]:
+    for file in filter(os.path.isfile, files):
+        if "/." not in (name := file[len(top) :]):
             with open(file, "rb") as opened:
                 size = os.fstat(opened.fileno()).st_size
-                found.update(f"{file[len(top) :]} {size}\n".encode() + opened.read(_END_BYTES))
+                found.update(f"{name} {size}\n".encode() + opened.read(_END_BYTES))
                 opened.seek(max(size - _END_BYTES, opened.tell()))
                 found.update(opened.read())
     return f"content {found.hexdigest()[:32]}"
@@ -203,28 +183,17 @@ class RunLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.supported = True
         self._path = directory / LOCK_FILE
-        self._descriptor: int | None = None
-        while not self._taken():  # the previous holder has deleted the file meanwhile
-            self._close()
-
-    def _taken(self) -> bool:
-        """Open and lock the file. Returns whether it is still the file in the directory."""
-        descriptor = self._descriptor = open_in_place(self._path, os.O_RDWR)
+        self._descriptor: int | None = open_in_place(self._path, os.O_RDWR)
         try:
-            content = os.pread(descriptor, 400, 0)
+            content = os.pread(self._descriptor, 400, 0)
             if content and not _LOCK_HOLDER.fullmatch(content):
                 raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock file of this program: move it elsewhere")
-            self._lock(descriptor, content.decode("utf-8", "replace") or "another process")
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.lstat(self._path)):
-                    # Permission bits do not show whether a disk takes this (quotas, read-only mounts).
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                    os.fsync(descriptor)
-                    return True
-            return False
+            self._lock(self._descriptor, content.decode("utf-8", "replace") or "another process")
+            # Permission bits do not show whether a disk takes this (quotas, read-only mounts).
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            os.fsync(self._descriptor)
         except BaseException:
             self._close()
             raise
@@ -232,14 +201,15 @@ class RunLock:
     def _lock(self, descriptor: int, holder: str) -> None:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
+            if not os.path.samestat(os.fstat(descriptor), os.lstat(self._path)):
+                raise BlockingIOError  # two starts and an end at once
+        except (BlockingIOError, PermissionError, FileNotFoundError) as error:
             raise UsageError(
                 f"{self._path.parent} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                raise
-            self.supported = False  # some network file systems have no locks
+                raise  # some network file systems have no locks
 
     def release(self) -> None:
         """Release the lock. May be called more than once."""
@@ -254,7 +224,7 @@ class RunLock:
             self._descriptor = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"supported": self.supported, "_path": self._path, "_descriptor": None}
+        return {"_path": self._path, "_descriptor": None}
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -276,10 +246,10 @@ def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
     written = manifest.read(newest)
     if limit is None or limit < 1 or not isinstance(written, manifest.Manifest):
         return
-    protected = {newest.name} | ({Path(best).name} if best else set())
+    protected = {newest.name, Path(best or newest).name}
     checkpoints = [path for _, path in list_checkpoints(newest.parent) if is_wholly_of(path, written.run_id)]
-    surplus = len(checkpoints) - max(limit, len(protected))
-    for path in [path for path in checkpoints if path.name not in protected][: max(surplus, 0)]:
+    surplus = max(len(checkpoints) - max(limit, len(protected)), 0)
+    for path in [path for path in checkpoints if path.name not in protected][:surplus]:
         delete_directory(path)
 
 
@@ -294,17 +264,13 @@ def move_aside(final: Path, run_id: str) -> Path | None:
     """Rename what is in the place of a new checkpoint, unless the run has written all of it. Returns the new path."""
     if not os.path.lexists(final) or is_wholly_of(final, run_id):
         return None
-    aside = _free_name(final.with_name(f"kept-{final.name}"))
-    final.rename(aside)
-    return aside
+    return _renamed(final, "kept")
 
 
-def _free_name(path: Path) -> Path:
-    """``path``, or the first of ``path.1``, ``path.2`` ... that does not exist."""
-    number, candidate = 1, path
-    while os.path.lexists(candidate):
-        candidate, number = path.with_name(f"{path.name}.{number}"), number + 1
-    return candidate
+def _renamed(path: Path, why: str) -> Path:
+    """Rename to ``WHY-NAME``, or the first of ``WHY-NAME.1``, ``WHY-NAME.2`` ... that does not exist."""
+    names = (path.with_name(f"{why}-{path.name}{f'.{number}' if number else ''}") for number in itertools.count())
+    return path.rename(next(each for each in names if not os.path.lexists(each)))
 
 
 # ---- the start of a run -------------------------------------------------------------------------------------
@@ -316,7 +282,7 @@ class StartPlan:
 
     directory: Path  # the output directory; it exists
     action: Literal["fresh", "resume", "finished"]
-    checkpoint: Path | None  # to resume from
+    checkpoint: Path | None = None  # to resume from
     record: RunRecord  # present or future content of run.json
     notes: tuple[str, ...]  # for the user: damaged checkpoints, fallbacks, files without a recorded hash
     lock: RunLock  # held by this process until `close`
@@ -336,7 +302,7 @@ class StartPlan:
             for path in self.overwritten:
                 delete_directory(path) if path.is_dir() else path.unlink(missing_ok=True)
             for path in self.damaged:
-                path.rename(_free_name(path.with_name(f"damaged-{path.name}")))
+                _renamed(path, "damaged")
             write_record(self.directory, self.record)
             # A damaged result must not look finished while it is trained again.
             found = manifest.read(self.directory)
@@ -368,13 +334,17 @@ def prepare_output_dir(
     lock: RunLock | None = None
     try:
         _refuse_inputs(directory, settings)
-        if directory.is_dir() and read_record(directory) is None:
-            _refuse_files(directory)
+        there = directory.is_dir() and read_record(directory) is None and os.listdir(directory)
+        if there and (names := sorted(each for each in there if not _MAY_BE_THERE.match(each))):
+            raise UsageError(
+                f"{directory} is not empty, and no run of hf-rocm-tune has written what is in it "
+                f"({listed(names, 6)}): choose another --output_dir, or move that elsewhere"
+            )
         for each in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
             each.mkdir()
             made.append(each)
         lock = RunLock(directory)
-        plan = _Start(directory, settings, lock, overwrite, resume).decide(restarted)
+        plan = _Start(directory, settings, lock, resume).decide(overwrite, restarted)
         return replace(plan, made=tuple(made))
     except BaseException as error:
         if lock is not None:
@@ -388,114 +358,79 @@ def prepare_output_dir(
 class _Start:
     """One start in a directory: the request, and what is found there."""
 
-    def __init__(
-        self,
-        directory: Path,
-        settings: Mapping[str, Any],
-        lock: RunLock,
-        overwrite: bool,
-        resume: str | bool | None,
-    ) -> None:
-        self._directory, self._settings, self._lock, self._overwrite = directory, settings, lock, overwrite
+    def __init__(self, directory: Path, settings: Mapping[str, Any], lock: RunLock, resume: str | bool | None) -> None:
+        self._directory, self._settings, self._lock = directory, settings, lock
         value = str(resume or False).strip().lower()
         self._newest_wanted = value in ("true", "yes", "1")
         self._named = None if self._newest_wanted or value in ("false", "no", "0", "") else Path(str(resume))
         self._notes: list[str] = []
-        self._is_extended = False
 
-    def decide(self, restarted: bool | None) -> StartPlan:
-        directory = self._directory
+    def decide(self, overwrite: bool, restarted: bool | None) -> StartPlan:
+        directory, record = self._directory, read_record(self._directory)
         left = clean_leftovers(directory)
         self._notes += [f"{directory}: {line} (left by a process that was killed)" for line in left]
-        if not self._lock.supported:
-            self._notes.append(f"{directory} is on a file system without locks: a second run would not be noticed")
-        record = read_record(directory)
         same = record is not None and record.fingerprint == fingerprint(self._settings)
         if restarted is None:
             supervised = Supervised.of()
             restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (
                 record is not None and supervised is not None and supervised.restart_of == record.run_id
             )
-        if self._overwrite and not (same and restarted):
+        if overwrite and not (same and restarted):
             return self._begin_again(record)
         if record is not None and not same:
-            record = self._extended(record)
-        ours = record or new_record(self._settings)
+            checkpoints = list_checkpoints(directory)
+            onward = f", with --resume_from_checkpoint {checkpoints[-1][1]} to go on from there" if checkpoints else ""
+            raise UsageError(
+                f"{directory} holds another run, which differs in "
+                f"{differences(record.settings, deciding_settings(self._settings))}: choose another --output_dir"
+                f"{onward}, or give --overwrite_output_dir to delete that run"
+            )
+        record = record or new_record(self._settings)
         if self._named is None:
-            return self._continue(ours)
-        if restarted and (continued := self._continue(ours)).action != "fresh":
+            return self._continue(record)
+        if restarted and (continued := self._continue(record)).action != "fresh":
             return continued
-        return self._resume(self._named, ours)
-
-    def _extended(self, record: RunRecord) -> RunRecord:
-        """The record of a run that goes on for longer; raises if it is another run, or cannot."""
-        now = deciding_settings(self._settings)
-        changed, told = {**record.settings}, differences(record.settings, now)
-        for name in _LENGTH:
-            before, wanted = changed.get(name), now.get(name)
-            if isinstance(before, int | float) and isinstance(wanted, int | float) and 0 < before < wanted:
-                changed[name] = wanted
-        checkpoints = list_checkpoints(self._directory)
-        onward = f", with --resume_from_checkpoint {checkpoints[-1][1]} to go on from there" if checkpoints else ""
-        if changed != now:
-            raise UsageError(
-                f"{self._directory} holds another run, which differs in {told}: choose another --output_dir{onward}, "
-                "or give --overwrite_output_dir to delete that run"
-            )
-        schedule = now.get("lr_scheduler_type")
-        warmed_up = schedule == "constant_with_warmup" and (now.get("warmup_steps") or 0) >= 1
-        if not (schedule == "constant" or warmed_up) or now.get("grad_compression") == "powersgd":
-            raise UsageError(
-                f"{self._directory} holds this run with {told}: its learning rate ({schedule}) depends on the number "
-                f"of steps, so it cannot be extended as it is: choose another --output_dir{onward}; a run with "
-                "--lr_scheduler_type constant can be"
-            )
-        self._is_extended = True
-        self._notes.append(f"the run is extended: {told}")
-        return replace(record, fingerprint=fingerprint(self._settings), settings=now)
+        return self._resume(self._named, record)
 
     def _plan(self, action: Literal["fresh", "resume", "finished"], record: RunRecord, **more: Any) -> StartPlan:
         if record.skipped_steps and action != "finished":
             steps = ", ".join(map(str, record.skipped_steps))
             self._notes.append(f"left out, because the run died in them twice (run.json): steps {steps}")
-        common = {"directory": self._directory, "notes": tuple(self._notes), "lock": self._lock, "checkpoint": None}
-        return StartPlan(action=action, record=record, **{**common, **more})
+        return StartPlan(
+            directory=self._directory, action=action, record=record, notes=(*self._notes,), lock=self._lock, **more
+        )
 
     def _continue(self, record: RunRecord) -> StartPlan:
         """Plan for the same command: finished, or from the newest verified checkpoint, or from the beginning."""
-        if not (self._newest_wanted or self._is_extended) and self._is_finished(record):
+        if not self._newest_wanted and self._is_finished(record):
             return self._plan("finished", record)
-        newest, damaged = self._newest_verified(record)
+        damaged: list[Path] = []
+        newest = self._newest_verified(record, damaged)
         if newest is None and self._newest_wanted:
-            found = "it holds no checkpoint of this run"
-            if damaged:
-                found = f"none of its checkpoints is usable ({self._notes[-1]})"
             raise UsageError(
-                f"--resume_from_checkpoint true: {self._directory}: {found}; leave the flag out to start at step 0"
+                f"--resume_from_checkpoint true: {self._directory} holds no intact checkpoint of this run"
+                f"{''.join(f'; {note}' for note in self._notes)}; leave the flag out to start at step 0"
             )
         if damaged:
             kept = f"continuing from {newest.name}" if newest else "no intact checkpoint is left: starting at step 0"
             self._notes.append(kept)
         return self._plan("resume" if newest else "fresh", record, checkpoint=newest, damaged=tuple(damaged))
 
-    def _newest_verified(self, record: RunRecord) -> tuple[Path | None, list[Path]]:
-        """The newest intact checkpoint, and the damaged ones that are newer. Adds a note on each skipped one."""
-        damaged = []
+    def _newest_verified(self, record: RunRecord, damaged: list[Path]) -> Path | None:
+        """The newest intact checkpoint; adds those that are newer to ``damaged``, with a note on each skipped one."""
         for _, path in reversed(list_checkpoints(self._directory)):
             found = manifest.inspect(path)
             if found.manifest is None and found.problems[0].kind == "missing":
-                self._notes.append(
-                    f"{path.name} is not attested and is skipped; --resume_from_checkpoint {path} would use it"
-                )
+                self._notes.append(f"{path.name} is skipped: it has no {manifest.MANIFEST_NAME}, it is not attested")
             elif found.problems:
-                damaged.append(path)
                 self._notes.append(f"{path.name} is damaged and is renamed: {found.problems[0]}")
-            elif found.manifest is not None and found.manifest.run_id != record.run_id:
                 damaged.append(path)
+            elif found.manifest is not None and found.manifest.run_id != record.run_id:
                 self._notes.append(f"{path.name} belongs to run {found.manifest.run_id} and is renamed")
+                damaged.append(path)
             else:
-                return path, damaged
-        return None, damaged
+                return path
+        return None
 
     def _is_finished(self, record: RunRecord) -> bool:
         found = manifest.inspect(self._directory)
@@ -510,9 +445,7 @@ class _Start:
     def _resume(self, checkpoint: Path, record: RunRecord, **more: Any) -> StartPlan:
         if not (checkpoint / "trainer_state.json").is_file():
             inside = list_checkpoints(checkpoint)
-            hint = (
-                f"did you mean {inside[-1][1]}?" if inside else "give a checkpoint-N directory that a run has written"
-            )
+            hint = f"did you mean {inside[-1][1]}?" if inside else "give a checkpoint-N that a run has written"
             raise UsageError(f"--resume_from_checkpoint {checkpoint}: there is no checkpoint; {hint}")
         found = manifest.inspect(checkpoint)
         if found.manifest is None and found.problems[0].kind == "missing":
@@ -525,15 +458,11 @@ class _Start:
         return self._plan("resume", record, checkpoint=checkpoint, **more)
 
     def _begin_again(self, old: RunRecord | None) -> StartPlan:
-        if self._newest_wanted:
-            raise UsageError(
-                "--overwrite_output_dir deletes what --resume_from_checkpoint true asks for: give one of them"
-            )
         deleted = tuple(self._written_by(old.run_id)) if old is not None else ()
-        if self._named is not None and any(self._named.resolve() == path.resolve() for path in deleted):
+        if self._newest_wanted or (self._named and self._named.resolve() in {path.resolve() for path in deleted}):
+            named = self._named or "true"
             raise UsageError(
-                f"--overwrite_output_dir would delete --resume_from_checkpoint {self._named}: choose another "
-                "--output_dir"
+                f"--overwrite_output_dir would delete --resume_from_checkpoint {named}: choose another --output_dir"
             )
         if deleted:
             what = ", ".join(path.relative_to(self._directory).as_posix() for path in deleted)
@@ -562,21 +491,22 @@ class _Start:
 def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
     """Raise if the run would read what it writes, now or when it resumes."""
     out = directory.resolve()
-    named = [(name, settings.get(name)) for name in _READ]
-    for flag, text in [*named, *(("datasets", text) for text in _texts(settings.get("datasets")))]:
+    named = [
+        *((name, settings.get(name)) for name in _READ),
+        *(("datasets", each) for each in _texts(settings.get("datasets"))),
+    ]
+    for flag, text in named:
         if not isinstance(text, str) or not text or not os.path.exists(os.path.expanduser(text)):  # an id of the Hub
             continue
         found = Path(os.path.expanduser(text)).resolve()
         if found == out or out in found.parents:
-            raise UsageError(
-                f"--{flag} {text} lies in --output_dir {directory}, where a run replaces and deletes files: choose "
-                "another --output_dir"
-            )
-        if flag not in _MODELS and found in out.parents:
-            raise UsageError(
-                f"--output_dir {directory} lies in --{flag} {text}: what the run writes would be read as data when it "
-                "resumes; choose another --output_dir"
-            )
+            why = f"--{flag} {text} lies in --output_dir {directory}, where a run replaces and deletes files"
+        elif flag not in _MODELS and found in out.parents:
+            why = f"--output_dir {directory} lies in --{flag} {text}: what the run writes would be read as data when it"
+            why += " resumes"
+        else:
+            continue
+        raise UsageError(f"{why}: choose another --output_dir")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -586,15 +516,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Iterable):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(each)
-
-
-def _refuse_files(directory: Path) -> None:
-    """Raise if a directory without a run has files."""
-    if names := sorted(each for each in os.listdir(directory) if not _MAY_BE_THERE.match(each)):
-        raise UsageError(
-            f"{directory} is not empty, and no run of hf-rocm-tune has written what is in it ({listed(names, 6)}): "
-            "choose another --output_dir, or move that elsewhere"
-        )
 
 
 def _remove_empty(made: Iterable[Path]) -> None:

@@ -1,13 +1,9 @@
-"""The watchdog: ends a job that makes no progress, names the rank that hangs, and exits with code 4.
+"""The watchdog: a thread that ends a job without progress, names the rank that hangs, and exits with code 4.
 
-A daemon thread in each rank watches its main thread. Time counts only while this thread itself runs, so a suspended
-machine, or a job that was stopped as a whole, does not count as stalled. A rank declares a stall when it and every
-other rank of its machine that can answer have exceeded their limits. Then those that can answer write the Python stacks
-of their threads; the state of the others is read from the kernel, and SIGKILL ends them, because a stopped process
-handles no other signal. The ranks exchange small files in a private directory, independent of any process group.
-
-Not covered: a call that hangs while it holds the interpreter's lock, in a job of one process (the supervisor detects
-that); ranks on other machines. Nothing here imports torch.
+Time counts only while this thread itself runs, so a suspended machine, or a job that was stopped as a whole, does not
+count as stalled. The ranks of one machine share small files in a private directory: a rank declares a stall when it and
+every other rank that can answer have exceeded their limits; those that cannot are ended with SIGKILL. Not covered: a
+call that hangs while it holds the interpreter's lock, in a job of one process (the supervisor detects that).
 """
 
 from __future__ import annotations
@@ -35,18 +31,16 @@ from hf_rocm_tune.machine.process import is_alive, make_private, start_ticks, st
 
 _TICK_SECONDS = 3.0
 """A rank whose tick has not changed for this long is not waited for."""
-_ANSWER_SECONDS, _VERDICT_SECONDS = 5.0, 40.0
-"""How long the rank that declares a stall waits for stacks, and how long the others wait for it."""
+_VERDICT_SECONDS = 40.0
+"""How long the other ranks wait for the one that declares a stall."""
 LAST_SECONDS = 60.0
 """The process ends after this time even if the diagnosis hangs."""
 _BLOCK_BYTES = 256
-_BACKWARD = "the backward pass"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The published state of a rank. ``tick`` grows while its watchdog runs, so not in a stopped process; ``overdue``:
-    it has exceeded its limit."""
+    """The published state of a rank; ``tick`` grows while its watchdog runs, ``overdue``: it has exceeded its limit."""
 
     rank: int
     pid: int
@@ -69,10 +63,9 @@ class Rank:
 
 
 class Board:
-    """One rank's access to the directory through which the watchdogs of one machine communicate, until `leave`.
+    """One rank's access to the directory of the watchdogs of one machine; the last rank to leave deletes it.
 
-    Every rank rewrites its file in place, so that a full disk does not matter, and reads those of the others. The last
-    rank to leave deletes the directory, with the files of killed ranks.
+    Every rank rewrites its file in place, so that a full disk does not matter, and reads those of the others.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -94,33 +87,27 @@ class Board:
                 found.append(Rank(**json.loads(file.read_bytes())))
         return [each for each in found if each.rank != self.rank]
 
-    def declare(self) -> bool:
-        """Declare a stall; False if another rank was first."""
+    def claim(self, name: str) -> bool:
+        """Create a file of this name; False if it exists."""
         with suppress(FileExistsError):
-            os.close(os.open(self._directory / "declared", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            os.close(os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             return True
         return False
 
     def has(self, name: str) -> bool:
         return (self._directory / name).exists()
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether ranks that have written their stacks may end."""
-        return not self._directory.exists() or self.has("finished")
-
-    def write(self, name: str, content: object) -> None:
-        """Write a file for the other ranks; on a full disk they do not get it."""
+    def leave_stacks(self) -> None:
+        """Write this rank's stacks for the others; on a full disk they do not get them."""
         with suppress(OSError):
-            (self._directory / f".{name}").write_text(json.dumps(content), encoding="utf-8")
-            (self._directory / f".{name}").replace(self._directory / name)
+            (self._directory / f"stacks-{self.rank}").write_text(json.dumps(stacks()), encoding="utf-8")
 
-    def stacks(self, rank: Rank) -> dict[str, str] | None:
-        """What a rank has answered, see `stacks`; None before that."""
-        with suppress(OSError):
+    def stacks_of(self, rank: Rank) -> dict[str, str]:
+        """What an overdue rank has left, see `stacks`; empty without."""
+        with suppress(OSError, ValueError):
             found: dict[str, str] = json.loads((self._directory / f"stacks-{rank.rank}").read_text(encoding="utf-8"))
-            return found
-        return None
+            return found if rank.overdue else {}
+        return {}
 
     def leave(self) -> None:
         """Remove this rank; if no other living rank is left, delete the directory."""
@@ -136,80 +123,68 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        *,
-        progress: Any,
-        on_stall: Callable[[str, float, str], None],
-        board: Board | None,
-        tick_s: float = 1.0,
+        self, *, progress: Any, on_stall: Callable[[str, float, str], None], board: Board | None, tick_s: float = 1.0
     ) -> None:
-        self._progress, self._on_stall = progress, on_stall
-        self._board, self._tick_s = board, tick_s
+        self._progress, self._on_stall, self._board, self._tick_s = progress, on_stall, board, tick_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall watchdog", daemon=True)
-        self._silent_s = 0.0
-
-    def start(self) -> None:
-        self._thread.start()
+        self.start = self._thread.start
 
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()  # if it has declared a stall, it ends the process
 
     def _watch(self) -> None:
-        before, tick, beats = time.monotonic(), 0, -1
+        board, before, tick, beats, silent_s, was_overdue = self._board, time.monotonic(), 0, -1, 0.0, False
         seen: dict[int, tuple[int, float]] = {}  # by rank: its last tick, and the seconds since it changed
+        patience = max(_TICK_SECONDS, 4 * self._tick_s)
         while not self._stopped.wait(self._tick_s):
             now = time.monotonic()
             # Time beyond two ticks is time in which this process was suspended.
             passed, before, tick = min(now - before, 2 * self._tick_s), now, tick + 1
             limit_s = self._progress.limit_s
-            self._silent_s = self._silent_s + passed if self._progress.beats == beats else 0.0
+            silent_s = silent_s + passed if self._progress.beats == beats else 0.0
             beats = self._progress.beats
-            overdue = limit_s is not None and self._silent_s > limit_s
-            others = self._board.others() if self._board is not None else []
+            overdue = limit_s is not None and silent_s > limit_s
+            others: list[Rank] = []
+            if board is not None:
+                if overdue and not was_overdue:
+                    board.leave_stacks()  # before the others may read them
+                board.show(tick=tick, overdue=overdue)
+                if board.has("declared"):
+                    self._await_verdict(board)
+                others = board.others()
+            was_overdue = overdue
             for each in others:
                 last, seconds = seen.get(each.rank, (-1, 0.0))
                 seen[each.rank] = each.tick, seconds + passed if each.tick == last else 0.0
-            if self._board is not None:
-                self._board.show(tick=tick, overdue=overdue)
-                if self._board.has("declared"):
-                    self._answer(self._board)
-            patience = max(_TICK_SECONDS, 4 * self._tick_s)
+            waited_for = [each for each in others if each.can_answer and seen[each.rank][1] < patience]
             # Another rank that may still make progress is rightly waited for.
-            if overdue and all(
-                each.overdue or seen[each.rank][1] >= patience or not each.can_answer for each in others
-            ):
-                if self._board is not None and not self._board.declare():
-                    self._answer(self._board)
-                self._conclude(others)
+            if overdue and all(each.overdue for each in waited_for):
+                if board is not None and not board.claim("declared"):
+                    self._await_verdict(board)
+                self._conclude(others, [each for each in others if each not in waited_for], silent_s)
 
-    def _answer(self, board: Board) -> NoReturn:
-        """After another rank has declared a stall: write this rank's stacks, and end when that rank has reported."""
+    def _await_verdict(self, board: Board) -> NoReturn:
+        """Another rank has declared a stall: end when it has reported."""
         _end_in_any_case(LAST_SECONDS)
-        board.write(f"stacks-{board.rank}", stacks())
-        _wait(lambda: board.is_finished, _VERDICT_SECONDS)
+        _wait(lambda: board.has("finished") or not board.has("declared"), _VERDICT_SECONDS)
         self._end([])
 
-    def _conclude(self, others: Sequence[Rank]) -> NoReturn:
-        """Collect the stacks, name the cause, and end the job."""
+    def _conclude(self, others: Sequence[Rank], mute: Sequence[Rank], silent_s: float) -> NoReturn:
+        """Name the cause, and end the job."""
         _end_in_any_case(LAST_SECONDS)
-        mute: list[Rank] = []
         try:
-            answers: dict[int, dict[str, str] | None] = {}
-            if (board := self._board) is not None:
-                _wait(lambda: all(board.stacks(each) for each in others if each.can_answer), _ANSWER_SECONDS)
-                answers = {each.rank: board.stacks(each) for each in others}
-            mute = [each for each in others if answers[each.rank] is None]
-            mine = Rank(rank=board.rank if board is not None else 0, pid=os.getpid(), born=0)
-            answers[mine.rank] = stacks()
+            mine = Rank(rank=self._board.rank if self._board is not None else 0, pid=os.getpid(), born=0)
             ranks = sorted([mine, *others], key=lambda each: each.rank)
+            answers = {mine.rank: stacks()}
+            answers |= {each.rank: self._board.stacks_of(each) for each in others if self._board and each not in mute}
             cause = explain(ranks, answers)
-            page = f"no progress for {self._silent_s:.0f} s {self._progress.where}\n{cause}\n"
+            page = f"no progress for {silent_s:.0f} s {self._progress.where}\n{cause}\n"
             for each in ranks:
-                answer = answers[each.rank]
-                page += f"\n==== {each.name} {_what(each, answer)}\n{answer['text'] if answer else ''}"
-            self._on_stall(cause, round(self._silent_s, 1), page)
+                answer = answers.get(each.rank, {})
+                page += f"\n==== {each.name} {_what(each, answer)}\n{answer.get('text', '')}"
+            self._on_stall(cause, round(silent_s, 1), page)
         except Exception:
             traceback.print_exc()  # a bug of ours must not keep the job running
         finally:
@@ -222,19 +197,19 @@ class Watchdog:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if self._board is not None:
-            self._board.write("finished", True)
+            with suppress(OSError):
+                self._board.claim("finished")
             _wait(lambda: not any(each.alive for each in mute), 1.0)
             self._board.leave()
         briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()), 1.0)
         os._exit(StallError.exit_code)
 
 
-def briefly(work: Callable[[], object], seconds: float) -> bool:
-    """Call something that may hang, such as a call into a device, in a thread. Returns whether it returned in time."""
+def briefly(work: Callable[[], object], seconds: float) -> None:
+    """Call something that may hang, such as a call into a device, in a thread, and wait for a time."""
     thread = threading.Thread(target=work, name="stall watchdog's work", daemon=True)
     thread.start()
     thread.join(seconds)
-    return not thread.is_alive()
 
 
 def _wait(happened: Callable[[], bool], seconds: float) -> None:
@@ -262,9 +237,8 @@ def _end_in_any_case(seconds: float) -> None:
 def _children(pid: int) -> list[int]:
     """The pids of a process's descendants in its own session: a logging service leaves it to outlive its parent."""
     with suppress(psutil.Error, OSError):
-        return [
-            each.pid for each in psutil.Process(pid).children(recursive=True) if os.getsid(each.pid) == os.getsid(pid)
-        ]
+        found = psutil.Process(pid).children(recursive=True)
+        return [each.pid for each in found if os.getsid(each.pid) == os.getsid(pid)]
     return []
 
 
@@ -284,10 +258,8 @@ def stacks() -> dict[str, str]:
     inner_first = traceback.extract_stack(frames[0][1])[::-1]
     last, ours = inner_first[0], next((each for each in inner_first if "/hf_rocm_tune/" in each.filename), None)
     called = f" (called by {_place(ours)})" if ours is not None and ours is not last else ""
-    waits = ""
-    if last.name == "_engine_run_backward":
-        waits = _BACKWARD
-    elif "torch/distributed/" in last.filename:
+    waits = "the backward pass" if last.name == "_engine_run_backward" else ""
+    if "torch/distributed/" in last.filename:
         waits = next(each.name for each in inner_first if each.name != "wrapper") + called
     return {"text": text, "waits": waits, "at": f"{_place(last)}{called}"}
 
@@ -297,19 +269,13 @@ def _place(frame: traceback.FrameSummary) -> str:
     return f"{frame.name}() in {file}:{frame.lineno}"
 
 
-def explain(ranks: Sequence[Rank], answers: Mapping[int, Mapping[str, str] | None]) -> str:
-    """The cause of a stall, in one line: the ranks of this machine that do not wait for others, and those that do.
-
-    ``answers``: their `stacks`; None for those that did not answer.
-    """
+def explain(ranks: Sequence[Rank], answers: Mapping[int, Mapping[str, str]]) -> str:
+    """The cause of a stall, in one line: the ranks of this machine that do not wait for others, and those that do."""
     if len(ranks) == 1:
         return f"the process (pid {ranks[0].pid}) {_what(ranks[0], answers[ranks[0].rank])}"
-    waits = {each: "" if state_of(each.pid) in "DTt" else (answers[each.rank] or {}).get("waits", "") for each in ranks}
-    causes = [each for each in ranks if not waits[each]]
-    if not causes and len(set(waits.values())) > 1:  # a backward pass may compute, or wait for gradients of the others
-        causes = [each for each in ranks if waits[each] == _BACKWARD]
-    causes.sort(key=lambda each: answers[each.rank] is not None)  # those that cannot answer first
-    parts = [f"{each.name} {_what(each, answers[each.rank])}" for each in causes]
+    waits = {each: "" if state_of(each.pid) in "DTt" else answers.get(each.rank, {}).get("waits", "") for each in ranks}
+    causes = sorted((each for each in ranks if not waits[each]), key=lambda each: bool(answers.get(each.rank)))
+    parts = [f"{each.name} {_what(each, answers.get(each.rank, {}))}" for each in causes]
     what = "waits" if not causes else "waits for it" if len(causes) == 1 else "waits for them"
     parts += [f"{each.name} {what} in {waits[each]}" for each in ranks if each not in causes]
     if not causes:
@@ -317,20 +283,13 @@ def explain(ranks: Sequence[Rank], answers: Mapping[int, Mapping[str, str] | Non
     return "; ".join(parts)
 
 
-def _what(rank: Rank, answer: Mapping[str, str] | None) -> str:
+def _what(rank: Rank, answer: Mapping[str, str]) -> str:
     """The state of a rank that does not wait in a collective."""
-    state, at = state_of(rank.pid), (answer or {}).get("at", "")
+    state, at = state_of(rank.pid), answer.get("at", "")
     if state in ("", "Z", "X"):
         return "has ended: it was killed, or it crashed"
     if state in "Tt":
         return "is stopped (state T)" if state == "T" else "is held by a debugger (state t)"
     if state == "D":
         return f"hangs in the kernel (state D), in {at or 'a driver'}: if it does not end, restart the machine"
-    if not at:
-        return f"is in a call that does not let Python answer (state {state})"
-    stuck = [
-        f"; its child process {pid} is in state {state_of(pid)}"
-        for pid in _children(rank.pid)
-        if state_of(pid) in "DTt"
-    ]
-    return f"is in {at}{''.join(stuck)}"
+    return f"is in {at}" if at else f"is in a call that does not let Python answer (state {state})"

@@ -422,13 +422,7 @@ class SentinelCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        mover: Mover,
-        *,
-        every: int,
-        excuse_writes: bool,
-        references: Sequence[nn.Module],
+        self, model: nn.Module, mover: Mover, *, every: int, excuse_writes: bool, references: Sequence[nn.Module]
     ) -> None:
         self._model = model
         self._mover, self._report = mover, mover.report

@@ -254,11 +254,7 @@ class Telemetry:
 
 
 def of_device(
-    device: torch.device,
-    *,
-    every_s: float,
-    tell: Callable[[str], None],
-    files: Files | None = None,
+    device: torch.device, *, every_s: float, tell: Callable[[str], None], files: Files | None = None
 ) -> Telemetry:
     """Telemetry of the card that is trained on, found by its PCI address; ``files``: instead of this machine's."""
     address, reason = card_of(device)

@@ -88,8 +88,8 @@ from hf_rocm_tune.transfer import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
+    from transformers import Trainer as _Base
 
-    from hf_rocm_tune.survive.checkpoint import Saving as _Base
     from hf_rocm_tune.transfer import Digest
 else:
     _Base = object
@@ -592,7 +592,7 @@ class VerifiedTransferMixin(_Base):
             UsageError: the disk is full; the directory does not look finished then.
         """
         directory = Path(output_dir or self.args.output_dir)
-        if self._checkpoints.save_model(directory, for_push=_internal_call):
+        if self._checkpoints.save_model(directory):
             self._checkpoints.seal(directory, self._result_writer(directory))
 
     @override

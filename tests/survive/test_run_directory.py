@@ -109,7 +109,7 @@ def test_with_no_sound_checkpoint_it_starts_at_step_0_and_says_so(tmp_path: Path
     (out / "checkpoint-1" / "trainer_state.json").unlink()
     plan = _start(out)
     assert plan.action == "fresh" and "starting at step 0" in plan.notes[-1]
-    with pytest.raises(UsageError, match=r"none of its checkpoints is usable.*trainer_state\.json is missing"):
+    with pytest.raises(UsageError, match=r"no intact checkpoint.*trainer_state\.json is missing"):
         _start(out, resume="true")
 
 
@@ -149,37 +149,6 @@ def test_a_run_is_known_by_the_content_of_its_files_and_not_by_their_place(tmp_p
     (tmp_path / "elsewhere" / "sub" / "train.jsonl").write_text("Rows")
     with pytest.raises(UsageError, match=r"differs in the content of dataset_name: .*checkpoint-1 to go on from there"):
         _start(out, {**SETTINGS, "dataset_name": str(tmp_path / "elsewhere")})
-
-
-@pytest.mark.parametrize(
-    ("schedule", "works"),
-    [
-        ({"lr_scheduler_type": "constant"}, True),
-        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, True),
-        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}, False),
-        ({"lr_scheduler_type": "linear"}, False),
-        ({"lr_scheduler_type": "constant", "grad_compression": "powersgd"}, False),
-    ],
-)
-def test_a_finished_run_is_extended_where_its_learning_rate_allows(
-    tmp_path: Path, schedule: dict[str, Any], works: bool
-) -> None:
-    settings = {**SETTINGS, **schedule, "max_steps": 4, "num_train_epochs": 3.0}
-    first = _begin(tmp_path, 4, settings=settings)
-    _finish(tmp_path, first)
-    longer = {**settings, "max_steps": 8}
-    if not works:
-        with pytest.raises(UsageError, match=r"max_steps 4 -> 8: its learning rate .* cannot be extended"):
-            _start(tmp_path, longer)
-        return
-    for other in ({"max_steps": 2}, {"max_steps": -1}, {"seed": 2}):
-        with pytest.raises(UsageError, match="another run"):
-            _start(tmp_path, {**longer, **other})
-    plan = _start(tmp_path, longer)
-    assert (plan.action, plan.checkpoint) == ("resume", tmp_path / "checkpoint-4") and plan.run_id == first.run_id
-    assert plan.notes == ("the run is extended: max_steps 4 -> 8",)
-    plan.commit()
-    assert _start(tmp_path, longer).notes == () and not (tmp_path / manifest.MANIFEST_NAME).exists()
 
 
 def test_what_is_only_shown_or_kept_may_change_and_secrets_are_not_written(tmp_path: Path) -> None:
@@ -260,7 +229,7 @@ def test_overwriting_never_deletes_the_checkpoint_that_is_named(tmp_path: Path) 
     _begin(out, 1)
     with pytest.raises(UsageError, match="would delete --resume_from_checkpoint"):
         _start(out, resume=str(out / "checkpoint-1"), overwrite=True)
-    with pytest.raises(UsageError, match="give one of them"):
+    with pytest.raises(UsageError, match="would delete --resume_from_checkpoint true"):
         _start(out, resume=True, overwrite=True)
     assert _start(out, {**SETTINGS, "prompt": "x" * 9000, "dir": "\0"}, overwrite=True).action == "fresh"
 
@@ -285,7 +254,7 @@ def test_named_checkpoints(tmp_path: Path) -> None:
             _start(out, resume=str(other) + wrong)
     with pytest.raises(UsageError, match=r"did you mean .*checkpoint-2\?"):
         _start(out, resume=str(other))
-    with pytest.raises(UsageError, match="it holds no checkpoint of this run"):
+    with pytest.raises(UsageError, match="holds no intact checkpoint of this run"):
         _start(out, resume=True)
     (other / "checkpoint-1" / "adapter_model.safetensors").write_bytes(b"x")
     with pytest.raises(UsageError, match=r"adapter_model\.safetensors is truncated"):
@@ -430,8 +399,6 @@ def test_a_checkpoint_that_is_named_is_where_it_began_and_not_where_it_goes_on(
 
 def test_a_step_that_is_left_out_stays_so_in_this_run_and_is_said(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(UsageError, match=r"no run\.json"):
-        skip_step(tmp_path, 3)
     first = _start(out)
     first.commit()
     for step in (7, 3, 7):

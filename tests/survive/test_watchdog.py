@@ -145,14 +145,13 @@ def test_a_rank_waits_for_one_that_is_allowed_its_time_and_a_phase_may_have_no_l
     assert ranks.wait() == [0, 0]
 
 
-def test_a_stopped_child_is_named_and_ended_and_a_service_in_a_session_of_its_own_lives_on(ranks: Ranks) -> None:
+def test_a_stopped_child_is_ended_and_a_service_in_a_session_of_its_own_lives_on(ranks: Ranks) -> None:
     """A data loader's worker that was stopped never ends by itself; a logger's service outlives its parent."""
     bad = ranks.start(["work", 0.3], ["child", False], ["child", True], ["wait"], alone=True)
     until(lambda: len(psutil.Process(bad.pid).children()) == 2)
     own, apart = sorted(psutil.Process(bad.pid).children(), key=lambda each: os.getsid(each.pid) == each.pid)
     try:
         assert ranks.wait() == [4]
-        assert f"its child process {own.pid} is in state T" in ranks.report()["cause"]
         until(lambda: not own.is_running() or own.status() == psutil.STATUS_ZOMBIE)
         assert apart.is_running() and apart.status() == psutil.STATUS_STOPPED
     finally:

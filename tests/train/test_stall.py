@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch.distributed as dist
@@ -19,17 +18,15 @@ from hf_rocm_tune import exits
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.settings.arguments import RanksArguments
 from hf_rocm_tune.survive.heartbeat import Phase, Supervised
-from hf_rocm_tune.train.stall import Limits, PeerLostError, TrainingProgress, is_lost_peer, watched
+from hf_rocm_tune.train.stall import PeerLostError, TrainingProgress, is_lost_peer, watched
 
 
 class Run:
     """A training whose steps take as long as told."""
 
     def __init__(self, setting: str = "auto", supervisor: Supervised | None = None, **more: float) -> None:
-        limits = Limits.of(setting, supervisor, **more)
-        assert limits is not None
         self.now, self.done = 0.0, 0
-        self.progress = TrainingProgress(limits, lambda: self.now)
+        self.progress = TrainingProgress(setting, supervisor, clock=lambda: self.now, **more)
 
     def beat(self, phase: Phase, *, after: float = 0.0, fresh: bool = False) -> float | None:
         self.now += after
@@ -65,20 +62,10 @@ def test_a_new_pass_over_the_data_gets_longer_until_its_first_step_is_done() -> 
     assert run.beat("between", after=1.0) == 300
 
 
-def test_every_phase_has_a_place() -> None:
-    run, places = Run(), set()
-    for number, phase in enumerate(get_args(Phase)):
-        run.done = number
-        run.beat(phase)
-        places.add(run.progress.where)
-    assert {"in step 2", "between steps 2 and 3"} < places
-    assert len(places) == len(get_args(Phase)) == run.progress.beats
-
-
 def test_seconds_of_the_user_are_the_limit_of_a_step_and_the_supervisor_comes_later() -> None:
     run = Run("20")
     assert (run.steps(9, 50.0), run.beat("save")) == (20, 80)
-    assert Limits.of("0", None) is None
+    assert TrainingProgress("0", None).limit_s is None
     for setting in ("auto", "5000"):
         run = Run(setting, Supervised(directory="", start_seconds=100.0, stall_seconds=50.0))
         limits = [run.progress.limit_s, run.beat("between", fresh=True), run.steps(9, 40.0)]
@@ -145,7 +132,7 @@ def test_a_broken_connection_is_one_line_that_names_the_rank_that_is_gone(
     subprocess.run([sys.executable, "-c", code, str(place)], check=True, timeout=60)  # it joins, and dies
     try:
         with pytest.raises(
-            PeerLostError, match=r"before the training: rank 1 \(pid \d+\) ended|in this job: rank 1"
+            PeerLostError, match=r"before the first step: rank 1 \(pid \d+\) ended"
         ) as told:
             watch(work, place, setting)
     finally:
