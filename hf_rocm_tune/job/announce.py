@@ -132,11 +132,12 @@ def method(trainer: VerifiedTransferMixin) -> str:
         return "full fine-tuning"
     config = next(iter(configs.values()))
     base = trainer.model.get_base_model()
-    bits = 4 if getattr(base, "is_loaded_in_4bit", False) else 8 if getattr(base, "is_loaded_in_8bit", False) else None
-    kind = "DoRA" if getattr(config, "use_dora", False) else config.peft_type.value
-    name = f"Q{kind} ({bits}-bit)" if bits else kind
-    if not bits and any(is_packed(experts) for _, experts in experts_of(base)):
-        name = f"{kind} (experts in MXFP4)"
+    bits = next((bits for bits in (4, 8) if getattr(base, f"is_loaded_in_{bits}bit", False)), None)
+    name = "DoRA" if getattr(config, "use_dora", False) else config.peft_type.value
+    if bits:
+        name = f"Q{name} ({bits}-bit)"
+    elif any(is_packed(experts) for _, experts in experts_of(base)):
+        name += " (experts in MXFP4)"
     return f"{name}, r={getattr(config, 'r', '-')}, alpha={getattr(config, 'lora_alpha', '-')}"
 
 
@@ -158,24 +159,24 @@ def check_machine(
     if doctor:
         software = read_software(in_process=True)
         found = _within(deadline_s, software, users_environ(os.environ))
-        known = () if software.devices else _ON_THE_PROCESSOR
-        grave = [finding for finding in found if finding.status in ("warn", "fail") and finding.row not in known]
-        for finding in grave:
-            if finding.check != _VARIABLES:
-                say(_line(finding))
+        for each in found:
+            known = not software.devices and each.row in _ON_THE_PROCESSOR
+            if each.status in ("warn", "fail") and each.check != _VARIABLES and not known:
+                fix, label = f"; {each.fix}" if each.fix else "", "warning" if each.status == "warn" else "failure"
+                say(" ".join(f"{label}: {each.title}: {each.text}{fix} ({each.source})".split()))
     printed = {finding.subject for finding in found if finding.check == _VARIABLES}
     # Only this process knows of variables that were set too late, and of cards that could not be chosen.
     late = [one for one in variables.DECISIONS if one.action in ("warn", "error") and one.variable not in printed]
     return tuple(finding.to_dict() for finding in [*found, *(of_decision(one) for one in late)])
 
 
-def _within(deadline_s: float, software: Software, variables: Mapping[str, str]) -> list[Finding]:
+def _within(deadline_s: float, software: Software, environ: Mapping[str, str]) -> list[Finding]:
     """The findings of all checks that only read, or one finding if there was no answer in time."""
     found: list[Finding] = []
 
     def read() -> None:
         try:
-            evidence = Evidence(machine=survey(), software=software, environ=variables)
+            evidence = Evidence(machine=survey(), software=software, environ=environ)
             done = diagnose(evidence, [check for check in all_checks() if check.run and check.group != "after"])
             found.extend(finding for finding in done.findings if finding.status != "skipped")
         except Exception as error:  # our bug: reported as a finding, the run continues
@@ -188,12 +189,6 @@ def _within(deadline_s: float, software: Software, variables: Mapping[str, str])
         reason = f"reading the kernel's files took more than {deadline_s:g} seconds; try `hf-rocm-tune doctor`"
         return [replace(unknown(reason), check="machine")]
     return found
-
-
-def _line(finding: Finding) -> str:
-    label = "warning" if finding.status == "warn" else "failure"
-    fix = f"; {finding.fix}" if finding.fix else ""
-    return " ".join(f"{label}: {finding.title}: {finding.text}{fix} ({finding.source})".split())
 
 
 # ---- on disk ---------------------------------------------------------------------------------------------------------
@@ -227,13 +222,11 @@ class Cards:
 
     def leave_log(self, error: BaseException) -> None:
         """Write the log after a failure; an error in writing it is added as a note to the failure."""
-        if not self.trainer.is_world_process_zero() or not self.trainer.state.log_history:
-            return
-        try:
-            with self._failures_reported(LOG_NAME):
+        if self.trainer.is_world_process_zero() and self.trainer.state.log_history:
+            try:
                 self._write_log()
-        except OSError as also:
-            error.add_note(f"{LOG_NAME} could not be written either: {also}")
+            except (OSError, TuneError) as also:
+                error.add_note(f"{LOG_NAME} could not be written either: {also}")
 
     def write_result(self, directory: Path) -> list[str]:
         """Write report, log, picture and card of the finished run; returns their names. Collective."""
@@ -246,7 +239,9 @@ class Cards:
             written.append(self._write_log().name)
         self.trainer.beat("save")  # the first picture takes seconds on a busy machine
         with self._failures_reported("the picture of the loss"):
-            written += self._draw(content)
+            if (panel := loss_panel(self.trainer.state.log_history, content)) is not None:
+                write_png(panel, self._output_dir / PICTURE_NAME)
+                written.append(PICTURE_NAME)
         self.trainer.beat("save")
         with self._failures_reported("the model card"):
             file = self._output_dir / card.CARD_NAME
@@ -274,19 +269,12 @@ class Cards:
             rows=state.log_history,
         )
 
-    def _draw(self, content: Mapping[str, Any]) -> list[str]:
-        panel = loss_panel(self.trainer.state.log_history, content)
-        if panel is None:
-            return []
-        write_png(panel, self._output_dir / PICTURE_NAME)
-        return [PICTURE_NAME]
-
     def _card(self, content: Mapping[str, Any], *, final: bool, picture: str | None) -> str:
         model, training, state = self.arguments.model, self.arguments.training, self.trainer.state
         repo_id = training.hub_model_id if training.push_to_hub else None
-        name = repo_id.rpartition("/")[2] if repo_id else self._output_dir.absolute().name
+        resolved = {**self.arguments.resolved(), "world_size": training.world_size}
         facts = card.CardFacts(
-            name=name,
+            name=repo_id.rpartition("/")[2] if repo_id else self._output_dir.absolute().name,
             verb=self.arguments.method,
             base_model=model.model_name_or_path,
             base_model_id=self.arguments.tune.hub_base_model_id,
@@ -295,9 +283,7 @@ class Cards:
             data=self.data,
             columns=self.columns,
             trained=self._trained(),
-            settings=deciding_settings(
-                {**self.arguments.resolved(), "world_size": training.world_size}, by_content=False
-            ),
+            settings=deciding_settings(resolved, by_content=False),
             rows=state.log_history,
             step=state.global_step,
             final=final,
@@ -305,7 +291,7 @@ class Cards:
             picture=picture,
             repo_id=repo_id,
         )
-        local = dict.fromkeys(local_paths(self.arguments.resolved()), "") | {str(self._output_dir): repo_id or ""}
+        local = dict.fromkeys(local_paths(resolved), "") | {str(self._output_dir): repo_id or ""}
         return card.build(facts, Private.of_this_machine(os.environ, paths=local))
 
     def _datasets(self) -> tuple[str, ...]:
@@ -332,24 +318,22 @@ class Cards:
 
     @contextmanager
     def _failures_reported(self, what: str) -> Iterator[None]:
-        """Reports a failure of the block in one line; a full disk is raised."""
+        """Reports a failure of the block in one line, once, with a traceback if it is our bug; raises a full disk."""
         try:
             yield
         except UsageError as error:
-            self._say_once(f"{what} could not be made: {error}")
+            line = f"{what} could not be made: {error}"
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._say_once(f"{what} could not be written: {error}")
+            line = f"{what} could not be written: {error}"
         except TuneError:
             raise
         except Exception as error:
             traceback.print_exc()
-            self._say_once(
-                f"{what} could not be made, which is a bug: {type(error).__name__}: {error}. Please report it"
-            )
-
-    def _say_once(self, line: str) -> None:
+            line = f"{what} could not be made, which is a bug: {type(error).__name__}: {error}. Please report it"
+        else:
+            return
         if line not in self._reported:
             self._reported.add(line)
             say(line)
@@ -364,13 +348,12 @@ def _adapter_dtype(model: Any) -> str:
 
 def _quantization(config: Any) -> dict[str, Any] | None:
     """Arguments of BitsAndBytesConfig, as plain values."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    if (found := getattr(config, "quantization_config", None)) is None:
         return None
     values = found if isinstance(found, dict) else found.to_dict()
     wanted = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
-    plain = {name: values[name] for name in wanted if values.get(name)}
-    return plain | {"bnb_4bit_compute_dtype": _bare(values.get("bnb_4bit_compute_dtype", "float32"))}
+    dtype = _bare(values.get("bnb_4bit_compute_dtype", "float32"))
+    return {name: values[name] for name in wanted if values.get(name)} | {"bnb_4bit_compute_dtype": dtype}
 
 
 def _bare(dtype: Any) -> str:

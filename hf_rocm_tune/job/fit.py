@@ -7,7 +7,7 @@ the least free memory, and kept in ``run.json``: a resumed run uses it however m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,36 +65,35 @@ class Demand:
         return self.each * self.ranks
 
 
-def demand(
-    *,
-    ranks: int,
-    effective_batch: int | None,
-    micro_batch: int,
-    accumulation: int,
-    checkpointing: bool,
-    given: Iterable[str],
-) -> Demand:
+def demand(arguments: Arguments) -> Demand:
     """What the user requires, from the flags' values and the names of those that the user set."""
-    names = frozenset(given)
+    tune, training, names = arguments.tune, arguments.training, frozenset(arguments.given)
+    micro_batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     keeps_micro, keeps_steps = "per_device_train_batch_size" in names, "gradient_accumulation_steps" in names
-    if effective_batch is None:
+    ranks = training.world_size
+    if tune.effective_batch is None:
         kept = micro_batch if keeps_micro or keeps_steps else None
         each = micro_batch * accumulation
     else:
-        each, rest = divmod(effective_batch, ranks)
+        each, rest = divmod(tune.effective_batch, ranks)
         if rest:
-            raise UsageError(f"--effective_batch {effective_batch} cannot be divided evenly over {ranks} processes")
+            raise UsageError(
+                f"--effective_batch {tune.effective_batch} cannot be divided evenly over {ranks} processes"
+            )
         kept = micro_batch if keeps_micro else max(1, each // accumulation) if keeps_steps else None
         steps = accumulation if keeps_steps else max(1, each // kept) if kept else each
         if kept is not None and kept * steps != each:
-            set_flags = [f"--per_device_train_batch_size {micro_batch}"] if keeps_micro else []
-            set_flags += [f"--gradient_accumulation_steps {accumulation}"] if keeps_steps else []
+            set_flags = [f"--per_device_train_batch_size {micro_batch}"] * keeps_micro
+            set_flags += [f"--gradient_accumulation_steps {accumulation}"] * keeps_steps
             raise UsageError(
-                f"--effective_batch {effective_batch} over {ranks} process{'es' if ranks > 1 else ''} cannot be made "
-                f"with {' and '.join(set_flags)}; drop {'one of them' if len(set_flags) > 1 else 'it'}"
+                f"--effective_batch {tune.effective_batch} over {ranks} process{'es' if ranks > 1 else ''} cannot be "
+                f"made with {' and '.join(set_flags)}; drop {'one of them' if len(set_flags) > 1 else 'it'}"
             )
     flags = {f"{name}_checkpointing{more}" for name in ("activation", "gradient") for more in ("", "_kwargs")}
-    return Demand(each=each, ranks=ranks, micro_batch=kept, checkpointing=checkpointing if flags & names else None)
+    checkpointing = bool(training.activation_checkpointing) if flags & names else None
+    return Demand(
+        each=each, ranks=ranks, micro_batch=kept, checkpointing=checkpointing if tune.recompute is None else True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,23 +136,15 @@ def before_loading(
     if tune.auto_fit == "off":
         return None
     if arguments.method not in TRAINERS:
+        known = ", ".join(TRAINERS)
         if tune.effective_batch is not None:
             raise UsageError(
-                f"--effective_batch is for {', '.join(TRAINERS)}: with {arguments.method} give "
-                "--per_device_train_batch_size and --gradient_accumulation_steps"
+                f"--effective_batch is for {known}: with {arguments.method} give --per_device_train_batch_size and "
+                "--gradient_accumulation_steps"
             )
-        say(f"auto-fit: {', '.join(TRAINERS)} can be planned, not {arguments.method}: nothing is chosen")
+        say(f"auto-fit: {known} can be planned, not {arguments.method}: nothing is chosen")
         return None
-    wanted = demand(
-        ranks=training.world_size,
-        effective_batch=tune.effective_batch,
-        micro_batch=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
-        checkpointing=bool(training.activation_checkpointing),
-        given=arguments.given,
-    )
-    if tune.recompute is not None:
-        wanted = replace(wanted, checkpointing=True)
+    wanted = demand(arguments)
     if recorded is not None:
         choice = Choice.from_record(recorded, wanted)
         say(f"auto-fit: {describe(choice)}, as this run began (run.json)")
@@ -180,26 +171,20 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
     """The plan's choice, on the main process, and the number of cases that were considered."""
     # the budget is free memory, without that of other programs and the context
     card = replace(card_memory(), name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
-    card = replace(card, host=psutil.virtual_memory().total)
-    if arguments.training.device.type == "cpu":
-        card = replace(card, rates=cpu_rates(torch.get_num_threads()))
-    asked = from_training(
-        arguments.resolved(),
-        trainer=arguments.method,
-        cards=wanted.ranks,
-        platform=_platform(arguments.training.device),
-    )
-    evaluates = arguments.training.eval_strategy != "no"
+    training = arguments.training
+    rates = cpu_rates(torch.get_num_threads()) if training.device.type == "cpu" else card.rates
+    card = replace(card, host=psutil.virtual_memory().total, rates=rates)
+    platform, evaluates = _platform(training.device), training.eval_strategy != "no"
     given = evaluates and "per_device_eval_batch_size" in arguments.given
     request = replace(
-        asked,
+        from_training(arguments.resolved(), trainer=arguments.method, cards=wanted.ranks, platform=platform),
         effective_batch=wanted.effective_batch,
         micro_batch=wanted.micro_batch,
         checkpointing=wanted.checkpointing,
-        triton=not triton_refusal(arguments.training.device),
+        triton=not triton_refusal(training.device),
         one_pass_loss=arguments.one_pass_loss,
         evaluates=evaluates,
-        eval_batch=arguments.training.per_device_eval_batch_size if given else None,
+        eval_batch=training.per_device_eval_batch_size if given else None,
     )
     plan: Plan = plan_for(request, card=card)
     found = plan.nearest
@@ -208,17 +193,12 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
             f"{flag}: nothing fits by estimate: {describe(found.case)} needs {_gib(found.total)} GiB, and "
             f"{_gib(budget)} GiB are free ({missing(found)}): {advice(plan, training=True)}"
         )
-    case = found.case
-    same = {name: getattr(case, name) for name in ("micro_batch", "accumulation", "checkpointing", "recompute")}
-    same |= {"eval_batch": case.eval_batch, "streamed": case.streamed}
-    return Choice(**same, budget_bytes=budget, predicted_bytes=int(found.allocated)), len(plan.grid)
+    names = ("micro_batch", "accumulation", "checkpointing", "recompute", "eval_batch", "streamed")
+    case = {name: getattr(found.case, name) for name in names}
+    return Choice(**case, budget_bytes=budget, predicted_bytes=int(found.allocated)), len(plan.grid)
 
 
 def _why(choice: Choice, considered: int, wanted: Demand, arguments: Arguments) -> list[str]:
-    kept = [f"micro-batch {wanted.micro_batch}"] if wanted.micro_batch is not None else []
-    if wanted.checkpointing is not None:
-        on = "on" if wanted.checkpointing else "off"
-        kept.append(f"activation checkpointing {arguments.tune.recompute_layers or on}")
     lines = [
         f"auto-fit: {describe(choice)} for {wanted.effective_batch} sequences a step: the fastest by estimate that "
         f"fits, of {considered}",
@@ -231,10 +211,12 @@ def _why(choice: Choice, considered: int, wanted: Demand, arguments: Arguments) 
         lines.append("auto-fit: --one_pass_loss true: losses equal TRL's to rounding (with a head that is not trained)")
     elif arguments.tune.one_pass_loss is None and arguments.method == "sft" and not arguments.training.torch_compile:
         lines.append("auto-fit: TRL's own loss: its fused head is not one that --one_pass_loss knows")
+    kept = [f"micro-batch {wanted.micro_batch}"] if wanted.micro_batch is not None else []
+    if wanted.checkpointing is not None:
+        on = "on" if wanted.checkpointing else "off"
+        kept.append(f"activation checkpointing {arguments.tune.recompute_layers or on}")
     if kept:
         lines.append(f"auto-fit: kept as given: {' and '.join(kept)}")
-    if wanted.micro_batch is not None and arguments.tune.effective_batch is None:
-        lines.append(f"auto-fit: to have them chosen, give --effective_batch {wanted.effective_batch} instead")
     return lines
 
 
@@ -266,9 +248,8 @@ def _gib(nbytes: float) -> str:
 
 def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
     """Refuses ``--recompute_layers`` for more layers than the model has."""
-    if (counts := arguments.tune.recompute) is None:
-        return
-    recompute.check(counts, getattr(_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
+    if (counts := arguments.tune.recompute) is not None:
+        recompute.check(counts, getattr(_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
 
 
 def _config(source: ModelSource) -> Any:
@@ -281,14 +262,8 @@ def _config(source: ModelSource) -> Any:
 def streamed_layers(
     arguments: Arguments, source: ModelSource, choice: Choice | None, *, libraries: int, say: Say
 ) -> Streamed | None:
-    """The layers that are streamed; None: none. Collective.
-
-    ``choice`` of ``--auto_fit``; ``libraries``: bytes of the card that libraries of this process hold already.
-
-    Raises:
-        UsageError: the model has fewer layers, or they cannot be told.
-        OutOfMemoryError: it does not fit the card or the host, by the plan.
-    """
+    """The layers that are streamed; None: none. ``choice`` of ``--auto_fit``; ``libraries``: bytes of the card that
+    libraries of this process hold already. Collective."""
     training, count = arguments.training, streamed.parse(arguments.tune.stream_weights)
     if not count:
         return None
@@ -303,13 +278,9 @@ def streamed_layers(
         if (budget := _budget(training.device, None, libraries)) is None:
             say(f"{streamed.FLAG} auto: there is no card, so nothing is streamed")
             return None
-        micro_batch = training.per_device_train_batch_size
-        wanted = Demand(
-            each=micro_batch * training.gradient_accumulation_steps,
-            ranks=training.world_size,
-            micro_batch=micro_batch,
-            checkpointing=bool(training.activation_checkpointing),
-        )
+        size, on = training.per_device_train_batch_size, bool(training.activation_checkpointing)
+        each = size * training.gradient_accumulation_steps
+        wanted = Demand(each=each, ranks=training.world_size, micro_batch=size, checkpointing=on)
         planned, _ = on_main_process(lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto"))
         count = planned.streamed
         say(f"predicted peak {_gib(planned.predicted_bytes)} GiB of {_gib(budget)} GiB available")
@@ -394,12 +365,8 @@ def memory_of(device: torch.device) -> CardMemory:
     if device.type != "cuda":
         return card_memory(name="rx7900xt")
     free, total = torch.cuda.mem_get_info(device)
-    return CardMemory(
-        name=torch.cuda.get_device_name(device),
-        usable=total,
-        desktop=max(0, total - free - CONTEXT_BYTES),
-        desktop_source="read",
-    )
+    name, others = torch.cuda.get_device_name(device), max(0, total - free - CONTEXT_BYTES)
+    return CardMemory(name=name, usable=total, desktop=others, desktop_source="read")
 
 
 def _shared(counts: Sequence[int]) -> str:

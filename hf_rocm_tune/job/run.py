@@ -129,19 +129,15 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         telemetry.quieten_bars()
     if newer := upstream.untested():
         announce.say(f"newer than the tested versions: {', '.join(newer)}; a seam that has moved is an error")
-    several = arguments.training.world_size > 1
     if several_machines(os.environ):
         announce.say(
             "several machines: torch, gloo and RCCL listen on all interfaces, unencrypted, and a host that reaches "
             f"their ports can run code as you: block {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} and the "
             "local port range (/proc/sys/net/ipv4/ip_local_port_range) for all other hosts"
         )
-    with stall.watched(
-        arguments.ranks.stall_timeout,
-        place=met_at,
-        tell=exits.speak,
-        collective_s=arguments.training.ddp_timeout if several else None,
-    ) as guard:
+    collective_s = arguments.training.ddp_timeout if arguments.training.world_size > 1 else None
+    limit = arguments.ranks.stall_timeout
+    with stall.watched(limit, place=met_at, tell=exits.speak, collective_s=collective_s) as guard:
         return _run(arguments, guard)
 
 
@@ -176,13 +172,12 @@ def _without_weights(arguments: Arguments, flag: str) -> Any:
 
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
-    asked = {**arguments.resolved(), "world_size": arguments.training.world_size}
-    asked["method"] = arguments.method
+    world_size = arguments.training.world_size
+    asked = {**arguments.resolved(), "world_size": world_size, "method": arguments.method}
     restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
     plan = _plan(arguments, asked, restarted=restarted)
     with closing(plan):
-        for note in plan.notes:
-            announce.say(note)
+        announce.say(*plan.notes)
         if restarted:
             where = plan.checkpoint.name if plan.checkpoint else "the start"
             group = exits.RankGroup.of(os.environ)
@@ -193,13 +188,11 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
         publisher = _open_publisher(arguments)
         if plan.action == "finished":
             announce.say(
-                f"this run is finished in {plan.directory}; give a larger --max_steps or --num_train_epochs to extend "
-                "it, or --overwrite_output_dir to train again"
+                f"this run is finished in {plan.directory}; to train for longer, resume its newest checkpoint in a new "
+                "--output_dir; to train again, give --overwrite_output_dir"
             )
-            if publisher is not None:
-                publisher.result(
-                    plan.directory
-                )  # an earlier push may have failed; files already there are not sent again
+            if publisher is not None:  # an earlier push may have failed; files already there are not sent again
+                publisher.result(plan.directory)
             return 0
         job = _prepare(arguments, asked, plan, publisher, guard)
         announce.say(*announce.settings(arguments, job.data.description, job.mover))
@@ -249,20 +242,14 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     if trainer.is_world_process_zero():
         job.plan.commit()
     if trainer.is_local_process_zero():  # each machine may have a supervisor
-        tell_begun(
-            run_id=job.plan.run_id,
-            output_dir=job.plan.directory,
-            resumed_from=job.plan.checkpoint.name if job.plan.checkpoint else None,
-            leads=trainer.is_world_process_zero(),
-        )
+        resumed_from = job.plan.checkpoint.name if job.plan.checkpoint else None
+        leads, directory = trainer.is_world_process_zero(), job.plan.directory
+        tell_begun(run_id=job.plan.run_id, output_dir=directory, resumed_from=resumed_from, leads=leads)
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
+    columns = tuple(job.data.train.column_names or ())
     cards = job.cards = announce.Cards(
-        arguments=job.arguments,
-        data=job.data.description,
-        columns=tuple(job.data.train.column_names or ()),
-        trainer=trainer,
-        facts=facts,
+        arguments=job.arguments, data=job.data.description, columns=columns, trainer=trainer, facts=facts
     )
     try:
         with trainer.stop_requests.installed():  # so that Ctrl-C does not interrupt the final save
@@ -384,17 +371,14 @@ def _prepare(
 def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
     """The model to load, and its checked configuration."""
     training, name = arguments.training, arguments.model.model_name_or_path
+    init = {"attn_implementation": arguments.model.attn_implementation, "dtype": arguments.model.dtype}
     source = ModelSource(
         # The adapter's configuration names it, for programs that are started elsewhere.
         name=os.path.abspath(expand_user(name)) if os.path.isdir(expand_user(name)) else name,
         revision=arguments.model.model_revision,
         trust_remote_code=training.trust_remote_code,
         reward=arguments.method == "reward",
-        init={
-            "attn_implementation": arguments.model.attn_implementation,
-            "dtype": arguments.model.dtype,
-            **(training.model_init_kwargs or {}),
-        },
+        init=init | (training.model_init_kwargs or {}),
         quantization=get_quantization_config(arguments.model),
     )
     return source, check_source(source, training.device)
@@ -535,27 +519,14 @@ def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
 def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> Splits:
     """The rows, checked, with the columns that the trainer reads; a change of columns is printed."""
     script, training = arguments.script, arguments.training
-    need_eval = training.eval_strategy != "no"
-    seed = training.seed if training.data_seed is None else training.data_seed
+    splits: dict[str, Any] = {"train_split": script.dataset_train_split, "test_split": script.dataset_test_split}
+    splits |= {"need_eval": training.eval_strategy != "no"}
+    splits |= {"seed": training.seed if training.data_seed is None else training.data_seed}
     if arguments.mixture.datasets:
-        found = load_mixture(
-            arguments.mixture,
-            train_split=script.dataset_train_split,
-            test_split=script.dataset_test_split,
-            need_eval=need_eval,
-            seed=seed,
-        )
+        found = load_mixture(arguments.mixture, **splits)
     else:
-        found = load_source(
-            script.dataset_name,
-            config=script.dataset_config,
-            streaming=script.dataset_streaming,
-            train_split=script.dataset_train_split,
-            test_split=script.dataset_test_split,
-            need_eval=need_eval,
-            eval_split_size=arguments.tune.eval_rows,
-            seed=seed,
-        )
+        config, streaming, rows = script.dataset_config, script.dataset_streaming, arguments.tune.eval_rows
+        found = load_source(script.dataset_name, config=config, streaming=streaming, eval_split_size=rows, **splits)
     understand = partial(_understood, arguments, tokenizer, vocabulary)
     train = understand(found.train, "train")
     evaluation = None if found.eval is None else understand(found.eval, "evaluation")
@@ -568,15 +539,15 @@ def _understood(
     arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, rows: Rows, split: str
 ) -> Rows:
     training = arguments.training
+    template = getattr(training, "chat_template_path", None)
+    turns_only = getattr(training, "assistant_only_loss", False)
     found = check_format(
         rows,
         method=arguments.method,
-        assistant_only_loss=getattr(training, "assistant_only_loss", False),
+        assistant_only_loss=turns_only,
         completion_only_loss=getattr(training, "completion_only_loss", None),
         dataset_text_field=getattr(training, "dataset_text_field", "text"),
-        has_chat_template=bool(
-            getattr(training, "chat_template_path", None) or getattr(tokenizer, "chat_template", None)
-        ),
+        has_chat_template=bool(template or getattr(tokenizer, "chat_template", None)),
         model_name=arguments.model.model_name_or_path,
         split=split,
         vocabulary=vocabulary,
@@ -587,12 +558,9 @@ def _understood(
         roles = ", ".join(found.unusual_roles)
         announce.say(f"the {split} rows have roles that the chat template may not support: {roles}")
     rows = as_trl(rows, found)
-    wanted = getattr(training, "assistant_only_loss", False) and found.kind == "messages"
     # a model's template is known to TRL only, and a processor's rows have pictures
-    readable = not getattr(training, "chat_template_path", None) or training.chat_template_path.endswith(
-        (".jinja", ".j2")
-    )
-    if wanted and readable and hasattr(tokenizer, "is_fast") and not turns.template_is_marked(tokenizer):
+    readable = hasattr(tokenizer, "is_fast") and (not template or template.endswith((".jinja", ".j2")))
+    if turns_only and found.kind == "messages" and readable and not turns.template_is_marked(tokenizer):
         announce.say(
             f"the chat template has no marks: the assistant's turns of the {split} rows are found by their prefixes"
         )

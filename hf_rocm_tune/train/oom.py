@@ -5,12 +5,10 @@ library or the driver ran out of memory, the first retry is unchanged, because t
 (pytorch#128601). With several ranks the others wait in a collective that cannot be undone: the job ends (code 5), and
 the same command continues from the newest checkpoint with smaller parts. An evaluation is repeated with fewer rows.
 
-Each part's loss is scaled so that the parts add up to the whole: exact for losses normalised by the label tokens of the
-step and for means over a micro-batch. Not exact: terms that are not sums over tokens (the balance of experts), random
-draws, TRL's logged entropy and accuracy, losses of a micro-batch as a whole (KTO's KL, DPO's ``aot`` and ``sft``).
-
-Not covered (the error ends the run): clipping, the optimizer's own step; FSDP, DeepSpeed, tensor and context
-parallelism, static graphs; host memory; buffers that change in ``forward``; batches with tensors of unknown meaning.
+The parts add up to the whole: exactly for losses normalised by label tokens and for means over a micro-batch; not for
+terms that are not sums over tokens (balance of experts), random draws, TRL's logged entropy and accuracy, losses of a
+micro-batch as a whole (KTO's KL, DPO's ``aot`` and ``sft``). Not covered (the error ends the run): clipping, the
+optimizer's step; FSDP, DeepSpeed, tensor and context parallelism, static graphs; batches with unknown tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -44,40 +41,36 @@ STATE_FILE = "_step_down.json"
 
 # ---- splitting a micro-batch --------------------------------------------------------------------------------
 
-_BY_ROW = frozenset([
-    "input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds",
-    "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "completion_mask", "assistant_masks",
-    "special_tokens_mask", "global_attention_mask",
-])  # fmt: skip
-"""Tensors of shape [rows, ...] in which row ``i`` is about example ``i`` and no other."""
-_BY_TOKEN = frozenset([
-    "input_ids", "labels", "shift_labels", "position_ids", "seq_idx", "completion_mask", "assistant_masks",
-])  # fmt: skip
-"""Tensors of shape [1, tokens] of a packed batch."""
-_BY_PAIR = frozenset(
-    ["input_ids", "attention_mask", "completion_mask", "ref_chosen_logps", "ref_rejected_logps", "margin"]
-)
-"""Tensors of a batch of pairs: of shape [2 * pairs, ...], chosen before rejected, or [pairs]."""
-_UNPAIRED = frozenset([
-    "input_ids", "attention_mask", "completion_mask", "KL_input_ids", "KL_attention_mask", "KL_completion_mask",
-    "label", "ref_logps", "ref_KL_logps",
-])  # fmt: skip
-"""Tensors of shape [rows, ...] of KTO's batch."""
+_KNOWN = {
+    "rows": frozenset([  # tensors of shape [rows, ...] in which row ``i`` is about example ``i`` and no other
+        "input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds",
+        "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "completion_mask", "assistant_masks",
+        "special_tokens_mask", "global_attention_mask",
+    ]),
+    "packed": frozenset([  # of shape [1, tokens]
+        "input_ids", "labels", "shift_labels", "position_ids", "seq_idx", "completion_mask", "assistant_masks",
+    ]),
+    "pairs": frozenset([  # of shape [2 * pairs, ...], chosen before rejected, or [pairs]
+        "input_ids", "attention_mask", "completion_mask", "ref_chosen_logps", "ref_rejected_logps", "margin",
+    ]),
+    "unpaired": frozenset([  # of shape [rows, ...], KTO's
+        "input_ids", "attention_mask", "completion_mask", "KL_input_ids", "KL_attention_mask", "KL_completion_mask",
+        "label", "ref_logps", "ref_KL_logps",
+    ]),
+}  # fmt: skip
 _BOUNDARIES = frozenset(["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"])
 _IGNORED_LABEL = -100
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """How a batch may be split."""
 
-    kind: Literal["rows", "pairs", "unpaired", "packed", "whole"]
+    kind: str  # rows, pairs, unpaired, packed, whole
     sizes: tuple[int, ...]  # tokens of each unit (row, pair, sequence, or the batch) in order, padding included
     reason: str | None = None  # why it cannot be split
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchPart:
+class BatchPart(NamedTuple):
     """One part of a micro-batch."""
 
     inputs: dict[str, Any]  # given to the trainer instead of the batch
@@ -88,37 +81,37 @@ class BatchPart:
 
 def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
     """How this batch of host tensors may be split; ``pairs``: its rows are all chosen, then all rejected answers."""
-    first = batch.get("input_ids", batch.get("labels"))
+    first, tensors = batch.get("input_ids", batch.get("labels")), _tensors(batch)
     if not isinstance(first, Tensor) or first.dim() == 0:
-        return Layout(kind="whole", sizes=(1,), reason="it has no input_ids")
-    tokens = first.numel()
-    unpaired = isinstance(batch.get("label"), Tensor) and "completion_mask" in batch
-    if pairs or unpaired:
-        units = len(first) // 2 if pairs else len(first)
-        known, lengths = (_BY_PAIR, (units, 2 * units)) if pairs else (_UNPAIRED, (units,))
-        for name, value in batch.items():
-            if isinstance(value, Tensor) and (name not in known or value.dim() == 0 or len(value) not in lengths):
-                return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to split its {name}")
-        tokens += batch["KL_input_ids"].numel() if "KL_input_ids" in batch else 0
-        return Layout(kind="pairs" if pairs else "unpaired", sizes=(tokens // units,) * units)
-    if not isinstance(batch.get("labels"), Tensor):
-        return Layout(kind="whole", sizes=(tokens,), reason="it has no labels by which to weight its parts")
-    positions = batch.get("position_ids")
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    if isinstance(positions, Tensor) and positions.shape == first.shape == (1, tokens):
-        return _packed(batch, positions, tensors)
-    rows = len(first)
+        return Layout("whole", (1,), "it has no input_ids")
+    tokens, positions = first.numel(), tensors.get("position_ids")
+    kind = "pairs" if pairs else "unpaired" if {"label", "completion_mask"} <= tensors.keys() else "rows"
+    if kind == "rows" and "labels" not in tensors:
+        return Layout("whole", (tokens,), "it has no labels by which to weight its parts")
+    if kind == "rows" and positions is not None and positions.shape == first.shape == (1, tokens):
+        kind = "packed"
+    units = len(first) // 2 if pairs else len(first)
+
+    def fits(name: str, value: Tensor) -> bool:
+        if kind == "packed":
+            return name in _BOUNDARIES or (name in _KNOWN[kind] and value.shape == (1, tokens))
+        return name in _KNOWN[kind] and value.dim() > 0 and len(value) in (units, 2 * units if pairs else units)
+
     for name, value in tensors.items():
-        if name not in _BY_ROW or value.dim() == 0 or len(value) != rows:
-            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to split its {name}")
-    return Layout(kind="rows", sizes=(tokens // rows,) * rows)
+        if not fits(name, value):
+            return Layout("whole", (tokens,), f"it is not known how to split its {name}")
+    if kind == "packed":
+        return Layout(kind, _sizes_of_sequences(batch))
+    tokens += batch["KL_input_ids"].numel() if "KL_input_ids" in batch else 0
+    return Layout(kind, (tokens // units,) * units)
 
 
-def _packed(batch: Mapping[str, Any], positions: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
-    tokens = positions.numel()
-    for name, value in tensors.items():
-        if not (name in _BOUNDARIES or (name in _BY_TOKEN and value.shape == (1, tokens))):
-            return Layout(kind="whole", sizes=(tokens,), reason=f"it is not known how to split its {name}")
+def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+
+
+def _sizes_of_sequences(batch: Mapping[str, Any]) -> tuple[int, ...]:
+    positions: Tensor = batch["position_ids"]
     starts = _starts(positions)
     if positions.any():
         # Padding at the end has position 0 too; it stays with the last real sequence.
@@ -127,8 +120,7 @@ def _packed(batch: Mapping[str, Any], positions: Tensor, tensors: Mapping[str, T
         # A label at a start is predicted from the last token of the sequence before: those two stay together.
         starts[1:] &= batch["labels"][0, 1:] == _IGNORED_LABEL
     begins = starts.nonzero().flatten().tolist()
-    sizes = tuple(end - begin for begin, end in zip(begins, [*begins[1:], tokens], strict=True))
-    return Layout(kind="packed", sizes=sizes)
+    return tuple(end - begin for begin, end in itertools.pairwise([*begins, positions.numel()]))
 
 
 def _starts(positions: Tensor) -> Tensor:
@@ -176,23 +168,20 @@ def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs
     found = layout(batch, pairs=pairs)
     groups = group(found.sizes, divisor)
     if len(groups) == 1:
-        return [BatchPart(inputs=dict(batch), units=groups[0], tokens=sum(found.sizes), share=1.0)]
+        return [BatchPart(dict(batch), groups[0], sum(found.sizes), 1.0)]
     tokens = [sum(found.sizes[number] for number in each) for each in groups]
-    if found.kind != "packed":
-        rows = len(found.sizes)
-        inputs = [{name: _rows(value, each, rows) for name, value in batch.items()} for each in groups]
-    else:
+    if found.kind == "packed":
         ends = itertools.accumulate(tokens)
         inputs = [_sequences(batch, end - size, end) for end, size in zip(ends, tokens, strict=True)]
+    else:
+        inputs = [{name: _rows(each, at, len(found.sizes)) for name, each in batch.items()} for at in groups]
     if found.kind in ("pairs", "unpaired"):
-        weights = [len(each) for each in groups]
+        weights = list(map(len, groups))
     else:
         counts = [_labels_that_count(one, shifted=labels_shifted) for one in inputs]
         weights = counts if any(counts) else tokens
-    return [
-        BatchPart(inputs=one, units=each, tokens=size, share=weight / sum(weights))
-        for one, each, size, weight in zip(inputs, groups, tokens, weights, strict=True)
-    ]
+    shares = [weight / sum(weights) for weight in weights]
+    return list(map(BatchPart, inputs, groups, tokens, shares))
 
 
 def _rows(value: Any, units: range, count: int) -> Any:
@@ -215,7 +204,7 @@ def _labels_that_count(inputs: Mapping[str, Any], *, shifted: bool) -> int:
 def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
     """The sequences in tokens [begin, end) of a packed batch."""
     inputs = {
-        name: value[:, begin:end] if isinstance(value, Tensor) and name in _BY_TOKEN else value
+        name: value[:, begin:end] if isinstance(value, Tensor) and name in _KNOWN["packed"] else value
         for name, value in batch.items()
     }
     if "seq_idx" in inputs:
@@ -241,23 +230,6 @@ def has_pairs(trainer: Any) -> bool:
 # ---- rewinding an optimizer step ----------------------------------------------------------------------------
 
 
-class RandomState:
-    """The random state of this process and its devices at the time of construction."""
-
-    def __init__(self, *devices: torch.device) -> None:
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._accelerators = [(torch.cuda.get_rng_state(each), each) for each in devices if each.type == "cuda"]
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        for state, device in self._accelerators:
-            torch.cuda.set_rng_state(state, device)
-
-
 class StepWindow:
     """The current optimizer step: its micro-batches so far, and the state needed to repeat them.
 
@@ -268,7 +240,9 @@ class StepWindow:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.batches: list[Mapping[str, Any]] = []  # of the micro-steps so far, as host tensors
-        self._random = RandomState(*trainer.devices)
+        cards = [each for each in trainer.devices if each.type == "cuda"]
+        self._random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        self._cards = [(torch.cuda.get_rng_state(each), each) for each in cards]
         self._metrics: dict[str, list[float]] = getattr(trainer, "_metrics", {}).get("train", {})
         self._lengths = {name: len(values) for name, values in self._metrics.items()}
         self._tokens = self.tokens
@@ -294,14 +268,17 @@ class StepWindow:
             if name not in self._lengths:
                 del self._metrics[name]
         self.tokens = self._tokens
-        self._random.restore()
+        random.setstate(self._random[0])
+        numpy.random.set_state(self._random[1])
+        torch.set_rng_state(self._random[2])
+        for state, device in self._cards:
+            torch.cuda.set_rng_state(state, device)
 
 
 # ---- the recovery -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shortage:
+class _Shortage(NamedTuple):
     """A micro-batch, or a part of one, that ran out of memory."""
 
     wanted: int | None  # the divisor that makes this micro-batch smaller; None when it cannot be made smaller
@@ -311,12 +288,8 @@ class _Shortage:
 
 
 class OutOfMemoryRecovery:
-    """See the module's description.
-
-    Attributes:
-        divisor: the most parts into which micro-batches are split; the same on all ranks; never decreases.
-        loss_factor: the factor by which the trainer must multiply the loss of the current part.
-    """
+    """See the module's description. ``divisor``: the most parts into which micro-batches are split, the same on all
+    ranks, never decreasing; ``loss_factor``: by which the trainer must multiply the loss of the current part."""
 
     def __init__(self, trainer: Any, *, resumed: bool) -> None:
         self._trainer = trainer
@@ -338,15 +311,14 @@ class OutOfMemoryRecovery:
         window.batches.append(self._trainer.host_batch(inputs))
         shortages: list[dict[str, Any]] = []
         todo: Sequence[Mapping[str, Any]] = [inputs]
-        while (found := self._try(window, stock, model, todo, num_items))[1] is not None:
-            shortages.append(found[1].incident)
-            self._step_down(shortages, found[1])
+        while isinstance(found := self._try(window, stock, model, todo, num_items), _Shortage):
+            shortages.append(found.incident)
+            self._step_down(shortages, found)
             window.rewind(model)
             todo = window.batches
         if shortages:
             _count_shortages(self._trainer, shortages, "recovered")
-        assert found[0] is not None
-        return found[0]
+        return found
 
     @property
     def has_start(self) -> bool:
@@ -373,20 +345,18 @@ class OutOfMemoryRecovery:
 
     def _try(
         self, window: StepWindow, stock: Stock, model: nn.Module, todo: Sequence[Mapping[str, Any]], num_items: Any
-    ) -> tuple[Tensor | None, _Shortage | None]:
+    ) -> Tensor | _Shortage:
         """Run ``todo``, the last micro-batches of the window: the loss of the last one, or what ran out of memory."""
-        first = len(window.batches) - len(todo)
-        loss = None
         try:
-            for number, batch in enumerate(todo, start=first):
+            for number, batch in enumerate(todo, start=len(window.batches) - len(todo)):
                 loss = self._micro_step(window, stock, model, number, batch, num_items)
             if self._trainer.accelerator.sync_gradients:
                 self._trainer.way.collect()
         except RuntimeError as error:
-            return None, self._describe(window, error)
+            return self._describe(window, error)
         finally:
             self._at = None
-        return loss, None
+        return loss
 
     def _micro_step(
         self, window: StepWindow, stock: Stock, model: nn.Module, number: int, batch: Mapping[str, Any], num_items: Any
@@ -451,24 +421,13 @@ class OutOfMemoryRecovery:
         if wanted is not None and not alone:
             wanted *= 2  # each further shortage costs a restart
         step, said = trainer.state.global_step + 1, " ".join(str(error).split())
-        units = {"packed": "sequence", "pairs": "pair"}.get(found.kind, "row")
-        return _Shortage(
-            wanted=wanted,
-            what=f"{len(part.units)} {units}{'s' if len(part.units) > 1 else ''} ({part.tokens} tokens)"
-            + (f" ({found.reason})" if found.reason else ""),
-            said=said.split(". ")[0],
-            incident={
-                "step": step,
-                "stage": "memory",
-                "kind": "out of memory",
-                "micro_step": number + 1,
-                "rows": len(part.units),
-                "tokens": part.tokens,
-                "shapes": {name: list(value.shape) for name, value in part.inputs.items() if torch.is_tensor(value)},
-                "divisor": self.divisor,
-                "said": said,
-            },
-        )
+        unit = {"packed": "sequence", "pairs": "pair"}.get(found.kind, "row") + "s" * (len(part.units) > 1)
+        reason = f" ({found.reason})" if found.reason else ""
+        incident = {"step": step, "stage": "memory", "kind": "out of memory", "micro_step": number + 1}
+        incident |= {"rows": len(part.units), "tokens": part.tokens, "divisor": self.divisor, "said": said}
+        incident["shapes"] = {name: list(value.shape) for name, value in _tensors(part.inputs).items()}
+        what = f"{len(part.units)} {unit} ({part.tokens} tokens){reason}"
+        return _Shortage(wanted, what, said.split(". ")[0], incident)
 
     def _step_down(self, shortages: Sequence[dict[str, Any]], found: _Shortage) -> None:
         """Use smaller parts from now on, or end the run."""
@@ -537,11 +496,9 @@ def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
             if shortages:
                 _count_shortages(trainer, shortages, "recovered")
             return found
-        size = args.per_device_eval_batch_size
-        shortages.append({
-            "step": trainer.state.global_step, "stage": "memory", "kind": "out of memory in evaluation", "rows": size,
-            "said": said,
-        })  # fmt: skip
+        size, step = args.per_device_eval_batch_size, trainer.state.global_step
+        kind = "out of memory in evaluation"
+        shortages.append({"step": step, "stage": "memory", "kind": kind, "rows": size, "said": said})
         generates = hasattr(trainer, "num_generations")  # GRPO's batches are groups of answers
         if size == 1 or args.world_size > 1 or on_oom == "stop" or generates:
             _count_shortages(trainer, shortages, "failed")
@@ -575,10 +532,8 @@ def recovery_for(trainer: Any, *, on_oom: str, resumed: bool) -> OutOfMemoryReco
 
 
 def read_state(trainer: Any, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:
-    """The divisor recorded for this run (1 without a record), and the incident that ended its last start, if any.
-
-    A user's own trainer has no run id: then the record is used when training resumes from a checkpoint.
-    """
+    """The divisor recorded for this run (1 without a record), and the incident that ended its last start, if any; a
+    user's own trainer has no run id: then only what resumes counts."""
     file = Path(trainer.args.output_dir) / STATE_FILE
     try:
         body = json.loads(file.read_text(encoding="utf-8"))

@@ -2,10 +2,8 @@
 
 `FrozenSentinel` checks what training must not change, in slices, so that no step pays for the whole model, and in full
 before a save. `TrainedSentinel` checks trained weights and optimizer state between two updates. Digests are queued on
-the device behind the computation and compared when the training loop has waited for the device anyway.
-`agree.compare_replicas` compares digests of all ranks over gloo. `SentinelCallback` runs all of them during training.
-
-Not covered: bits that were wrong between two checks and are right again.
+the device behind the computation and compared when the training loop has waited for the device anyway. Not covered:
+bits that were wrong between two checks and are right again.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import UntypedStorage, nn
     from torch.optim import Optimizer
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerState
 
     from hf_rocm_tune.transfer import Mover
 
@@ -57,7 +55,10 @@ class Change:
     kind: str  # "changed in memory", "replaced" by another tensor, "removed" or "added"
 
 
-@dataclass(kw_only=True)
+_RATES = Change("trained", "learning rates", "changed in memory")
+
+
+@dataclass
 class _Watched:
     name: str
     find: Callable[[], Tensor]
@@ -71,10 +72,6 @@ class _Watched:
         except AttributeError:
             return None
 
-    def rebase(self, tensor: Tensor, baseline: Digest) -> None:
-        storage = tensor.untyped_storage()
-        self.storage, self.nbytes, self.baseline = weakref.ref(storage), storage.nbytes(), baseline
-
 
 @dataclass(kw_only=True)
 class FrozenSentinel:
@@ -84,8 +81,7 @@ class FrozenSentinel:
     period: int
     arrived_with: Callable[[Tensor], Digest | None] = lambda _: None
     explain: Callable[[str, Tensor, bool], str | None] = lambda *_: None
-    # tensors that differed from their baseline at construction
-    changed_at_start: list[Change] = field(default_factory=list)
+    changed_at_start: list[Change] = field(default_factory=list)  # that differed from their baseline
     passes: int = 0  # completed passes over all tensors, in slices or in full
     _watched: dict[str, _Watched] = field(default_factory=dict)
     _slices: list[list[_Watched]] = field(default_factory=list)
@@ -94,7 +90,7 @@ class FrozenSentinel:
 
     def __post_init__(self) -> None:
         self.changed_at_start = self._begin(list(self.list_tensors()))
-        self._slices = list(_even_slices(list(self._watched.values()), self.period))
+        self._slices = _even_slices([*self._watched.values()], self.period)
 
     @property
     def tensors(self) -> int:
@@ -153,7 +149,8 @@ class FrozenSentinel:
             return []  # the first digest was wrong
         if self.explain(row.name, tensor, same) is None:
             return [Change("frozen", row.name, "replaced" if replaced else "changed in memory")]
-        row.rebase(tensor, found)
+        storage = tensor.untyped_storage()
+        row.storage, row.nbytes, row.baseline = weakref.ref(storage), storage.nbytes(), found
         return []
 
     def _begin(self, found: list[Found], *, late: bool = False) -> list[Change]:
@@ -166,9 +163,7 @@ class FrozenSentinel:
                 continue
             before = now if late else self.arrived_with(storage_bytes(tensor)) or now
             storage = tensor.untyped_storage()
-            self._watched[name] = row = _Watched(
-                name=name, find=find, storage=weakref.ref(storage), nbytes=storage.nbytes(), baseline=before
-            )
+            self._watched[name] = row = _Watched(name, find, weakref.ref(storage), storage.nbytes(), before)
             if now != before:
                 changes += self._judge(row)
         return changes
@@ -178,11 +173,8 @@ class TrainedSentinel:
     """Checks what training changes, from one update to the next: the optimizer's parameters and its state.
 
     Small tensors of one kind are digested together. If there is more than 1 GiB, that much is checked between two
-    updates, in turn. Pages (bitsandbytes' paged optimizers) are not checked.
-
-    Attributes:
-        checks: completed comparisons.
-        rewritten: groups that were not compared because they had been written to.
+    updates, in turn. Pages (bitsandbytes' paged optimizers) are not checked. ``checks``: completed comparisons;
+    ``rewritten``: groups that were not compared because they had been written to.
     """
 
     def __init__(
@@ -193,8 +185,7 @@ class TrainedSentinel:
         arrived_with: Callable[[Tensor], Digest | None] = lambda _: None,
         excuse_writes: bool = False,
     ) -> None:
-        self._optimizer, self._local = optimizer, local
-        self._arrived_with = arrived_with
+        self._optimizer, self._local, self._arrived_with = optimizer, local, arrived_with
         self._excuse_writes = excuse_writes
         self.checks = self.rewritten = 0
         self._held: list[Any] = []
@@ -364,14 +355,13 @@ def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
     return [_Pack(kind, tensors) for kind, tensors in groups]
 
 
-def _even_slices(watched: list[_Watched], period: int) -> Iterator[list[_Watched]]:
-    total = sum(row.nbytes for row in watched) or 1
-    groups: list[list[_Watched]] = [[] for _ in range(period)]
-    passed = 0
+def _even_slices(watched: list[_Watched], period: int) -> list[list[_Watched]]:
+    total, passed = sum(row.nbytes for row in watched) or 1, 0
+    slices: list[list[_Watched]] = [[] for _ in range(period)]
     for row in watched:
-        groups[min(passed * period // total, period - 1)].append(row)
+        slices[min(passed * period // total, period - 1)].append(row)
         passed += row.nbytes
-    yield from groups
+    return slices
 
 
 # ---- in a run -----------------------------------------------------------------------------------------------
@@ -413,22 +403,15 @@ class SentinelCallback(TrainerCallback):
     """Checks device memory during a run.
 
     Frozen weights are checked at every step in slices, each once in ``every`` steps, and in full before a save. Trained
-    weights and optimizer state are digested after each update, and compared before the next one and before a save.
-    `settle` reports the results when the training loop has waited for the device anyway.
-
-    With several ranks, the trainable weights of all ranks are compared every ``every`` steps: their optimizers have
-    used the same averaged gradients, so they must be bit-identical. A sharded model has no replicas: each rank checks
-    its own part.
+    weights and optimizer state are digested after each update, and compared before the next one and before a save. With
+    several ranks, replicas of trainable weights are compared every ``every`` steps: they must be bit-identical.
     """
 
     def __init__(
         self, model: nn.Module, mover: Mover, *, every: int, excuse_writes: bool, references: Sequence[nn.Module]
     ) -> None:
-        self._model = model
-        self._mover, self._report = mover, mover.report
-        self._every = every
-        self._excuse_writes = excuse_writes
-        self._references = references
+        self._model, self._mover, self._report, self._every = model, mover, mover.report, every
+        self._excuse_writes, self._references = excuse_writes, references
         self._optimizer: Optimizer | None = None
         self._sentinel: FrozenSentinel | None = None
         self._trained: TrainedSentinel | None = None
@@ -440,9 +423,7 @@ class SentinelCallback(TrainerCallback):
 
     # ---- events ---------------------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self._every <= 0:
             return
         self._optimizer, self._scheduler = more.get("optimizer"), more.get("lr_scheduler")
@@ -465,15 +446,13 @@ class SentinelCallback(TrainerCallback):
                 self._mover.mark_trained(local(each), TRAINED)
         self._judge(changes, "between the load and the first step", state.global_step)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._rates = self._read_rates()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.take()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         step = state.global_step
         if self._sentinel is not None:
             self._reshard()
@@ -540,7 +519,7 @@ class SentinelCallback(TrainerCallback):
         if self._batches is not None:
             changes += self._batches.collect()
         if not self._excuse_writes and self._rates != self._read_rates():
-            changes.append(Change("trained", "learning rates", "changed in memory"))
+            changes.append(_RATES)
         self._judge(changes, f"before the update of step {step}", step)
 
     def check_all(self, step: int, doing: str = "saving") -> None:
@@ -582,17 +561,12 @@ class SentinelCallback(TrainerCallback):
         found = findable_tensors_of(self._model)
         yield from (each for each in found if not each[1].requires_grad and each[0] not in counted)
         for number, model in enumerate(self._references):
-            yield from (
-                (f"reference {number}: {name}", tensor, find) for name, tensor, find in findable_tensors_of(model)
-            )
-
-    def _trainable(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)
+            yield from ((f"reference {number}: {each[0]}", *each[1:]) for each in findable_tensors_of(model))
 
     def _replicas(self) -> Iterator[tuple[str, Tensor]]:
         """Trained tensors that every rank holds completely."""
         if not is_sharded(self._model):
-            return self._trainable()
+            return ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)
         shards = ((name, each) for name, each in self._model.named_parameters() if isinstance(each, DTensor))
         return ((name, local(each)) for name, each in shards if each.requires_grad and cut_of(each) is None)
 
@@ -624,8 +598,7 @@ class SentinelCallback(TrainerCallback):
         before = self._read_rates()
         yield
         if self._sentinel is not None and not self._excuse_writes and before != self._read_rates():
-            changed = Change("trained", "learning rates", "changed in memory")
-            self._judge([changed], f"during the evaluation after step {step}", step)
+            self._judge([_RATES], f"during the evaluation after step {step}", step)
 
     def _read_rates(self) -> Any:
         """What the optimizer computes the next update with besides tensors, and the scheduler's state."""

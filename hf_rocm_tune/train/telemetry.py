@@ -1,9 +1,8 @@
 """Metrics that a run shows and logs besides the loss: the card's sensors, speed, integrity counters.
 
 A thread reads the sensors of AMD cards (sysfs): at the end of a step the card is idle, and a driver may hang in a read.
-A value that could not be read is left out, never 0. What `MetricsCallback` adds to a log reaches every service:
-``gpu/...``, ``integrity/...`` (10^9 bytes, rank 0's; the report adds up all ranks), ``speed/...`` since the last log,
-without evaluation and saving. The terminal shows the log as a table with one live line.
+A value that could not be read is left out, never 0. What `MetricsCallback` adds to a log reaches every service. The
+terminal shows the log as a table with one live line.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,29 +36,34 @@ _GIB = 1 << 30
 _HELD_DOWN = "held_down_"
 _LIMITS = {
     "temperature": (
-        frozenset({"temperature"}),
+        {"temperature"},
         "warning: the card lowers its clocks because of its temperature ({source}): training is slower than it could "
         "be; check the card's fans and the airflow in the case",
     ),
     "power": (
-        frozenset({"power", "current"}),
+        {"power", "current"},
         "note: the card lowers its clocks because of its power or current limit ({source}): usual under full load, "
         "nothing to do (general knowledge, lower confidence)",
     ),
     "other": (
-        frozenset({"other"}),
+        {"other"},
         "warning: the card lowers its clocks for an unknown reason of its driver ({source}): training may be slower "
         "than it could be",
     ),
 }
-# Field of the sensors' record: name of the metric, and the factor to its unit.
+"""What a cause means for the clocks: causes as `throttle_causes` names them, and what is said of it once."""
+_TOO_HOT = (
+    "warning: the card's hotspot is at {hotspot:.0f} degrees Celsius ({source}); RDNA3 throttles up to about 110 "
+    "(general knowledge, lower confidence): check its fans and the airflow in the case, or lower its power limit"
+)
+# Name of the metric: field of the sensors' record, and the factor to its unit.
 _METRICS = {
     "edge_c": ("edge_c", 1.0),
     "hotspot_c": ("hotspot_c", 1.0),
     "memory_c": ("memory_c", 1.0),
     "power_w": ("power_w", 1.0),
-    "utilisation": ("utilisation_percent", 100.0),
-    "vram_used_bytes": ("vram_used_gib", 1 / _GIB),
+    "utilisation_percent": ("utilisation", 100.0),
+    "vram_used_gib": ("vram_used_bytes", 1 / _GIB),
 }
 
 
@@ -79,19 +82,14 @@ class SensorSample:
 def sample(files: Files, address: str) -> SensorSample:
     """Read the sensors of the card at a PCI address, ``domain:bus:device.function``."""
     sensors = read_sensors(files, address)
-    metrics: dict[str, float] = {}
-    missing: dict[str, str] = {}
-    for field_name, (name, factor) in _METRICS.items():
-        value: float | None = getattr(sensors, field_name)
-        if value is None:
-            missing[name] = sensors.missing[field_name]
-        else:
-            metrics[name] = value * factor
-    held = sensors.throttle
-    if held is None:
+    read = {name: (getattr(sensors, one), factor) for name, (one, factor) in _METRICS.items()}
+    metrics = {name: value * factor for name, (value, factor) in read.items() if value is not None}
+    missing = {name: sensors.missing[one] for name, (one, _) in _METRICS.items() if name not in metrics}
+    if (held := sensors.throttle) is None:
         missing["limits"] = sensors.missing["throttle"]
-    limits = None if held is None else frozenset(throttle_causes(held))
-    return SensorSample(metrics=metrics, limits=limits, missing=missing)
+    return SensorSample(
+        metrics=metrics, limits=None if held is None else frozenset(throttle_causes(held)), missing=missing
+    )
 
 
 def card_of(device: torch.device) -> tuple[str | None, str]:
@@ -108,27 +106,19 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     """Name, memory and architecture of the device as reported by torch; for the CPU its name and thread count."""
     if device.type == "cpu":
         return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "type": "hip" if torch.version.hip else "cuda",
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "arch": getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}",
-    }
+    found = torch.cuda.get_device_properties(device)
+    arch = getattr(found, "gcnArchName", None) or f"sm_{found.major}{found.minor}"
+    kind = "hip" if torch.version.hip else "cuda"
+    return {"type": kind, "name": found.name, "memory_bytes": found.total_memory, "arch": arch}
 
 
 def torch_memory(device: torch.device) -> dict[str, float]:
     """Memory that torch's allocator holds in this process, in GiB: now, and the peak since the run began."""
     if device.type != "cuda":
         return {}
-    stats = torch.cuda.memory_stats(device)
-    names = {
-        "torch_allocated_gib": "allocated_bytes.all.current",
-        "torch_reserved_gib": "reserved_bytes.all.current",
-        "torch_peak_allocated_gib": "allocated_bytes.all.peak",
-        "torch_peak_reserved_gib": "reserved_bytes.all.peak",
-    }
-    # Empty before the first allocation, and with an allocator backend that keeps no counts.
+    stats = torch.cuda.memory_stats(device)  # empty before the first allocation, and with some allocators
+    which = [(when, what) for when in ("current", "peak") for what in ("allocated", "reserved")]
+    names = {f"torch_{'peak_' * (w == 'peak')}{what}_gib": f"{what}_bytes.all.{w}" for w, what in which}
     return {ours: stats[theirs] / _GIB for ours, theirs in names.items() if theirs in stats}
 
 
@@ -163,13 +153,11 @@ class Telemetry:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # over all below
-        self._seconds = 0.0
-        self._looks = 0
+        self._seconds, self._looks = 0.0, 0
         self._run: dict[str, _Series] = {}
         self._recent: dict[str, _Series] = {}
         self._said: set[str] = set()  # each cause is reported once
-        self._missing: dict[str, str] = {}
-        self._latest: Mapping[str, float] = {}
+        self._latest = SensorSample(metrics={})
 
     def start(self) -> None:
         if self._read is None or self._thread is not None:
@@ -194,26 +182,27 @@ class Telemetry:
             return
         began = time.perf_counter()
         seen = self._read()
+        said = {name: what for name, (causes, what) in _LIMITS.items() if causes & (seen.limits or set())}
         values = dict(seen.metrics)
         if seen.limits is not None:
-            for name, (causes, _) in _LIMITS.items():
-                values[f"{_HELD_DOWN}{name}"] = float(not causes.isdisjoint(seen.limits))
+            values |= {f"{_HELD_DOWN}{name}": float(name in said) for name in _LIMITS}
+        hotspot = values.get("hotspot_c", 0.0)
+        if hotspot >= HOTSPOT_C:
+            said["hotspot"] = _TOO_HOT
         with self._lock:
-            self._looks += 1
-            self._missing = dict(seen.missing)
-            self._latest = seen.metrics
+            self._looks, self._latest = self._looks + 1, seen
             for series in (self._run, self._recent):
                 for name, value in values.items():
                     one = series.get(name, _Series())
                     series[name] = _Series(one.number + 1, one.total + value, max(one.greatest, value))
             self._seconds += time.perf_counter() - began
-            lines = self._judge(seen)
-        for line in lines:
-            self._tell(line)
+            new, self._said = said.keys() - self._said, self._said | said.keys()
+        for name in new:
+            self._tell(said[name].format(source=self._source, hotspot=hotspot))
 
     def latest(self) -> dict[str, float]:
         """Metrics by name: the last sensor reading, and torch's memory now."""
-        return {**self._latest, **self._memory()}
+        return {**self._latest.metrics, **self._memory()}
 
     def since_last_log(self) -> dict[str, float]:
         """Metrics by name for a training log: means since the last one, the highest hotspot, torch's memory now."""
@@ -228,29 +217,15 @@ class Telemetry:
         """For the report; ``held_down``: shares of the readings; ``seconds``: time of all readings together."""
         with self._lock:
             found: dict[str, Any] = {"source": self._source, "looks": self._looks, "seconds": round(self._seconds, 4)}
-            shares: dict[str, float] = {}
+            shares = {name: one for name, one in self._run.items() if name.startswith(_HELD_DOWN)}
             for name, one in self._run.items():
-                if name.startswith(_HELD_DOWN):
-                    shares[name.removeprefix(_HELD_DOWN)] = round(one.mean, 4)
-                else:
+                if name not in shares:
                     found[name] = {"mean": round(one.mean, 3), "max": round(one.greatest, 3)}
             if shares:
-                found["held_down"] = shares
-            if missing := {name: why for name, why in self._missing.items() if name not in self._run}:
+                found["held_down"] = {name.removeprefix(_HELD_DOWN): round(one.mean, 4) for name, one in shares.items()}
+            if missing := {name: why for name, why in self._latest.missing.items() if name not in self._run}:
                 found["missing"] = missing
         return found | {name: round(value, 3) for name, value in self._memory().items() if "peak" in name}
-
-    def _judge(self, seen: SensorSample) -> list[str]:
-        lines = {name: what for name, (causes, what) in _LIMITS.items() if not causes.isdisjoint(seen.limits or ())}
-        if (hotspot := seen.metrics.get("hotspot_c", 0.0)) >= HOTSPOT_C:
-            lines["hotspot"] = (
-                f"warning: the card's hotspot is at {hotspot:.0f} degrees Celsius ({{source}}); RDNA3 throttles up to "
-                "about 110 (general knowledge, lower confidence): check its fans and the airflow in the case, or "
-                "lower its power limit"
-            )
-        new = [what.format(source=self._source) for name, what in lines.items() if name not in self._said]
-        self._said |= lines.keys()
-        return new
 
 
 def of_device(
@@ -282,7 +257,8 @@ def integrity_counters(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MetricsCallback(TrainerCallback):
-    """Adds the metrics of the module's description to each training log.
+    """Adds to each training log ``gpu/...``, ``integrity/...`` (10^9 bytes, rank 0's; the report adds up all ranks) and
+    ``speed/...`` since the last log, without evaluation and saving.
 
     Must come before the callbacks of the logging services, which see only what an earlier callback has added.
     """
@@ -367,28 +343,29 @@ class _Column(NamedTuple):
     title: str
     width: int
     text: Callable[[float], str]
+    first_to_drop: int = 9  # on a narrow terminal, in this order
 
 
 _COLUMNS = (
-    _Column(("epoch",), "epoch", 6, "{:.2f}".format),
+    _Column(("epoch",), "epoch", 6, "{:.2f}".format, 0),
     _Column(("loss",), "loss", 8, "{:.4f}".format),
     _Column(("reward", "rewards/margins"), "reward", 8, "{:.3f}".format),
-    _Column(("rewards/accuracies", "mean_token_accuracy"), "accuracy", 8, "{:.1%}".format),
-    _Column(("grad_norm",), "grad norm", 9, "{:.3g}".format),
-    _Column(("learning_rate",), "rate", 8, "{:.2e}".format),
+    _Column(("rewards/accuracies", "mean_token_accuracy"), "accuracy", 8, "{:.1%}".format, 4),
+    _Column(("grad_norm",), "grad norm", 9, "{:.3g}".format, 2),
+    _Column(("learning_rate",), "rate", 8, "{:.2e}".format, 1),
     _Column(("speed/tokens_per_second",), "tokens/s", 8, "{:,.0f}".format),
     _Column(_MEMORY, "GiB", 9, "{:.1f}".format),
     _Column(_HOTSPOT, "hot", 5, "{:.0f} C".format),
-    _Column(("integrity/verified_gb",), "verified", 8, _size),
+    _Column(("integrity/verified_gb",), "verified", 8, _size, 3),
     _Column(("integrity/mismatches",), "faults", 6, "{:.0f}".format),
 )
-_FIRST_TO_DROP = ("epoch", "rate", "grad norm", "verified", "accuracy")  # on a narrow terminal, in this order
 _SHOWN_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
 
 
 def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> None:
-    """Replace transformers' progress and printer callbacks by ours, which on rank 0 show the log."""
-    stock = (ProgressCallback.__name__, PrinterCallback.__name__, "NotebookProgressCallback")
+    """Replace transformers' progress and printer callbacks by ours, which on rank 0 shows the log; not in a notebook,
+    where the table of upstream stays."""
+    stock = (ProgressCallback.__name__, PrinterCallback.__name__)
     theirs = [each for each in trainer.callback_handler.callbacks if type(each).__name__ in stock]
     for each in theirs:
         trainer.remove_callback(each)
@@ -399,12 +376,10 @@ def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | Non
     live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not trainer.args.disable_tqdm
 
     def now() -> dict[str, float]:
-        counters = integrity_counters(report.to_dict())
         read = telemetry.latest() if telemetry is not None else torch_memory(device)
-        return counters | {f"gpu/{name}": value for name, value in read.items()}
+        return integrity_counters(report.to_dict()) | {f"gpu/{name}": value for name, value in read.items()}
 
-    of_kind = NotebookCallback if type(theirs[0]).__name__ == stock[2] else TerminalCallback
-    trainer.add_callback(of_kind(live=live, now=now, memory_gib=memory / 2**30 if memory else None))
+    trainer.add_callback(TerminalCallback(live=live, now=now, memory_gib=memory / _GIB if memory else None))
 
 
 def clear_live_line() -> None:
@@ -512,9 +487,8 @@ class TerminalCallback(TrainerCallback):
     def _chosen(self, logs: Mapping[str, Any], first: int) -> list[_Column]:
         """The columns for which this log has values, as many as fit the terminal."""
         found = [each for each in _COLUMNS if _first(logs, each.keys) is not None]
-        for title in _FIRST_TO_DROP:
-            if first + sum(each.width + 2 for each in found) >= self._width:
-                found = [each for each in found if each.title != title]
+        while first + sum(each.width + 2 for each in found) >= self._width and len(found) > 1:
+            found.remove(min(found, key=lambda each: each.first_to_drop))
         return found
 
     def _cell(self, column: _Column) -> str:
@@ -553,33 +527,6 @@ class TerminalCallback(TrainerCallback):
         self._progress.update(self._progress.task_ids[0], completed=state.global_step, figures=text, refresh=True)
 
 
-class NotebookCallback(TerminalCallback):
-    """The same as one table in the output of the cell, drawn again with each log and not by each step."""
-
-    def __init__(self, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self._table: list[str] = []
-        self._drawn: Any = None
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """A table in the cell that trains."""
-        self._table, self._drawn, self._width = [], None, 0
-
-    def _put(self, cells: list[str], first: int) -> None:
-        from IPython.display import HTML, display
-
-        self._rows_shown += 1
-        tag, wide = ("th" if cells[0] == "step" else "td"), ""
-        if len(cells) < 3:  # a sentence
-            wide = f' colspan="{max(len(self._columns), 1)}" style="text-align: left"'
-        step, *others = (escape(cell) for cell in cells)
-        self._table.append(
-            f"<tr><{tag}>{step}</{tag}>{''.join(f'<{tag}{wide}>{each}</{tag}>' for each in others)}</tr>"
-        )
-        self._drawn = self._drawn or display(HTML(""), display_id=True)
-        self._drawn.update(HTML(f"<table>{''.join(self._table)}</table>"))
-
-
 _LIVE: set[TerminalCallback] = set()
 """The callbacks that show a live line now."""
 
@@ -591,20 +538,15 @@ def _first(values: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:
 def _sentence(logs: Mapping[str, Any]) -> str:
     """One line for a log other than a training step's: an evaluation, the end of training, or a plug-in's."""
     if "train_runtime" in logs:
-        parts = [f"{logs['train_runtime']:.1f} s"]
-        parts += [f"mean loss {logs['train_loss']:.4f}"] if "train_loss" in logs else []
-        parts += [f"{logs['train_samples_per_second']:.3g} rows/s"] if "train_samples_per_second" in logs else []
-        return f"trained: {', '.join(parts)}"
+        forms = {"train_runtime": "{:.1f} s", "train_loss": "mean loss {:.4f}"}
+        forms |= {"train_samples_per_second": "{:.3g} rows/s"}
+        return f"trained: {', '.join(form.format(logs[name]) for name, form in forms.items() if name in logs)}"
     evaluation = any(key.startswith("eval_") for key in logs)
     shown = {
-        key.removeprefix("eval_"): value
+        key.removeprefix("eval_").replace("_", " "): value
         for key, value in logs.items()
         if not evaluation or (key.startswith("eval_") and key.endswith(_SHOWN_OF_EVALUATIONS))
     }
-    parts = [
-        f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
-        for name, value in shown.items()
-    ]
-    if (seconds := logs.get("eval_runtime")) is not None:
-        parts.append(f"{seconds:.1f} s")
+    parts = [f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in shown.items()]
+    parts += [f"{logs['eval_runtime']:.1f} s"] if "eval_runtime" in logs else []
     return f"{'evaluation: ' if evaluation else ''}{', '.join(parts)}"
