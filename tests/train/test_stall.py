@@ -131,9 +131,7 @@ def test_a_broken_connection_is_one_line_that_names_the_rank_that_is_gone(
     place = tmp_path / "ranks"
     subprocess.run([sys.executable, "-c", code, str(place)], check=True, timeout=60)  # it joins, and dies
     try:
-        with pytest.raises(
-            PeerLostError, match=r"before the first step: rank 1 \(pid \d+\) ended"
-        ) as told:
+        with pytest.raises(PeerLostError, match=r"before the first step: rank 1 \(pid \d+\) ended") as told:
             watch(work, place, setting)
     finally:
         signal.signal(signal.SIGTERM, before)
