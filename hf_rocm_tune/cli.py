@@ -192,18 +192,10 @@ def env(argv: Sequence[str]) -> int:
     from hf_rocm_tune.machine import variables
 
     parser = CommandParser(prog=f"{PROGRAM} env", description=env.__doc__)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--export", action="store_true", help="print shell lines that set the variables")
     parser.add_argument("--strict", action="store_true", help="exit with 1 on a warning or an error")
     wanted = parser.parse_args(argv)
     decisions = variables.DECISIONS  # made at the package's import
-    if wanted.json:
-        print(variables.to_json(decisions))
-    elif wanted.export:
-        print(variables.exports(decisions), end="")
-    else:
-        print(variables.explain(decisions, variables.known_facts()))
+    print(variables.explain(decisions))
     bad = [decision.variable for decision in decisions if decision.action in ("warn", "error")]
     if wanted.strict and bad:
         print(f"{PROGRAM} env --strict: {', '.join(dict.fromkeys(bad))}: see `{PROGRAM} env`", file=sys.stderr)

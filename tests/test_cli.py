@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -65,7 +64,6 @@ LONG = "x" * 300  # more than a file system takes
         (["configs"], ["ls|path|cp"]),
         (["configs", "path", "cpu_dul"], ["cpu_dul", "cpu_dual"]),
         (["configs", "cp", "cpu"], ["dest"]),
-        (["env", "--json", "--export"], ["--json", "--export"]),
         (["version", "x"], ["x"]),
         (["sft", "--accelerate_config"], ["--accelerate_config"]),
         (["sft", "--accelerate_config", "nowhere"], ["nowhere"]),
@@ -128,10 +126,7 @@ def test_env_shows_the_decisions_and_strict_judges_them(
     monkeypatch.setattr(variables, "DECISIONS", [made])
     code, out, _ = run(capsys, "env")
     assert (code, "A_VARIABLE" in out, "because" in out) == (0, True, True)
-    code, out, _ = run(capsys, "env", "--json", "--strict")
-    assert (code, json.loads(out)[0]["action"]) == (strict, action)
-    code, out, _ = run(capsys, "env", "--export")
-    assert (code, out) == (0, "export A_VARIABLE='a b'\n" if action == "set" else "")
+    assert run(capsys, "env", "--strict")[0] == strict
 
 
 HEAVY = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "bitsandbytes")

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_rocm_tune.doctor import links, software, system
-from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, failure, skipped, warn, with_line
+from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, failure, skipped, warn
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.child import answer, run
 from hf_rocm_tune.machine.software import TorchDevice
@@ -189,7 +189,8 @@ def run_measured(check: Check, request: Mapping[str, Any]) -> list[Finding]:
     without = all(value is None for value in check.again.values())
     settings = "without allocator settings" if without else " ".join(f"{k}={v}" for k, v in check.again.items())
     same = any(one.status == "fail" for one in second)
-    return with_line(findings, f"{settings}: {'the same' if same else 'right, so that is involved'}")
+    told = f"{settings}: {'the same' if same else 'right, so that is involved'}"
+    return [one if one.status == "ok" else replace(one, read=(*one.read, told)) for one in findings]
 
 
 def _in_child(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -81,13 +81,13 @@ def finding(
     return Finding(row=row, status=status, read=tuple(read), **values)
 
 
+note, warn, fail = partial(finding, "info"), partial(finding, "warn"), partial(finding, "fail")
+"""Worth knowing, with nothing to do for a run; training may be slow, or fail later; its result cannot be trusted."""
+
+
 def ok(row: str, title: str, text: str, source: str, *, subject: str = "", read: Iterable[str] = ()) -> Finding:
     """In order; ``title`` stands in the line of its group."""
     return finding("ok", row, title, text, "", source, subject=subject, read=read)
-
-
-note, warn, fail = partial(finding, "info"), partial(finding, "warn"), partial(finding, "fail")
-"""Worth knowing, with nothing to do for a run; training may be slow, or fail later; its result cannot be trusted."""
 
 
 def unknown(reason: str, *, subject: str = "", read: Iterable[str] = ()) -> Finding:
@@ -155,13 +155,12 @@ class Evidence:
         software, visible = self.software, self.visible
         reasons: dict[str, str] = {}
         if software.torch_version is None:
-            reasons = dict.fromkeys(("torch_version", "hip_version"), software.problems.get("torch_version", "unknown"))
+            reasons["hip_version"] = software.problems.get("torch_version", "torch's version is unknown")
         if visible is None:
             unfiltered = "the filter of visible GPUs is not a plain list of indices"
             reasons["archs"] = "; ".join(self.machine.topology.reasons) or unfiltered
         archs = None if visible is None else tuple(node.arch for node in visible)
-        version, hip = software.torch_version, software.hip_version
-        return MachineFacts(torch_version=version, hip_version=hip, archs=archs, reasons=reasons)
+        return MachineFacts(hip_version=software.hip_version, archs=archs, reasons=reasons)
 
 
 def read_here() -> Evidence:
@@ -190,38 +189,25 @@ class Check:
 # ---- words that measured checks share ------------------------------------------------------------------------------
 
 
-def with_line(findings: Iterable[Finding], line: str) -> list[Finding]:
-    """Findings with one more line of what was read, but for those that are all right."""
-    return [one if one.status == "ok" else replace(one, read=(*one.read, line)) for one in findings]
-
-
 def failure(what: str, outcome: Outcome, *, subject: str) -> Finding:
     """The finding on a child that hung, died or left garbage, by what it was to find out and of what (`subject`)."""
-    how = f"the measuring process {outcome.how}"
+    how, source = f"the measuring process {outcome.how}", "ROCm/amdgpu#225"
     read = [how, *[line for line in map(str.strip, outcome.tail.splitlines()) if line][-_TAIL_LINES:]]
     if outcome.error.startswith("OutOfMemoryError"):
         return unknown(f"not enough memory is free: {outcome.error}", subject=subject, read=read)
     if outcome.error and not outcome.error.startswith(DEVICE_ERRORS):
         return unknown(f"{how}: a bug of ours, or a broken installation", subject=subject, read=read)
-    dmesg = (
-        "look for amdgpu lines in `dmesg` (a page fault, a reset) and for `Out of memory`; then run this check alone "
-        "(--only)"
-    )
+    fix = "look for amdgpu lines in `dmesg` (a page fault, a reset, `Out of memory`); run this check alone (--only)"
     if outcome.error:
-        return fail(
-            "measurement_refused", "The device refused a measurement", f"{what}: {how}",
-            "see the findings on software and access first: possible causes are a wheel without this card's "
-            "architecture and a missing permission", "TheRock#5543; TheRock RELEASES.md; uv#21683", subject=subject,
-            read=read,
-        )  # fmt: skip
-    if outcome.status == "timeout":
-        text = f"{what}: {how}, and was killed. Such a driver or card hangs in training, too"
-        return fail(
-            "measurement_hung", "A measurement did not return", text, dmesg, "ROCm/amdgpu#225", subject=subject,
-            read=read,
-        )  # fmt: skip
-    title = "A measurement's process died" if outcome.status == "died" else "A measurement returned an invalid result"
-    return fail("measurement_died", title, f"{what}: {how}", dmesg, "ROCm/amdgpu#225", subject=subject, read=read)
+        row, title, how = "measurement_refused", "The device refused a measurement", f"{what}: {how}"
+        fix = "see the findings on software and access first: a wheel without this architecture, a missing permission"
+        source = "TheRock#5543; TheRock RELEASES.md; uv#21683"
+    elif outcome.status == "timeout":
+        row, title = "measurement_hung", "A measurement did not return"
+        how = f"{what}: {how}, and was killed. Such a driver or card hangs in training, too"
+    else:
+        row, title, how = "measurement_died", "A measurement's process died or left no result", f"{what}: {how}"
+    return fail(row, title, how, fix, source, subject=subject, read=read)
 
 
 def problem_lines(problems: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -237,12 +223,8 @@ def problem_lines(problems: Sequence[Mapping[str, Any]]) -> list[str]:
 def _damage_words(damage: Mapping[str, Any]) -> str:
     """One line about a ``Damage``: how much, where, how aligned, and what is there instead."""
     wrong, first = damage["wrong"], damage["first_offset"]
-    kinds = {
-        "zeros": "zeros",
-        "poison": "poison (never written)",
-        "stale": "of an earlier transfer",
-        "flips": "differ in one bit",
-    }
+    kinds = {"zeros": "zeros", "poison": "poison (never written)", "stale": "of an earlier transfer"}
+    kinds |= {"flips": "differ in one bit"}
     shares = [f"{100 * damage[k] / wrong:.0f} % {words}" for k, words in kinds.items() if damage[k] / wrong >= 0.01]
     unit = next((words for size, words in _UNITS if damage["alignment"] >= size), None)
     aligned = "" if unit is None else f" ({'' if first else 'the run is '}a multiple of {unit})"

@@ -18,7 +18,8 @@ X4_GB_S, X8_GB_S = 8.0, 16.0
 """Rates below which a link is that of four, or eight, lanes of PCIe 4.0."""
 _MIB, _GIB = 1 << 20, 1 << 30
 _SYSFS, _AER = "kernel documentation: sysfs-bus-pci", "kernel documentation: PCI Express AER"
-_PARAMETERS = "kernel documentation: amdgpu module parameters"
+_AER_SOURCES = f"{_AER}; rocm-libraries#12344"
+_BAR = "kernel documentation: amdgpu module parameters; ROCm/ROCm#6342"
 _RATES, _SLOTS = f"{_SYSFS}; ROCm/ROCm#2253", "rocm.docs radeon-ryzen docs-5.7.0: limitations; ROCm/ROCm#2429"
 _SEAT = "reseat the card, try another slot or no riser, run stock clocks"
 _EXPECTED = {
@@ -61,12 +62,10 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
             yield _link(gpu, slowest, pair=evidence.card_count > 1)
     if len({(one.width, one.speed) for one in known.values()}) > 1:
         listed = ", ".join(f"{place}: x{one.width} at {one.speed:g} GT/s" for place, one in known.items())
-        yield warn(
-            "links_unequal", "The cards have unequal links",
-            f"{listed}; AMD asks for the same lane width on all cards, and the slower link limits both",
-            "use the two slots that share the processor's lanes (x8/x8); check the BIOS setting of the slower slot's "
-            "generation, and a riser cable", _SLOTS,
-        )  # fmt: skip
+        yield warn("links_unequal", "The cards have unequal links",
+                   f"{listed}; AMD asks for the same lane width on all cards, and the slower link limits both",
+                   "use the two slots that share the processor's lanes (x8/x8); check the generation that the BIOS "
+                   "sets for the slower slot, and a riser cable", _SLOTS)  # fmt: skip
 
 
 def _link(gpu: Gpu, slowest: LinkRate, *, pair: bool) -> Finding:
@@ -75,7 +74,10 @@ def _link(gpu: Gpu, slowest: LinkRate, *, pair: bool) -> Finding:
         f"the narrowest link between {gpu.address} and the processor, at {slowest.where}, has {width} lanes at up to "
         f"{slowest.speed:g} GT/s: {rate:.1f} GB/s each way by arithmetic{_EXPECTED.get((slowest.speed, width), '')}"
     )
-    read = [_describe(link) for link in gpu.upward.links]
+    read = [
+        f"{link.device}: x{link.width or '?'} at {link.speed or 0:g} GT/s (able: {link.able or 0:g})"
+        for link in gpu.upward.links
+    ]
     fix = "move the card to a slot of the processor, and check the BIOS settings of its lanes and its generation"
     if rate < X4_GB_S:
         text, title = f"{text}. That makes transfers slow, not wrong", f"x{width} link: {rate:.1f} GB/s at most"
@@ -85,28 +87,19 @@ def _link(gpu: Gpu, slowest: LinkRate, *, pair: bool) -> Finding:
     return ok("link_ok", f"PCIe x{width}", text, _RATES, subject=gpu.address, read=read)
 
 
-def _describe(link: Link) -> str:
-    able = f" (able: {link.able:g})" if link.able and link.speed and link.speed < link.able else ""
-    return f"{link.device}: x{link.width or '?'} at {link.speed or 0:g} GT/s{able}"
-
-
 def _slot(evidence: Evidence) -> Iterator[Finding]:
+    status = _graver_with_two(evidence)
     for gpu in evidence.cards:
         if gpu.upward.behind_chipset:
-            status, more = _graver_with_two(
-                evidence, "; AMD supports several cards on slots of the processor only, and HIP errors with two 7900 "
-                "XTX were reported with one on the chipset",
-            )  # fmt: skip
-            yield status(
-                "slot_of_chipset", "a card is on a slot of the chipset",
-                f"{gpu.address} reaches the processor through the chipset ({' > '.join(reversed(gpu.upward.chain))}), "
-                f"which shares its lanes with disks and network{more}", "move the card to a slot of the processor",
-                _SLOTS, subject=gpu.address,
-            )  # fmt: skip
+            yield status("slot_of_chipset", "a card is on a slot of the chipset",
+                         f"{gpu.address} reaches the processor through the chipset "
+                         f"({' > '.join(reversed(gpu.upward.chain))}), which shares its lanes with disks and network; "
+                         "with several cards, AMD supports slots of the processor only, and HIP errors were reported",
+                         "move the card to a slot of the processor", _SLOTS, subject=gpu.address)  # fmt: skip
 
 
 def _bar(evidence: Evidence) -> Iterator[Finding]:
-    source = f"{_PARAMETERS}; ROCm/ROCm#6342"
+    status = _graver_with_two(evidence)
     for gpu in evidence.cards:
         window, vram = gpu.bar_bytes, gpu.vram_bytes
         if window is None or not vram:
@@ -116,21 +109,16 @@ def _bar(evidence: Evidence) -> Iterator[Finding]:
             text = f"{gpu.address}: the largest BAR is {window / _GIB:.0f} GiB, the whole memory"
             yield ok("bar_full", "resizable BAR", text, _SYSFS, subject=gpu.address)
         else:
-            status, more = _graver_with_two(
-                evidence, "; a small window is among the causes of wrong or missing direct copies between cards"
-            )
-            yield status(
-                "bar_small", "resizable BAR is off",
-                f"{gpu.address}: the largest BAR is {window / _MIB:.0f} MiB, and the card has {vram / _GIB:.0f} "
-                f"GiB{more}",
-                'switch on "Above 4G decoding" and "Resizable BAR" ("Smart Access Memory") in the BIOS', source,
-                subject=gpu.address,
-            )  # fmt: skip
+            yield status("bar_small", "resizable BAR is off",
+                         f"{gpu.address}: the largest BAR is {window / _MIB:.0f} MiB, and the card has "
+                         f"{vram / _GIB:.0f} GiB; this is among the causes of wrong or missing copies between cards",
+                         'switch on "Above 4G decoding" and "Resizable BAR" ("Smart Access Memory") in the BIOS',
+                         _BAR, subject=gpu.address)  # fmt: skip
 
 
-def _graver_with_two(evidence: Evidence, why: str) -> tuple[Callable[..., Finding], str]:
-    """A note on one card; a warning, with the reason, where several have to copy to each other."""
-    return (warn, why) if evidence.card_count > 1 else (note, "")
+def _graver_with_two(evidence: Evidence) -> Callable[..., Finding]:
+    """A note on one card; a warning where several have to copy to each other."""
+    return warn if evidence.card_count > 1 else note
 
 
 def _errors(evidence: Evidence) -> Iterator[Finding]:
@@ -142,43 +130,34 @@ def _errors(evidence: Evidence) -> Iterator[Finding]:
         elif not any(counts.values()):
             yield ok("aer_clean", "no errors", f"{gpu.address}: no PCIe error since boot", _AER, subject=gpu.address)
         if wrong:
-            yield warn(
-                "aer_errors", "The PCIe link has uncorrected errors",
-                f"{gpu.address} counted {wrong} errors since boot; possible causes are a riser, a slot or a power "
-                "supply", f"{_SEAT}; read the counter again under load: a rising count matters",
-                f"{_AER}; rocm-libraries#12344", subject=gpu.address, read=read,
-            )  # fmt: skip
+            yield warn("aer_errors", "The PCIe link has uncorrected errors",
+                       f"{gpu.address} counted {wrong} errors since boot: a riser, a slot or a power supply?",
+                       f"{_SEAT}; read the counter again under load: a rising count matters",
+                       _AER_SOURCES, subject=gpu.address, read=read)  # fmt: skip
         if corrected:
-            yield note(
-                "aer_corrected", f"{corrected} errors on the link",
-                f"{gpu.address}, since boot: the hardware sent the data again, so nothing was lost",
-                f"nothing unless the count rises under load (this doctor checks that); then {_SEAT}", _AER,
-                subject=gpu.address, read=read,
-            )  # fmt: skip
+            yield note("aer_corrected", f"{corrected} errors on the link",
+                       f"{gpu.address}, since boot: the hardware sent the data again, so nothing was lost",
+                       f"nothing unless the count rises under load (this doctor checks that); then {_SEAT}", _AER,
+                       subject=gpu.address, read=read)  # fmt: skip
 
 
 def _errors_since(evidence: Evidence) -> Iterator[Finding]:
     """The errors counted since the machine was read, which is before all measurements."""
     now = {gpu.address: gpu.aer for gpu in survey(evidence.root).gpus}
-    source = f"{_AER}; rocm-libraries#12344"
     for gpu in evidence.cards:
         after = now.get(gpu.address, {})
         grown = {kind: after[kind] - count for kind, count in gpu.aer.items() if after.get(kind, 0) > count}
         read = [f"{kind}: {gpu.aer[kind]:,} before, {after[kind]:,} after" for kind in grown]
         wrong, corrected = _counted(grown)
         if wrong:
-            yield fail(
-                "aer_rising", "Uncorrected PCIe errors during the measurements",
-                f"{gpu.address} counted {wrong} more errors while this doctor ran, and they were not corrected",
-                f"{_SEAT}; do not train on it before the counter stops rising", source, subject=gpu.address, read=read,
-            )  # fmt: skip
+            yield fail("aer_rising", "Uncorrected PCIe errors during the measurements",
+                       f"{gpu.address} counted {wrong} more errors while this doctor ran",
+                       f"{_SEAT}; do not train on it before the counter stops rising", _AER_SOURCES,
+                       subject=gpu.address, read=read)  # fmt: skip
         if corrected:
-            yield warn(
-                "aer_corrected_rising", "Corrected PCIe errors during the measurements",
-                f"{gpu.address} counted {corrected} more errors while this doctor ran: the hardware sent the data "
-                "again, which costs time; the link is marginal", f"{_SEAT}, and run the doctor again", source,
-                subject=gpu.address, read=read,
-            )  # fmt: skip
+            yield warn("aer_corrected_rising", "Corrected PCIe errors during the measurements",
+                       f"{gpu.address} counted {corrected} more errors while this doctor ran: the link is marginal",
+                       f"{_SEAT}, and run the doctor again", _AER_SOURCES, subject=gpu.address, read=read)  # fmt: skip
         if not grown and gpu.aer and after:
             text = f"{gpu.address}: the counters did not rise"
             yield ok("aer_still", "no PCIe errors while measuring", text, _AER, subject=gpu.address)

@@ -19,19 +19,13 @@ _FORCING = "BNB_ROCM_VERSION"  # read by bitsandbytes, cextension.py
 _LIBRARY = re.compile(r"libbitsandbytes_rocm([0-9])([0-9]{1,2})\.(?:so|dll)")
 _INDEX = "--index-url https://download.pytorch.org/whl/rocm7.2"
 _VERSIONS, _OURS = "PyTorch: previous versions", "this project: pyproject.toml"
+# Versions below which results on this card were reported wrong, how, and where.
 _HARMFUL = {
-    "torch": (
-        "2.10",
-        "attention of torch 2.9 gives NaN on gfx1100 (AOTriton 0.11b), and older ones have no fused attention for it",
-        "aotriton#123; pytorch#166397",
-    ),
-    "bitsandbytes": (
-        "0.50.0",
-        "below 0.50.0, NaN in 4-bit were reported on ROCm, and blocks of 64 were wrong on RDNA",
-        "unsloth#7535; bitsandbytes#1885; bitsandbytes#1979; bitsandbytes#2012",
-    ),
-}
-"""Versions below which results on this card were reported wrong, how, and where."""
+    "torch": ("2.10", "attention of torch 2.9 gives NaN on gfx1100 (AOTriton 0.11b), and older ones have no fused one",
+              "aotriton#123; pytorch#166397"),
+    "bitsandbytes": ("0.50.0", "below 0.50.0, NaN in 4-bit were reported on ROCm, and wrong blocks of 64 on RDNA",
+                     "unsloth#7535; bitsandbytes#1885; bitsandbytes#1979; bitsandbytes#2012"),
+}  # fmt: skip
 
 
 def requirements() -> dict[str, Requirement]:
@@ -60,14 +54,13 @@ def _version(text: str | None) -> Version | None:
 
 
 def _torch(evidence: Evidence) -> Iterator[Finding]:
-    software = evidence.software
-    version, reason = software.torch_version, software.problems.get("torch_version", "")
+    software, version = evidence.software, evidence.software.torch_version
     # The AMD GPUs that torch should compute on.
     known = [(gpu.card, gpu.arch or "GPU") for gpu in evidence.candidates if in_wheels(gpu)]
     card = " and ".join(card.name if card else f"an AMD {arch}" for card, arch in known)
     if version is None:
-        there = software.packages.get("torch") is not None
-        title = "torch cannot be read" if there else "torch is not installed"
+        title = "torch is not installed" if software.packages.get("torch") is None else "torch cannot be read"
+        reason = software.problems.get("torch_version", "")
         yield fail("torch_missing", title, reason, f"{_install('torch')} (ROCm on Linux)", _VERSIONS)
     elif software.build == "rocm":
         yield from _rocm_build(evidence, software, version)
@@ -75,34 +68,30 @@ def _torch(evidence: Evidence) -> Iterator[Finding]:
         yield ok("torch_no_gpu_needed", f"torch {version}", "no ROCm build, and no AMD card", _VERSIONS)
     elif software.build == "cuda" and evidence.devices:
         seen = ", ".join(device.name for device in evidence.devices)
-        yield note(
-            "torch_cuda_beside", "torch computes on the NVIDIA card",
-            f"torch {version} is built for CUDA and sees {seen}; {card} stays idle",
-            "nothing to do; to train on the AMD card, use another environment with a ROCm build of torch", _VERSIONS,
-        )  # fmt: skip
+        yield note("torch_cuda_beside", "torch computes on the NVIDIA card",
+                   f"torch {version} is built for CUDA and sees {seen}; {card} stays idle",
+                   "to train on the AMD card, use another environment with a ROCm build of torch",
+                   _VERSIONS)  # fmt: skip
     else:
         build = f"built for CUDA {software.cuda_version}" if software.build == "cuda" else "a CPU build"
-        yield fail(
-            "torch_wrong_build", "torch is not a ROCm build",
-            f"torch {version} is {build}, and this machine has {card}",
-            f"{_install('torch')}; plain `pip install torch` does not install a ROCm build", f"{_VERSIONS}; uv#17674",
-        )  # fmt: skip
+        yield fail("torch_wrong_build", "torch is not a ROCm build",
+                   f"torch {version} is {build}, and this machine has {card}",
+                   f"{_install('torch')}; plain `pip install torch` does not install a ROCm build",
+                   f"{_VERSIONS}; uv#17674")  # fmt: skip
 
 
 def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterator[Finding]:
     filters = [f"{name}={evidence.environ[name]}" for name in FILTERS if name in evidence.environ]
     if not software.devices:
-        reason = software.problems.get("devices", "its list is empty")
+        why = software.problems.get("devices", "its list is empty")
+        reason = f"torch {version} is a ROCm build and lists no GPU: {why}"
         if not evidence.candidates:
-            yield unknown(f"torch {version} is a ROCm build, and there is no card: {reason}")
+            yield unknown(f"{reason}; this machine has none")
             return
-        yield fail(
-            "torch_sees_nothing", "torch sees no GPU",
-            f"torch {version} is a ROCm build and this machine has {len(evidence.candidates)} GPU(s), but it lists "
-            f"none: {reason}",
-            "check the findings on access and variables (a *_VISIBLE_DEVICES may hide it), then `rocminfo`; after a "
-            "hang or a crash, `sudo dmesg | tail`", "pytorch hip.rst; HIP environment variables page", read=filters,
-        )  # fmt: skip
+        yield fail("torch_sees_nothing", "torch sees no GPU", f"{reason}; this machine has {len(evidence.candidates)}",
+                   "check the findings on access and variables (a *_VISIBLE_DEVICES may hide it), then `rocminfo`; "
+                   "after a hang or a crash, `sudo dmesg | tail`", "pytorch hip.rst; HIP environment variables page",
+                   read=filters)  # fmt: skip
         return
     seen = ", ".join(f"{one.name} ({one.arch}, {one.total_bytes / (1 << 30):.1f} GiB)" for one in software.devices)
     rocm = f"ROCm {software.torch_rocm_version}, " if software.torch_rocm_version else ""
@@ -112,11 +101,9 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
     cards = [gpu for gpu in known if gpu in evidence.cards]
     if len(cards) < len(evidence.cards) and len(known) == len(software.devices):
         why = f": {' and '.join(filters)} is set" if filters else ""
-        yield note(
-            "torch_sees_fewer", f"torch sees {len(cards)} of {len(evidence.cards)} cards",
-            f"not all discrete cards are visible to torch{why}",
-            "change or unset the filter to train on all of them", "HIP environment variables page",
-        )  # fmt: skip
+        yield note("torch_sees_fewer", f"torch sees {len(cards)} of {len(evidence.cards)} cards",
+                   f"not all discrete cards are visible to torch{why}",
+                   "change or unset the filter to train on all of them", "HIP environment variables page")  # fmt: skip
 
 
 def _architectures(evidence: Evidence) -> Iterator[Finding]:
@@ -126,13 +113,11 @@ def _architectures(evidence: Evidence) -> Iterator[Finding]:
         return
     for device, gpu in evidence.joined:
         if gpu is not None and gpu.node is not None and gpu.node.arch != device.arch:
-            yield fail(
-                "arch_spoofed", "torch reports another architecture than the card's",
-                f"{gpu.address} is {gpu.arch} in the kernel's list, and {device.arch} in torch's: code for the wrong "
-                "architecture crashes or gives wrong results",
-                "unset HSA_OVERRIDE_GFX_VERSION and its per-node forms",
-                "libhsakmt topology.c; TheRock#5543; unsloth install.sh", subject=gpu.address,
-            )  # fmt: skip
+            yield fail("arch_spoofed", "torch reports another architecture than the card's",
+                       f"{gpu.address} is {gpu.arch} in the kernel's list, and {device.arch} in torch's: code for the "
+                       "wrong one crashes or gives wrong results",
+                       "unset HSA_OVERRIDE_GFX_VERSION and its per-node forms",
+                       "libhsakmt topology.c; TheRock#5543; unsloth install.sh", subject=gpu.address)  # fmt: skip
     built = software.arch_list
     if not built or not true:
         yield unknown(software.problems.get("arch_list", "the architectures of torch or of the GPUs are unknown"))
@@ -145,22 +130,17 @@ def _architectures(evidence: Evidence) -> Iterator[Finding]:
     apart = apart and bool(wheels) and rocm is not None and rocm.major >= 10
     for address, arch in true.items():
         if arch not in built:
-            yield fail(
-                "arch_missing", f"torch has no code for {arch}",
-                f"{address} is {arch}, and this build has {' '.join(built)}: the first kernel fails "
-                "(hipErrorInvalidImage or \"invalid device function\")",
-                f"install a wheel with {arch}: those of download.pytorch.org have gfx1100 from rocm6.0 on, those of "
-                "repo.amd.com/rocm have one index or extra for each architecture; do not set HSA_OVERRIDE_GFX_VERSION",
-                "uv#18730; TheRock#5543; TheRock RELEASES.md", subject=address,
-            )  # fmt: skip
+            yield fail("arch_missing", f"torch has no code for {arch}",
+                       f"{address} is {arch}, and this build has {' '.join(built)}: the first kernel fails",
+                       f"install a wheel with {arch}: those of download.pytorch.org have gfx1100 from rocm6.0 on, "
+                       "those of repo.amd.com/rocm one index or extra for each; do not set HSA_OVERRIDE_GFX_VERSION",
+                       "uv#18730; TheRock#5543; TheRock RELEASES.md", subject=address)  # fmt: skip
         elif apart and not any(name.endswith(f"device-{arch}") for name in wheels):
-            yield fail(
-                "device_wheel_missing", f"torch's kernels for {arch} are not installed",
-                f"this is a multi-architecture build of ROCm {rocm} with kernels in separate wheels, and the one for "
-                f"{arch} is missing: torch lists the card, and its first kernel fails (hipErrorInvalidImage)",
-                f"install `torch[device-{arch}]` from the same index", "TheRock RELEASES.md; uv#21683",
-                subject=address, read=[f"{name} {one}" for name, one in wheels.items()],
-            )  # fmt: skip
+            yield fail("device_wheel_missing", f"torch's kernels for {arch} are not installed",
+                       f"this is a multi-architecture build of ROCm {rocm} with kernels in separate wheels, and that "
+                       f"of {arch} is missing: torch lists the card, and its first kernel fails (hipErrorInvalidImage)",
+                       f"install `torch[device-{arch}]` from the same index", "TheRock RELEASES.md; uv#21683",
+                       subject=address, read=[f"{name} {one}" for name, one in wheels.items()])  # fmt: skip
         else:
             read = [f"built for: {' '.join(built)}"]
             yield ok("arch_ok", f"code for {arch}", "among the architectures of this build", "uv#18730", read=read)
@@ -173,62 +153,51 @@ def _compiler(evidence: Evidence) -> Iterator[Finding]:
     source, missing = "triton driver.c: compiled at the first launch", software.missing_for_triton
     if missing:
         what, _, package = missing.rpartition(": install ")
-        yield warn(
-            "triton_cannot_compile", "Triton cannot start",
-            f"{what or missing}. Triton compiles a C file against Python's headers when its first kernel starts on "
-            "ROCm: without them, every Triton kernel fails (digests on the card and TRL's fused loss), and slower ones "
-            "are used where there are any",
-            f"install {package or 'gcc and python3-dev'}, for example `sudo apt install gcc python3-dev`", source,
-        )  # fmt: skip
+        yield warn("triton_cannot_compile", "Triton cannot start",
+                   f"{what or missing}. Triton compiles a C file against Python's headers at its first launch: without "
+                   "them, digests on the card and TRL's fused loss use slower ways",
+                   f"install {package or 'gcc and python3-dev'}, for example `sudo apt install gcc python3-dev`",
+                   source)  # fmt: skip
     else:
         yield ok("compiler_ok", "C compiler and Python.h", "Triton's driver can be compiled", source)
 
 
 def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
-    software = evidence.software
+    software, source = evidence.software, "bitsandbytes cextension.py"
     version, forced = software.packages.get("bitsandbytes"), evidence.environ.get(_FORCING)
     if version is None:
-        yield note(
-            "bnb_missing", "bitsandbytes is not installed",
-            software.problems.get("bitsandbytes")
-            or "4-bit and 8-bit weights and 8-bit optimizers are not available; LoRA in bf16 works",
-            f"{_install('bitsandbytes')} for QLoRA", "bitsandbytes installation page",
-        )  # fmt: skip
+        yield note("bnb_missing", "bitsandbytes is not installed",
+                   software.problems.get("bitsandbytes")
+                   or "4-bit and 8-bit weights and 8-bit optimizers are not available; LoRA in bf16 works",
+                   f"{_install('bitsandbytes')} for QLoRA", "bitsandbytes installation page")  # fmt: skip
         return
     if software.build != "rocm":
         return
-    if forced is not None:
-        yield unknown(f"{_FORCING}={forced} chooses the library, whatever torch's build; only a measurement tells")
-        return
     hip, files = _version(software.hip_version), software.bitsandbytes_libraries
-    if hip is None or not files:
-        yield unknown(f"bitsandbytes has no native library, or torch's HIP is no version ({software.hip_version})")
+    if forced is not None or hip is None or not files:
+        yield unknown(f"{_FORCING}={forced} chooses the library, whatever torch's build" if forced is not None else
+                      f"bitsandbytes has no native library, or HIP {software.hip_version} is no version")  # fmt: skip
         return
     # Version of HIP to file; ``rocm715`` is 7.15. The loader of 0.50 (cextension.py) takes the exact one, the nearest
     # older, the nearest newer, never one of another major version.
     found = sorted(((int(m[1]), int(m[2])), name) for name in files if (m := _LIBRARY.fullmatch(name)))
     same = [one for one in found if one[0][0] == hip.major]
     older = [one for one in same if one[0] <= (hip.major, hip.minor)]
-    listed = ", ".join(f"{major}.{minor}" for (major, minor), _ in found) or "no ROCm at all"
-    title, source = f"bitsandbytes {version}", "bitsandbytes cextension.py"
+    title = f"bitsandbytes {version}"
     if not same:
-        yield warn(
-            "bnb_no_library", f"{title} has no library for this build",
-            f"torch is built with HIP {hip}; bitsandbytes has libraries for {listed}, and does not load one of another "
-            "major version, so --load_in_4bit and --load_in_8bit cannot work",
-            f"use a torch build with one of {listed}, or train without quantisation; {_FORCING} forces a library (not "
-            "tried by this project)", source,
-        )  # fmt: skip
+        listed = ", ".join(f"{major}.{minor}" for (major, minor), _ in found) or "no ROCm at all"
+        yield warn("bnb_no_library", f"{title} has no library for this build",
+                   f"torch is built with HIP {hip}; bitsandbytes has libraries for {listed}, and does not load one of "
+                   "another major version, so --load_in_4bit and --load_in_8bit cannot work",
+                   f"use a torch build with one of {listed}, or train without quantisation", source)  # fmt: skip
         return
     taken, file = older[-1] if older else same[0]
     if taken == (6, 4) and any(gpu.arch == "gfx1100" for gpu in evidence.candidates):
-        yield warn(
-            "bnb_rocm64", "4-bit products were reported wrong with this library on gfx1100",
-            f"{title} loads {file} here. Two owners of gfx1100 cards got wrong products of 4-bit weights with it; its "
-            "machine code, executed by this project's interpreter, is 12 per cent off",
-            "use a torch build with ROCm 7.2, which loads another library; `hf-rocm-tune doctor --only nf4` tests it",
-            "bitsandbytes#2087; bitsandbytes#2089",
-        )  # fmt: skip
+        yield warn("bnb_rocm64", "4-bit products were reported wrong with this library on gfx1100",
+                   f"{title} loads {file} here. Two owners of gfx1100 cards got wrong products of 4-bit weights with "
+                   "it; its machine code, executed by this project's interpreter, is 12 per cent off",
+                   "use a torch build with ROCm 7.2, which loads another; `hf-rocm-tune doctor --only nf4` tests it",
+                   "bitsandbytes#2087; bitsandbytes#2089")  # fmt: skip
     else:
         fits = "is for that version" if taken == (hip.major, hip.minor) else "it allows within one major version"
         yield ok("bnb_library", title, f"for HIP {hip} it loads {file}, which {fits}", source)
@@ -255,8 +224,7 @@ def _tested(evidence: Evidence) -> Iterator[Finding]:
                 "version_untested", f"{name} {text} is not a version that was tested",
                 f"this project is tested with {required.specifier}, and uses private functions of its upstream "
                 f"libraries{f'; {harm}' if harmful else ''}",
-                _install(name), f"{_OURS}; {source}" if harmful else _OURS, subject=name,
-            ))  # fmt: skip
+                _install(name), f"{_OURS}; {source}" if harmful else _OURS, subject=name))  # fmt: skip
     yield from found
     if not found:
         seen = ", ".join(f"{name} {version}" for name, version in packages.items() if version)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, Status, fail, note, ok, unknown, warn
 from hf_rocm_tune.machine.gpus import HOTSPOT_C, throttle_causes
 from hf_rocm_tune.machine.process import FILTERS, OURS, choose, describe, is_integrated
-from hf_rocm_tune.machine.survey import PEER_OPTIONS, Gpu
+from hf_rocm_tune.machine.survey import Gpu
 from hf_rocm_tune.machine.sysfs import parse_hex, parse_int
 from hf_rocm_tune.machine.variables import Decision, evaluate
 
@@ -17,12 +17,9 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}
 _OVERDRIVE_BIT = 1 << 14  # amdgpu's PP_OVERDRIVE_MASK (amd_shared.h)
 _SEATED = "if a card should be here, check that it is seated and powered and that `lspci` lists it"
-_GENERAL = "general knowledge, lower confidence"
 _PREREQUISITES, _PCI = "ROCm docs: prerequisites", "kernel documentation: sysfs-bus-pci"
-_MODELS, _PARAMETERS = (
-    "ROCm docs: GPU architecture specifications",
-    "kernel documentation: amdgpu module parameters",
-)
+_MODELS = "ROCm docs: GPU architecture specifications"
+_PARAMETERS = "kernel documentation: amdgpu module parameters"
 _IDS = re.compile(r"sys/bus/pci/devices(/[^/]+/(class|vendor|device))?")
 # Integrated GPUs for which the wheels of ROCm 7.2 have code: uv#18730.
 _IN_WHEELS = ("gfx1150", "gfx1151")
@@ -39,10 +36,8 @@ def in_wheels(gpu: Gpu) -> bool:
 def _driver(evidence: Evidence) -> Iterator[Finding]:
     machine, topology = evidence.machine, evidence.machine.topology
     if machine.process.platform != "linux":
-        yield unknown(
-            f"drivers are read from Linux files, and this is {machine.process.platform}: one GPU only, not tested by "
-            "this project"
-        )
+        yield unknown(f"drivers are read from Linux files, and this is {machine.process.platform}: one GPU only, not "
+                      "tested by this project")  # fmt: skip
     elif not machine.amd and not topology.nodes:
         yield _without_amd(evidence)
     else:
@@ -62,25 +57,19 @@ def _driver(evidence: Evidence) -> Iterator[Finding]:
 def _without_amd(evidence: Evidence) -> Finding:
     machine, reasons = evidence.machine, evidence.machine.topology.reasons
     if evidence.devices:
-        text = f"torch computes on {', '.join(device.name for device in evidence.devices)}"
+        what = "the checks of drivers, links and variables are for AMD"
         if evidence.software.build == "rocm":
-            text += ", which this kernel does not list (WSL): links, error counters and sensors are unknown"
-        else:
-            text += ": training and verification work there, the checks of drivers, links and variables are for AMD"
-        return note(
-            "other_gpu", "no AMD card that this kernel lists", text,
-            "nothing to do; the measured checks apply here, too", "pytorch hip.rst", read=reasons,
-        )  # fmt: skip
+            what = "this kernel does not list it (WSL), so links, error counters and sensors are unknown"
+        return note("other_gpu", "no AMD card that this kernel lists",
+                    f"torch computes on {', '.join(device.name for device in evidence.devices)}; {what}",
+                    "nothing to do; the measured checks apply here, too", "pytorch hip.rst", read=reasons)  # fmt: skip
     if not machine.topology.complete or any(_IDS.fullmatch(path) for path in machine.unread):
         return unknown(f"whether there is a GPU could not be read: {'; '.join([*reasons, machine.why('sys/bus/pci')])}")
     listed = [gpu for gpu in machine.gpus if gpu.vendor in ("nvidia", "intel")]
     others = ", ".join(f"{gpu.vendor.upper()} {gpu.device_id:04x} at {gpu.address}" for gpu in listed)
-    found = (
-        f"the only graphics devices are {others}, which torch does not use"
-        if others
-        else "the PCI bus lists no AMD, NVIDIA or Intel display or compute device"
-    )
-    row, title = ("no_amd_gpu", "No AMD GPU") if others else ("no_gpu", "No GPU")
+    row, title, found = "no_gpu", "No GPU", "the PCI bus lists no AMD, NVIDIA or Intel display or compute device"
+    if others:
+        row, title, found = "no_amd_gpu", "No AMD GPU", f"the only graphics devices are {others}, unused by this torch"
     text, fix = f"{found}, so training would run on the processor, slowly", f"{_SEATED}, or is passed through"
     return warn(row, title, text, fix, _PCI, read=reasons)
 
@@ -89,82 +78,65 @@ def _of_gpu(evidence: Evidence, gpu: Gpu) -> Iterator[Finding]:
     machine, where = evidence.machine, f"{gpu.address}/driver"
     if gpu.driver == "amdgpu":
         if gpu.node is None and machine.topology.complete:
-            yield fail(
-                "kfd_missing", "The compute driver does not list the card",
-                f"amdgpu drives {gpu.address}, but /sys/class/kfd does not list it, and ROCm computes only on listed "
-                "GPUs",
-                "use a kernel built with CONFIG_HSA_AMD (all common distributions have it), and read `sudo dmesg | "
-                "grep -i kfd`", _PREREQUISITES, subject=gpu.address,
-            )  # fmt: skip
+            yield fail("kfd_missing", "The compute driver does not list the card",
+                       f"amdgpu drives {gpu.address}, but /sys/class/kfd does not list it: ROCm cannot compute on it",
+                       "use a kernel built with CONFIG_HSA_AMD (all common distributions have it), and read "
+                       "`sudo dmesg | grep -i kfd`", _PREREQUISITES, subject=gpu.address)  # fmt: skip
     elif gpu.driver is None and any(where in path for path in machine.unread):
         yield unknown(machine.why(where), subject=gpu.address)
     else:
-        seen = ["boot parameter nomodeset"] if "nomodeset" in machine.cmdline else []
-        yield fail(
-            "driver_not_bound", "amdgpu does not drive the card",
-            f"{gpu.address} is an AMD device whose kernel driver is {gpu.driver or 'none'}",
-            "load the driver with `sudo modprobe amdgpu` and read `sudo dmesg | grep amdgpu`; remove the boot "
-            "parameter nomodeset if it is set; a card bound to vfio-pci is assigned to a virtual machine",
-            _PREREQUISITES, subject=gpu.address, read=seen,
-        )  # fmt: skip
+        yield fail("driver_not_bound", "amdgpu does not drive the card",
+                   f"{gpu.address} is an AMD device whose kernel driver is {gpu.driver or 'none'}",
+                   "`sudo modprobe amdgpu`, and read `sudo dmesg | grep amdgpu`; remove the boot parameter nomodeset "
+                   "if it is set; a card bound to vfio-pci is assigned to a virtual machine", _PREREQUISITES,
+                   subject=gpu.address,
+                   read=["boot parameter nomodeset"] if "nomodeset" in machine.cmdline else [])  # fmt: skip
 
 
 def _permissions(evidence: Evidence) -> Iterator[Finding]:
-    machine, count = evidence.machine, len(evidence.machine.topology.nodes)
+    there, count = list(evidence.machine.device_nodes), len(evidence.machine.topology.nodes)
     if not count:
         return
     kinds = {"/dev/kfd": "/dev/kfd", "/dev/dri/renderD*": "/dev/dri/renderD"}
-    there = list(machine.device_nodes)
     missing = " and ".join(name for name, start in kinds.items() if not any(path.startswith(start) for path in there))
-    refused = {path: group for path, (usable, group) in machine.device_nodes.items() if not usable}
+    refused = {path: group for path, (usable, group) in evidence.machine.device_nodes.items() if not usable}
     if missing:
-        where = f"this {machine.container} container" if machine.container else "this system"
-        yield fail(
-            "device_nodes_missing", f"{missing} does not exist",
-            f"the kernel lists {count} GPU(s) for computing, but {where} has not the device nodes that ROCm opens",
-            "start a container with `--device /dev/kfd --device /dev/dri`; outside of one, check that udev runs",
-            "ROCm docs: Docker; ROCm docs: prerequisites",
-        )  # fmt: skip
+        yield fail("device_nodes_missing", f"{missing} does not exist",
+                   f"the kernel lists {count} GPU(s) for computing, and the device nodes that ROCm opens are not here",
+                   "start a container with `--device /dev/kfd --device /dev/dri`; outside of one, check that udev runs",
+                   "ROCm docs: Docker; ROCm docs: prerequisites")  # fmt: skip
     if refused:
         group = next(iter(refused.values()))
-        yield fail(
-            "node_not_usable", f"No permission for {' and '.join(refused)}",
-            f"this process has no read and write access to files of the group {group}; its own groups: "
-            f"{', '.join(machine.process.groups) or 'none'}",
-            "`sudo usermod -aG render,video $USER`, then log out and in; in a container, start it with `--group-add "
-            f"{group}` (by number if the image does not have the name)", "ROCm docs: prerequisites; ROCm docs: Docker",
-        )  # fmt: skip
+        yield fail("node_not_usable", f"No permission for {' and '.join(refused)}",
+                   f"this process has no read and write access to files of the group {group}; its own groups: "
+                   f"{', '.join(evidence.machine.process.groups) or 'none'}",
+                   f"`sudo usermod -aG render,video $USER`, then log in again; a container: `--group-add {group}`",
+                   "ROCm docs: prerequisites; ROCm docs: Docker")  # fmt: skip
     elif not missing:
-        text = f"read and write access to {', '.join(there)}"
-        yield ok("permissions_ok", "access to /dev/kfd", text, _PREREQUISITES)
+        yield ok("permissions_ok", "access to /dev/kfd", f"read and write access to {', '.join(there)}", _PREREQUISITES)
 
 
 def _cards(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.machine.amd:
+        arch, card = gpu.arch or "architecture unknown", gpu.card
         if gpu.integrated is True:
             continue
-        arch = gpu.arch or "architecture unknown"
-        if gpu.card is None:
-            yield note(
-                "card_unknown", "a GPU that is not in this project's table",
-                f"{gpu.address} is PCI device 1002:{gpu.device_id:04x}, {arch}; the facts on cards do not apply to it",
-                "nothing to do", _MODELS, subject=gpu.address,
-            )  # fmt: skip
+        if card is None:
+            yield note("card_unknown", "a GPU that is not in this project's table",
+                       f"{gpu.address} is PCI device 1002:{gpu.device_id:04x}, {arch}; the facts on cards do not apply",
+                       "nothing to do", _MODELS, subject=gpu.address)  # fmt: skip
             continue
-        card, memory = gpu.card, f"{gpu.vram_bytes / _GIB:.1f} GiB" if gpu.vram_bytes else "memory unknown"
+        memory = f"{gpu.vram_bytes / _GIB:.1f} GiB" if gpu.vram_bytes else "memory unknown"
         facts = f"{card.bandwidth_gb_s or '?'} GB/s, {card.power_w or '?'} W{'' if card.fp8 else ', no FP8'}"
-        seen = [f"data of this model: {facts} ({card.source or 'ROCm docs'})"]
-        text = f"{gpu.address}, {arch}, {memory}"
-        yield ok("card_known", card.name, text, _MODELS, subject=gpu.address, read=seen)
+        read = [f"data of this model: {facts} ({card.source or 'ROCm docs'})"]
+        yield ok("card_known", card.name, f"{gpu.address}, {arch}, {memory}", _MODELS, subject=gpu.address, read=read)
     models = {gpu.address: gpu.card.name for gpu in evidence.cards if gpu.card}
     if len(set(models.values())) > 1:
         listed = ", ".join(f"{name} at {place}" for place, name in models.items())
-        yield warn(
-            "cards_unequal", "The cards differ",
-            f"{listed}: in joint training the faster one waits for the slower in every step, and a batch must fit the "
-            "one with the least memory",
-            "choose the batch for the card with the least memory, or train on the larger card alone", _MODELS,
-        )  # fmt: skip
+        yield warn("cards_unequal", "The cards differ",
+                   f"{listed}: in joint training the faster one waits in every step",
+                   "choose the batch for the card with the least memory, or train on the larger card alone",
+                   _MODELS)  # fmt: skip
 
 
 def _integrated(evidence: Evidence) -> Iterator[Finding]:
@@ -176,28 +148,22 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
     choice = choose(topology.nodes, {}, complete=topology.complete, split=len(cards) > 1)
     fix = f"`export {OURS}={choice.variables.get(OURS, '')}`"
     igpu, card = ", ".join(map(describe, igpus)), ", ".join(map(describe, cards))
-    filters = [f"{name}={shlex.quote(evidence.environ[name])}" for name in FILTERS if name in evidence.environ]
-    shown, source = " ".join(filters), "TheRock#5543; HIP environment variables page"
-    harm = "code for the card does not run on it (hipErrorInvalidImage, or a crash)"
+    shown = " ".join(f"{name}={shlex.quote(evidence.environ[name])}" for name in FILTERS if name in evidence.environ)
+    source, harm = "TheRock#5543; HIP environment variables page", "code for the card does not run on it"
     left = ", ".join(describe(node) for node in igpus if node in (seen or ()))
     if not choice.variables:
         yield unknown(choice.reason)
-    elif not filters:
-        yield note(
-            "igpu_hidden", "an integrated GPU besides the card, hidden",
-            f"{igpu} is listed besides {card}. HIP may number it first, and {harm}. This package hides it from its own "
-            "processes; other programs see it",
-            f"for other programs: {fix}, or disable the integrated GPU in the BIOS", source,
-        )  # fmt: skip
+    elif not shown:
+        yield note("igpu_hidden", "an integrated GPU besides the card, hidden",
+                   f"{igpu} is listed besides {card}. HIP may number it first, and {harm}. This package hides it from "
+                   "its own processes; other programs see it",
+                   f"for other programs: {fix}, or disable the integrated GPU in the BIOS", source)  # fmt: skip
     elif seen is None:
         yield unknown(f"{shown} is not a plain list of indices, so the visible GPUs are unknown")
     elif left:
-        also = any(node in seen for node in cards)
-        status, text = (warn, "besides") if also else (fail, "instead of")
-        yield status(
-            "igpu_visible", f"The variables show the integrated GPU {text} the card",
-            f"{shown} shows {left} to HIP {text} {card}; {harm}", fix, source,
-        )  # fmt: skip
+        status, text = (warn, "besides") if any(node in seen for node in cards) else (fail, "instead of")
+        yield status("igpu_visible", f"The variables show the integrated GPU {text} the card",
+                     f"{shown} shows {left} to HIP {text} {card}; {harm}", fix, source)  # fmt: skip
     else:
         yield ok("igpu_filtered", "integrated GPU hidden", f"{igpu} is besides the card; {shown} hides it", source)
 
@@ -205,23 +171,20 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
 def _platform(evidence: Evidence) -> Iterator[Finding]:
     release = evidence.machine.process.release or ""
     if "microsoft" in release.lower():
-        yield note(
-            "wsl", "WSL2",
-            f"the kernel is {release}: after Windows had slept, the first copy to an RX 7900 XTX hung until Windows "
-            "was restarted (ROCm 6.2.3); not tested by this project",
-            "keep Windows awake during a run; if a first copy hangs, restart Windows, not only WSL; compare card and "
-            "driver with AMD's list for WSL", "ROCm/ROCm#4145; ROCm/ROCm#3371",
-        )  # fmt: skip
+        yield note("wsl", "WSL2",
+                   f"the kernel is {release}: after Windows had slept, the first copy to an RX 7900 XTX hung (ROCm "
+                   "6.2.3); not tested by this project",
+                   "keep Windows awake during a run; if a first copy hangs, restart Windows, not only WSL",
+                   "ROCm/ROCm#4145; ROCm/ROCm#3371")  # fmt: skip
     for gpu in () if evidence.cards else evidence.machine.amd:
         if gpu.integrated:
             known = in_wheels(gpu)
             text = "not tested by this project" if known else "the wheels of pytorch.org have no code for it"
             yield (note if known else warn)(
                 "no_card", "No card, only the processor's own GPU",
-                f"{gpu.address} ({gpu.arch}) is the only AMD GPU here and shares the processor's memory; {text}",
+                f"{gpu.address} ({gpu.arch}) is the only AMD GPU and shares the processor's memory; {text}",
                 f"{_SEATED}; leave HSA_OVERRIDE_GFX_VERSION unset", "uv#18730; unsloth install.sh",
-                subject=gpu.address,
-            )  # fmt: skip
+                subject=gpu.address)  # fmt: skip
 
 
 # ---- variables --------------------------------------------------------------------------------------------------
@@ -229,16 +192,16 @@ def _platform(evidence: Evidence) -> Iterator[Finding]:
 
 def of_decision(decision: Decision) -> Finding:
     """A decision of the policy of variables as a finding of the check ``variables``."""
-    names = decision.variable.split(", ")
-    value = "" if decision.value is None else f"={shlex.quote(decision.value)}"
-    seen = [f"{name}={given}" for name, given in zip(names, (decision.value or "").split(" | "), strict=False)]
+    names, value = decision.variable.split(", "), decision.value
+    together = [f"{name}={given}" for name, given in zip(names, (value or "").split(" | "), strict=False)]
+    one = decision.variable + ("" if value is None else f"={shlex.quote(value)}")
     return Finding(
         check="variables",
         row=f"environ:{decision.variable}",
         status=_STATUS.get(decision.action, "info"),
-        title=f"{decision.variable}{value}" if len(names) == 1 else f"{decision.variable} together",
+        title=one if len(names) == 1 else f"{decision.variable} together",
         text=decision.reason,
-        read=tuple(seen) if len(names) > 1 else (),
+        read=tuple(together) if len(names) > 1 else (),
         fix=decision.fix,
         source=decision.source,
         subject=decision.variable,
@@ -259,104 +222,49 @@ def _variables(evidence: Evidence) -> Iterator[Finding]:
 def _release(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.machine.amd and not evidence.machine.topology.nodes:
         return
-    release = evidence.machine.process.release
-    version = re.match(r"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])", release or "")
-    if release is None or version is None:
+    release = evidence.machine.process.release or ""
+    version = re.match(r"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])", release)
+    if version is None:
         yield unknown(f"the kernel's release could not be read: {release}")
         return
     number = int(version[1]), int(version[2])
     stalls = re.match(r"7\.0\.0-28(?![0-9])|7\.0\.12(?![0-9]).*fc44", release)
     if stalls:
-        yield warn(
-            "kernel_mmap_stall", "This kernel stalls copies from mapped files",
-            f"on kernel {release}, moving a tensor of a mapped safetensors file to the card was reported to take "
-            "about 5 seconds for 8 MiB, while a copy on the heap takes 4 ms (gfx1100 among the reporters)",
-            "use a kernel with commit 342981fff328, or an older one without the stall (7.0.0-14, 6.17); in other "
-            "programs than this one, clone mapped tensors before moving them",
-            "ROCm/ROCm#6523; ROCm/ROCm#5952; ROCm/ROCm#6606; ROCm/ROCm#6358",
-        )  # fmt: skip
+        yield warn("kernel_mmap_stall", "This kernel stalls copies from mapped files",
+                   f"on kernel {release}, moving a mapped tensor of 8 MiB to the card was reported to take 5 seconds",
+                   "use a kernel with commit 342981fff328, or an older one (7.0.0-14, 6.17); in other programs than "
+                   "this one, clone mapped tensors before moving them",
+                   "ROCm/ROCm#6523; ROCm/ROCm#5952; ROCm/ROCm#6606; ROCm/ROCm#6358")  # fmt: skip
     if (6, 18) <= number <= (7, 0) and any((gpu.arch or "").startswith("gfx11") for gpu in evidence.cards):
-        yield warn(
-            "kernel_sdma_faults", "Page faults of the copy engine were reported on this kernel",
-            "with kernels 6.18 to 7.0, owners of RDNA3 cards report page faults of SDMA engine 0 that reset the GPU; "
-            f"this is {release}. They appear in dmesg; silent corruption was not reported with them",
-            "if `sudo dmesg` shows such faults: kernels 6.12 LTS and 6.17 worked for the reporters",
-            "ROCm/amdgpu#225; ROCm/amdgpu#204",
-        )  # fmt: skip
+        yield warn("kernel_sdma_faults", "Page faults of the copy engine were reported on this kernel",
+                   f"this is {release}; with kernels 6.18 to 7.0, owners of RDNA3 cards report page faults of SDMA "
+                   "engine 0 that reset the GPU; silent corruption was not reported with them",
+                   "if `sudo dmesg` shows such faults: kernels 6.12 LTS and 6.17 worked for the reporters",
+                   "ROCm/amdgpu#225; ROCm/amdgpu#204")  # fmt: skip
     elif number < (5, 16):
-        yield warn(
-            "kernel_too_old", "This kernel is old for this card",
-            f"kernel {release}: NaN after copies to the card were reported on 5.15 with a ROCm 6.4 wheel (RX 6900 "
-            "XT), and a newer kernel was not tried there",
-            "use the kernel of a current distribution (Ubuntu 24.04 or newer)", "ROCm/ROCm#6123",
-        )  # fmt: skip
+        yield warn("kernel_too_old", "This kernel is old for this card",
+                   f"kernel {release}: NaN after copies to the card were reported on 5.15 (ROCm 6.4, RX 6900 XT)",
+                   "use the kernel of a current distribution (Ubuntu 24.04 or newer)", "ROCm/ROCm#6123")  # fmt: skip
     elif not stalls:
         text = "this project knows no report against it"
         yield ok("kernel_ok", f"kernel {release}", text, "ROCm/ROCm#6523; ROCm/amdgpu#225")
-
-
-def _display(evidence: Evidence) -> Iterator[Finding]:
-    for gpu in evidence.cards:
-        if gpu.display and (gpu.arch or "").startswith(("gfx11", "gfx12")):
-            yield note(
-                "display_beside_compute", "a display on the card that computes",
-                f"{gpu.address} drives a display: owners of such cards report hangs of the scheduler's firmware "
-                "(MES), timeouts of ring gfx_0.0.0 and page faults that reset the card or freeze the computer",
-                "for a long run, use the processor's GPU or another card for the display, or train without a "
-                "graphical session; `hf-rocm-tune run -- COMMAND` restarts a run after a reset",
-                "TheRock#2655; ROCm/ROCm#5933; ROCm/ROCm#3166; ROCm/ROCm#5997", subject=gpu.address,
-            )  # fmt: skip
-
-
-def _peer_support(evidence: Evidence) -> Iterator[Finding]:
-    machine = evidence.machine
-    if machine.config is None:
-        yield unknown(machine.why("config"))
-    else:
-        lacking = [name for name in PEER_OPTIONS if machine.config.get(name) not in ("y", "m")]
-        seen = [f"{name}={machine.config.get(name, 'not set')}" for name in PEER_OPTIONS]
-        if lacking:
-            yield warn(
-                "peer_config_missing", "The kernel is built without peer-to-peer between cards",
-                f"{' and '.join(lacking)} not set in the configuration of this kernel, so copies between cards go "
-                "through the host, or fail in software that assumes direct copies",
-                f"use a kernel with {', '.join(PEER_OPTIONS)}, or keep copies off the direct path with the module "
-                "parameter amdgpu.pcie_p2p=0; test the pairs after each change", "llama.cpp#12012; ROCm docs: IOMMU",
-                read=seen,
-            )  # fmt: skip
-        else:
-            text = "all options for copies between cards are set"
-            yield ok("peer_config_ok", "peer-to-peer built in", text, "ROCm docs: IOMMU", read=seen)
-    if machine.pcie_p2p in ("N", "0"):
-        yield note(
-            "pcie_p2p_off", "amdgpu.pcie_p2p is off",
-            "the driver sends copies between cards through host memory: slower, and a known fix for wrong direct "
-            "copies", "keep it if the pair test failed without it; else remove `pcie_p2p=0` and test the pairs again",
-            f"{_PARAMETERS}; ROCm/ROCm#6342", read=[f"amdgpu parameter pcie_p2p: {machine.pcie_p2p}"],
-        )  # fmt: skip
 
 
 def _iommu(evidence: Evidence) -> Iterator[Finding]:
     machine = evidence.machine
     known = {gpu.address: gpu.iommu_type for gpu in evidence.cards if gpu.iommu_type}
     seen = [f"{address}: group type {kind}" for address, kind in known.items()]
-    boot = {name: value for name, value in machine.cmdline.items() if "iommu" in name}
-    seen += [f"boot parameter {name}={value}" if value else f"boot parameter {name}" for name, value in boot.items()]
-    translated = ", ".join(address for address, kind in known.items() if kind.startswith("DMA"))
-    if machine.iommu is False:
-        state, detail = "off", "the kernel lists no IOMMU"
-    elif translated:
-        state, detail = "translating", f"the addresses of {translated} are translated"
-    elif known:
-        state, detail = "passthrough", "the cards' addresses are not translated"
-    else:
+    seen += [f"boot parameter {name}={value}" for name, value in machine.cmdline.items() if "iommu" in name]
+    seen += [f"amdgpu parameter pcie_p2p={machine.pcie_p2p}"] if machine.pcie_p2p else []
+    if machine.iommu is not False and not known:
         yield unknown(f"no card is in an IOMMU group: {machine.why('iommu')}", read=seen)
         return
-    text = (
-        f"{detail}. AMD documents two contradictory settings for several cards (RCCL: iommu=pt; ROCm's IOMMU page: "
-        "translation enabled for Radeon peer-to-peer), so the pair test decides: while it passes, change nothing"
-    )
-    yield ok("iommu_state", f"IOMMU {state}", text, "ROCm docs: IOMMU; rccl init.cc; rccl#1129", read=seen)
+    translated = any(kind.startswith("DMA") for kind in known.values())
+    state = "off" if machine.iommu is False else "translating" if translated else "passthrough"
+    yield ok("iommu_state", f"IOMMU {state}",
+             "AMD documents two contradictory settings for several cards (RCCL: iommu=pt; ROCm's IOMMU page: "
+             "translation enabled for Radeon peer-to-peer), so the pair test decides: while it passes, change nothing",
+             "ROCm docs: IOMMU; rccl init.cc; rccl#1129", read=seen)  # fmt: skip
 
 
 def _overdrive(evidence: Evidence) -> Iterator[Finding]:
@@ -366,13 +274,11 @@ def _overdrive(evidence: Evidence) -> Iterator[Finding]:
     if mask is None and evidence.cards:
         yield unknown(evidence.machine.why("ppfeaturemask") if not text else "ppfeaturemask is not a number")
     elif mask is not None and mask & _OVERDRIVE_BIT:
-        yield note(
-            "overdrive", "OverDrive is unlocked",
-            f"amdgpu.ppfeaturemask is {mask:#x}, which unlocks OverDrive (clock and voltage tables) and may enable "
-            "features that were not validated; computing does not need it",
-            "while you look for wrong results: remove amdgpu.ppfeaturemask, run stock clocks, and test again",
-            f"{_PARAMETERS}; rocm-libraries#12344",
-        )  # fmt: skip
+        yield note("overdrive", "OverDrive is unlocked",
+                   f"amdgpu.ppfeaturemask is {mask:#x}, which unlocks clock and voltage tables and may enable features "
+                   "that were not validated; computing does not need it",
+                   "while you look for wrong results: remove amdgpu.ppfeaturemask, run stock clocks, and test again",
+                   f"{_PARAMETERS}; rocm-libraries#12344")  # fmt: skip
     elif mask is not None:
         yield ok("clocks_stock", "stock clocks", f"amdgpu.ppfeaturemask is {mask:#x}", _PARAMETERS)
 
@@ -385,37 +291,31 @@ def _memory(evidence: Evidence) -> Iterator[Finding]:
     if machine.memory_bytes is None:
         yield unknown(machine.why("proc/meminfo"))
         return
-    gib, free, swap = machine.memory_bytes / _GIB, machine.available_bytes, machine.swap_bytes
+    gib, free, limit = machine.memory_bytes / _GIB, machine.available_bytes, machine.memory_limit_bytes
     text = "free memory unknown" if free is None else f"{free / _GIB:.1f} GiB available"
-    text += ", swap unknown" if swap is None else f", {swap / _GIB:.1f} GiB of swap" if swap else ", no swap"
     text += "; weights pass through a small page-locked ring, so a model may be larger than this memory"
     yield ok("host_memory", f"{gib:.0f} GiB of host memory", text, "kernel: /proc/meminfo")
-    if (limit := machine.memory_limit_bytes) is not None:
-        yield note(
-            "memory_limit", f"the container may use {limit / _GIB:.1f} GiB",
-            f"a memory limit of {limit / _GIB:.1f} GiB is set for this process, of {gib:.0f} GiB in the machine; the "
-            "kernel kills a process that exceeds it without a message",
-            "raise it with `--memory` when a run is killed", "kernel documentation: cgroup v2",
-        )  # fmt: skip
+    if limit is not None:
+        yield note("memory_limit", f"the container may use {limit / _GIB:.1f} GiB",
+                   f"a memory limit of {limit / _GIB:.1f} GiB is set for this process, of {gib:.0f} GiB in all; the "
+                   "kernel kills a process that exceeds it without a message",
+                   "raise it with `--memory` when a run is killed", "kernel documentation: cgroup v2")  # fmt: skip
 
 
 def _shared_memory(evidence: Evidence) -> Iterator[Finding]:
-    machine, source = evidence.machine, "PyTorch README: Docker image"
-    shm = machine.process.shm_bytes
-    if machine.process.platform != "linux":
+    process, source = evidence.machine.process, "PyTorch README: Docker image"
+    if process.platform != "linux":
         return
-    if shm is None:
+    if process.shm_bytes is None:
         yield unknown("the size of /dev/shm is unknown")
-    elif shm < _GIB:  # our own bound; Docker's default of 64 MiB is too little for loader workers
-        where = f" in this {machine.container} container" if machine.container else ""
-        yield warn(
-            "shm_small", "Little shared memory",
-            f"/dev/shm holds {shm / _MIB:.0f} MiB{where}; loader workers pass batches through it and die of a bus "
-            "error when it is full",
-            "start the container with `--ipc=host` or `--shm-size 8g`, or keep `--dataloader_num_workers 0`", source,
-        )  # fmt: skip
+    elif process.shm_bytes < _GIB:  # our own bound; Docker's default of 64 MiB is too little for loader workers
+        yield warn("shm_small", "Little shared memory",
+                   f"/dev/shm holds {process.shm_bytes / _MIB:.0f} MiB; loader workers pass batches through it and die "
+                   "of a bus error when it is full",
+                   "start the container with `--ipc=host` or `--shm-size 8g`, or keep `--dataloader_num_workers 0`",
+                   source)  # fmt: skip
     else:
-        yield ok("shm_ok", f"{shm / _GIB:.0f} GiB of /dev/shm", "enough for loader workers", source)
+        yield ok("shm_ok", f"{process.shm_bytes / _GIB:.0f} GiB of /dev/shm", "enough for loader workers", source)
 
 
 def _vram(evidence: Evidence) -> Iterator[Finding]:
@@ -431,48 +331,36 @@ def _vram(evidence: Evidence) -> Iterator[Finding]:
             yield ok("vram_free", f"{(total - used) / _GIB:.1f} GiB free on the card", text, source)
             continue
         status = note if used / total < 0.15 else warn  # 3 GiB of 20 that training cannot have
-        yield status(
-            "vram_taken", f"{used / _GIB:.1f} GiB of the card in use", f"{text}, for example by a desktop on this card",
-            "nothing if the run fits; else end the other programs on the card (`amd-smi process` lists them), log out "
-            "of the desktop, or plug the display into the integrated GPU", source, subject=gpu.address,
-        )  # fmt: skip
+        yield status("vram_taken", f"{used / _GIB:.1f} GiB of the card in use", f"{text}, for example by a desktop",
+                     "nothing if the run fits; else end the other programs on the card (`amd-smi process` lists them) "
+                     "or log out of the desktop", source, subject=gpu.address)  # fmt: skip
 
 
 def _temperature(evidence: Evidence) -> Iterator[Finding]:
     source = "kernel documentation: amdgpu thermal controls"
     for gpu in evidence.cards:
-        sensors = gpu.sensors
-        known = {
-            "hotspot {:.0f} C": sensors.hotspot_c,
-            "edge {:.0f} C": sensors.edge_c,
-            "memory {:.0f} C": sensors.memory_c,
-            "{:.0f} W": sensors.power_w,
-            "power limit {:.0f} W": sensors.power_cap_w,
-        }
+        sensors, hotspot = gpu.sensors, gpu.sensors.hotspot_c
+        known = {"hotspot {:.0f} C": hotspot, "edge {:.0f} C": sensors.edge_c, "memory {:.0f} C": sensors.memory_c}
+        known |= {"{:.0f} W": sensors.power_w, "power limit {:.0f} W": sensors.power_cap_w}
         readings = ", ".join(form.format(value) for form, value in known.items() if value is not None)
         if not readings:
             yield unknown("; ".join(dict.fromkeys(sensors.missing.values())), subject=gpu.address)
             continue
-        hot = sensors.hotspot_c is not None and sensors.hotspot_c >= HOTSPOT_C
+        hot = hotspot is not None and hotspot >= HOTSPOT_C
         if hot:
-            yield warn(
-                "hotspot", f"The hotspot is at {sensors.hotspot_c:.0f} C",
-                f"{gpu.address}: RDNA3 lowers its clocks by this temperature (limit about 110 C), not by the edge "
-                "temperature",
-                "clean the cooler, improve the airflow, or lower the power limit; watch `amd-smi metric` under load",
-                f"{source}; {_GENERAL}", subject=gpu.address, read=[readings],
-            )  # fmt: skip
+            yield warn("hotspot", f"The hotspot is at {hotspot:.0f} C",
+                       f"{gpu.address}: RDNA3 lowers its clocks by this temperature (limit about 110 C)",
+                       "clean the cooler, improve the airflow, or lower the power limit; watch `amd-smi metric`",
+                       f"{source}; general knowledge, lower confidence", subject=gpu.address,
+                       read=[readings])  # fmt: skip
         if sensors.throttle:
-            causes = " and ".join(throttle_causes(sensors.throttle))
-            yield warn(
-                "throttled", "The card's clocks are limited now",
-                f"{gpu.address}: the driver reports that {causes} limits the clocks",
-                "a power limit under load is normal; for another cause, or at idle, read `amd-smi metric`, and check "
-                "cooling and power supply", source, subject=gpu.address,
-                read=[readings, f"throttle status {sensors.throttle:#x}"],
-            )  # fmt: skip
+            yield warn("throttled", "The card's clocks are limited now",
+                       f"{gpu.address}: {' and '.join(throttle_causes(sensors.throttle))} limits the clocks",
+                       "a power limit under load is normal; else check cooling and power supply (`amd-smi metric`)",
+                       source, subject=gpu.address,
+                       read=[readings, f"throttle status {sensors.throttle:#x}"])  # fmt: skip
         elif not hot:
-            degrees = sensors.hotspot_c or sensors.edge_c
+            degrees = hotspot or sensors.edge_c
             title = "temperature unknown" if degrees is None else f"{degrees:.0f} C"
             yield ok("sensors_ok", title, f"{gpu.address}: {readings}", source, subject=gpu.address)
 
@@ -485,11 +373,9 @@ CHECKS = (
     Check("platform", "access", "WSL, and integrated GPUs alone", _platform),
     Check("variables", "variables", "variables that are harmful or ignored", _variables),
     Check("kernel_release", "kernel", "kernels with known problems", _release),
-    Check("display", "kernel", "a display on the card that computes", _display),
-    Check("peer_support", "kernel", "kernel options for copies between cards", _peer_support, needs_cards=2),
     Check("iommu", "kernel", "state of the IOMMU, without advice", _iommu, needs_cards=2),
     Check("overdrive", "kernel", "unlocked clock and voltage tables", _overdrive),
-    Check("host_memory", "host", "host memory and swap", _memory),
+    Check("host_memory", "host", "host memory and its limit", _memory),
     Check("shared_memory", "host", "/dev/shm for loader workers", _shared_memory),
     Check("vram", "host", "card memory in use by others", _vram),
     Check("temperature", "host", "hotspot, power and throttling", _temperature),

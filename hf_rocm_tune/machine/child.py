@@ -1,9 +1,9 @@
 """Measurements in child processes: a hang, a crash or damaged output ends only the child.
 
-Each is ``python -m MODULE`` in its own session, with a deadline, after which its whole process group is killed. The
-request is JSON on stdin, the result one JSON object in a file, so that output of native libraries cannot damage it. The
-module ends in ``sys.exit(answer(measure))``; by hand, the result is printed. Not covered: a process that left the group
-by starting its own session; and one that the kernel does not end (state D), which is reported and left running.
+Each is ``python -m MODULE`` in its own session, whose process group is killed at a deadline. The request is JSON on
+stdin, the result one JSON object in a file, which output of native libraries cannot damage. The module ends in
+``sys.exit(answer(measure))``; by hand, the result is printed. Not covered: a process that left the group, and one that
+the kernel does not end (state D), which is reported and left running.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ Status = Literal["done", "timeout", "died", "garbage"]
 class Task:
     """One child to start: ``python -m module`` with a request of plain JSON values.
 
-    Environ: variables in addition to those of this process; None removes one. Variables that HIP reads once, at its
-    start, can only be set here.
+    Environ: variables in addition to those of this process; None removes one. HIP reads some only at its start.
     """
 
     module: str
@@ -108,7 +107,7 @@ def run(
 
 
 def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5.0) -> list[Outcome]:
-    """Run children that wait for each other, as the ranks of a process group do."""
+    """Run children that wait for each other, as ranks do: once one has failed, the others have ``grace_s`` left."""
     with contextlib.ExitStack() as stack:
         try:
             children = [stack.enter_context(_Child(task)) for task in tasks]
@@ -120,24 +119,15 @@ def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5
             if not one_failed and any(child.failed() for child in children):
                 one_failed, ends_at = True, min(ends_at, time.monotonic() + grace_s)
             time.sleep(_POLL_SECONDS)
-        for child in children:
-            child.note_late()
-        _kill_all(children)
-        return [child.outcome() for child in children]
-
-
-def _kill_all(children: Sequence[_Child]) -> None:
-    """Kill the process groups of several, with one common waiting time."""
-    running = [child for child in children if child.runs()]
-    for child in running:
-        child.send(signal.SIGKILL)
-    patience = time.monotonic() + _KILL_SECONDS
-    for child in running:
-        try:
-            child.process.wait(0.01 if child.unkillable else max(patience - time.monotonic(), 0.01))
-        except subprocess.TimeoutExpired:
-            child.unkillable = True  # the kernel does not end it: do not wait again
-        child.ended = time.monotonic()
+        late = [child for child in children if child.runs()]
+        for child in late:
+            child.state = state_of(child.process.pid)
+        patience = time.monotonic() + _KILL_SECONDS  # for all of them together
+        for child in late:
+            child.send(signal.SIGKILL)
+        for child in late:
+            child.wait(patience - time.monotonic())
+        return [child.outcome(late=child in late) for child in children]
 
 
 class _Child:
@@ -146,9 +136,8 @@ class _Child:
     def __init__(self, task: Task) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hf-rocm-tune-child-", ignore_cleanup_errors=True)
         self._folder = Path(self._directory.name)
-        self._began, self.ended = time.monotonic(), 0.0
-        self.unkillable = self._late = False
-        self._state = ""
+        self._began, self._ended = time.monotonic(), 0.0
+        self.state = ""
         try:
             request = self._folder / "request.json"
             request.write_text(json.dumps(dict(task.request)), encoding="utf-8")
@@ -170,7 +159,9 @@ class _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _kill_all([self])  # also when Ctrl-C has ended the waiting
+        if self.runs():  # Ctrl-C has ended the waiting, or the kernel does not end it
+            self.send(signal.SIGKILL)
+            self.wait(0.1)
         self._directory.cleanup()
 
     def runs(self) -> bool:
@@ -180,37 +171,33 @@ class _Child:
             if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return True
             self.send(signal.SIGKILL)
-            self.process.wait()
-            self.ended = time.monotonic()
+            self.wait(None)
         return False
 
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
+    def wait(self, seconds: float | None) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds if seconds is None else max(seconds, 0.01))
+        self._ended = time.monotonic()
+
     def failed(self) -> bool:
         return not self.runs() and self._result()[0] != "done"
 
-    def note_late(self) -> None:
-        """Note, if it runs, that it is killed at the deadline, and its state."""
-        self._late = self.runs()
-        self._state = state_of(self.process.pid) if self._late else ""
-
-    def outcome(self) -> Outcome:
-        status, result, error = ("timeout", None, "") if self._late else self._result()
+    def outcome(self, *, late: bool) -> Outcome:
+        status, result, error = ("timeout", None, "") if late else self._result()
         with (self._folder / _OUTPUT).open("rb") as output:
             output.seek(-min(4 * _TAIL_CHARACTERS, output.seek(0, os.SEEK_END)), os.SEEK_END)
             text = output.read().decode("utf-8", errors="replace")
-        return Outcome(
-            status=status,
-            result=result,
-            error=error,
-            code=self.process.returncode,
-            seconds=self.ended - self._began,
-            step=self._step(),
-            state=self._state,
-            tail="".join(c for c in text if c.isprintable() or c == "\n").strip()[-_TAIL_CHARACTERS:],
-        )
+        tail = "".join(c for c in text if c.isprintable() or c == "\n").strip()[-_TAIL_CHARACTERS:]
+        step = ""
+        with contextlib.suppress(OSError):
+            step = (self._folder / _STEP).read_text(encoding="utf-8", errors="replace")[:_STEP_CHARACTERS]
+        told = {"error": error, "step": step, "state": self.state, "tail": tail}
+        seconds = self._ended - self._began
+        return Outcome(status=status, result=result, code=self.process.returncode, seconds=seconds, **told)
 
     def _result(self) -> tuple[Status, dict[str, Any] | None, str]:
         try:
@@ -228,12 +215,6 @@ class _Child:
         sound = isinstance(found, dict) and len(raw) <= _RESULT_BYTES
         return ("done", found, "") if sound else ("garbage", None, "")
 
-    def _step(self) -> str:
-        try:
-            return (self._folder / _STEP).read_text(encoding="utf-8", errors="replace")[:_STEP_CHARACTERS]
-        except OSError:
-            return ""
-
 
 def _environ(task: Task, folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
@@ -242,8 +223,7 @@ def _environ(task: Task, folder: Path) -> dict[str, str]:
     # No messages about the environment; every discrete card is visible.
     kept |= {"HF_ROCM_TUNE_QUIET": "1", "HF_ROCM_TUNE_SPLIT": "1", DIRECTORY: str(folder), PARENT: str(os.getpid())}
     kept["PYTHONPATH"] = os.pathsep.join(sys.path)  # the same import path as here
-    wanted = {**kept, **task.environ}
-    return {name: value for name, value in wanted.items() if value is not None}
+    return {name: value for name, value in {**kept, **task.environ}.items() if value is not None}
 
 
 # ---- in the child
@@ -279,22 +259,20 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
 
 def step(what: str) -> None:
     """Note the next step ("copying 64 MiB to cuda:0"), which the parent names in case of a hang."""
-    directory = os.environ.get(DIRECTORY)
-    if directory:
+    if directory := os.environ.get(DIRECTORY):
         Path(directory, _STEP).write_text(what, encoding="utf-8")
     if _fault is not None and _fault.get("where", "") in what:
         _end(_fault["kind"])
 
 
 def device_of(wanted: Mapping[str, Any]) -> torch.device:
-    """Start a device and make it the current one. Imports torch."""
+    """Start a device, found by its PCI ``address`` if given, and make it the current one. Imports torch."""
     import torch
 
-    device = torch.device(wanted["device"])
+    device, address = torch.device(wanted["device"]), wanted.get("address")
     if device.type == "cpu":
         return device
     torch.cuda.init()
-    address = wanted.get("address")
     if address is not None:
         found = [index for index in range(torch.cuda.device_count()) if pci_address(index) == address]
         if found:
@@ -318,23 +296,19 @@ def pci_address(index: int) -> str | None:
 
 def _request() -> dict[str, Any]:
     text = sys.stdin.read()
-    try:
-        request = json.loads(text or "{}")
-    except ValueError:
-        request = None
-    if not isinstance(request, dict):
-        raise UsageError(f"the request on stdin is {text[:40]!r}: give a JSON object")
-    return request
+    with contextlib.suppress(ValueError):
+        if isinstance(request := json.loads(text or "{}"), dict):
+            return request
+    raise UsageError(f"the request on stdin is {text[:40]!r}: give a JSON object")
 
 
 def _leave(text: str) -> bool:
     """Write the result for the parent, or print it without one; whether there is a parent."""
-    directory = os.environ.get(DIRECTORY)
-    if directory:
+    if directory := os.environ.get(DIRECTORY):
         Path(directory, RESULT).write_text(text, encoding="utf-8")
-    else:
-        print(text)
-    return bool(directory)
+        return True
+    print(text)
+    return False
 
 
 def _follow_parent() -> None:
@@ -353,8 +327,7 @@ def _follow_parent() -> None:
 
 def _end(kind: str) -> None:
     if kind == "hang":
-        while True:
-            time.sleep(3600)
+        signal.pause()
     if kind in ("stop", "kill", "crash"):
         os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL, "crash": signal.SIGSEGV}[kind])
     if kind == "garbage":

@@ -3,8 +3,7 @@
 KFD's ``gfx_target_version`` is written by the kernel: HSA_OVERRIDE_GFX_VERSION does not reach it. A Radeon card since
 Vega 20 carries a switch: the GPU hangs from a downstream port (1002:1479) of an upstream port (1002:1478) on the card's
 connector, whose link is the slot's; the GPU's own always reads as full (freebsd/drm-kmod#426). Sensors: kernel
-documentation ``gpu/amdgpu/thermal`` and ``driver-misc``; ``gpu_metrics`` 1.3 (``kgd_pp_interface.h``) has a throttle
-status, without its hotspot bit, which firmware of Navi 31 and 48 sets nearly always (rocm-systems#11781).
+documentation ``gpu/amdgpu/thermal``, ``driver-misc``.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ _DISPLAY, _ACCELERATOR = 0x03, 0x1200
 _MEMORY, _BARS = 0x200, 6  # IORESOURCE_MEM; the first six lines of ``resource`` are the device's own BARs
 _AER = {"correctable": "TOTAL_ERR_COR", "nonfatal": "TOTAL_ERR_NONFATAL", "fatal": "TOTAL_ERR_FATAL"}
 # pci.ids, vendor 1022: ports of the 300, 400, 500 and 600 series; 57xx is the X570 (ROCm/ROCm#910); 43b3 an A320's.
-_CHIPSET = frozenset(
-    {0x43B0, 0x43B1, 0x43B3, 0x43B4, 0x43C6, 0x43C7, 0x43E9, 0x43EA, 0x43F4, 0x43F5, 0x57A3, 0x57A4, 0x57AD}
-)
-_WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})  # 0: no link; a sleeping device reads as 63, an unknown one as 255
+_CHIPSET = {0x43B0, 0x43B1, 0x43B3, 0x43B4, 0x43C6, 0x43C7, 0x43E9, 0x43EA, 0x43F4, 0x43F5, 0x57A3, 0x57A4, 0x57AD}
+_WIDTHS = {1, 2, 4, 8, 12, 16, 32}  # 0: no link; a sleeping device reads as 63, an unknown one as 255
 
-_METRICS = struct.Struct("<HBB108xQ")  # size, two revision numbers, indep_throttle_status of revision 1.3
+# gpu_metrics 1.3 (kgd_pp_interface.h): size, two revision numbers, indep_throttle_status.
+_METRICS = struct.Struct("<HBB108xQ")
 HOTSPOT_C = 105.0
 """General knowledge, lower confidence: RDNA3 regulates on the hotspot, up to about 110 C."""
-_UNFILLED, _HOTSPOT = (1 << 64) - 1, 1 << 36
+_UNFILLED = (1 << 64) - 1
+_HOTSPOT = 1 << 36  # left out: firmware of Navi 31 and 48 sets it nearly always (rocm-systems#11781)
 _CAUSES = ((range(8), "power"), (range(16, 24), "current"), (range(32, 48), "temperature"), (range(56, 58), "other"))
 
 
@@ -151,13 +150,17 @@ def list_display_devices(files: Files) -> tuple[DisplayDevice, ...]:
     names = filter(_ADDRESS.fullmatch, files.names(DEVICES) or ())
     found: list[DisplayDevice] = []
     for address in sorted(names, key=lambda name: [int(part, 16) for part in re.split("[:.]", name)]):
-        place = f"{DEVICES}/{address}"
-        code = files.hexadecimal(f"{place}/class")
+        code = files.hexadecimal(f"{DEVICES}/{address}/class")
         if code is not None and (code >> 16 == _DISPLAY or code >> 8 == _ACCELERATOR):
-            vendor, device = files.hexadecimal(f"{place}/vendor"), files.hexadecimal(f"{place}/device")
+            vendor, device = _ids(files, address)
             if vendor is not None and device is not None:
-                found.append(DisplayDevice(address, vendor, device, files.hexadecimal(f"{place}/revision")))
+                revision = files.hexadecimal(f"{DEVICES}/{address}/revision")
+                found.append(DisplayDevice(address, vendor, device, revision))
     return tuple(found)
+
+
+def _ids(files: Files, address: str) -> tuple[int | None, int | None]:
+    return files.hexadecimal(f"{DEVICES}/{address}/vendor"), files.hexadecimal(f"{DEVICES}/{address}/device")
 
 
 def read_bar_bytes(files: Files, address: str) -> int | None:
@@ -174,22 +177,11 @@ def read_bar_bytes(files: Files, address: str) -> int | None:
     return files.parsed(f"{DEVICES}/{address}/resource", largest, "no memory BAR")
 
 
-def read_display(files: Files, address: str) -> bool:
-    """Whether a display is connected to one of the device's connectors (``drm/card0/card0-DP-1/status``)."""
-    where = f"{DEVICES}/{address}/drm"
-    ends = [
-        f"{where}/{card}/{name}" for card in files.names(where) or () for name in files.names(f"{where}/{card}") or ()
-    ]
-    return any(files.text(f"{end}/status") == "connected" for end in ends if re.search(r"/card[0-9]+-[^/]+$", end))
-
-
 def read_iommu_type(files: Files, address: str) -> str | None:
     """``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating), as the kernel states of the device's group."""
     group = parse_int(files.last(f"{DEVICES}/{address}/iommu_group") or "")
-    if group is None:
-        return None
     path = f"sys/kernel/iommu_groups/{group}/type"
-    return files.parsed(path, lambda text: text if re.fullmatch("[A-Za-z-]{1,24}", text) else None, "no type")
+    return None if group is None else files.matching(path, "[A-Za-z-]{1,24}")
 
 
 def read_aer(files: Files, addresses: Iterable[str]) -> dict[str, int]:
@@ -201,14 +193,10 @@ def read_aer(files: Files, addresses: Iterable[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for address in addresses:
         for kind, name in _AER.items():
-
-            def stated(text: str, name: str = name) -> int | None:
-                lines = [line.split() for line in text.splitlines()]
-                return next((parse_int(line[1]) for line in lines if len(line) > 1 and line[0] == name), None)
-
-            total = files.parsed(f"{DEVICES}/{address}/aer_dev_{kind}", stated, f"no {name}")
-            if total is not None:
-                found[kind] = found.get(kind, 0) + total
+            text = files.text(f"{DEVICES}/{address}/aer_dev_{kind}") or ""
+            stated = re.search(rf"^{name} ([0-9]{{1,20}})$", text, re.MULTILINE)
+            if stated is not None:
+                found[kind] = found.get(kind, 0) + int(stated[1])
     return found
 
 
@@ -219,9 +207,7 @@ def read_upward(files: Files, address: str) -> Upward:
     chain = tuple(part for part in target.split("/") if part)
     if chain[-1:] != (address,) or not all(map(_ADDRESS.fullmatch, chain)) or len(set(chain)) < len(chain):
         chain = (address,)
-    ids = [
-        (files.hexadecimal(f"{DEVICES}/{one}/vendor"), files.hexadecimal(f"{DEVICES}/{one}/device")) for one in chain
-    ]
+    ids = [_ids(files, one) for one in chain]
     # The topmost function that belongs to the card itself.
     connector = len(ids) - 1
     while connector > 0 and ids[-1][0] == AMD == ids[connector - 1][0]:
@@ -237,19 +223,15 @@ def read_upward(files: Files, address: str) -> Upward:
 
 def _link(files: Files, lower: str, upper: str | None) -> Link:
     def speed(address: str, which: str) -> float | None:
-        return files.parsed(f"{DEVICES}/{address}/{which}_link_speed", _parse_speed, "no speed")
+        # "16.0 GT/s PCIe", "8 GT/s" before kernel 5.7, "Unknown" of a sleeping device.
+        text = files.matching(f"{DEVICES}/{address}/{which}_link_speed", r"[0-9]{1,3}(\.[0-9])? GT/s.*")
+        return None if text is None else float(text.partition(" ")[0])
 
     path, current = f"{DEVICES}/{lower}/current_link_width", speed(lower, "current")
     width = files.parsed(path, lambda text: n if (n := parse_int(text)) in _WIDTHS else None, "no width of a link")
     limits = [limit for end in (lower, upper) if end and (limit := speed(end, "max")) is not None]
     # A link that runs faster than the stated maximum of one end is able to do what it does.
     return Link(lower, current, width, max(min(limits), current or 0.0) if limits else current)
-
-
-def _parse_speed(text: str) -> float | None:
-    # "16.0 GT/s PCIe", "8 GT/s" before kernel 5.7, "Unknown" of a sleeping device.
-    found = re.match(r"([0-9]{1,3}(?:\.[0-9])?) GT/s", text, re.ASCII)
-    return float(found[1]) if found else None
 
 
 # ---- sensors -------------------------------------------------------------------------------------------------------
@@ -271,9 +253,6 @@ class Sensors:
     missing: Mapping[str, str] = field(default_factory=dict)
 
 
-_TEMPERATURES = {"edge_c": "edge", "hotspot_c": "junction", "memory_c": "mem"}
-
-
 def read_sensors(files: Files, address: str) -> Sensors:
     """All sensors of the amdgpu card at a PCI address. Never raises."""
     device = f"{DEVICES}/{address}"
@@ -281,23 +260,18 @@ def read_sensors(files: Files, address: str) -> Sensors:
     hwmon = f"{device}/hwmon/{monitors[0]}" if monitors else device
     # Which of temp1 to temp3 is which is read from their labels.
     labels = {files.text(f"{hwmon}/temp{n}_label"): f"{hwmon}/temp{n}_input" for n in (1, 2, 3)} if monitors else {}
-    power = "power1_average" if monitors and "power1_average" in (files.names(hwmon) or ()) else "power1_input"
+    power = "power1_average" if "power1_average" in (files.names(hwmon) or ()) else "power1_input"
     places: dict[str, tuple[str, Callable[[str], float | None]]] = {
-        "power_w": (f"{hwmon}/{power}", _watts),
-        "power_cap_w": (f"{hwmon}/power1_cap", _watts),
-        "utilisation": (f"{device}/gpu_busy_percent", _share),
-        "vram_used_bytes": (f"{device}/mem_info_vram_used", parse_int),
-        "vram_total_bytes": (f"{device}/mem_info_vram_total", parse_int),
+        f"{name}_c": (labels.get(label, f"{hwmon}/temperature labelled {label}"), _celsius)
+        for name, label in (("edge", "edge"), ("hotspot", "junction"), ("memory", "mem"))
     }
-    for name, label in _TEMPERATURES.items():
-        places[name] = (labels.get(label, f"{hwmon}/temperature labelled {label}"), _celsius)
+    places |= {"power_w": (f"{hwmon}/{power}", _watts), "power_cap_w": (f"{hwmon}/power1_cap", _watts)}
+    places |= {f"vram_{name}_bytes": (f"{device}/mem_info_vram_{name}", parse_int) for name in ("used", "total")}
+    places["utilisation"] = (f"{device}/gpu_busy_percent", _share)
     found = {name: files.parsed(path, parse, "no such value") for name, (path, parse) in places.items()}
-    metrics = files.content(f"{device}/gpu_metrics")
-    if metrics is not None:
-        throttle, reason = parse_throttle(metrics)
-    else:
-        throttle, reason = None, files.unread[f"{device}/gpu_metrics"]
     missing = {name: files.unread[places[name][0]] for name, value in found.items() if value is None}
+    metrics = files.content(f"{device}/gpu_metrics")
+    throttle, reason = (None, files.unread[f"{device}/gpu_metrics"]) if metrics is None else parse_throttle(metrics)
     missing |= {"throttle": reason} if reason else {}
     return Sensors(**found, throttle=throttle, missing=missing)  # type: ignore[arg-type]
 
@@ -317,10 +291,8 @@ def _share(text: str) -> float | None:
 
 def parse_throttle(metrics: bytes) -> tuple[int | None, str]:
     """The chip-independent throttle status in a ``gpu_metrics`` file, without the hotspot bit; or None and why."""
-    if len(metrics) < _METRICS.size:
-        return None, f"gpu_metrics: {len(metrics)} bytes, too short for a throttle status"
-    size, form, content, status = _METRICS.unpack_from(metrics)
-    if (form, content) != (1, 3) or size < _METRICS.size:
+    size, form, content, status = _METRICS.unpack_from(metrics.ljust(_METRICS.size, b"\0"))
+    if (form, content) != (1, 3) or min(size, len(metrics)) < _METRICS.size:
         return None, f"gpu_metrics: revision {form}.{content} has no throttle status of a known meaning"
     if status == _UNFILLED:
         return None, "gpu_metrics: this chip states no throttle status"
@@ -334,15 +306,12 @@ def throttle_causes(status: int) -> tuple[str, ...]:
 
 
 def core_dumps(files: Files | None = None) -> frozenset[str]:
-    """The current core dumps of amdgpu, as "devcd1 of 0000:03:00.0"; empty if they cannot be read.
+    """The current core dumps of amdgpu, as "devcd1 of 0000:03:00.0"; empty if they cannot be read, without root too.
 
     amdgpu writes one when it resets a GPU; the kernel drops it after five minutes (``drivers/base/devcoredump.c``).
-    Reading the list needs no root. An empty list proves nothing: not every fault leaves a dump.
+    Not every fault leaves a dump.
     """
     files, where = files or Files(), "sys/class/devcoredump"
-    found = set()
-    for name in files.names(where) or []:
-        device = f"{where}/{name}/failing_device"
-        if files.last(f"{device}/driver") == "amdgpu":
-            found.add(f"{name} of {files.last(device) or 'an unnamed device'}")
-    return frozenset(found)
+    devices = {name: f"{where}/{name}/failing_device" for name in files.names(where) or ()}
+    amd = {name: device for name, device in devices.items() if files.last(f"{device}/driver") == "amdgpu"}
+    return frozenset(f"{name} of {files.last(device) or 'an unnamed device'}" for name, device in amd.items())

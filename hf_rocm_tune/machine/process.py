@@ -80,41 +80,28 @@ def choose(
     if not nodes:
         return CardChoice(reason="the kernel lists no AMD GPU: nothing to choose")
     if users:
-        return _keep(nodes, users, processes)
+        seen, reason = visible_nodes(nodes, users), ", ".join(f"{name}={value}" for name, value in users.items())
+        reason += " is set by the user and kept"
+        if processes == 1 or seen is None or len(seen) >= processes:
+            return CardChoice(reason=reason)
+        return CardChoice(reason=f"{reason}, but leaves {len(seen)} card(s) for {processes} processes", troubled=True)
     if not complete:
-        return CardChoice(
-            reason=f"some GPUs could not be read, so their indices are uncertain: set {OURS} yourself", troubled=True
-        )
+        reason = f"some GPUs could not be read, so their indices are uncertain: set {OURS} yourself"
+        return CardChoice(reason=reason, troubled=True)
     # Integrated GPUs are hidden if there is a discrete card.
     cards = [node for node in nodes if not is_integrated(node)] or list(nodes)
     cards.sort(key=lambda node: (-(node.vram_bytes or 0), node.index))
     hidden = [node for node in nodes if node not in cards]
-    aside = f"; hidden as integrated: {', '.join(describe(node) for node in hidden)}" if hidden else ""
+    aside = f"; hidden as integrated: {', '.join(map(describe, hidden))}" if hidden else ""
     if processes > len(cards):
-        return CardChoice(
-            reason=f"{processes} processes on this machine, but {len(cards)} card(s) to train on{aside}: nothing is "
-            f"set; start at most {len(cards)} process(es)",
-            troubled=True,
-        )
+        reason = f"{processes} processes on this machine, but {len(cards)} card(s) to train on{aside}"
+        return CardChoice(reason=f"{reason}: start at most {len(cards)} process(es)", troubled=True)
     if split or processes > 1:
+        shown = {OURS: ",".join(str(node.index) for node in cards)} if hidden else {}
         why = f"each of {processes} processes takes one of them" if processes > 1 else "a split is requested"
-        listed = ",".join(str(node.index) for node in cards)
-        shown = {OURS: listed} if hidden else {}
         return CardChoice(variables=shown, reason=f"{len(cards)} cards visible, {why}{aside}")
-    if len(nodes) == 1:
-        return CardChoice(reason=f"one GPU: {describe(cards[0])}")
-    return CardChoice(variables={OURS: str(cards[0].index)}, reason=f"{describe(cards[0])}{aside}")
-
-
-def _keep(nodes: Sequence[GpuNode], users: dict[str, str], processes: int) -> CardChoice:
-    shown = ", ".join(f"{name}={value}" for name, value in users.items())
-    seen = visible_nodes(nodes, users)
-    if processes > 1 and seen is not None and len(seen) < processes:
-        return CardChoice(
-            reason=f"{shown} is set by the user and kept, but leaves {len(seen)} card(s) for {processes} processes",
-            troubled=True,
-        )
-    return CardChoice(reason=f"{shown} is set by the user and kept")
+    shown = {OURS: str(cards[0].index)} if len(nodes) > 1 else {}
+    return CardChoice(variables=shown, reason=f"{describe(cards[0])}{aside}")
 
 
 def describe(node: GpuNode) -> str:
@@ -143,24 +130,19 @@ def visible_nodes(nodes: Sequence[GpuNode], environ: Mapping[str, str]) -> tuple
     None if a filter cannot be followed (empty, or with entries other than indices, for example UUIDs).
     """
     hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES")
-    seen: list[GpuNode] | None = list(nodes)
+    seen = list(nodes)
     for listed in (environ.get("ROCR_VISIBLE_DEVICES"), hip or None):
-        if listed is not None and seen is not None:
-            seen = _filtered(seen, listed)
-    return None if seen is None else tuple(seen)
-
-
-def _filtered(nodes: Sequence[GpuNode], listed: str) -> list[GpuNode] | None:
-    kept: list[GpuNode] = []
-    for entry in (part.strip() for part in listed.split(",")):
-        if re.fullmatch(r"-?[0-9]{1,9}", entry):
-            # An invalid index ends the list, in HIP and in CUDA.
-            if not 0 <= int(entry) < len(nodes):
+        if listed is None:
+            continue
+        kept: list[GpuNode] = []
+        for entry in (part.strip() for part in listed.split(",")):
+            if not re.fullmatch(r"-?[0-9]{1,9}", entry):
+                return None
+            if not 0 <= int(entry) < len(seen):  # an invalid index ends the list, in HIP and in CUDA
                 break
-            kept.append(nodes[int(entry)])
-        else:
-            return None
-    return kept
+            kept.append(seen[int(entry)])
+        seen = kept
+    return tuple(seen)
 
 
 # ---- ranks and devices, before Accelerate makes its state -------------------------------------------------------
@@ -246,22 +228,23 @@ def _host_store(port: int) -> None:
     )
 
 
+def _stat(pid: int) -> list[str]:
+    """The fields of a process after its name, from its state on; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def start_ticks(pid: int) -> int:
     """When a process started, in clock ticks since boot, which identifies it beside its pid; 0 if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])
+    return int(fields[19]) if (fields := _stat(pid)) else 0
 
 
 def state_of(pid: int) -> str:
     """The state of a process's main thread: R runs, S sleeps, D hangs in a driver, T stopped, t held by a debugger, Z
     ended; empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2][1:2]
-    except OSError:
-        return ""
+    return fields[0] if (fields := _stat(pid)) else ""
 
 
 def is_alive(pid: int, born: int) -> bool:
@@ -281,15 +264,14 @@ def make_private(directory: Path) -> None:
         )
 
 
-_LAUNCH_NUMBERS = (("WORLD_SIZE", 1, 10**9), ("RANK", 0, 10**9), ("LOCAL_RANK", 0, 10**9), ("MASTER_PORT", 0, 65535))
-
-
 def _check_launch(environ: Mapping[str, str]) -> None:
-    for name, least, most in _LAUNCH_NUMBERS:
-        value = environ.get(name, str(least))
-        if re.fullmatch("[0-9]{1,9}", value) is None or not least <= int(value) <= most:
+    most = {"WORLD_SIZE": 10**9, "RANK": 10**9, "LOCAL_RANK": 10**9, "MASTER_PORT": 65535}
+    for name, high in most.items():
+        low = int(name == "WORLD_SIZE")
+        value = environ.get(name, str(low))
+        if re.fullmatch("[0-9]{1,9}", value) is None or not low <= int(value) <= high:
             raise UsageError(
-                f"{name} is {value!r} in the environment, which is not a number from {least} to {most}: unset it"
+                f"{name} is {value!r} in the environment, which is not a number from {low} to {high}: unset it"
             )
     launched = environ.get("WORLD_SIZE", "1")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in environ]

@@ -21,14 +21,12 @@ from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "bitsandbytes")},
-    "huggingface_hub": ("huggingface_hub",),
+    **{name: (name,) for name in ("huggingface_hub", "safetensors")},
     "triton": ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton"),
-    "safetensors": ("safetensors",),
 }
 """Import name, and the distributions that may provide it (ROCm wheels provide triton under another name)."""
 DEADLINE_S = 60.0
 """A cold start of a ROCm build reads gigabytes of libraries."""
-_ASKING_DEVICES = "asking torch for its devices"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -
         versions = {"torch": stated.get("__version__"), **stated}
     for name in ("arch_list", "devices"):
         if said.get(name) is None:
-            problems[name] = _one_line(said.get("problems", {}).get(name) or reason or f"torch did not tell its {name}")
+            problems[name] = _one_line(said.get("problems", {}).get(name) or reason)
     if versions["torch"] is None:
         problems["torch_version"] = reason or "torch states no version"
     directory = package_directory("bitsandbytes")
@@ -106,14 +104,8 @@ def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
     if package_directory("torch") is None:
         return {}, "torch is not installed"
     outcome = run(__name__, request={}, deadline_s=deadline_s)
-    if outcome.result is not None:
-        return outcome.result, ""
     printed = [] if outcome.error else outcome.tail.splitlines()[-1:]
-    reason = _one_line(": ".join([f"the process that queried torch {outcome.how}", *printed]))
-    if outcome.step != _ASKING_DEVICES:
-        return {}, reason
-    # It failed at the devices: query the rest again without them.
-    return run(__name__, request={"devices": False}, deadline_s=deadline_s).result or {}, reason
+    return outcome.result or {}, _one_line(": ".join([f"the process that queried torch {outcome.how}", *printed]))
 
 
 def _one_line(text: str) -> str:
@@ -126,17 +118,16 @@ def _read_packages() -> tuple[dict[str, str | None], dict[str, str]]:
     for package, distributions in PACKAGES.items():
         for distribution in distributions:
             try:
-                version = metadata.version(distribution)
+                versions[package] = (metadata.version(distribution) or "").strip() or None
             except metadata.PackageNotFoundError:
                 continue
-            except (OSError, ValueError, KeyError) as error:
-                problems[package] = f"metadata of {distribution}: {type(error).__name__}"
-                continue
-            if isinstance(version, str) and version.strip():
-                versions[package] = version.strip()
+            except (OSError, ValueError, KeyError):
+                pass
+            if versions[package]:
+                problems.pop(package, None)
                 break
             problems[package] = f"metadata of {distribution} names no version"
-    return versions, {package: reason for package, reason in problems.items() if versions[package] is None}
+    return versions, problems
 
 
 def _read_wheels() -> dict[str, str]:
@@ -159,11 +150,10 @@ def _read_wheels() -> dict[str, str]:
 
 
 def _probe(request: dict[str, Any]) -> dict[str, Any]:
-    """Query torch in this process; ``{"devices": false}`` leaves out the devices, which start the driver's runtime."""
+    """Query torch in this process."""
     step("importing torch")
     import torch
 
-    step("asking torch for its build")
     build = torch.version
     versions = {"torch": str(torch.__version__), "hip": build.hip, "rocm": getattr(build, "rocm", None)}
     found: dict[str, Any] = {
@@ -171,12 +161,11 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
         "arch_list": torch.cuda.get_arch_list(),
         "problems": {},
     }
-    if request.get("devices", True):
-        step(_ASKING_DEVICES)
-        try:
-            found["devices"] = _ask_devices()
-        except Exception as error:  # a runtime that does not start is a result, too
-            found["problems"]["devices"] = f"torch: {type(error).__name__}: {error}"
+    step("asking torch for its devices")
+    try:
+        found["devices"] = _ask_devices()
+    except Exception as error:  # a runtime that does not start is a result, too
+        found["problems"]["devices"] = f"torch: {type(error).__name__}: {error}"
     return found
 
 

@@ -1,8 +1,7 @@
 """The whole machine in one frozen record. Imports no torch. None: unknown, with the reason in ``Machine.unread``.
 
-A container is recognised by files of its engine (``/.dockerenv``, ``/run/.containerenv``, ``/run/systemd/container``)
-or by the name of its control group. The memory limit is that of a container with cgroup v2. Not covered: cgroup v1,
-limits of systemd units; a driver that hangs inside a read hangs the survey.
+The memory limit is that of a container with cgroup v2. Not covered: cgroup v1, limits of systemd units; a driver that
+hangs inside a read hangs the survey.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import platform
 import re
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +19,9 @@ from hf_rocm_tune.machine.cards import Card, identify
 from hf_rocm_tune.machine.gpus import GpuNode, Sensors, Topology, Upward
 from hf_rocm_tune.machine.process import is_integrated, visible_nodes
 from hf_rocm_tune.machine.software import TorchDevice
-from hf_rocm_tune.machine.sysfs import MAX_BYTES, Files, parse_int
+from hf_rocm_tune.machine.sysfs import Files, parse_int
 
-# What copies between cards need, see ``doctor.system``.
-PEER_OPTIONS = ("CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA", "CONFIG_DMABUF_MOVE_NOTIFY")
 _PARAMETERS = "sys/module/amdgpu/parameters"
-# Where distributions keep the configuration of a kernel: Debian, Fedora and others; Fedora's ostree variants.
-_CONFIGS = ("boot/config-{}", "lib/modules/{}/config")
-_ENGINES = {"docker": "docker", "libpod": "podman", "kubepods": "kubernetes", "crio-": "kubernetes"}
-_ENGINES |= {"containerd": "containerd", "lxc": "lxc"}
 _VENDORS = {gpus.AMD: "amd", 0x10DE: "nvidia", 0x8086: "intel"}
 
 
@@ -68,7 +60,6 @@ class Gpu:
     upward: Upward
     bar_bytes: int | None  # of the largest memory BAR; as large as the VRAM with ReBAR
     iommu_type: str | None  # identity (passthrough), DMA or DMA-FQ (translating)
-    display: bool  # one is connected to it
     aer: Mapping[str, int]  # error counters: correctable, nonfatal, fatal
     sensors: Sensors
 
@@ -90,12 +81,9 @@ class Machine:
     cpu: str
     memory_bytes: int | None
     available_bytes: int | None
-    swap_bytes: int | None
     memory_limit_bytes: int | None  # the container's, where it is below the host's memory
-    container: str | None  # docker, podman or the like
     device_nodes: Mapping[str, tuple[bool, str]]  # /dev/kfd and /dev/dri/renderD*: usable by this process, group
     cmdline: Mapping[str, str]  # boot parameters, dashes as underscores; one without a value has ""
-    config: Mapping[str, str] | None  # PEER_OPTIONS of the kernel's configuration, n for "is not set"
     pcie_p2p: str | None  # a parameter of amdgpu, as is ppfeaturemask
     ppfeaturemask: str | None
     iommu: bool | None  # whether the kernel lists one
@@ -115,27 +103,22 @@ class Machine:
 
 def survey(root: Path = Path("/"), process: Process | None = None) -> Machine:
     """Read the machine whose files are below a root. Never raises."""
-    files, process = Files(root), process or Process.of_this()
+    files = Files(root)
     topology = gpus.read_topology(files)
     info = dict(re.findall(r"^(\w+):[ \t]+([0-9]{1,16}) kB[ \t]*$", files.text("proc/meminfo") or "", re.MULTILINE))
-    memory, available, swap = (
-        int(info[name]) << 10 if name in info else None for name in ("MemTotal", "MemAvailable", "SwapTotal")
-    )
+    memory, available = (int(info[name]) << 10 if name in info else None for name in ("MemTotal", "MemAvailable"))
     limit = parse_int(files.text("sys/fs/cgroup/memory.max") or "")
     cpu = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", files.text("proc/cpuinfo") or "", re.MULTILINE)
     words = re.findall(r'(?:"[^"]*"|[^\s"])+', files.text("proc/cmdline") or "")
     classes = files.names("sys/class")
     return Machine(
-        process=process,
+        process=process or Process.of_this(),
         cpu=cpu[1] if cpu else platform.processor() or "unknown processor",
         memory_bytes=memory,
         available_bytes=available,
-        swap_bytes=swap,
         memory_limit_bytes=limit if limit is not None and (memory is None or limit < memory) else None,
-        container=_container(files),
         device_nodes=_device_nodes(files),
         cmdline={word.partition("=")[0].replace("-", "_"): word.partition("=")[2].strip('"') for word in words},
-        config=_config(files, process.release),
         pcie_p2p=files.text(f"{_PARAMETERS}/pcie_p2p"),
         ppfeaturemask=files.text(f"{_PARAMETERS}/ppfeaturemask"),
         iommu=None if classes is None else "iommu" in classes and bool(files.names("sys/class/iommu")),
@@ -143,20 +126,6 @@ def survey(root: Path = Path("/"), process: Process | None = None) -> Machine:
         gpus=tuple(_gpu(files, device, topology) for device in gpus.list_display_devices(files)),
         unread=files.unread,
     )
-
-
-def _config(files: Files, release: str | None) -> dict[str, str] | None:
-    packed, text = files.content("proc/config.gz"), None
-    if packed is not None:
-        try:
-            text = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(packed, MAX_BYTES).decode("ascii")
-        except (zlib.error, UnicodeDecodeError):
-            files.fail("proc/config.gz", "not a gzip file")
-    if text is None and release and re.fullmatch(r"[\w.+~-]{1,128}", release, re.ASCII):
-        text = next((found for place in _CONFIGS if (found := files.text(place.format(release)))), None)
-    stated = re.findall(r"^(?:# )?(CONFIG_\w+)(?:=(\S+)| is not set)$", text or "", re.MULTILINE | re.ASCII)
-    # A missing option depends on one that is off, or the kernel is too old.
-    return {name: value or "n" for name, value in stated if name in PEER_OPTIONS} or None
 
 
 def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
@@ -179,17 +148,6 @@ def _group_name(number: int) -> str:
         return grp.getgrgid(number).gr_name
     except (ImportError, KeyError):
         return str(number)
-
-
-def _container(files: Files) -> str | None:
-    noted = files.text("run/systemd/container")  # comes first: it names any engine
-    if noted and re.fullmatch("[a-z-]{1,32}", noted):
-        return noted
-    for mark, engine in (("run/.containerenv", "podman"), (".dockerenv", "docker")):
-        if (files.root / mark).is_file():
-            return engine
-    cgroup = files.text("proc/self/cgroup") or ""
-    return next((engine for part, engine in _ENGINES.items() if part in cgroup), None)
 
 
 def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
@@ -221,7 +179,6 @@ def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
         upward=upward,
         bar_bytes=gpus.read_bar_bytes(files, address),
         iommu_type=gpus.read_iommu_type(files, address),
-        display=gpus.read_display(files, address),
         aer=gpus.read_aer(files, upward.chain),
         sensors=sensors,
     )
@@ -234,10 +191,6 @@ def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str,
     """
     found = {gpu.address: gpu for gpu in machine.gpus}
     nodes = visible_nodes(machine.topology.nodes, environ) if machine.topology.complete else None
-    certain = nodes is not None and len(nodes) == len(devices)
-
-    def address(device: TorchDevice) -> str:
-        by_order = nodes[device.index].pci_address if nodes and certain else None
-        return (device.pci_address or by_order or "").lower()
-
-    return [found.get(address(device)) for device in devices]
+    by_order = nodes if nodes is not None and len(nodes) == len(devices) else None
+    addresses = [one.pci_address or (by_order[one.index].pci_address if by_order else None) for one in devices]
+    return [found.get((address or "").lower()) for address in addresses]

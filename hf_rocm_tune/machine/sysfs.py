@@ -8,12 +8,13 @@ and a driver that hangs inside a read.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 MAX_BYTES = 1 << 20
-"""The kernel hands out at most one page (4 KiB) per sysfs attribute; /proc and /boot files may be larger."""
+"""The kernel hands out at most one page (4 KiB) per sysfs attribute; /proc files may be larger."""
 
 T = TypeVar("T")
 
@@ -25,8 +26,8 @@ class Files:
         self.root = root
         self.unread: dict[str, str] = {}
 
-    def fail(self, path: str, reason: str) -> None:
-        self.unread[path] = f"/{path}: {reason}"
+    def _fail(self, path: str, reason: str | None) -> None:
+        self.unread[path] = f"/{path}: {reason or 'cannot be read'}"
 
     def content(self, path: str) -> bytes | None:
         """A whole file of 1 to `MAX_BYTES` bytes."""
@@ -37,22 +38,21 @@ class Files:
                 while len(content) <= MAX_BYTES and (part := file.read(MAX_BYTES + 1 - len(content))):
                     content += part
         except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-            self.fail(path, getattr(error, "strerror", None) or "cannot be read")
+            self._fail(path, getattr(error, "strerror", None))
             return None
         if not content or len(content) > MAX_BYTES:
-            self.fail(path, "empty" if not content else f"more than {MAX_BYTES} bytes")
+            self._fail(path, "empty" if not content else f"more than {MAX_BYTES} bytes")
             return None
         self.unread.pop(path, None)
         return content
 
     def text(self, path: str) -> str | None:
         """The stripped text of a file."""
-        content = self.content(path)
-        if content is None:
+        if (content := self.content(path)) is None:
             return None
         text = content.decode("utf-8", errors="replace").strip()
         if not text or "\0" in text or "\ufffd" in text:
-            self.fail(path, "binary, not text" if text else "empty")
+            self._fail(path, "binary, not text" if text else "empty")
             return None
         return text
 
@@ -61,8 +61,12 @@ class Files:
         text = self.text(path)
         value = None if text is None else parse(text)
         if text is not None and value is None:
-            self.fail(path, f"{complaint}: {text[:40]!r}")
+            self._fail(path, f"{complaint}: {text[:40]!r}")
         return value
+
+    def matching(self, path: str, pattern: str) -> str | None:
+        """A file's text if it matches a regular expression as a whole."""
+        return self.parsed(path, lambda text: text if re.fullmatch(pattern, text, re.ASCII) else None, "unexpected")
 
     def hexadecimal(self, path: str) -> int | None:
         return self.parsed(path, parse_hex, "not a hexadecimal number")
@@ -82,7 +86,7 @@ class Files:
         try:
             return sorted(os.listdir(self.root / path))
         except OSError as error:
-            self.fail(path, error.strerror or "cannot be read")
+            self._fail(path, error.strerror)
             return None
 
     def numbered(self, path: str) -> list[int] | None:
@@ -96,7 +100,7 @@ class Files:
             return os.readlink(self.root / path)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
-                self.fail(path, error.strerror or "cannot be read")
+                self._fail(path, error.strerror)
             return ""
 
     def last(self, path: str) -> str | None:
@@ -110,11 +114,8 @@ def _open(path: str, flags: int) -> int:
 
 def parse_int(text: str) -> int | None:
     """A plain ASCII decimal number of at most 64 bits. ``int()`` alone takes ``1_0``, ``+1`` and more."""
-    plain = text.isascii() and text.isdigit() and len(text) <= 20
-    return int(text) if plain and int(text) < 1 << 64 else None
+    return int(text) if re.fullmatch("[0-9]{1,20}", text) and int(text) < 1 << 64 else None
 
 
 def parse_hex(text: str) -> int | None:
-    digits = text.lower().removeprefix("0x")
-    plain = text[:2].lower() == "0x" and 1 <= len(digits) <= 16 and not set(digits) - set("0123456789abcdef")
-    return int(digits, 16) if plain else None
+    return int(text, 16) if re.fullmatch("0[xX][0-9a-fA-F]{1,16}", text) else None

@@ -1,24 +1,21 @@
 """Environment variables that harm, hinder or do nothing: kept as the user set them, and named before torch is imported.
 
-``RULES`` is the policy. A healthy gfx1100 with a matching wheel needs no variable, so nothing is set but the choice of
-visible cards (`process`). Where a rule depends on something unknown (torch's build, the GPUs' architectures), an error
-becomes a warning that says so. Nothing here imports torch.
+A healthy gfx1100 with a matching wheel needs none, so nothing is set but the choice of visible cards (`process`).
+Where a rule depends on something unknown (torch's build, the GPUs), an error becomes a warning. Imports no torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
-import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePath
-from typing import Any, Literal, TextIO, TypeVar, get_args, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.process import FILTERS
@@ -38,7 +35,6 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 class MachineFacts:
     """Facts that rules depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name."""
 
-    torch_version: str | None
     hip_version: str | None  # of torch's build; None without a reason means: not a ROCm build
     archs: tuple[str, ...] | None  # of the visible GPUs, in order
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -46,9 +42,7 @@ class MachineFacts:
     @property
     def is_rocm(self) -> bool | None:
         """Whether torch is a ROCm build; None where that could not be read."""
-        if self.hip_version is not None:
-            return True
-        return None if "hip_version" in self.reasons else False
+        return True if self.hip_version is not None else None if "hip_version" in self.reasons else False
 
 
 def package_directory(package: str) -> Path | None:
@@ -63,8 +57,7 @@ def package_directory(package: str) -> Path | None:
 def read_torch_file() -> tuple[dict[str, str | None], str]:
     """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``rocm`` and ``cuda``, without importing it:
     None for a value that is not a text, and empty with the reason where it cannot be read."""
-    directory = package_directory("torch")
-    if directory is None:
+    if (directory := package_directory("torch")) is None:
         return {}, "torch is not installed"
     try:
         text = (directory / "version.py").read_text("utf-8", errors="replace")
@@ -76,15 +69,12 @@ def read_torch_file() -> tuple[dict[str, str | None], str]:
 
 
 def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
-    """Read torch's version without importing it; ``archs``: of the visible GPUs, or None."""
+    """Read torch's build without importing it; ``archs``: of the visible GPUs, or None."""
     reasons = {} if archs is not None else {"archs": "the visible GPUs were not read"}
     stated, reason = read_torch_file()
-    if not stated:
-        reasons["torch_version"] = reason
     if "hip" not in stated:
         reasons["hip_version"] = reason or "torch/version.py does not tell the build"
-    version, hip = stated.get("__version__"), stated.get("hip")
-    return MachineFacts(torch_version=version, hip_version=hip, archs=archs, reasons=reasons)
+    return MachineFacts(hip_version=stated.get("hip"), archs=archs, reasons=reasons)
 
 
 # ---- the policy ---------------------------------------------------------------------------------------------------
@@ -100,12 +90,12 @@ def _expandable(value: str, facts: MachineFacts | None = None) -> bool:
     return _options(value).get("expandable_segments") == "true"
 
 
-def _on(value: str, facts: MachineFacts) -> bool:
-    return bool(value.strip()) and not _off(value, facts)
-
-
 def _off(value: str, facts: MachineFacts) -> bool:
     return value.strip().lower() in ("0", "false", "off", "no")
+
+
+def _on(value: str, facts: MachineFacts) -> bool:
+    return bool(value.strip()) and not _off(value, facts)
 
 
 def _own_arch(value: str, facts: MachineFacts) -> bool | None:
@@ -141,91 +131,58 @@ class Rule:
         return False if False in conditions else None if None in conditions else True
 
 
-_ALLOCATOR = " ".join(ALLOCATOR)
-_OVERRIDE = "HSA_OVERRIDE_GFX_VERSION HSA_OVERRIDE_GFX_VERSION_*"
+_ALLOCATOR, _OVERRIDE = " ".join(ALLOCATOR), "HSA_OVERRIDE_GFX_VERSION HSA_OVERRIDE_GFX_VERSION_*"
 
 RULES = (
-    Rule(
-        _ALLOCATOR, "error",
-        "expandable_segments:True with max_split_size_mb: with this pair, live tensors read back as zeros on an RX "
-        "7900 XT, and reserved memory grew until the card was full (gfx1201); both were reported",
-        "unset both", "ROCm/ROCm#6603; pytorch#193400",
-        lambda value, facts: _expandable(value) and "max_split_size_mb" in _options(value),
-    ),
-    Rule(
-        _ALLOCATOR, "error",
-        "the asynchronous allocator backend gave zeroed buffers (gfx1030) and crashes (gfx1100) on ROCm",
-        "remove backend: the native allocator is the default", "ROCm/ROCm#6178; rocm-systems#10943",
-        lambda value, facts: _options(value).get("backend") in ("cudamallocasync", "hipmallocasync"),
-    ),
-    Rule(
-        _ALLOCATOR, "warn",
-        "expandable_segments:True uses HIP virtual memory, with which zeroed tensors, NaN in training (gfx1201), hangs "
-        "and crashes were reported; whether it is safe by itself on gfx1100 is unknown",
-        "unset it", "ROCm/ROCm#6603; pytorch#192259; pytorch#187343; pytorch#195202; rocm-systems#11693",
-        _expandable,
-    ),
-    Rule(
-        "PYTORCH_NO_HIP_MEMORY_CACHING PYTORCH_NO_CUDA_MEMORY_CACHING", "warn",
-        "disables the caching allocator: very slow, and *_ALLOC_CONF has no effect",
-        "unset it: it is for debugging only", "pytorch hip.rst", rocm=False,
-    ),
-    Rule(
-        _OVERRIDE, "info",
-        "the visible GPUs have this version already: no effect here, but any other GPU would be reported as one of "
-        "them",
-        "unset it", "libhsakmt topology.c; unsloth install.sh", lambda value, facts: _own_arch(value, facts) or False,
-    ),
-    Rule(
-        _OVERRIDE, "error",
-        "GPUs are reported with another architecture than they have: code for the wrong one runs, with crashes or "
-        "wrong results",
-        "unset it", "libhsakmt topology.c; TheRock#5543", _other_arch,
-    ),
-    Rule(
-        "AMD_SERIALIZE_KERNEL AMD_SERIALIZE_COPY HIP_LAUNCH_BLOCKING", "warn",
-        "serialises kernels or copies for debugging: slow, and may hide a race condition",
-        "unset it for training", "clr flags.hpp", _on,
-    ),
-    Rule(
-        "HSA_ENABLE_SDMA HSA_ENABLE_PEER_SDMA", "info",
-        "copies run as kernels instead of on the copy engines, at the cost of bandwidth and overlap: a diagnostic, not "
-        "a fix",
-        "unset it, except to compare the two", "rocr flag.h; rocm-systems#10943", _off,
-    ),
-    Rule(
-        "HIP_FORCE_DEV_KERNARG", "info",
-        "not a memory setting: on gfx1100, kernel arguments are written through the BAR",
-        "unset it while searching for a cause of corruption", "clr rocsettings.cpp", _on,
-    ),
-    Rule(
-        "HSA_ENABLE_IPC_MODE_LEGACY", "warn",
-        "hipIpcGetMemHandle was reported to fail with it; some container images set it",
-        "unset it, or set it to 0", "rocm-systems#2209", _on,
-    ),
-    Rule(
-        "BNB_ROCM_VERSION", "info",
-        "bitsandbytes loads its library for that ROCm version, whatever version is installed; not tested by this "
-        "project",
-        "unset it if bitsandbytes has a library for your ROCm version", "bitsandbytes cextension.py",
-    ),
+    Rule(_ALLOCATOR, "error",
+         "expandable_segments:True with max_split_size_mb: live tensors read back as zeros on an RX 7900 XT, and "
+         "reserved memory grew until the card was full (gfx1201); both were reported",
+         "unset both", "ROCm/ROCm#6603; pytorch#193400",
+         lambda value, facts: _expandable(value) and "max_split_size_mb" in _options(value)),
+    Rule(_ALLOCATOR, "error",
+         "the asynchronous allocator backend gave zeroed buffers (gfx1030) and crashes (gfx1100) on ROCm",
+         "remove backend: the native allocator is the default", "ROCm/ROCm#6178; rocm-systems#10943",
+         lambda value, facts: _options(value).get("backend") in ("cudamallocasync", "hipmallocasync")),
+    Rule(_ALLOCATOR, "warn",
+         "expandable_segments:True uses HIP virtual memory, with which zeroed tensors, NaN in training (gfx1201), "
+         "hangs and crashes were reported; whether it is safe by itself on gfx1100 is unknown",
+         "unset it", "ROCm/ROCm#6603; pytorch#192259; pytorch#187343; pytorch#195202; rocm-systems#11693", _expandable),
+    Rule("PYTORCH_NO_HIP_MEMORY_CACHING PYTORCH_NO_CUDA_MEMORY_CACHING", "warn",
+         "disables the caching allocator: very slow, and *_ALLOC_CONF has no effect",
+         "unset it: it is for debugging only", "pytorch hip.rst", rocm=False),
+    Rule(_OVERRIDE, "info",
+         "the visible GPUs have this version already: no effect here, but any other GPU would be reported as one",
+         "unset it", "libhsakmt topology.c; unsloth install.sh", lambda value, facts: _own_arch(value, facts) or False),
+    Rule(_OVERRIDE, "error",
+         "GPUs are reported with another architecture than they have: code for the wrong one crashes or is wrong",
+         "unset it", "libhsakmt topology.c; TheRock#5543", _other_arch),
+    Rule("AMD_SERIALIZE_KERNEL AMD_SERIALIZE_COPY HIP_LAUNCH_BLOCKING", "warn",
+         "serialises kernels or copies for debugging: slow, and may hide a race condition",
+         "unset it for training", "clr flags.hpp", _on),
+    Rule("HSA_ENABLE_SDMA HSA_ENABLE_PEER_SDMA", "info",
+         "copies run as kernels, not on the copy engines, and cost bandwidth and overlap: a diagnostic, not a fix",
+         "unset it, except to compare the two", "rocr flag.h; rocm-systems#10943", _off),
+    Rule("HIP_FORCE_DEV_KERNARG", "info",
+         "not a memory setting: on gfx1100, kernel arguments are written through the BAR",
+         "unset it while searching for a cause of corruption", "clr rocsettings.cpp", _on),
+    Rule("HSA_ENABLE_IPC_MODE_LEGACY", "warn",
+         "hipIpcGetMemHandle was reported to fail with it; some container images set it",
+         "unset it, or set it to 0", "rocm-systems#2209", _on),
+    Rule("BNB_ROCM_VERSION", "info",
+         "bitsandbytes loads its library for that ROCm version, whatever version is installed",
+         "unset it if bitsandbytes has a library for your ROCm version", "bitsandbytes cextension.py"),
     # Names that nothing reads, in guides of earlier years. RCCL's source reads NCCL_* (rccl param.h).
-    Rule(
-        "RCCL_ALGO RCCL_BUFFSIZE RCCL_DEBUG RCCL_DEBUG_* RCCL_IB_* RCCL_NCHANNELS RCCL_*_NCHANNELS RCCL_NET_GDR_LEVEL "
-        "RCCL_NTHREADS RCCL_P2P_DISABLE RCCL_P2P_LEVEL RCCL_PROTO RCCL_SHM_DISABLE RCCL_SOCKET_* RCCL_TOPO_FILE HCCL_* "
-        "*_TREE_THRESHOLD *_RING_THRESHOLD",
-        "info", "unknown to RCCL, ignored: it reads NCCL_* names (NCCL_DEBUG, NCCL_MAX_NCHANNELS, NCCL_ALGO)",
-        "set the NCCL_* name if you want it", "rccl param.h; RCCL environment variables page",
-    ),
-    Rule(
-        "HIP_DISABLE_IPC PYTORCH_ROCM_DEVICE HSA_UNALIGNED_ACCESS_MODE", "info",
-        "unknown to HIP, ROCR and torch, ignored", "unset it (HIP_VISIBLE_DEVICES chooses cards)",
-        "rocr flag.h; clr flags.hpp",
-    ),
+    Rule("RCCL_ALGO RCCL_BUFFSIZE RCCL_DEBUG RCCL_DEBUG_* RCCL_IB_* RCCL_NCHANNELS RCCL_*_NCHANNELS "
+         "RCCL_NET_GDR_LEVEL RCCL_NTHREADS RCCL_P2P_DISABLE RCCL_P2P_LEVEL RCCL_PROTO RCCL_SHM_DISABLE RCCL_SOCKET_* "
+         "RCCL_TOPO_FILE HCCL_* *_TREE_THRESHOLD *_RING_THRESHOLD", "info",
+         "unknown to RCCL, ignored: it reads NCCL_* names (NCCL_DEBUG, NCCL_MAX_NCHANNELS, NCCL_ALGO)",
+         "set the NCCL_* name if you want it", "rccl param.h; RCCL environment variables page"),
+    Rule("HIP_DISABLE_IPC PYTORCH_ROCM_DEVICE HSA_UNALIGNED_ACCESS_MODE", "info",
+         "unknown to HIP, ROCR and torch, ignored", "unset it (HIP_VISIBLE_DEVICES chooses cards)",
+         "rocr flag.h; clr flags.hpp"),
 )  # fmt: skip
 
-# Real names about which no rule says anything; names whose value is code to load (NCCL_NET_PLUGIN, HSA_TOOLS_LIB) stay
-# out.
+# Real names without a rule; names whose value is code to load (NCCL_NET_PLUGIN, HSA_TOOLS_LIB) stay out.
 PLAIN = (
     "NCCL_ALGO NCCL_BUFFSIZE NCCL_DEBUG NCCL_IB_DISABLE NCCL_MAX_NCHANNELS NCCL_NET_GDR_LEVEL NCCL_P2P_DISABLE "
     "NCCL_PROTO NCCL_SOCKET_IFNAME RCCL_LL128_FORCE_ENABLE RCCL_LOG_LEVEL RCCL_MSCCL_ENABLE RCCL_P2P_NET_DISABLE "
@@ -253,11 +210,6 @@ class Decision:
     fix: str = ""
 
     @property
-    def links(self) -> tuple[str, ...]:
-        """Known addresses of the sources."""
-        return links_of(self.source)
-
-    @property
     def assignment(self) -> str:
         """``NAME=value`` as one line of printable text, of at most 200 letters."""
         text = self.variable + ("" if self.value is None else f"={self.value}")
@@ -267,37 +219,30 @@ class Decision:
 
 DECISIONS: list[Decision] = []
 """The decisions of this process, each once."""
-# Facts of this machine, by the filters of visible GPUs.
-_FACTS: dict[tuple[str | None, ...], MachineFacts] = {}
+_FACTS: dict[tuple[str | None, ...], MachineFacts] = {}  # the last, by the filters of visible GPUs
 
 
 def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
     """What the policy finds in ``environ``. Changes nothing."""
-    return [*_combined(environ), *_found(environ, facts)]
+    return [*_contradictions(environ), *_found(environ, facts)]
 
 
-def _combined(environ: Mapping[str, str]) -> Iterator[Decision]:
-    """Variables that contradict each other."""
-    settings = {name: environ[name] for name in ALLOCATOR if name in environ}
-    filters = {name: environ[name] for name in FILTERS if name in environ}
-    order = "different values: torch 2.13 reads only the first that is set, in the order CUDA, HIP, ALLOC_CONF"
-    nested = "these filters are nested: the others count from 0 among the GPUs that ROCR_VISIBLE_DEVICES leaves"
-    twice = "both filters have the same effect in HIP, which applies only one of them"
-    reason = nested if "ROCR_VISIBLE_DEVICES" in filters else twice
-    for found, applies, why, source in (
-        (
-            settings,
-            len({v.strip() for v in settings.values()}) > 1,
-            order,
-            "torch CUDAAllocatorConfig.h; pytorch#167659",
-        ),
-        (filters, len(filters) > 1, reason, "HIP environment variables page; clr flags.hpp"),
-    ):
-        if applies:
-            names, values = ", ".join(found), " | ".join(found.values())
-            yield Decision(
-                variable=names, action="warn", value=values, reason=why, source=source, fix="set one of them"
-            )
+def _contradictions(environ: Mapping[str, str]) -> Iterator[Decision]:
+    def warning(found: Mapping[str, str], reason: str, source: str) -> Decision:
+        names, values = ", ".join(found), " | ".join(found.values())
+        return Decision(
+            variable=names, action="warn", value=values, reason=reason, source=source, fix="set one of them"
+        )
+
+    settings, filters = ({name: environ[name] for name in names if name in environ} for names in (ALLOCATOR, FILTERS))
+    if len({value.strip() for value in settings.values()}) > 1:
+        order = "different values: torch 2.13 reads only the first that is set, in the order CUDA, HIP, ALLOC_CONF"
+        yield warning(settings, order, "torch CUDAAllocatorConfig.h; pytorch#167659")
+    if len(filters) > 1:
+        nested = "these filters are nested: the others count from 0 among the GPUs that ROCR_VISIBLE_DEVICES leaves"
+        twice = "both filters have the same effect in HIP, which applies only one of them"
+        reason = nested if "ROCR_VISIBLE_DEVICES" in filters else twice
+        yield warning(filters, reason, "HIP environment variables page; clr flags.hpp")
 
 
 def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
@@ -346,16 +291,13 @@ def review(facts: MachineFacts | None = None) -> list[Decision]:
 # ---- what is printed ----------------------------------------------------------------------------------------------
 
 
-def announce(
-    decisions: Iterable[Decision], environ: MutableMapping[str, str] | None = None, stream: TextIO | None = None
-) -> None:
-    """Print info, warnings and errors on stderr, one line each, once per process tree and by local rank 0 only.
+def announce(decisions: Iterable[Decision], environ: MutableMapping[str, str] | None = None) -> None:
+    """Print info, warnings and errors on stderr, one line each, by local rank 0 only; HF_ROCM_TUNE_QUIET=1 omits info.
 
-    HF_ROCM_TUNE_QUIET=1 omits info, and ``hf-rocm-tune env`` prints its table instead. Printed lines are noted in
-    HF_ROCM_TUNE_TOLD, which child processes (ranks, loader workers) inherit; they print only new lines.
+    Printed lines are noted in HF_ROCM_TUNE_TOLD, which child processes inherit: they print only new lines.
     """
     environ = os.environ if environ is None else environ
-    if environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1") or (not stream and _prints_table(sys.orig_argv)):
+    if environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
         return
     quiet = environ.get("HF_ROCM_TUNE_QUIET", "").strip() == "1"
     told = [mark for mark in environ.get(_MARK_TOLD, "").split(",") if mark]
@@ -367,44 +309,19 @@ def announce(
         mark = f"{zlib.crc32(line.encode('utf-8', 'surrogateescape')):08x}"
         if mark not in told:
             told.append(mark)
-            print(f"hf_rocm_tune: {line}", file=stream or sys.stderr)
+            print(f"hf_rocm_tune: {line}", file=sys.stderr)
     if told:
         environ[_MARK_TOLD] = ",".join(told)
 
 
-def _prints_table(command_line: Sequence[str]) -> bool:
-    """Whether a command line asks for the table of all decisions."""
-    words = " ".join(PurePath(word).stem for word in command_line)
-    return re.search(r"(?:^| )(?:hf-rocm-tune|-m hf_rocm_tune) env(?: --strict)*$", words) is not None
-
-
-def explain(decisions: Sequence[Decision], facts: MachineFacts | None = None) -> str:
-    """A table, the most severe first: action, variable and value, then reason, fix and source; the facts above it."""
+def explain(decisions: Iterable[Decision]) -> str:
+    """A table, the most severe first: action, variable and value, then reason, fix and source."""
     lines = []
-    if facts is not None:
-        build = {True: f"a ROCm {facts.hip_version} build", False: "not a ROCm build", None: "build unknown"}
-        seen = "unknown" if facts.archs is None else ", ".join(facts.archs) or "none"
-        lines = [f"torch {facts.torch_version or 'unknown'}, {build[facts.is_rocm]}; visible AMD GPUs: {seen}"]
-        if facts.reasons:
-            unknown = "; ".join(dict.fromkeys(facts.reasons.values()))
-            lines.append(f"unknown: {unknown}; rules that depend on it are marked as uncertain")
-        lines.append("")
     for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
         fix = [f"fix: {one.fix}"] if one.fix else []
-        entry = [f"{one.action:<6}{one.assignment}", one.reason, *fix, f"source: {one.source}", *one.links]
+        entry = [f"{one.action:<6}{one.assignment}", one.reason, *fix, f"source: {one.source}", *links_of(one.source)]
         lines.append("\n      ".join(entry))
-    return "\n".join(lines if decisions else [*lines, "No variable was set, and no existing one needs a change."])
-
-
-def to_json(decisions: Sequence[Decision]) -> str:
-    """The decisions as a JSON array of objects with the fields of ``Decision`` and its links."""
-    return json.dumps([asdict(decision) | {"links": list(decision.links)} for decision in decisions], indent=2)
-
-
-def exports(decisions: Iterable[Decision]) -> str:
-    """Shell lines that set the variables that were set, for use before a launcher."""
-    made = [(one.variable, one.value) for one in decisions if one.action == "set" and one.value is not None]
-    return "".join(f"export {variable}={shlex.quote(value)}\n" for variable, value in made)
+    return "\n".join(lines) or "No variable was set, and no existing one needs a change."
 
 
 # ---- variables of our own that inject faults --------------------------------------------------------------------
@@ -436,17 +353,17 @@ def read_spec(
             found: Any = int(value) if kind is bool else kind(value)
         except ValueError:
             found = None
-        if kind in (bool, float):
+        if kind is str:
+            expected, right = f"one of {' '.join(allowed.get(key, ()))}", key not in allowed or value in allowed[key]
+        elif kind is int:
+            low = least.get(key, -(1 << 63))
+            expected, right = f"a whole number from {low} on", found is not None and found >= low
+        else:
             expected = "0 or 1" if kind is bool else "a number from 0 to 1"
             right = found is not None and 0 <= found <= 1
-        elif kind is int:
-            expected = f"a whole number from {least[key]} on" if key in least else "a whole number"
-            right = found is not None and found >= least.get(key, found)
-        else:
-            expected, right = f"one of {' '.join(allowed.get(key, ()))}", key not in allowed or value in allowed[key]
         if not right:
             raise UsageError(f"{variable}: {key}={value} is not valid; expected {expected}")
-        values[key] = bool(found) if kind is bool else found
+        values[key] = kind(found)
     for key, expected in (required or {"kind": f"kind= one of {' '.join(allowed.get('kind', ()))}"}).items():
         if key not in values:
             raise UsageError(f"{variable}: '{key}' is missing; give {expected}")

@@ -6,7 +6,6 @@ doctor, and that nonsense anywhere never ends in an exception.
 
 from __future__ import annotations
 
-import gzip
 import os
 import struct
 from pathlib import Path
@@ -225,45 +224,13 @@ def test_boot_parameters_are_read_as_the_kernel_reads_them(text: str, found: dic
     assert built.survey(tmp_path).cmdline == found
 
 
-@pytest.mark.parametrize(
-    ("content", "stated"),
-    [
-        (None, {"CONFIG_HSA_AMD_P2P": "y", "CONFIG_PCI_P2PDMA": "n", "CONFIG_DMABUF_MOVE_NOTIFY": "m"}),
-        (gzip.compress(b"# CONFIG_HSA_AMD_P2P is not set\n" * 2, mtime=0), {"CONFIG_HSA_AMD_P2P": "n"}),
-        (gzip.compress(b"#" * (1 << 24) + b"\nCONFIG_HSA_AMD_P2P=y\n"), None),  # a bomb is not unpacked whole
-    ],
-)
-def test_the_running_kernel_s_own_configuration_comes_first(
-    content: bytes | None, stated: dict[str, str] | None, tmp_path: Path
-) -> None:
-    config = {"CONFIG_HSA_AMD_P2P": "y", "CONFIG_PCI_P2PDMA": "n", "CONFIG_DMABUF_MOVE_NOTIFY": "m", "CONFIG_X": "y"}
-    built = Built("invented").kernel(config=config)
-    built.binary |= {} if content is None else {"proc/config.gz": content}
-    assert built.survey(tmp_path).config == stated
-
-
 @pytest.mark.parametrize(("stated", "limit"), [(8 * GIB, 8 * GIB), ("max", None), (999 * GIB, None), ("-1", None)])
 def test_memory_is_in_bytes_and_a_limit_counts_below_the_hosts(stated: Any, limit: int | None, tmp_path: Path) -> None:
-    built = Built("invented").memory(16, available_gib=9, swap_gib=0)
+    built = Built("invented").memory(16, available_gib=9)
     built.files["sys/fs/cgroup/memory.max"] = f"{stated}\n"
     host = built.survey(tmp_path)
-    assert (host.memory_bytes, host.available_bytes, host.swap_bytes) == (16 * GIB, 9 * GIB, 0)
+    assert (host.memory_bytes, host.available_bytes) == (16 * GIB, 9 * GIB)
     assert host.memory_limit_bytes == limit
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "engine"),
-    [
-        ("run/systemd/container", "lxc\n", "lxc"),
-        ("run/systemd/container", "\x1b[2J", None),
-        ("proc/self/cgroup", "0::/kubepods.slice/x\n", "kubernetes"),
-        ("proc/self/cgroup", "0::/machine.slice/libpod-4f.scope\n", "podman"),
-    ],
-)
-def test_containers_are_known_by_their_marks(path: str, text: str, engine: str | None, tmp_path: Path) -> None:
-    built = Built("invented")
-    built.files[path] = text
-    assert built.survey(tmp_path).container == engine
 
 
 # Sensors.

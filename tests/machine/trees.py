@@ -25,8 +25,6 @@ from hf_rocm_tune.machine.survey import Machine, Process, survey
 
 GIB, MIB = 1 << 30, 1 << 20
 
-# A kernel's configuration with everything that peer copies need.
-P2P_CONFIG = dict.fromkeys(("CONFIG_DMABUF_MOVE_NOTIFY", "CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA"), "y")
 PARAMETERS = {"pcie_p2p": "Y", "ppfeaturemask": "0xfff7bfff"}
 
 
@@ -146,7 +144,6 @@ class Built:
         self._iommu: str | None = None
         self._chipset: str | None = None
         self.files["proc/cpuinfo"] = f"processor\t: 0\nmodel name\t: {cpu}\n"
-        self.files["proc/self/cgroup"] = "0::/user.slice/user-1000.slice/session-2.scope\n"
         self.kernel().memory().iommu("DMA-FQ")
 
     # Host and kernel.
@@ -156,30 +153,17 @@ class Built:
         release: str = "6.14.0-37-generic",
         *,
         cmdline: str = "ro quiet splash",
-        config: Mapping[str, str] | None = None,
         parameters: Mapping[str, str] | None = None,
     ) -> Built:
         """The running kernel. Call it before adding cards; ``parameters`` are amdgpu's, over the usual ones."""
         self.process["release"] = release
         self.files["proc/cmdline"] = f"BOOT_IMAGE=/boot/vmlinuz-{release} root=UUID=4cb2 {cmdline}\n"
-        options = P2P_CONFIG if config is None else config
-        lines = [f"{name}={value}" if value != "n" else f"# {name} is not set" for name, value in options.items()]
-        for path in [path for path in self.files if path.startswith("boot/config-")]:
-            del self.files[path]
-        self.files[f"boot/config-{release}"] = "\n".join(["# Linux kernel configuration", *lines, ""])
         self._parameters = {**PARAMETERS, **(parameters or {})}
         return self
 
-    def memory(self, gib: float = 64, *, available_gib: float | None = None, swap_gib: float = 8) -> Built:
+    def memory(self, gib: float = 64, *, available_gib: float | None = None) -> Built:
         """Memory of the host."""
-        free = gib * 0.9 if available_gib is None else available_gib
-        sizes = {
-            "MemTotal": gib,
-            "MemFree": free / 2,
-            "MemAvailable": free,
-            "SwapTotal": swap_gib,
-            "SwapFree": swap_gib,
-        }
+        sizes = {"MemTotal": gib, "MemAvailable": gib * 0.9 if available_gib is None else available_gib}
         self.files["proc/meminfo"] = "".join(f"{name}: {int(size * MIB):>15} kB\n" for name, size in sizes.items())
         return self
 
@@ -197,11 +181,8 @@ class Built:
         self.nodes = dict.fromkeys(self.nodes, usable)
         return self
 
-    def container(self, engine: str = "docker", *, devices: bool = True, shm_bytes: int = 64 * MIB) -> Built:
+    def container(self, *, devices: bool = True, shm_bytes: int = 64 * MIB) -> Built:
         """Put this process in a container; without ``devices``, the nodes are not passed in. Call it after cards."""
-        mark = {"docker": ".dockerenv", "podman": "run/.containerenv"}[engine]
-        self.files[mark] = ""
-        self.files["proc/self/cgroup"] = "0::/\n"
         self.process["shm_bytes"] = shm_bytes
         if not devices:
             self.nodes.clear()
@@ -209,7 +190,6 @@ class Built:
 
     def memory_limit(self, size: int) -> Built:
         """A control group's limit on this process's memory."""
-        self.files["proc/self/cgroup"] = "0::/\n"
         self.files["sys/fs/cgroup/memory.max"] = f"{size}\n"
         return self
 
@@ -225,7 +205,6 @@ class Built:
         aer: Mapping[str, int] | None = None,
         driver: str | None = "amdgpu",
         kfd: bool = True,
-        display: bool = False,
     ) -> Built:
         """A discrete AMD card with its own switch, in a slot.
 
@@ -248,8 +227,6 @@ class Built:
         self._device(gpu, ids=(0x1002, chip.device), revision=chip.revision, link=chip.pcie, able=chip.pcie)
         self._hang(chain)
         self._amd_function(gpu, chip, readings, bar_bytes or rebar_bytes(chip.vram_bytes), driver, kfd=kfd)
-        for connector, status in (("DP-1", "connected" if display else "disconnected"), ("HDMI-A-1", "disconnected")):
-            self.files[f"{DEVICES}/{gpu}/drm/card{first}/card{first}-{connector}/status"] = f"{status}\n"
         return self
 
     def igpu(self, chip: Chip = RAPHAEL, *, driver: str | None = "amdgpu", kfd: bool = True) -> Built:

@@ -20,7 +20,7 @@ from tests.machines.replay import Replay, replay
 def whole() -> Built:
     """A machine with one of everything."""
     built = Built("invented: one of everything").card(slot=Slot(width=8)).card(XTX, slot=Slot(width=4, chipset=True))
-    return built.igpu(RAPHAEL).container("docker").memory_limit(1 << 34)
+    return built.igpu(RAPHAEL).container().memory_limit(1 << 34)
 
 
 def spoilt(built: Built, root: Path, spoil: Callable[[Path], object], chosen: Callable[[Path], bool]) -> Evidence:
