@@ -2,10 +2,9 @@
 they are detected.
 
 The transfers use the same mover, ring, digests and ladder as a run; faults are injected into copies, at the backend.
-What arrived is compared byte by byte, independently of the digests, in memory that was poisoned before: allocators
-reuse memory, so memory that was never written may hold the correct bytes of an earlier transfer. Not covered: the
-libraries above the mover (real runs under ``HF_ROCM_TUNE_FAULT``), speed (``benchmarks/transfer.py``), casts and memory
-at rest (``doctor``).
+What arrived is compared byte by byte, in memory that was poisoned before: allocators reuse memory, so memory that was
+never written may hold the correct bytes of an earlier transfer. Not covered: the libraries above the mover (real runs
+under ``HF_ROCM_TUNE_FAULT``), speed (``benchmarks/transfer.py``), casts and memory at rest (``doctor``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
@@ -64,8 +63,7 @@ COUNTS = ("injected", "detected", "recovered", "stopped", "missed", "false alarm
 """Transfers whose bytes were changed (a fault without an effect does not count); of these, those that were reported
 with the tensor's name; reported, and correct at the end; ended by an error, and nothing counted as verified; not
 reported, or wrong bytes that counted as verified. Last: reports of tensors without a fault."""
-TARGET = "target"
-"""Name of the tensor with the fault. In a batch, its neighbours must arrive correctly."""
+_TARGET = "target"  # the tensor with the fault; in a batch, its neighbours must arrive correctly
 _POOL_BYTES = 1 << 20
 _ORDINARY_BYTES, _LARGE_EVERY = 1024, 50
 
@@ -119,24 +117,19 @@ class Drill:
 
     def table(self) -> str:
         """The table of faults, and lines on clean transfers and on the verdict."""
-
-        def row(kind: str, hits: str, tally: Tally) -> str:
+        lines = [
+            f"drill on {self.device}, seed {self.seed}, {self.seconds:.0f} s\n",
+            f"{'fault':<11} {'hits':<6}" + "".join(f"{name:>13}" for name in COUNTS),
+        ]
+        rows = {(kind, "always" if persist else "once"): one for (kind, persist), one in self.faults.items()}
+        for (kind, hits), tally in {**rows, ("all", ""): self.total}.items():
             # `after` is found by a sentinel's digest; a run recovers or stops then.
             found = ["-" if kind == "after" and name in COUNTS[2:4] else f"{tally[name]:,}" for name in COUNTS]
-            return f"{kind:<11} {hits:<6}" + "".join(f"{value:>13}" for value in found)
-
-        clean, verdict = self.clean, "; ".join(self.failures()) or "every fault was found, without a false alarm"
-        return "\n".join(
-            [
-                f"drill on {self.device}, seed {self.seed}, {self.seconds:.0f} s\n",
-                f"{'fault':<11} {'hits':<6}" + "".join(f"{name:>13}" for name in COUNTS),
-                *(row(kind, "always" if persist else "once", one) for (kind, persist), one in self.faults.items()),
-                row("all", "", self.total) + "\n",
-                f"clean        {clean['transfers']:,} transfers: {clean['false alarms']} false alarms, "
-                f"{clean['corrupted']} corrupted, {clean['missed']} missed",
-                f"verdict      {verdict}",
-            ]
-        )
+            lines.append(f"{kind:<11} {hits:<6}" + "".join(f"{value:>13}" for value in found))
+        counts = ", ".join(f"{self.clean[name]} {name}" for name in ("false alarms", "corrupted", "missed"))
+        verdict = "; ".join(self.failures()) or "every fault was found, without a false alarm"
+        lines += [f"\nclean        {self.clean['transfers']:,} transfers: {counts}", f"verdict      {verdict}"]
+        return "\n".join(lines)
 
 
 def run(device: str | None, *, faults: int = 2000, clean: int = 5000, seed: int = 0) -> Drill:
@@ -147,10 +140,8 @@ def run(device: str | None, *, faults: int = 2000, clean: int = 5000, seed: int 
     name = f"cpu ({platform.processor() or platform.machine()})"
     if target.type == "cuda":
         name = f"{'hip' if torch.version.hip else 'cuda'} ({torch.cuda.get_device_name(target)})"
-    began = time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    began, console = time.perf_counter(), Console(file=sys.stderr)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         advance = partial(bar.advance, bar.add_task("faults", total=faults))
         injected = inject(target, faults=faults, seed=seed, on_fault=advance)
         advance = partial(bar.advance, bar.add_task("clean transfers", total=clean))
@@ -170,28 +161,25 @@ class Samples:
         mask = torch.ones(_POOL_BYTES // 8, dtype=torch.int64)
         self._pools = [noise, noise, ids.view(torch.uint8), mask.view(torch.uint8)]
         self._bools = torch.randint(0, 2, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
-        self._dtypes = self._shuffled(DTYPES)
-        self._sizes = self._shuffled(SIZES)
+        self._dtypes, self._sizes = self._shuffled(DTYPES), self._shuffled(SIZES)
 
     def tensor(self, *, largest: int = SIZES[-1]) -> Tensor:
         """The next tensor, of about `largest` bytes at most; all dtypes and sizes occur equally often."""
         dtype, nbytes = next(self._dtypes), next(self._sizes)
         if self._rng.random() < 0.5:
             nbytes = int(2 ** self._rng.uniform(0, nbytes.bit_length()))
-        size = dtype.itemsize
-        count = max(min(nbytes, largest) // size, 1)
-        strided = self._rng.random() < 0.25
+        count = max(min(nbytes, largest) // dtype.itemsize, 1)
         pool = self._bools if dtype is torch.bool else self._rng.choice(self._pools)
-        offset = self._rng.randrange((_POOL_BYTES - 2 * count * size) // size) * size
-        if strided:
+        offset = self._rng.randrange(_POOL_BYTES // dtype.itemsize - 2 * count) * dtype.itemsize
+        if self._rng.random() < 0.25:
             return typed_view(pool, offset, dtype, (count, 2))[:, 0]
         return typed_view(pool, offset, dtype, (count,))
 
     def sent(self, stage: str, target: Tensor) -> dict[str, Tensor]:
         """The tensors of a transfer: in a batch, `target` is between two small neighbours."""
         if stage != "batches":
-            return {TARGET: target}
-        return {"before": self.tensor(largest=300), TARGET: target, "behind": self.tensor(largest=300)}
+            return {_TARGET: target}
+        return {"before": self.tensor(largest=300), _TARGET: target, "behind": self.tensor(largest=300)}
 
     def _shuffled(self, values: tuple[Value, ...]) -> Iterator[Value]:
         while True:
@@ -242,8 +230,7 @@ def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[st
     return arrived, None
 
 
-def same_bytes(arrived: Tensor, source: Tensor) -> bool:
-    """Whether a tensor on the device, read back, has the bytes of its host source."""
+def _same_bytes(arrived: Tensor, source: Tensor) -> bool:
     expected = torch.empty(byte_count(source), dtype=torch.uint8)
     gather(source, 0, expected.numel(), expected)  # through an aligned view, as packing does
     return arrived.shape == source.shape and torch.equal(as_bytes(arrived.cpu()), expected)
@@ -260,7 +247,7 @@ def inject(
         for number, (kind, persist, stage) in enumerate(CELLS):
             key = (kind, persist)
             if key not in movers:
-                spec = FaultSpec(kind=kind, persist=persist, seed=seed, tensor=TARGET)
+                spec = FaultSpec(kind=kind, persist=persist, seed=seed, tensor=_TARGET)
                 movers[key] = stack.enter_context(_mover(device, spec))
                 tallies[key] = Counter()
             wanted = tallies[key]["injected"] + faults // len(CELLS) + (number < faults % len(CELLS))
@@ -286,8 +273,8 @@ def _transfer_fault(mover: Mover, tensors: dict[str, Tensor], stage: str) -> Tal
     before = _injected(mover)
     arrived, error = _send(mover, stage, tensors)
     stopped, rows, changed = error is not None, _incidents(mover), _injected(mover) > before
-    named = any(row["tensor"] == TARGET for row in rows)
-    wrong = any(not same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
+    named = any(row["tensor"] == _TARGET for row in rows)
+    wrong = any(not _same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
     verified = any(mover.was_verified(tensor) for tensor in arrived.values())
     return Counter({
         "injected": int(changed),
@@ -295,21 +282,17 @@ def _transfer_fault(mover: Mover, tensors: dict[str, Tensor], stage: str) -> Tal
         "stopped": int(changed and named and stopped),
         "recovered": int(changed and named and not stopped and not wrong),
         "missed": int((changed and not named) or (verified and (stopped or wrong))),
-        "false alarms": sum(row["tensor"] != TARGET or not changed for row in rows),
+        "false alarms": sum(row["tensor"] != _TARGET or not changed for row in rows),
     })  # fmt: skip
 
 
 def _memory_fault(mover: Mover, tensors: dict[str, Tensor], stage: str) -> Tally:
     """A weight that is corrupted after its verdict is found by another digest, as the sentinel does."""
     before = _injected(mover)
-    weight = mover.move(tensors[TARGET], name=TARGET)
+    weight = mover.move(tensors[_TARGET], name=_TARGET)
     changed, differs = _injected(mover) > before, digest(weight) != mover.digest_of(weight)
-    return Counter({
-        "injected": int(changed),
-        "detected": int(changed and differs),
-        "missed": int(changed and not differs),
-        "false alarms": int(differs and not changed) + len(_incidents(mover)),
-    })  # fmt: skip
+    counts = {"injected": int(changed), "detected": int(changed and differs), "missed": int(changed and not differs)}
+    return Counter(counts | {"false alarms": int(differs and not changed) + len(_incidents(mover))})
 
 
 def send_clean(
@@ -332,7 +315,7 @@ def send_clean(
                 # "late": it was correct when read again, which may be a false verdict as well.
                 found["false alarms" if row["kind"] == "late" else "corrupted"] += 1
                 example = example or f"{row['stage']} tensor: {row['kind']}, {row['outcome']}"
-            found["missed"] += sum(not same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
+            found["missed"] += sum(not _same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
             found["transfers"] += 1
             on_transfer()
     return found, example

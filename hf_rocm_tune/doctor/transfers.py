@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_rocm_tune.doctor.drill import DTYPES
 from hf_rocm_tune.doctor.findings import Finding, fail, note, ok, problem_lines, size_words, warn
-from hf_rocm_tune.doctor.links import X4_GB_S, LinkRate
+from hf_rocm_tune.doctor.links import LinkRate
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.machine.gpus import read_upward
 from hf_rocm_tune.machine.sysfs import Files
@@ -55,6 +55,7 @@ _STOCK = (
     "undo overclocking, undervolting and amdgpu.ppfeaturemask; seat the card without a riser, in another slot; check "
     "the PCIe error counters"
 )
+# Title, text, fix and source of each verdict on a copy.
 _VERDICTS = {
     "source": (
         "Bytes changed in host memory",
@@ -64,8 +65,8 @@ _VERDICTS = {
     ),
     "read_back": (
         "Two read-backs of the same bytes differ",
-        "unchanged memory of {device} was read back twice with different results: copies to the host are at fault",
-        f"{_STOCK}. HSA_ENABLE_SDMA=0 is a workaround if the check passes with it; report the kernel version then",
+        "memory of {device} was read back twice with different results: copies to the host are at fault",
+        f"{_STOCK}. If the check passes with HSA_ENABLE_SDMA=0, that is a workaround; report the kernel version then",
         "rocm-libraries#12344; rocm-systems#5815; rocm-systems#1469",
     ),
     "not_written": (
@@ -76,21 +77,21 @@ _VERDICTS = {
     ),
     "sending": (
         "A copy to the card was wrong, and correct when repeated",
-        "the content on {device} was wrong; the same copy, repeated, was correct: copies to the card fail now and then",
+        "the content on {device} was wrong, and correct after the same copy again: it fails now and then",
         f"{_STOCK}. Training with --verify full recovers from this, and counts it",
         "ROCm/ROCm#6123; rocm-libraries#12344",
     ),
     "memory": (
         "The card has other bytes than were sent",
-        "the same wrong bytes were read back from {device} twice, and repeating the copy did not help: the cause is "
-        "memory, its mapping, or every copy of this kind",
+        "the same wrong bytes were read back from {device} twice, also after another copy: memory, its mapping, or "
+        "every copy of this kind is at fault",
         f"{_SETTINGS}; then other hardware",
         "ROCm/ROCm#6603; rocm-systems#10943; rocm-systems#11693",
     ),
     "disagree": (
         "Card and host read other bytes at the same place",
-        "a kernel on {device} and the host do not agree on the bytes at one place, twice: the mapping or the cache is "
-        "at fault, bytes arrived late, or the kernel is wrong",
+        "a kernel on {device} and the host do not agree on the bytes at one place, twice: mapping, cache or kernel is "
+        "wrong, or bytes arrived late",
         f"see the measured checks of arithmetic; {_SETTINGS}",
         "rocm-systems#11693; ROCm/ROCm#6603",
     ),
@@ -150,7 +151,7 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding]:
     trial = _RoundTrip(device, copies_for(request))
     problems: dict[str, list[dict[str, Any]]] = {}
     left_out: list[str] = []
-    cases = nbytes = 0
+    cases = 0
     for number, case in enumerate(_cases(request["largest"], request["repeats"])):
         step(f"sending {case} to {device} and back")
         try:
@@ -158,20 +159,19 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding]:
         except NotImplementedError:  # torch may have a dtype without copies of it on this device
             left_out.append(str(case))
             continue
-        cases, nbytes = cases + 1, nbytes + case.nbytes
+        cases += 1
         if verdict:
             problems.setdefault(verdict, []).append({"case": str(case), "damage": damage and asdict(damage)})
-    lines = [f"{sum(map(len, problems.values()))} wrong of {cases} cases, {size_words(nbytes)} there and back twice"]
+    lines = [f"{sum(map(len, problems.values()))} wrong of {cases} cases, there and back twice"]
     lines += [f"not tried, torch has no such copy: {'; '.join(left_out)}"] if left_out else []
     if not problems:
         text = f"on {name}, for all tested sizes, dtypes and kinds of copy, cold and warm"
         return [ok("round_trip_right", "copies", text, "ROCm/ROCm#6123; rocm-systems#5815", subject=name, read=lines)]
-    findings = []
-    for verdict, of_it in problems.items():
-        title, text, fix, source = _VERDICTS[verdict]
-        row, text, read = f"round_trip_{verdict}", text.format(device=name), [*problem_lines(of_it), *lines]
-        findings.append(fail(row, title, text, fix, source, subject=name, read=read))
-    return findings
+    return [
+        fail(f"round_trip_{verdict}", title, text.format(device=name), fix, source, subject=name,
+             read=[*problem_lines(of_it), *lines])
+        for verdict, of_it in problems.items() for title, text, fix, source in [_VERDICTS[verdict]]
+    ]  # fmt: skip
 
 
 class _RoundTrip:
@@ -287,19 +287,14 @@ def casts(request: Mapping[str, Any]) -> list[Finding]:
                 compared, elements, wrong = compared + 1, elements + expected.numel(), wrong + int(differs.sum())
                 if not example and bool(differs.any()):
                     example = f"{what}: {float(found[differs][0])} instead of {float(expected[differs][0])}"
-    read, sources = [f"{elements:,} elements in {compared} casts, {wrong:,} differ"], "pytorch#16448; torch Copy.cu"
+    read, source = [f"{elements:,} elements in {compared} casts, {wrong:,} differ"], "pytorch#16448; torch Copy.cu"
     if not wrong:
-        text = (
-            f"float32, bfloat16 and float16 into each other on {name}, and on the way to and from it, equal the CPU's "
-            "bit for bit"
-        )
-        return [ok("casts_right", "casts", text, sources, subject=name, read=read)]
-    return [fail(
-        "casts_wrong", "A cast on the card differs from the CPU's",
-        f"a conversion between float32, bfloat16 and float16 on {name}, or on the way to or from it, is wrong",
-        "move tensors before the cast or after it, whichever is correct in the evidence; use another torch build, and "
-        "report it: no such fault of gfx1100 is known", sources, subject=name, read=[*read, f"the first: {example}"],
-    )]  # fmt: skip
+        text = f"between float32, bfloat16 and float16 on {name}, and on the way to and from it, as on the CPU"
+        return [ok("casts_right", "casts", text, source, subject=name, read=read)]
+    return [fail("casts_wrong", "A cast on the card differs from the CPU's",
+                 f"a cast between float32, bfloat16 and float16 on {name}, or on the way to or from it, is wrong",
+                 "use another torch build, and report it: no such fault of gfx1100 is known", source, subject=name,
+                 read=[*read, f"the first: {example}"])]  # fmt: skip
 
 
 def _all_values(dtype: torch.dtype) -> Tensor:
@@ -349,31 +344,19 @@ def judge_bandwidth(device: str, there: float, back: float, links: Sequence[Link
     """The finding on the rates (10^9 bytes a second) ``there`` and ``back`` and the links that were read under load."""
     title, source = f"{there:.1f} GB/s to the card, {back:.1f} from it", "ROCm/ROCm#2253"
     if not links:
-        return note(
-            "bandwidth_of_unknown_link", title,
-            f"{device}: its link could not be read, so the rate cannot be judged; a 7900 XTX measured 28 to 29 GB/s on "
-            "x16 PCIe 4.0, x8 gives 13 to 14 and x4 6.5 to 7",
-            "with less than that, read current_link_width and current_link_speed of the card's way in "
-            "/sys/bus/pci/devices while it copies", source, subject=device,
-        )  # fmt: skip
+        return note("bandwidth_of_unknown_link", title,
+                    f"{device}: its link could not be read; a 7900 XTX measured 28 to 29 GB/s on PCIe 4.0 x16, x8 "
+                    "gives 13 to 14 and x4 6.5 to 7", "with less, see the findings on links", source,
+                    subject=device)  # fmt: skip
     link = min(links, key=lambda one: one.gb_s)
     text = (
         f"{title}; {device}: x{link.width} at {link.speed:g} GT/s (under load, at {link.where}) gives {link.gb_s:.1f} "
         "GB/s each way by arithmetic; a 7900 XTX measured 28 to 29 of 31.5"
     )
     if min(there, back) < _LEAST_SHARE * link.gb_s:
-        return warn(
-            "bandwidth_low", f"The link reaches {100 * min(there, back) / link.gb_s:.0f} % of its rate", text,
-            "stop other programs on the card and run the check again; check the PCIe error counters; unset "
-            "HSA_ENABLE_SDMA=0; seat the card without a riser", source, subject=device,
-        )  # fmt: skip
-    if link.gb_s < X4_GB_S:
-        return warn(
-            "bandwidth_of_narrow_link", f"x{link.width} link: {title}",
-            f"{text}. A narrow link makes transfers slow, not wrong",
-            "move the card to the slot next to the processor, and check the BIOS setting of its lanes", source,
-            subject=device,
-        )  # fmt: skip
+        return warn("bandwidth_low", f"The link reaches {100 * min(there, back) / link.gb_s:.0f} % of its rate", text,
+                    "stop other programs on the card and run the check again; check the PCIe error counters; unset "
+                    "HSA_ENABLE_SDMA=0; seat the card without a riser", source, subject=device)  # fmt: skip
     return ok("bandwidth_right", title, text, source, subject=device)
 
 
@@ -412,10 +395,7 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
             blocks[-1][8192 : 8192 + 4096] = 0
         elif run == _FAULTY_CYCLE and kind == "flip":
             blocks[-1][12_345] ^= 16
-    sizes = (
-        f"{_CANARIES} canaries of {size_words(size)} beside up to {size_words(room)} that were allocated and freed, "
-        f"{run} cycles"
-    )
+    sizes = f"{_CANARIES} canaries of {size_words(size)} beside up to {size_words(room)} of other blocks, {run} cycles"
     source = "ROCm/ROCm#6603; rocm-systems#10943; ROCm/ROCm#6178"
     if not bad:
         proof = "the RX 7900 XT of the report failed in cycle 144" + ("" if run > 144 else "; --full runs more cycles")
@@ -424,22 +404,15 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
         return [ok("canaries_held", title, text, source, subject=name, read=[sizes])]
     wanted = torch.cat([piece.view(torch.uint8) for _, piece in _pieces(bad[0], size)])
     reading, again = blocks[bad[0]].cpu(), blocks[bad[0]].cpu()
-    damage, stable = examine(reading, wanted), torch.equal(reading, again)
+    damage = examine(reading, wanted)
     problem = {"case": f"cycle {run}, canary {bad[0]}", "damage": None if damage is None else asdict(damage)}
-    churn = damage and bool((reading[damage.first_offset :][: damage.length] == _CHURN).all())
-    read = [
-        *problem_lines([problem]),
-        *(["bytes of another block that is in use"] if churn else []),
-        f"read twice: {'the same' if stable else 'not the same'}",
-        sizes,
-    ]
-    return [fail(
-        "canaries_changed", "Memory has changed",
-        f"an unused block of memory on {name} had other bytes after {run} cycles of allocating and freeing others. "
-        "Weights would change in the same way, without an error",
-        f"{_SETTINGS}; if it changes without them, too, undo overclocking and undervolting: GDDR6 has no ECC", source,
-        subject=name, read=read,
-    )]  # fmt: skip
+    same = "the same" if torch.equal(reading, again) else "not the same"
+    return [fail("canaries_changed", "Memory has changed",
+                 f"an unused block of memory on {name} had other bytes after {run} cycles of allocating and freeing "
+                 "others. Weights would change in the same way, without an error",
+                 f"{_SETTINGS}; if it changes without them, too, undo overclocking and undervolting: GDDR6 has no ECC",
+                 source, subject=name,
+                 read=[*problem_lines([problem]), f"read twice: {same}", sizes])]  # fmt: skip
 
 
 def _churn(churned: list[Tensor], room: int, rng: random.Random, device: torch.device) -> list[Tensor]:
