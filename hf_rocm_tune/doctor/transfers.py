@@ -287,13 +287,13 @@ def casts(request: Mapping[str, Any]) -> list[Finding]:
                 compared, elements, wrong = compared + 1, elements + expected.numel(), wrong + int(differs.sum())
                 if not example and bool(differs.any()):
                     example = f"{what}: {float(found[differs][0])} instead of {float(expected[differs][0])}"
-    read, source = [f"{elements:,} elements in {compared} casts, {wrong:,} differ"], "pytorch#16448; torch Copy.cu"
+    read, issues = [f"{elements:,} elements in {compared} casts, {wrong:,} differ"], "pytorch#16448; torch Copy.cu"
     if not wrong:
         text = f"between float32, bfloat16 and float16 on {name}, and on the way to and from it, as on the CPU"
-        return [ok("casts_right", "casts", text, source, subject=name, read=read)]
+        return [ok("casts_right", "casts", text, issues, subject=name, read=read)]
     return [fail("casts_wrong", "A cast on the card differs from the CPU's",
                  f"a cast between float32, bfloat16 and float16 on {name}, or on the way to or from it, is wrong",
-                 "use another torch build, and report it: no such fault of gfx1100 is known", source, subject=name,
+                 "use another torch build, and report it: no such fault of gfx1100 is known", issues, subject=name,
                  read=[*read, f"the first: {example}"])]  # fmt: skip
 
 
