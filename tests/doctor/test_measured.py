@@ -240,7 +240,7 @@ def test_a_canary_that_changes_is_found(kind: str, words: str) -> None:
     ("rate", "links", "row", "words"),
     [
         (28.4, [(16, 16.0)], "bandwidth_right", "28.4 GB/s"),
-        (6.5, [(16, 16.0), (4, 16.0)], "bandwidth_of_narrow_link", "x4 link"),
+        (6.5, [(16, 16.0), (4, 16.0)], "bandwidth_right", "6.5 GB/s"),
         (13.0, [(16, 8.0)], "bandwidth_right", "13.0 GB/s"),
         (6.5, [(16, 16.0)], "bandwidth_low", "21 %"),
         (3.0, [(4, 16.0)], "bandwidth_low", "38 %"),
