@@ -1,7 +1,8 @@
 """Decides what a start does in its output directory: begin a run, resume it, or nothing because it is finished.
 
 Two runs are the same if the settings that determine the trained model are the same, and local files that they name
-have the same content; all others (`IGNORED`) may change. A directory that has files and no record of ours is refused.
+have the same content; all others (`IGNORED`) may change, and a run with a constant learning rate may get longer
+(`_LENGTH`). A directory that has files and no record of ours is refused.
 In a run's directory only what its manifests list is ever deleted, and nothing changes before `StartPlan.commit`, except
 that half-written files of killed processes are removed. Nothing here imports torch. Only rank 0 prepares a directory.
 """
@@ -57,6 +58,8 @@ _OWN = (
     "_step_down.json",
 )  # fmt: skip
 """Files that any run may write at the top of its directory, beside its result."""
+_LENGTH = ("max_steps", "num_train_epochs")
+"""Settings of which a larger value extends a run."""
 _MODELS = ("model_name_or_path", "adapter_name_or_path", "reward_model_name_or_path")
 _READ = (*_MODELS, "dataset_name", "chat_template_path")
 """Settings that may name a file or a directory to read."""
@@ -364,6 +367,7 @@ class _Start:
         self._newest_wanted = value in ("true", "yes", "1")
         self._named = None if self._newest_wanted or value in ("false", "no", "0", "") else Path(str(resume))
         self._notes: list[str] = []
+        self._is_extended = False
 
     def decide(self, overwrite: bool, restarted: bool | None) -> StartPlan:
         directory, record = self._directory, read_record(self._directory)
@@ -377,7 +381,9 @@ class _Start:
             )
         if overwrite and not (same and restarted):
             return self._begin_again(record)
-        if record is not None and not same:
+        if record is not None and not same and (longer := self._extended(record)) is not None:
+            record = longer
+        elif record is not None and not same:
             checkpoints = list_checkpoints(directory)
             onward = f", with --resume_from_checkpoint {checkpoints[-1][1]} to go on from there" if checkpoints else ""
             raise UsageError(
@@ -392,6 +398,20 @@ class _Start:
             return continued
         return self._resume(self._named, record)
 
+    def _extended(self, record: RunRecord) -> RunRecord | None:
+        """The record of this run with more steps; None if it is another run, or its rates depend on their number."""
+        before, now = record.settings, deciding_settings(self._settings)
+        pairs = {name: (before.get(name), now.get(name)) for name in _LENGTH}
+        numbers = {name: pair for name, pair in pairs.items() if all(isinstance(each, int | float) for each in pair)}
+        longer = {name: wanted for name, (had, wanted) in numbers.items() if 0 < had < wanted}
+        schedule, warmup = now.get("lr_scheduler_type"), now.get("warmup_steps") or 0  # below 1: a share of all steps
+        constant = schedule == "constant" or (schedule == "constant_with_warmup" and warmup >= 1)
+        if {**before, **longer} != now or not constant or now.get("grad_compression") == "powersgd":
+            return None
+        self._is_extended = True
+        self._notes.append(f"the run is extended: {differences(before, now)}")
+        return replace(record, fingerprint=fingerprint(self._settings), settings=now)
+
     def _plan(self, action: Literal["fresh", "resume", "finished"], record: RunRecord, **more: Any) -> StartPlan:
         if record.skipped_steps and action != "finished":
             steps = ", ".join(map(str, record.skipped_steps))
@@ -402,7 +422,7 @@ class _Start:
 
     def _continue(self, record: RunRecord) -> StartPlan:
         """Plan for the same command: finished, or from the newest verified checkpoint, or from the beginning."""
-        if not self._newest_wanted and self._is_finished(record):
+        if not (self._newest_wanted or self._is_extended) and self._is_finished(record):
             return self._plan("finished", record)
         damaged: list[Path] = []
         newest = self._newest_verified(record, damaged)

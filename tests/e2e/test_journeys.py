@@ -137,14 +137,16 @@ def test_moved_run(user: User, whole: Path) -> None:
 
 
 def test_extended_run(user: User, whole: Path) -> None:
-    """More steps in a new directory, from the last checkpoint: the bits of a run that was as long from the start."""
+    """More steps, over the same data from another place: the bits of a run that was as long from the start."""
     done(user.train("out", max_steps=2))
     (user.place / "elsewhere").mkdir()
     (user.place / "chats.jsonl").rename(user.place / "elsewhere" / "chats.jsonl")
-    done(user.train("longer", dataset="elsewhere/chats.jsonl", resume_from_checkpoint="out/checkpoint-2"))
-    assert (user.place / "longer" / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
-    assert losses_of(user.place / "longer") == losses_of(whole)
-    assert manifest.verify(user.place / "longer") == []
+    extended = done(user.train("out", dataset="elsewhere/chats.jsonl"))
+    assert "the run is extended: max_steps 2 -> 4" in extended.stdout
+    assert "continues from checkpoint-2 of 2 steps (verified)" in extended.stdout
+    assert (user.place / "out" / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
+    assert losses_of(user.place / "out") == losses_of(whole)
+    assert manifest.verify(user.place / "out") == []
 
 
 SCRIPT = """

@@ -151,6 +151,37 @@ def test_a_run_is_known_by_the_content_of_its_files_and_not_by_their_place(tmp_p
         _start(out, {**SETTINGS, "dataset_name": str(tmp_path / "elsewhere")})
 
 
+@pytest.mark.parametrize(
+    ("schedule", "works"),
+    [
+        ({"lr_scheduler_type": "constant"}, True),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, True),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}, False),
+        ({"lr_scheduler_type": "linear"}, False),
+        ({"lr_scheduler_type": "constant", "grad_compression": "powersgd"}, False),
+    ],
+)
+def test_a_finished_run_is_extended_where_its_learning_rate_allows(
+    tmp_path: Path, schedule: dict[str, Any], works: bool
+) -> None:
+    settings = {**SETTINGS, **schedule, "max_steps": 4, "num_train_epochs": 3.0}
+    first = _begin(tmp_path, 4, settings=settings)
+    _finish(tmp_path, first)
+    longer = {**settings, "max_steps": 8}
+    if not works:
+        with pytest.raises(UsageError, match=r"differs in max_steps 4 -> 8: .*--resume_from_checkpoint .*checkpoint-4"):
+            _start(tmp_path, longer)
+        return
+    for other in ({"max_steps": 2}, {"max_steps": -1}, {"seed": 2}):
+        with pytest.raises(UsageError, match="another run"):
+            _start(tmp_path, {**longer, **other})
+    plan = _start(tmp_path, longer)
+    assert (plan.action, plan.checkpoint) == ("resume", tmp_path / "checkpoint-4") and plan.run_id == first.run_id
+    assert plan.notes == ("the run is extended: max_steps 4 -> 8",)
+    plan.commit()
+    assert _start(tmp_path, longer).notes == () and not (tmp_path / manifest.MANIFEST_NAME).exists()
+
+
 def test_what_is_only_shown_or_kept_may_change_and_secrets_are_not_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
     secret = {"hub_token": "hf_secret", "model_init_kwargs": {"token": "hf_secret", "x": 1}, "nan": float("nan")}
