@@ -320,6 +320,10 @@ class StartPlan:
         _remove_empty(self.made)
 
 
+def _is_longer(had: Any, wanted: Any) -> bool:
+    return isinstance(had, int | float) and isinstance(wanted, int | float) and 0 < had < wanted
+
+
 def prepare_output_dir(
     path: str | Path,
     settings: Mapping[str, Any],
@@ -401,9 +405,7 @@ class _Start:
     def _extended(self, record: RunRecord) -> RunRecord | None:
         """The record of this run with more steps; None if it is another run, or its rates depend on their number."""
         before, now = record.settings, deciding_settings(self._settings)
-        pairs = {name: (before.get(name), now.get(name)) for name in _LENGTH}
-        numbers = {name: pair for name, pair in pairs.items() if all(isinstance(each, int | float) for each in pair)}
-        longer = {name: wanted for name, (had, wanted) in numbers.items() if 0 < had < wanted}
+        longer = {name: now[name] for name in _LENGTH if name in now and _is_longer(before.get(name), now[name])}
         schedule, warmup = now.get("lr_scheduler_type"), now.get("warmup_steps") or 0  # below 1: a share of all steps
         constant = schedule == "constant" or (schedule == "constant_with_warmup" and warmup >= 1)
         if {**before, **longer} != now or not constant or now.get("grad_compression") == "powersgd":
