@@ -455,6 +455,22 @@ def test_ways_to_use_two_cards_are_what_their_own_plans_say(small: Path, run: An
     assert found["advice"] in out and "pipeline" in out
 
 
+def test_every_way_over_two_cards_is_called_tight_by_the_margin_of_one_card(small: Path, run: Any) -> None:
+    words = ("--model", str(small), "--seq", "64", "--effective_batch", "4", "--method", "lora", "--desktop_gib", "3")
+    words += ("--micro_batch", "1", "--no-checkpointing", "--cards", "2")
+    totals = {way["name"]: way["total"] for way in json.loads(run(*words, "--vram", "20", "--json")[1])["ways"]}
+    assert len(totals) == 6
+    for least in (min(totals.values()), max(totals.values())):
+        for spare, tight in ((0.6, True), (0.8, False)):
+            found = json.loads(run(*words, "--vram", f"{(least / GIB + spare) / (19.9 / 20):.4f}", "--json")[1])
+            for name, way in ways_of(found).items():
+                assert way["total"] == pytest.approx(totals[name])
+                assert way["tight"] == (0 <= way["spare"] < 0.7 * GIB), name
+                assert least != totals[name] or (way["fits"] and way["tight"] == tight), name
+            if least == min(totals.values()):  # nothing roomier is left to choose
+                assert found["tight"] == tight
+
+
 def test_a_way_that_fits_decides_verdict_command_and_code(changed: Any, run: Any) -> None:
     model = changed(num_hidden_layers=16)
     words = ("--model", model, "--seq", "512", "--effective_batch", "4", "--method", "full", "--dtype", "bfloat16")
