@@ -78,18 +78,18 @@ def overlap(simcard: Any) -> list[dict[str, Any]]:
     for ratio in RATIOS:
         copy_us = int(ratio * compute / per_us)
         rows_of: dict[str, list[float]] = {"compute": [], "link": [], "both": []}
-        used = waited = 0
+        used, begun = 0, list(streamer.waits)
         for _ in range(REPEATS):
             rows_of["compute"].append(timed(KERNEL_US, 0))
             rows_of["link"].append(timed(0, copy_us))
-            before = streamer.waits
             rows_of["both"].append(timed(KERNEL_US, copy_us))
-            used, waited = used + 2 * LAYERS, waited + streamer.waits - before
+            used += 2 * LAYERS
+        waits = [now - before for now, before in zip(streamer.waits, begun, strict=True)]
         found = {name: statistics.median(each) for name, each in rows_of.items()}
         limit = max(found["compute"], found["link"])
         row = {"ratio": found["link"] / found["compute"], **found, "limit": limit, "of_limit": limit / found["both"]}
         row |= {f"{name}_busy": found[name] / found["both"] for name in ("compute", "link")}
-        table.append(row | {"waits": waited, "uses": used})
+        table.append(row | {"waits": sum(waits), "waits_by_layer": waits, "uses": used})
     return table
 
 

@@ -70,7 +70,8 @@ class Streamer:
 
     Attributes:
         contents: the streamed layers as they are sent, in order.
-        visits, waits, wait_seconds: layers fetched; uses of a layer for which the training thread waited, and how long.
+        visits, wait_seconds: layers fetched; how long the training thread waited for them.
+        waits: of each streamed layer, the uses for which the training thread waited.
         host_bytes: of streamed weights, by where they are: ``mapped`` files or ``anonymous`` memory.
     """
 
@@ -79,7 +80,8 @@ class Streamer:
         self._mover, self._stack = mover, stack
         self.layers = streamed.layers
         self.host_bytes = {"mapped": 0, "anonymous": 0}
-        self.visits = self.waits = 0
+        self.visits = 0
+        self.waits = [0] * len(streamed.layers)
         self.wait_seconds = 0.0
         self.contents: list[Content] = []
         self._segments: dict[int, tuple[Tensor, Segment]] = {}  # by the identity of the layer's own tensor
@@ -187,7 +189,7 @@ class Streamer:
         assert sent is not None
         begun = time.perf_counter()
         try:
-            self.waits += not sent.done() or not self.landings[landing].has_arrived
+            self.waits[at] += not sent.done() or not self.landings[landing].has_arrived
             sent.result()
             self.landings[landing].settle()
         except BaseException:
@@ -278,7 +280,7 @@ class Streamer:
             "host_bytes": dict(self.host_bytes),
             "landing_bytes": self.landing_bytes,
             "visits": self.visits,
-            "waits": self.waits,
+            "waits": list(self.waits),
             "wait_seconds": self.wait_seconds,
         }
 

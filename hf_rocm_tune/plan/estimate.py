@@ -330,6 +330,14 @@ class Weight:
     itemsize: int = 0  # bytes of an element of its gradient
     trained: bool = False  # whether it has a gradient and optimizer state
     streams: bool = False  # whether it is in host memory where its layer is streamed
+    fused: bool = False  # whether the files have it in parts, which are joined on the card
+
+    @property
+    def loading(self) -> int:
+        """Most bytes beside its own while it is loaded: in 16 bits before it is packed, and its parts."""
+        if self.elements * self.itemsize > self.nbytes:  # quantised
+            return 4 * self.elements - self.nbytes if self.fused else 2 * self.elements
+        return self.nbytes if self.fused else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,7 +347,7 @@ class Weights:
     parts: Mapping[str, int]  # bytes by part
     trained: tuple[TrainedTensor, ...]  # the tensors that have gradients
     parameters: int  # of the model without adapters, before quantisation
-    largest: int  # bytes of the largest quantised tensor before it is quantised; 0 without any
+    loading: int  # most bytes beside those of its parts while one tensor is loaded
     # of each layer of the real model, what can be streamed, as in ``parts``
     streams: tuple[Mapping[str, int], ...] = ()
 
@@ -348,7 +356,7 @@ class Weights:
         """The sums over the tensors of the recorded layers, each as often as the real model has such a layer."""
         parts = {"weights": 0, "quantisation constants": 0, "adapters": 0}
         trained: Counter[tuple[int, int]] = Counter()
-        parameters, largest = 0, 0
+        parameters, loading = 0, 0
         streams: dict[int, Counter[str]] = {layer: Counter() for layer in layer_of}
         for tensor in tensors:
             count = 1 if tensor.layer < 0 else layer_of.count(tensor.layer)
@@ -359,11 +367,10 @@ class Weights:
                 trained[tensor.elements, tensor.itemsize] += count
             if tensor.part == "weights":
                 parameters += tensor.elements * count
-                if tensor.elements * tensor.itemsize > tensor.nbytes:  # quantised
-                    largest = max(largest, 2 * tensor.elements)
+                loading = max(loading, tensor.loading)
         groups = tuple(TrainedTensor(elements=each, itemsize=size, count=n) for (each, size), n in trained.items())
         by_layer = tuple(streams[layer] for layer in layer_of)
-        return cls(parts=parts, trained=groups, parameters=parameters, largest=largest, streams=by_layer)
+        return cls(parts=parts, trained=groups, parameters=parameters, loading=loading, streams=by_layer)
 
     def streamed(self, count: int) -> list[Mapping[str, int]]:
         """What lives in host memory of each layer where so many are streamed."""
@@ -555,7 +562,7 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     others = (case.flights - 1) * peak.most_kept  # an upper bound: each at its highest
     moments = {f"{role} pass" if role in _OF_LAYERS else role: held + others + at for role, at in peak.by_role.items()}
     moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
-    moments["loading"] = copied + on_card["weights"] + on_card["quantisation constants"] + weights.largest
+    moments["loading"] = copied + on_card["weights"] + on_card["quantisation constants"] + weights.loading
     if case.eval_batch:
         moments["evaluation"] = held + variant.trace(case.evaluated).peak().total
     highest = max(moments, key=lambda name: moments[name])

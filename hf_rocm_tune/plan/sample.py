@@ -58,6 +58,7 @@ class Sample:
             for index, layer in enumerate(self.layers)
             for tensor in (*layer.parameters(), *layer.buffers())
         }
+        joined = _joined(self.base)
         for name, parameter in self.model.named_parameters():
             layer = owners.get(id(parameter), -1)
             state = getattr(parameter, "quant_state", None)
@@ -71,6 +72,7 @@ class Sample:
                 itemsize=parameter.element_size(),
                 trained=parameter.requires_grad,
                 streams=not parameter.requires_grad and is_streamed(name, parameter),
+                fused=name.rpartition(".")[2] in joined,
             )
             if state is not None:
                 constants = sum(attrgetter(path)(state).nbytes for path in quant_state_of(state))
@@ -79,6 +81,16 @@ class Sample:
             yield Weight(part="quantisation constants", layer=layer, nbytes=constants)
         for buffer in self.model.buffers():
             yield Weight(part="weights", layer=owners.get(id(buffer), -1), nbytes=buffer.nbytes)
+
+
+def _joined(base: Any) -> set[str]:
+    """The last names of parameters that files have in parts: experts that are stored one by one."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import MergeModulelist, WeightConverter
+
+    found = (each for each in get_model_conversion_mapping(base) if isinstance(each, WeightConverter))
+    merged = (each for each in found if any(isinstance(one, MergeModulelist) for one in each.operations))
+    return {target.rpartition(".")[2] for each in merged for target in each.target_patterns}
 
 
 #: How layers are kept, in the order of trial: few, and the configuration has their number; few, and it has the real

@@ -291,8 +291,8 @@ def _sharded(plan: Plan, flags: str) -> CardsWay:
         parts |= {"weights": parts["weights"] - saved, "adapters": parts["adapters"] // cards}
         trained = tuple(replace(each, elements=-(-each.elements // cards)) for each in whole.weights.trained)
         # 4-bit weights are quantised on each card before they are sharded
-        largest = whole.weights.largest + saved if whole.weights.largest else 0
-        weights = replace(whole.weights, parts=parts, trained=trained, largest=largest)
+        loading = whole.weights.loading + saved if whole.weights.parts["quantisation constants"] else 0
+        weights = replace(whole.weights, parts=parts, trained=trained, loading=loading)
         variants[method] = replace(whole, weights=weights)
         # all weights outside the layers once, the embeddings again
         every = whole.weights.parts["weights"] + layers + embeddings + 2 * whole.weights.parts["adapters"]

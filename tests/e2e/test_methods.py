@@ -36,6 +36,23 @@ REWARDS = """
 def early(completions, **_):
     return [float(text.count("e") + text.count(" ")) for text in completions]
 """
+COUNTED = """
+from trl import GRPOTrainer
+
+def note(*what):
+    with open("counted.txt", "a") as file:
+        print(*what, file=file)
+
+def trained(self, model, inputs):
+    note("trained on", len(inputs["completion_ids"]))
+    return stock(self, model, inputs)
+
+def reward(completions, **_):
+    note("generated", len(completions))
+    return [float(len(text)) for text in completions]
+
+stock, GRPOTrainer._compute_loss = GRPOTrainer._compute_loss, trained
+"""
 
 
 def rows_of(method: str) -> list[dict[str, Any]]:
@@ -206,6 +223,17 @@ def test_grpo_raises_its_reward(jobs: dict[str, Job], tmp_path: Path) -> None:
     jobs["grpo"].done(tmp_path / "out", use_peft=False, max_steps=16, save_steps=16, **batch)
     history = [row["reward"] for row in logged(tmp_path / "out") if "reward" in row]
     assert len(history) == 16 and sum(history[-4:]) > 1.5 * sum(history[:4])
+
+
+def test_grpo_generates_all_answers_of_a_prompt_at_once_and_trains_on_two_at_a_time(
+    jobs: dict[str, Job], tmp_path: Path
+) -> None:
+    """By default: generating is faster with many rows, and backward has memory for few."""
+    (jobs["grpo"].root / "counted.py").write_text(COUNTED)
+    batch = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None, "num_generations": None}
+    jobs["grpo"].done(tmp_path / "out", reward_funcs="./counted.reward", max_steps=2, save_steps=2, **batch)
+    counted = (jobs["grpo"].root / "counted.txt").read_text().splitlines()
+    assert counted == ["generated 8", *["trained on 2"] * 4] * 2
 
 
 # ---- on the simulated card ------------------------------------------------------------------------------------

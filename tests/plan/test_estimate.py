@@ -180,7 +180,7 @@ def test_layers_that_were_not_recorded_are_weighed_too() -> None:
     assert found.parts["quantisation constants"] == 6 * 100 * MIB // 32
     assert found.parts["adapters"] == 6 * 4000
     assert found.parameters == 6 * 200 * MIB + MIB
-    assert found.largest == 2 * 200 * MIB  # bfloat16, before it is packed
+    assert found.loading == 2 * 200 * MIB  # bfloat16, before it is packed
 
 
 def test_parts_add_up_to_the_total_and_spare_is_what_is_left() -> None:
@@ -205,7 +205,7 @@ def test_loading_or_the_optimizer_may_be_the_highest_moment() -> None:
     assert loading.moment == "loading"
     assert math.isclose(
         loading.allocated,
-        sum(variant().weights.parts[k] for k in ("weights", "quantisation constants")) + variant().weights.largest,
+        sum(variant().weights.parts[k] for k in ("weights", "quantisation constants")) + variant().weights.loading,
     )
     # copies of the trained tensors outweigh a step on one token
     stepping = estimate(replace(variant(optim="adamw_torch", megabytes=0)), tiny, CARD)

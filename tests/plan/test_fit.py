@@ -417,3 +417,23 @@ def test_a_configuration_that_is_none_is_one_line(tmp_path: Path, content: str |
 def test_a_hub_that_does_not_answer_is_one_line() -> None:
     with pytest.raises(UsageError, match=r"nobody/nothing.*network"):
         load_config("nobody/nothing")
+
+
+@pytest.mark.parametrize(("arch", "joined"), [("Qwen3Moe", True), ("GptOss", False)])
+def test_experts_that_files_have_one_by_one_take_twice_their_memory_while_they_are_joined(
+    arch: str, joined: bool
+) -> None:
+    name = {"Qwen3Moe": "qwen3_moe", "GptOss": "gpt_oss"}[arch]
+    config = tiny.config_of(name, tiny.build_tokenizer(), architectures=[f"{arch}ForCausalLM"])
+    of_experts = 2 * config.hidden_size * getattr(config, "moe_intermediate_size", config.intermediate_size)
+    fused = 4 * of_experts  # elements of gate and up of 4 experts
+    asked = {"length": 32, "micro_batch": 1, "checkpointing": True, "targets": ("q_proj",), "evaluates": False}
+    plans = {
+        method: plan_for(PlanRequest(methods=(method,), **asked), card=CARD, config=config)
+        for method in ("lora", "qlora")
+    }
+    loading = {method: each.variants[method].weights.loading for method, each in plans.items()}
+    assert loading == {
+        "lora": 2 * fused if joined else 0,
+        "qlora": 4 * fused - fused // 2 if joined else 2 * fused,
+    }
