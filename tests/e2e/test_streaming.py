@@ -89,55 +89,60 @@ def job(
     return make
 
 
+@pytest.fixture(scope="module")
+def resident(
+    card_server: CommandServer, deep: Callable[[str], Path], messages: Path, scratch: Path
+) -> Callable[[str], Path]:
+    """The output of an undisturbed run that streams nothing, made once."""
+
+    def make(method: str) -> Path:
+        output = scratch / f"resident-{method}"
+        if not output.exists():
+            model = deep("qwen3_moe" if method == "experts" else "llama3")
+            Job(card_server, model, messages, scratch, METHODS[method]).run(output.name)
+        return output
+
+    return make
+
+
 @pytest.mark.parametrize("method", sampled(METHODS, "lora", "qlora"))
-def test_a_streamed_run_is_the_resident_run_bit_for_bit(method: str, job: Callable[[str], Job]) -> None:
+def test_a_streamed_run_is_the_resident_run_bit_for_bit(
+    method: str, job: Callable[[str], Job], resident: Callable[[str], Path]
+) -> None:
     """Memory is poisoned when it is freed, and copies and kernels take random times: a layer that computes with
     another one's weights, or too early, is seen."""
     trial = job(method)
-    resident, _ = trial.run("resident")
     disturbed = {"SIMCARD_POISON": "1", "SIMCARD_DELAYS": "0,40,0,400"}
     for count in (4,) if method == "lora" else (LAYERS,):
         streamed, _ = trial.run(f"streamed{count}", disturbed, stream_weights=count)
-        assert losses_of(streamed) == losses_of(resident)
-        assert (streamed / ADAPTER).read_bytes() == (resident / ADAPTER).read_bytes()
+        assert losses_of(streamed) == losses_of(resident(method))
+        assert (streamed / ADAPTER).read_bytes() == (resident(method) / ADAPTER).read_bytes()
         report = report_of(streamed)
         assert_covered(report, fetched=method in ("qlora", "8bit"))
         assert_census(Log(Path(f"{streamed}.log")), report)
         told = report["streaming"]
         assert len(told["layers"]) == count and told["visits"] <= STEPS * 2 * (count + 1) + 40
         assert report["streamed"]["bytes"] > 0 == report["streamed"]["mismatches"]
-        held = report["coverage"]["device_bytes"] - report_of(resident)["coverage"]["device_bytes"]
+        held = report["coverage"]["device_bytes"] - report_of(resident(method))["coverage"]["device_bytes"]
         assert held == told["landing_bytes"] - sum(told["host_bytes"].values())
 
 
 FAULTS = ("zero", "zero_range", "flip", "bits", "stride", "stale", "swap", "drop", "late", "after")
 
 
-@pytest.fixture(scope="module")
-def clean(
-    card_server: CommandServer, deep: Callable[[str], Path], messages: Path, scratch: Path
-) -> Callable[[str], Path]:
-    """The output of an undisturbed streamed run, made once."""
-
-    def make(method: str) -> Path:
-        output = scratch / f"clean-{method}"
-        if not output.exists():
-            Job(card_server, deep("llama3"), messages, scratch, METHODS[method]).run(output.name, stream_weights=4)
-        return output
-
-    return make
-
-
-def assert_recovered(output: Path, clean: Path) -> dict[str, Any]:
+def assert_recovered(output: Path, resident: Path) -> dict[str, Any]:
     report = report_of(output)
     assert report["incidents"] and {row["outcome"] for row in report["incidents"]} == {"recovered"}
-    assert (output / ADAPTER).read_bytes() == (clean / ADAPTER).read_bytes()
-    assert losses_of(output) == losses_of(clean)
+    assert (output / ADAPTER).read_bytes() == (resident / ADAPTER).read_bytes()
+    assert losses_of(output) == losses_of(resident)
     return report
 
 
-@pytest.mark.parametrize("kind", sampled(FAULTS, "stale"))
-def test_a_fault_on_a_visit_leaves_no_trace(kind: str, job: Callable[[str], Job], clean: Callable[[str], Path]) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_on_a_visit_leaves_no_trace(
+    kind: str, job: Callable[[str], Job], resident: Callable[[str], Path]
+) -> None:
     """`after`: the layer changes on the card after its arrival; it is found when the next one takes its place.
 
     `late`: two tensors of one visit are hit; both have arrived when the wrong visit is examined: one incident.
@@ -145,7 +150,7 @@ def test_a_fault_on_a_visit_leaves_no_trace(kind: str, job: Callable[[str], Job]
     count = 1 if kind == "after" else 5
     fault = f"kind={kind},stage=streamed,rate=0.3,seed=3,first=20,count={count}"
     output, _ = job("lora").run("out", {"HF_ROCM_TUNE_FAULT": fault}, stream_weights=4)
-    report = assert_recovered(output, clean("lora"))
+    report = assert_recovered(output, resident("lora"))
     assert report["fault_injection"]["injected"] >= count
     assert report["streamed"]["mismatches"] >= count - (kind == "late")
     if kind == "after":  # not only before the save, after the second step
@@ -154,14 +159,18 @@ def test_a_fault_on_a_visit_leaves_no_trace(kind: str, job: Callable[[str], Job]
 
 @pytest.mark.parametrize(
     ("place", "method"),
-    [("mapped", "lora"), ("anonymous", "qlora"), pytest.param("card", "lora", marks=pytest.mark.long)],
+    [
+        pytest.param("mapped", "lora", marks=pytest.mark.long),
+        ("anonymous", "qlora"),
+        pytest.param("card", "lora", marks=pytest.mark.long),
+    ],
 )
 def test_a_layer_that_changes_where_it_is_is_found_and_loaded_again(
-    place: str, method: str, job: Callable[[str], Job], clean: Callable[[str], Path]
+    place: str, method: str, job: Callable[[str], Job], resident: Callable[[str], Path]
 ) -> None:
     """A mapped layer is read from its file again, a quantised one with the whole model, from the last checkpoint on."""
     output, done = job(method).run("out", memory_attack(f"{place}", step=4), stream_weights=4)
-    report = assert_recovered(output, clean(method))
+    report = assert_recovered(output, resident(method))
     kinds = {row["kind"] for row in report["incidents"] if row["stage"] == "streamed"}
     assert kinds >= {"changed on the device" if place == "card" else "source_changed"}
     assert ("all weights are loaded again" in done.stdout) == (place != "mapped")
@@ -172,14 +181,37 @@ def memory_attack(place: str, *, step: int) -> dict[str, str]:
 
 
 def test_a_killed_run_goes_on_with_other_layers_streamed(
-    job: Callable[[str], Job], clean: Callable[[str], Path]
+    job: Callable[[str], Job], resident: Callable[[str], Path]
 ) -> None:
+    """Before and after, fetches arrive wrong."""
     trial = job("lora")
-    trial.run("out", {"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}, code=-9, stream_weights=3)
-    output, done = trial.run("out", stream_weights=LAYERS)
+    fault = {"HF_ROCM_TUNE_FAULT": "kind=stale,stage=streamed,rate=0.3,seed=3,first=20,count=5"}
+    trial.run("out", {**fault, "HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}, code=-9, stream_weights=3)
+    output, done = trial.run("out", fault, stream_weights=LAYERS)
     assert "checkpoint-2" in done.stdout
-    assert (output / ADAPTER).read_bytes() == (clean("lora") / ADAPTER).read_bytes()
-    assert losses_of(output) == losses_of(clean("lora"))
+    assert_recovered(output, resident("lora"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_card_with_a_third_of_the_model_s_bytes_trains_it(
+    method: str, card_server: CommandServer, messages: Path, scratch: Path, tmp_path: Path
+) -> None:
+    """With the losses and the adapter of a large card; all layers resident do not fit."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24}
+    model = tiny.build("llama3", scratch / "wide", dtype=torch.bfloat16, **wide)
+    few = {"lora_target_modules": "q_proj", "lora_r": 2, "per_device_train_batch_size": 1, "max_length": 32}
+    few |= {"max_steps": 2, "eval_strategy": "no"}
+    trial = Job(card_server, model, messages, tmp_path, METHODS[method] | few)
+    large, _ = trial.run("large")
+    report = report_of(large)
+    nbytes = report["coverage"]["device_bytes"]
+    small = {"SIMCARD_CAPACITY": str(nbytes // 3)}
+    trial.run("resident", small, code=5)
+    streamed, _ = trial.run("streamed", small, stream_weights=wide["num_hidden_layers"])
+    assert losses_of(streamed) == losses_of(large)
+    assert (streamed / ADAPTER).read_bytes() == (large / ADAPTER).read_bytes()
+    assert_covered(report_of(streamed), fetched=method == "qlora")
 
 
 @pytest.mark.long
@@ -198,10 +230,10 @@ def test_each_of_two_ranks_streams_for_itself(job: Callable[[str], Job]) -> None
 @pytest.mark.long
 def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(job: Callable[[str], Job]) -> None:
     shortage = {"HF_ROCM_TUNE_STEP_FAULT": "kind=oom,rate=1,count=1"}
-    resident, _ = job("lora").run("resident", shortage)
+    whole, _ = job("lora").run("resident", shortage)
     streamed, _ = job("lora").run("streamed", shortage, stream_weights=4)
     assert report_of(streamed)["memory"]["recovered"] > 0
-    assert (streamed / ADAPTER).read_bytes() == (resident / ADAPTER).read_bytes()
+    assert (streamed / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
 
 
 @pytest.mark.parametrize(
