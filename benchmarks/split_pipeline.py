@@ -29,9 +29,9 @@ from transformers import default_data_collator as collator
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for tests.tiny
 
 from hf_rocm_tune import VerifiedTransferMixin
-from hf_rocm_tune.cards.split import Split as SplitOverCards
+from hf_rocm_tune.cards.split import Split
 from hf_rocm_tune.cards.way import CardSettings
-from hf_rocm_tune.models.split import Split, SplitMover, tell_of_devices
+from hf_rocm_tune.models.split import LayerSplit, SplitMover, tell_of_devices
 from tests import card_time, tiny
 
 
@@ -75,10 +75,10 @@ def train(place: Path, wanted: argparse.Namespace, *, pipeline: bool) -> tuple[l
         max_steps=wanted.steps, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     clock = Clock()
-    with SplitMover(Split("model.layers", (1, 1)), [torch.device("cuda", card) for card in (0, 1)]) as mover:
+    with SplitMover(LayerSplit("model.layers", (1, 1)), [torch.device("cuda", card) for card in (0, 1)]) as mover:
         tell_of_devices(model, mover)
         data = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
-        way = SplitOverCards(CardSettings(split=True, pipeline=pipeline))
+        way = Split(CardSettings(split=True, pipeline=pipeline))
         made = Verified(model=model, args=args, train_dataset=data, data_collator=collator, mover=mover, way=way)
         for card, layer in enumerate(model.model.layers):
             layer.register_forward_hook(lambda _, __, output, card=card: slow(output, card, wanted))

@@ -133,6 +133,11 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+
+
 def device_shortage(error: BaseException) -> str | None:
     """The first sentence of an error that reports a device out of memory; None for every other error.
 

@@ -333,8 +333,7 @@ def test_wrong_recipes_are_one_message_that_names_the_place(
     ("text", "named"),
     [
         ("datasets:\n  - {path: one, pth: one}\n", "pth"),
-        ("datasets: [{pth: one}]\n", "part 1: path must be text, got None"),
-        ("datasets: [{path: 5}]\n", "part 1: path must be text, got 5"),
+        ("datasets: [{path: 5}]\n", "part 1: expected a mapping with a path, got {'path': 5}"),
         ("datasets: [{path: F}, {path: G, fraction: x}]\n", "part 2: fraction must be a number above 0"),
         ("datasets: [{path: F, columns: nope}]\n", "part 1: columns must be a list, got nope"),
         ("datasets: [5]\n", "part 1: expected a mapping"),

@@ -10,7 +10,7 @@ from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.cards.preflight import GradSyncChoice, Preflight, SyncWay
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.job import refusals
-from hf_rocm_tune.settings.arguments import RanksArguments, parse, process_group
+from hf_rocm_tune.settings.arguments import RanksArguments, parse
 from hf_rocm_tune.survive.run_directory import fingerprint
 
 
@@ -30,15 +30,11 @@ def test_the_user_s_word_counts_before_the_preflight_s(asked: str, found: str | 
     assert RanksArguments(grad_sync=asked).sync(found).way == way  # type: ignore[arg-type]
 
 
-def test_through_the_host_the_process_group_is_gloo_and_only_then_ours_to_choose() -> None:
-    host, ddp = RanksArguments(grad_sync="host").sync(None), RanksArguments().sync(None)
-    several = {"WORLD_SIZE": "2"}
-    for given in ({}, {"ddp_backend": "gloo"}, {"ddp_backend": None}):
-        assert process_group(host, given, several) == {"ddp_backend": "gloo"}
-    assert process_group(ddp, {}, several) == process_group(ddp, {"ddp_backend": "nccl"}, several) == {}
-    assert process_group(host, {}, {}) == process_group(host, {}, {"WORLD_SIZE": "1"}) == {}  # there is no group
-    with pytest.raises(UsageError, match=r"^--ddp_backend nccl does not work with .* drop --ddp_backend"):
-        process_group(host, {"ddp_backend": "nccl"}, several)
+def test_a_process_group_of_rccl_is_refused_where_the_host_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = ["--model_name_or_path", "none", "--dataset_name", "none", "--grad_sync", "host", "--ddp_backend", "nccl"]
+    with pytest.raises(UsageError, match=r"^--ddp_backend nccl does not work with .* drop it"):
+        parse(argv, accelerator=False)
 
 
 def test_the_flags_reach_the_training_arguments(tmp_path: object) -> None:

@@ -125,7 +125,7 @@ def test_a_file_of_that_path_wins_over_a_name_and_a_directory_does_not(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "llama_3b_lora"
     folder.mkdir()  # a run's output, say
-    assert recipe_file.find_recipe("llama_3b_lora") == recipes.path("llama_3b_lora")
+    assert recipe_file.read_recipe("llama_3b_lora").path == recipes.path("llama_3b_lora")
     (tmp_path / "llama_1b_lora").write_text("max_steps: 3\n")
     assert recipe_file.read_recipe("llama_1b_lora").values == {"max_steps": 3}
 

@@ -1,10 +1,9 @@
 """Averages of one bucket of gradients over the ranks: by the process group, or staged through the host over gloo.
 
 Through the host each bucket is copied to the host (verified), averaged over gloo, and copied back by the mover
-(verified), in a thread beside backward, in the order of the buckets. The link between cards is not used. A rank with
-an error still takes part in every collective and records the error (`failure`, `check`), which
-`gradients.GradientCheck` reads before anything is used. Results are bit-identical to DistributedDataParallel over
-gloo, which copies unverified.
+(verified), in a thread beside backward: bit-identical to DistributedDataParallel over gloo, which copies unverified. A
+rank with an error still takes part in every collective; `gradients.GradientCheck` reads the error before anything is
+used.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.transfer import Mover
@@ -41,19 +41,12 @@ STAGE = "buckets"
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSettings:
-    """How gradients are averaged.
+    """How gradients are averaged."""
 
-    Attributes:
-        way: ``ddp``: by the process group, as DistributedDataParallel does; ``host``: each bucket is copied to the
-            host, averaged there over gloo, and copied back, verified in both directions.
-        compression: what is sent between the ranks: ``fp16`` and ``bf16`` cast wider gradients (16-bit ones stay as
-            they are); ``powersgd`` is an approximation of rank 1 with error feedback, for ``ddp`` only.
-        powersgd_after: steps with plain averages before PowerSGD begins, at least 2.
-    """
-
-    way: Way = "ddp"
+    way: Way = "ddp"  # by the process group; ``host``: through the host, verified in both directions
+    # ``fp16`` and ``bf16`` cast wider gradients; ``powersgd`` approximates them at rank 1, for ``ddp`` only
     compression: Compression = "none"
-    powersgd_after: int = 100
+    powersgd_after: int = 100  # steps with plain averages before PowerSGD begins, at least 2
 
     def __post_init__(self) -> None:
         if self.way == "host" and self.compression == "powersgd":
@@ -62,26 +55,48 @@ class SyncSettings:
             )
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of ``dtype`` are sent and summed."""
         chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.compression, dtype)
         return chosen if chosen.itemsize < dtype.itemsize else dtype
 
 
-class GroupAveraging:
-    """Averages by the process group (RCCL, NCCL or gloo) with torch's own communication hooks.
+class Averaging:
+    """One way to average the buckets of a model."""
 
-    Attributes:
-        keeps_buckets: whether the memory of a bucket still holds the local gradients after backward.
-        between, crossed, waited_s: bytes given to collectives (None: unknown), bytes copied to the host and back, and
-            seconds from the start of the last bucket until the last average was on the device (None: not measured).
-    """
+    keeps_buckets = False  # whether the memory of a bucket still holds the local gradients after backward
+    between: int | None = 0  # bytes given to collectives; None: unknown
+    crossed = 0  # bytes copied to the host and back
+    waited_s: float | None = None  # from the start of the last bucket to the last average; None: not measured
 
-    keeps_buckets = False
-    crossed, waited_s = 0, None
+    def __init__(self, settings: SyncSettings) -> None:
+        self._settings = settings
+
+    def wire(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype in which gradients are summed; None if the result only approximates their average."""
+        return self._settings.wire_dtype(dtype)
+
+    def step_begins(self) -> None:
+        """Called before the first bucket of a backward pass."""
+
+    def start(self, bucket: GradBucket, *, number: int) -> torch.futures.Future[Tensor]:
+        """Begin to average a bucket; ``number`` counts the buckets of the run. Returns a future of the average."""
+        raise NotImplementedError
+
+    def failure(self, number: int) -> str | None:
+        """The error of a bucket of this step on this rank, after backward; None without one."""
+
+    def check(self) -> None:
+        """Called after backward, before averages are used."""
+
+    def forget(self, index: int) -> None:
+        """The bucket was averaged again in another way."""
+
+
+class GroupAveraging(Averaging):
+    """Averages by the process group (RCCL, NCCL or gloo) with torch's own hooks, which raise their errors."""
 
     def __init__(self, model: DistributedDataParallel, settings: SyncSettings) -> None:
-        self._group, self._settings = model.process_group, settings
-        self.between: int | None = 0
+        super().__init__(settings)
+        self._group = model.process_group
         self._powersgd: PowerSGDState | None = None
         if settings.compression == "powersgd":
             self._powersgd = PowerSGDState(self._group, start_powerSGD_iter=settings.powersgd_after)
@@ -90,15 +105,12 @@ class GroupAveraging:
         # of gloo's threads would wait for one another.
         self._one_by_one = self._powersgd is not None and dist.get_backend(self._group) != "nccl"
 
+    @override
     def wire(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype in which gradients are summed; None if the result only approximates their average."""
-        return None if self._powersgd is not None else self._settings.wire_dtype(dtype)
+        return None if self._powersgd is not None else super().wire(dtype)
 
-    def step_begins(self) -> None:
-        """Called before the first bucket of a backward pass."""
-
+    @override
     def start(self, bucket: GradBucket, *, number: int) -> torch.futures.Future[Tensor]:
-        """Begin to average a bucket; ``number`` counts the buckets of the run. Returns a future of the average."""
         if self._powersgd is not None:
             average = powerSGD_hook(self._powersgd, bucket)
             if self._one_by_one:
@@ -113,58 +125,46 @@ class GroupAveraging:
         hooks = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
         return hooks[wire](self._group, bucket)
 
-    def failure(self, number: int) -> str | None:
-        """None: the process group raises its errors itself."""
-        return None
-
-    def check(self) -> None:
-        """Nothing to check: the hooks raise their errors themselves."""
-
+    @override
     def forget(self, index: int) -> None:
-        """Drop PowerSGD's error feedback of a bucket that was averaged again in another way."""
         if self._powersgd is not None:
             self._powersgd.error_dict.pop(index, None)
 
 
-class HostAveraging:
-    """Averages on the host; see the module's description, and `GroupAveraging`. The constructor is collective."""
+class HostAveraging(Averaging):
+    """Averages on the host; see the module's description. The constructor is collective."""
 
     keeps_buckets = True
+    between: int
 
     def __init__(self, mover: Mover, settings: SyncSettings) -> None:
-        self._mover, self._settings = mover, settings
+        super().__init__(settings)
+        self._mover = mover
         averages_group()  # created here, on every rank, not in the middle of a step
         self._fetcher: Fetcher | None = None
         self._worker: _Worker | None = None
         self._failures: dict[int, str] = {}
         self._error: BaseException | None = None
         self.between = self.crossed = 0
-        self.waited_s = 0.0
+        self.waited_s: float = 0.0
 
-    def wire(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype in which gradients are summed."""
-        return self._settings.wire_dtype(dtype)
-
+    @override
     def step_begins(self) -> None:
-        """Called before the first bucket of a backward pass."""
         self._failures.clear()
         self._error = None
 
+    @override
     def start(self, bucket: GradBucket, *, number: int) -> torch.futures.Future[Tensor]:
-        """Begin to average a bucket; see `begin`."""
         return self.begin(bucket.buffer(), name=f"bucket {bucket.index()}", number=number, is_last=bucket.is_last())
 
+    @override
     def failure(self, number: int) -> str | None:
-        """The error of a bucket of this step on this rank, after backward; None without one."""
         return self._failures.get(number)
 
+    @override
     def check(self) -> None:
-        """Called after backward, before averages are used."""
         if self._error is not None:
             raise self._error
-
-    def forget(self, index: int) -> None:
-        """Nothing is kept from one step to the next."""
 
     def begin(self, local: Tensor, *, name: str, number: int, is_last: bool) -> torch.futures.Future[Tensor]:
         """Begin to average gradients. Collective; all ranks call this for the same buckets in the same order."""
@@ -173,7 +173,7 @@ class HostAveraging:
         landed: torch.futures.Future[Tensor] = torch.futures.Future(devices=[local.device] if local.is_cuda else None)
         fetched = self._fetcher.begin(local, name=f"{name} to host", stage=STAGE)
         begun = time.perf_counter() if is_last else None
-        self._worker.put(partial(self._average, local, fetched, name, number, begun, landed))
+        self._worker.tasks.put(partial(self._average, local, fetched, name, number, begun, landed))
         return landed
 
     def _average(
@@ -213,14 +213,10 @@ class _Worker:
     """A thread that runs tasks in order. It ends with this object, and does not keep the interpreter alive."""
 
     def __init__(self, device: torch.device) -> None:
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._tasks, device), name="gradients-average", daemon=True)
+        self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        thread = threading.Thread(target=_work, args=(self.tasks, device), name="gradients-average", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._tasks, thread)
-
-    def put(self, task: Callable[[], None]) -> None:
-        """Queue a task."""
-        self._tasks.put(task)
+        weakref.finalize(self, _end, self.tasks, thread)
 
 
 def _end(tasks: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:

@@ -1,8 +1,8 @@
 """Each rank has the whole model, and DistributedDataParallel averages gradients over the process group.
 
 Replicas are compared before and after the model is wrapped, frozen weights are kept out of the start-up broadcast, and
-averages are checked before they are clipped (`gradients`). DeepSpeed's ranks come here too; what it exchanges is not
-checked, and the coverage names that.
+averages are checked before they are clipped (`gradients`). `Host` averages without the link between the cards.
+DeepSpeed's ranks come here too; what it exchanges is not checked, and the coverage names that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from hf_rocm_tune import upstream
+from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.gradients import GradientCheck, watch
 from hf_rocm_tune.cards.way import CardSettings, Compare, Way
 from hf_rocm_tune.models.placement import tensors_of
@@ -65,3 +66,17 @@ class Ddp(Way):
     def describe(self, model: nn.Module) -> dict[str, Any]:
         unchecked = {"way": "ddp", "compression": "none", "judged": "no"}
         return {**super().describe(model), "grad_sync": self._check.describe() if self._check else unchecked}
+
+
+class Host(Ddp):
+    """Replicas whose gradients are averaged in host memory over gloo; see `averaging.HostAveraging`."""
+
+    name: ClassVar[str] = "host"
+
+    def __init__(self, settings: CardSettings | None = None) -> None:
+        super().__init__(settings or CardSettings(sync=SyncSettings(way="host")))
+
+    @override
+    @classmethod
+    def wanted(cls, settings: CardSettings) -> bool:
+        return settings.world_size > 1 and settings.sync.way == "host"

@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from hf_rocm_tune.cards.fsdp_traffic import Traffic
-from hf_rocm_tune.cards.sharded import TRIED_OPTIMIZERS, Sharded, declare_accelerators
+from hf_rocm_tune.cards.sharded import Sharded, declare_accelerators
 from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import SeamError, UsageError
 from hf_rocm_tune.models.sharding import shard
@@ -52,18 +52,10 @@ class Fsdp(Sharded):
     name: ClassVar[str] = "fsdp2"
     flag: ClassVar[str] = "FSDP2"
     excludes: ClassVar[Mapping[str, str]] = {
-        "--auto_fit": "it does not support shards; set --per_device_train_batch_size yourself",
-        "--grad_sync host": "FSDP2 averages gradients by itself; leave it out",
-        "--grad_compression": "FSDP2 averages gradients by itself; leave it out",
-        "--recompute_layers": "all layers are recomputed, or none; use --activation_checkpointing",
+        **Sharded.excludes,
+        **dict.fromkeys(("--grad_sync host", "--grad_compression"), "FSDP2 averages gradients by itself; leave it out"),
         "--split_layers": "it is the other way of training a model that is larger than a card; choose one",
-        "--init_lora_weights": "the part that moves into the adapter is computed from full weights",
-        "--adapter_name_or_path": "the adapter is read after the weights are cut; merge it into the base first",
-        "--use_peft false": "it is for adapters here; train with LoRA",
         "--load_in_8bit": "use --load_in_4bit",
-        "--fp16": "use --bf16, or neither",
-        "--torch_compile": "leave it out",
-        "--activation_offloading": "leave it out",
     }
 
     @override
@@ -75,7 +67,7 @@ class Fsdp(Sharded):
     def _refusals(
         self, args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str]
     ) -> list[tuple[bool, str]]:
-        version, optim = environ.get("FSDP_VERSION", "1"), str(getattr(args.optim, "value", args.optim))
+        version = environ.get("FSDP_VERSION", "1")
         refusals = [
             (bool(args.fsdp), f"--fsdp is not used here: choose {CONFIGURATION}, and leave --fsdp out"),
             (version != "2", f"fsdp_version {version} is not supported: use fsdp_version: 2, as in {CONFIGURATION}"),
@@ -83,7 +75,7 @@ class Fsdp(Sharded):
             (_is_on(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"), RAM_EFFICIENT),
             (_is_on(environ, "FSDP_OFFLOAD_PARAMS"), OFFLOAD),
             (_is_on(environ, "FSDP_ACTIVATION_CHECKPOINTING"), CHECKPOINTING),
-            (optim not in TRIED_OPTIMIZERS, f"--optim {optim} is not known to work on shards: use adamw_torch_fused"),
+            *super()._refusals(args, model, environ),
         ]
         return refusals + (_quantised(args, model) if model.load_in_4bit else [])
 
@@ -169,18 +161,8 @@ def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
 
 def _quantised(args: TrainingArguments, model: ModelConfig) -> list[tuple[bool, str]]:
     """Refusals for 4-bit weights: only packed into a float dtype can they be sharded, and FSDP2 must not convert it."""
-    storage = model.bnb_4bit_quant_storage or "uint8"
-    computed = "bfloat16" if args.bf16 else None
-    fitting = computed or "float32"
-    return [
-        (
-            storage not in {"bfloat16", "float32", "float16"},
-            f"4-bit weights stored as {storage} cannot be sharded, so each card would hold all of them: "
-            f"give --bnb_4bit_quant_storage {fitting}",
-        ),
-        (
-            computed is not None and storage != computed,
-            f"with --bf16 FSDP2 converts what it gathers to bfloat16, and 4-bit weights stored as {storage} would be "
-            "destroyed: give --bnb_4bit_quant_storage bfloat16",
-        ),
-    ]
+    storage, floats = model.bnb_4bit_quant_storage or "uint8", {"bfloat16", "float32", "float16"}
+    whole = f"4-bit weights stored as {storage} cannot be sharded, so each card would hold all of them"
+    lost = f"with --bf16 FSDP2 converts what it gathers to bfloat16, and 4-bit weights in {storage} would be destroyed"
+    fix = f"give --bnb_4bit_quant_storage {'bfloat16' if args.bf16 else 'float32'}"
+    return [(storage not in floats, f"{whole}: {fix}"), (args.bf16 and storage != "bfloat16", f"{lost}: {fix}")]

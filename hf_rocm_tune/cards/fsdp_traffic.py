@@ -1,20 +1,11 @@
 """Checks of what FSDP2 sends between the cards in every step, before the optimizer uses any of it.
 
-FSDP2 gathers each unit's weights before its forward and its backward, and reduces gradients so that each rank gets its
-part of the average. The stock collectives run inside wrappers, set through FSDP2's own extension points
-(``set_custom_all_gather``, ``set_custom_reduce_scatter``):
-
-* for weights, each rank digests what it sends, before the collective, and each rank's part as it arrived;
-* for gradients, it computes two projections of what it sends to each rank, and of the part that it gets.
-
-These are queued on FSDP2's communication stream, so the host does not wait. Every rank runs the same collectives in the
-same order, so the n-th records of all ranks belong together. At the end of the micro-step one exchange over gloo lets
-every rank check every collective, with the same result. A wrong average is computed again through the host from a kept
-copy of the gradients. Wrong weights have already been used in computation: every rank stops before the optimizer.
-
-Cost: one read of what is gathered, memory of one copy of the gradients, one exchange per micro-step of 16 bytes per
-rank and unit, and one wait for the device. Covered: weights in training and evaluation, gradients. Not covered: the
-copies that FSDP2 makes on the card before and after its collectives; averages that are wrong within the rounding bound.
+The stock collectives run inside wrappers, set through FSDP2's own extension points. Of weights each rank digests what
+it sends, and each rank's part as it arrived; of gradients it computes two projections of what it sends, and of its part
+of the average. At the end of the micro-step one exchange over gloo lets every rank check every collective, with the
+same result: the n-th records of all ranks belong together. A wrong average is computed again through the host. Wrong
+weights have already been used: every rank stops before the optimizer. Cost: one read of what is gathered, memory of one
+copy of the gradients. Not covered: the copies that FSDP2 makes on the card; wrong averages within the rounding bound.
 """
 
 from __future__ import annotations
@@ -80,12 +71,10 @@ class _Reduction:
 
     @property
     def nbytes(self) -> int:
-        """Bytes sent to the other ranks."""
         return self.sent.nbytes - self.average.numel() * self.sent.element_size()
 
     @property
     def size(self) -> int:
-        """The number of `words`."""
         ranks, blocks = self.projected.shape[:2]
         return 1 + blocks * (ranks * _SENT + _AVERAGED)
 
@@ -113,7 +102,6 @@ class _AllGather(DefaultAllGather):
         self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """As upstream; ``input_tensor`` is this rank's part within ``output_tensor``."""
         sent = digest_words(input_tensor)
         work = super().__call__(output_tensor, input_tensor, group, async_op)
         if work is not None:
@@ -132,7 +120,6 @@ class _ReduceScatter(DefaultReduceScatter):
         self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """As upstream; ``input_tensor`` holds the concatenated parts for all ranks."""
         if op != dist.ReduceOp.AVG:
             raise SeamError(
                 f"cannot verify: FSDP2 reduces gradients by {op} instead of averaging them; train with --bf16"
@@ -151,13 +138,9 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 class Gathers(AverageJudge):
-    """Checks what was gathered from the other ranks, in `records`. The constructor is collective.
+    """Checks what was gathered from the other ranks, in `records`. The constructor is collective."""
 
-    A subclass says how it is called (``way``, in reports), what it gathers (``message``, ``%s`` for the name of the
-    first wrong one) and how to do without (``_advice``).
-    """
-
-    way, message = "", ""
+    way, message = "", ""  # in reports; in the error, with ``%s`` for the name of the first wrong one
 
     def __init__(self, mover: Mover) -> None:
         super().__init__(mover)
@@ -169,7 +152,6 @@ class Gathers(AverageJudge):
 
     @property
     def pending(self) -> bool:
-        """Whether any collective has not been checked yet."""
         return bool(self.records)
 
     def require_averages(self) -> None:
@@ -216,12 +198,9 @@ class Gathers(AverageJudge):
 
     def describe(self) -> dict[str, Any]:
         """For the report: how the ranks exchanged gradients and sums, and the bytes that each sent for them."""
-        return {
-            "way": self.way,
-            "compression": "none",
-            "process_group": dist.get_backend(),
-            "bytes_between_ranks_per_step": round(self._bytes / max(self._steps, 1)),
-        }
+        sent = round(self._bytes / max(self._steps, 1))
+        common = {"way": self.way, "compression": "none", "process_group": dist.get_backend()}
+        return {**common, "bytes_between_ranks_per_step": sent}
 
 
 class Traffic(Gathers):

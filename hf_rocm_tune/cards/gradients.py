@@ -1,15 +1,10 @@
 """Checks of gradient averages before the optimizer uses them; a wrong average is computed again through the host.
 
-A communication hook of DistributedDataParallel records each bucket and starts its average (`averaging`). After
-backward each rank packs its evidence (projections of what it sent and of what it got, see `project`, and a digest of
-the average) into one int64 tensor, and one gather over gloo sends it to all: every rank computes the same verdict, so
-none waits in a collective that another does not enter.
-
-Cost: memory of one copy of the trainable gradients from backward to the verdict, and one wait for the device per step;
-``benchmarks/comm.py`` measures the time. With a cast to 16 bits, what is sent is checked, not the cast itself;
-PowerSGD's result is only compared between the ranks. Not covered: a wrong average, equal on all ranks, within the
-rounding bound; buckets with NaN or infinities, which are reported and used; backward itself; all but the last of
-several synchronising backward passes in one step. Nothing is checked with ``verify="off"``.
+A communication hook of DistributedDataParallel records each bucket and starts its average (`averaging`). After backward
+each rank packs its evidence (projections of what it sent and got, see `project`, and a digest of the average), and one
+gather over gloo lets every rank compute the same verdict. Cost: memory of one copy of the trainable gradients, one wait
+for the device per step. Not covered: a wrong average, equal on all ranks, within the rounding bound; the cast to 16
+bits; PowerSGD's approximation; buckets with NaN or infinities, which are reported and used; backward itself.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.cards.agree import exchange
-from hf_rocm_tune.cards.averaging import GradBucket, GroupAveraging, HostAveraging, SyncSettings
+from hf_rocm_tune.cards.averaging import Averaging, GradBucket, GroupAveraging, HostAveraging, SyncSettings
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError, device_shortage
 from hf_rocm_tune.transfer import Mover, digest, digest_on_device
 from hf_rocm_tune.transfer.host_group import host_group
@@ -38,20 +33,13 @@ _HEADER, _SENT, _AVERAGED = 3, 3, 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bucket:
-    """The gradients of one bucket of DistributedDataParallel.
-
-    Attributes:
-        sent: the local gradients that went into the average, 1-dimensional, kept until the verdict.
-        wire: dtype in which the ranks' gradients are summed; None if the result only approximates their average, and
-            nothing is projected.
-        projected: `project` of what is sent, computed from the bucket itself, not from a copy; float64[blocks, 3].
-    """
+    """The gradients of one bucket of DistributedDataParallel."""
 
     index: int  # DistributedDataParallel's number of the bucket
     number: int  # counts the buckets of the run, the same on all ranks; for injected faults
-    sent: Tensor
-    wire: torch.dtype | None
-    projected: Tensor
+    sent: Tensor  # the local gradients that went into the average, 1-dimensional, kept until the verdict
+    wire: torch.dtype | None  # dtype of the sums; None if they only approximate, and nothing is projected
+    projected: Tensor  # float64[blocks, 3], `project` of what is sent, from the bucket itself, not from a copy
     parameters: tuple[nn.Parameter, ...]  # in the bucket's order
 
     @classmethod
@@ -65,30 +53,26 @@ class Bucket:
     ) -> Bucket:
         """Record a bucket given to the communication hook; ``copied``: keep a copy, because it will be overwritten."""
         buffer = bucket.buffer()
+        none = torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=buffer.device)
         return cls(
             index=bucket.index(),
             number=number,
             sent=buffer.clone() if copied else buffer,
             wire=wire,
-            projected=_project_sent(buffer, wire),
+            projected=none if wire is None else project(buffer.to(wire)),
             parameters=tuple(bucket.parameters()),
         )
 
     @property
     def name(self) -> str:
-        """Name in incidents and for the patterns of injected faults."""
         return f"bucket {self.index}"
 
     def averaged(self) -> Tensor:
-        """The parameters' current gradients, which the optimizer will read, in the layout of `sent`.
-
-        A parameter that no rank used has no gradient; its elements are zero.
-        """
+        """The gradients that the optimizer will read, in the layout of `sent`; zeros where no rank used a parameter."""
+        grads = [each.grad for each in self.parameters]
+        sizes = [each.numel() for each in self.parameters]
         return torch.cat(
-            [
-                self.sent.new_zeros(each.numel()) if each.grad is None else each.grad.detach().reshape(-1)
-                for each in self.parameters
-            ]
+            [self.sent.new_zeros(n) if g is None else g.detach().reshape(-1) for g, n in zip(grads, sizes, strict=True)]
         )
 
     def write(self, average: Tensor) -> None:
@@ -99,27 +83,21 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """The number of `words`."""
         return _HEADER + self.projected.shape[0] * (_SENT + _AVERAGED)
 
     def words(self, *, failed: bool) -> Tensor:
         """int64 words on the gradients' device: failed, digest of the average, projections of both; see `verdict`."""
         average = self.averaged()
         got = self.projected if self.wire is None else project(average, wire=self.wire)
-        return torch.cat(
-            [
-                torch.full((1,), int(failed), dtype=torch.int64, device=average.device),
-                digest_words(average),
-                self.projected.flatten().view(torch.int64),
-                got[:, :MAGNITUDE].flatten().view(torch.int64),
-            ]
-        )
+        flag = torch.full((1,), int(failed), dtype=torch.int64, device=average.device)
+        projections = [each.flatten().view(torch.int64) for each in (self.projected, got[:, :MAGNITUDE])]
+        return torch.cat([flag, digest_words(average), *projections])
 
     def verdict(self, words: Tensor) -> WrongAverage | None:
         """The verdict from int64[ranks, size], the words of all ranks, on the host; None if the average is right.
 
-        It is wrong if a projection on some rank differs from the mean of the sent ones by more than rounding, if the
-        ranks' bits differ, or if a rank reports a failure; without projections (PowerSGD) only the last two count.
+        Wrong: a projection differs from the mean of the sent ones by more than rounding, the ranks' bits differ, or a
+        rank failed.
         """
         ranks, blocks, header = len(words), self.projected.shape[0], words[:, :_HEADER]
         numbers = words[:, _HEADER:].contiguous().view(torch.float64)
@@ -136,24 +114,17 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class WrongAverage:
-    """An average that is wrong, or (not ``finite``) could not be checked because gradients held NaN or infinity.
+    """An average that is wrong, or (not ``finite``) could not be checked because gradients held NaN or infinity."""
 
-    Attributes:
-        record: this rank's record of it.
-        ranks: the ranks with a wrong average, or with gradients that were not finite.
-        kind: ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``, ``not finite``.
-    """
-
-    record: Any
-    ranks: tuple[int, ...]
-    kind: str
+    record: Any  # this rank's record of it
+    ranks: tuple[int, ...]  # those with a wrong average, or with gradients that were not finite
+    kind: str  # ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``, ``not finite``
     finite: bool = True
 
 
 class AverageJudge:
-    """Handles verdicts on averages, for DistributedDataParallel and FSDP2, which say how records are averaged again
-    through the host (collective: a rank with an error, which is returned, takes part), and where a wrong average is:
-    for messages, and for incidents."""
+    """Handles verdicts on averages. A subclass averages records again through the host (a rank with an error takes
+    part, and returns it), and says where a wrong average is."""
 
     _rung: str  # the collective that computes averages first
     _average_again: Callable[[Any], str | None]
@@ -207,12 +178,7 @@ class AverageJudge:
 
 
 class GradientCheck(AverageJudge):
-    """Averages the gradients of one wrapped model and checks the averages. The constructor is collective.
-
-    Attributes:
-        model, settings: see above.
-        judging: whether averages are checked; not with ``verify="off"``.
-    """
+    """Averages the gradients of one wrapped model and checks them. The constructor is collective."""
 
     _rung = "all_reduce"
 
@@ -234,7 +200,9 @@ class GradientCheck(AverageJudge):
         self.settings = settings or SyncSettings()
         self.judging = mover.settings.verify != "off"
         self._through_host = HostAveraging(mover, self.settings)
-        self._averaging = self._through_host if self.settings.way == "host" else GroupAveraging(model, self.settings)
+        self._averaging: Averaging = self._through_host
+        if self.settings.way != "host":
+            self._averaging = GroupAveraging(model, self.settings)
         self._copies = not self._averaging.keeps_buckets or model.gradient_as_bucket_view
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         host_group()  # created here, on every rank, not in the middle of a step
@@ -246,7 +214,6 @@ class GradientCheck(AverageJudge):
 
     @property
     def pending(self) -> bool:
-        """Whether any average has not been checked yet."""
         return bool(self._pending)
 
     def describe(self) -> dict[str, Any]:
@@ -267,7 +234,6 @@ class GradientCheck(AverageJudge):
         }
 
     def before_averaging(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The hook: record the bucket and start its average."""
         if bucket.index() == 0:
             self._pending.clear()  # another backward of the same step: its average includes the earlier one
             self._packed, self._short_of_memory = None, False
@@ -377,7 +343,6 @@ def watch(
 
 
 def packed(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
-    """The words of all records, on the host."""
     words = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
     return torch.cat(words).cpu() if words else torch.zeros(0, dtype=torch.int64)
 
@@ -394,13 +359,9 @@ def verdicts(records: Sequence[Any], everyone: Sequence[Tensor]) -> list[WrongAv
 
 
 def judged(record: Any, sent: Tensor, averaged: Tensor, *, dtype: torch.dtype) -> WrongAverage | None:
-    """The verdict on an average from its projections; None if it is within the rounding bound.
+    """The verdict on an average, summed in ``dtype``; None if it is within the rounding bound.
 
-    Args:
-        record: for the verdict.
-        sent: float64[ranks, ..., blocks, 3], by rank, `project` of what it sent.
-        averaged: float64[ranks, ..., blocks, 2], by rank, the projections of the average.
-        dtype: in which gradients were summed.
+    ``sent``: float64[ranks, ..., blocks, 3], `project` of what each sent; ``averaged``: float64[ranks, ..., blocks, 2].
     """
     ranks = len(sent)
     expected = sum(sent[1:], start=sent[0]) / ranks
@@ -417,14 +378,7 @@ def judged(record: Any, sent: Tensor, averaged: Tensor, *, dtype: torch.dtype) -
 
 
 def marked(mask: Tensor) -> tuple[int, ...]:
-    """The indices of the true elements of a 1-dimensional mask."""
     return tuple(mask.nonzero().flatten().tolist())
-
-
-def _project_sent(flat: Tensor, wire: torch.dtype | None) -> Tensor:
-    if wire is None:
-        return torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=flat.device)
-    return project(flat.to(wire))
 
 
 def _record_and_average(
@@ -440,35 +394,19 @@ _record_and_average.__annotations__ = get_type_hints(_record_and_average)
 
 # ---- projections --------------------------------------------------------------------------------------------
 #
-# A bucket of gradients `g` is divided into blocks. For each block are computed, in float64,
+# Of each block of a bucket of gradients `g` are computed, in float64, P1 = sum(g[i]), P2 = sum(w[i] * g[i]) and
+# A = sum(|g[i]|), with fixed weights `-1 <= w[i] < 1`, all different within a block, those of neighbours far apart. P1
+# and P2 are linear: those of an average over R ranks equal the average of the ranks', except for rounding. P1 detects
+# lost, zeroed or added values, P2 swapped ones. What is cast before it is sent is projected after the cast.
 #
-#     P1 = sum(g[i])        P2 = sum(w[i] * g[i])        A = sum(|g[i]|)
-#
-# with fixed weights `-1 <= w[i] < 1`, all different within a block, and those of neighbours far apart. Both projections
-# are linear, so those of an average over R ranks equal the average of the ranks' projections, except for rounding. P1
-# detects lost, zeroed or added values; P2 detects swapped values. Blocks are short (`block_elements`), because the
-# bound below grows with the block and a fault does not.
-#
-# Gradients that are cast before they are sent are projected after the cast, which each rank computes itself: what is
-# sent is compared, and the rounding of the cast needs no allowance.
-#
-# **The bound.** `e` is the spacing at 1 (torch.finfo.eps) of the dtype in which the ranks' gradients are summed, twice
-# the error of rounding to nearest, so it holds for any faithful rounding. An element of the average comes from R
-# divisions by R and R-1 additions, in any order. A division by a power of two is exact, so each term passes through
-# `k = R-1` (R a power of two) or `k = R` roundings, and the element's error is at most
-# `((1+e)^k - 1) * mean_r |g_r[i]|` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). With
-# `|w| <= 1` the errors of both projections of a block are at most `((1+e)^k - 1) * mean_r A_r`. Added to that are
-#
-# * `3 R t` per element for underflow: each input, quotient and partial sum may lose up to `t`, the smallest normal
-#   number if an accelerator may flush denormals (float32, bfloat16), else the smallest denormal (float16);
-# * the rounding of the projections themselves: with n elements per block and `u = 2^-53`, computing them costs at most
-#   `(n+1) u A` on each side, averaging them and the magnitudes `(n+2R) u A` more; `(4n + 4R + 16) u A` covers it
-#   as long as the first term is below A.
-#
-# A block that holds NaN or infinity has no bound: it is not compared.
-#
-# Not detected: a wrong average within the bound. For float32 that is a change below `5e-4` of the mean magnitude of an
-# element, for bfloat16 (two ranks) below 2 of them, in a block of 4,096 and of 256 elements.
+# **The bound.** `e` is the spacing at 1 (torch.finfo.eps) of the dtype of the sums. An element of the average comes
+# from R divisions by R (exact for a power of two) and R-1 additions, in any order: `k = R-1` or `k = R` roundings, and
+# the error is at most `((1+e)^k - 1) * mean_r |g_r[i]|` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+# ed., section 4.2); of both projections of a block at most `((1+e)^k - 1) * mean_r A_r`. Added to that are `3 R t` per
+# element for underflow (`t`: the smallest normal number where denormals may be flushed, else the smallest denormal)
+# and `(4n + 4R + 16) u A` for n elements per block and `u = 2^-53`, the rounding of the projections themselves.
+# Not detected: a change within the bound, for float32 below `5e-4` of the mean magnitude of an element, for bfloat16
+# (two ranks) below 2 of them, in a block of 4,096 and of 256 elements.
 
 MAGNITUDE = 2
 """Column of `project` with the sum of magnitudes, after the projections."""
@@ -484,11 +422,7 @@ def block_elements(dtype: torch.dtype) -> int:
 
 
 def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
-    """The projections of a bucket of gradients, as defined above.
-
-    Returns:
-        float64[blocks, 3] on the same device: sum, weighted sum, sum of magnitudes. The last block may be short.
-    """
+    """float64[blocks, 3] on the same device: sum, weighted sum, sum of magnitudes. The last block may be short."""
     size = block_elements(wire or flat.dtype)
     weights = _weights(size, flat.device)
     columns = torch.empty(-(-flat.numel() // size), 3, dtype=torch.float64, device=flat.device)
@@ -511,15 +445,9 @@ def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
 
 
 def rounding_bound(magnitude: Tensor, *, dtype: torch.dtype, ranks: int) -> Tensor:
-    """The largest difference between a projection of an average and the average of the projections; see above.
+    """float64[blocks], the largest difference between a projection of an average and the average of the projections.
 
-    Args:
-        magnitude: float64[blocks], mean over the ranks of each block's sum of magnitudes.
-        dtype: in which the gradients were averaged.
-        ranks: number of ranks.
-
-    Returns:
-        float64[blocks], in the unit of the gradients.
+    ``magnitude``: float64[blocks], the mean over the ranks of each block's sum of magnitudes.
     """
     kind = torch.finfo(dtype)
     elements = block_elements(dtype)

@@ -1,17 +1,11 @@
 """Pipelined micro-batches of a split model: its cards compute at the same time instead of taking turns.
 
-Each micro-batch of an accumulation window has a thread that runs upstream's own ``training_step``. Only one thread runs
-Python at a time (`_Scheduler`), since neither Trainer nor PEFT is thread-safe; they switch at the crossings between
-cards, where a micro-batch waits for its copies and their verification while kernels of others run. The autograd graph
-is cut at each crossing, so backward also runs card by card, and no autograd thread ever waits.
-
-Micro-batches pass each crossing in order, so every weight's gradients add up in the same order as without a pipeline:
-losses, gradients and results are bit-identical, except for weights used in two places (a trained embedding that is also
-the output head: same sums, other order) and dropout on logical cards, which share a random generator. Memory:
-activations of twice as many micro-batches as there are cards.
-
-An error in one micro-batch ends all of them and is raised where that micro-batch is requested. After running out of
-memory (`train.oom`) the step is repeated one by one, and fewer micro-batches run concurrently from then on.
+Each micro-batch of an accumulation window has a thread that runs upstream's own ``training_step``. Only one thread
+runs Python at a time (`_Scheduler`); they switch at the crossings between cards, where a micro-batch waits for its
+copies and their verification while kernels of others run. The autograd graph is cut at each crossing, so backward also
+runs card by card. Micro-batches pass each crossing in order, so gradients add up as without a pipeline: results are
+bit-identical, except for weights used in two places and dropout on logical cards. Memory: activations of twice as many
+micro-batches as there are cards. An error in one ends all of them and is raised where that one is requested.
 """
 
 from __future__ import annotations
@@ -46,8 +40,8 @@ class _Cancelled(BaseException):
 class _Scheduler:
     """Lets one micro-batch run at a time, and lets micro-batches begin each stage in order.
 
-    A stage is what runs between two crossings: forward on the first card is stage 0, on the next card stage 1, and so
-    on; ``loss_stage`` computes the loss, on the first card again; the stages of backward follow.
+    A stage is what runs between two crossings: forward on card 0, 1 ..., then ``loss_stage``, the loss on the first
+    card, then backward.
     """
 
     def __init__(self, loss_stage: int) -> None:
@@ -95,14 +89,12 @@ class _Scheduler:
             return int(self._reached[number])
 
     def fail(self) -> None:
-        """Let no micro-batch continue."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     @property
     def failed(self) -> bool:
-        """Whether a micro-batch has failed."""
         return self._failed
 
 
@@ -161,11 +153,7 @@ class _YieldOnRead(TorchFunctionMode):
 
 
 class Pipeline:
-    """Runs the micro-batches of a trainer whose model is split.
-
-    Attributes:
-        in_flight: how many micro-batches may run concurrently; fewer after running out of memory.
-    """
+    """Runs the micro-batches of a trainer whose model is split."""
 
     def __init__(self, hops: Hops, mover: SplitMover) -> None:
         self.mover, self._hops = mover, hops
@@ -179,7 +167,6 @@ class Pipeline:
         self._threads: list[threading.Thread] = []
 
     def begin_step(self, window: list[Any]) -> None:
-        """Begin an optimizer step with these micro-batches."""
         self._window, self._asked = window, 0
 
     def step(self, stock: Stock, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
@@ -270,11 +257,7 @@ class Pipeline:
 
 
 def can_pipeline(trainer: Any) -> bool:
-    """Whether micro-batches of this trainer may run concurrently.
-
-    Not with a single accumulation step, offloaded activations, a router's auxiliary loss, or
-    modules that write to their buffers.
-    """
+    """Whether micro-batches may run concurrently: not with a router's auxiliary loss, or where buffers are written."""
     args, config = trainer.args, trainer.model.config
     return (
         args.gradient_accumulation_steps > 1

@@ -1,12 +1,9 @@
 """The preflight of a job with several ranks: one rank of each machine tries its cards and chooses how to average.
 
-It runs before any process group is created, since a hanging RCCL is what it looks for, and takes under 30 seconds once
-all ranks have joined: the trials run in child processes that are killed at deadlines within that time (`LIMIT_S`).
-
-Tried in turn: gloo, over which averages are checked during the run (`gradients`) and which every way needs; RCCL (NCCL)
-as the environment has it; RCCL without peer copies (``NCCL_P2P_DISABLE=1``). The fastest way whose sums were right is
-chosen; without any, the run ends. The ranks communicate through the store at which they meet later. Not covered: RCCL
-between machines; peer copies of a model that is split over cards (the doctor tries these).
+It runs before any process group is created, since a hanging RCCL is what it looks for: in child processes that are
+killed at deadlines, under 30 seconds in all once the ranks have joined. Tried in turn: gloo, which every way needs;
+RCCL as the environment has it; RCCL without peer copies (``NCCL_P2P_DISABLE=1``). The fastest way whose sums were right
+is chosen; without any, the run ends. Not covered: RCCL between machines; peer copies of a split (see the doctor).
 """
 
 from __future__ import annotations
@@ -44,12 +41,16 @@ IMPORTING = "importing torch"
 _MODULE = "hf_rocm_tune.cards.preflight"
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Common parts of trials of pairs and sums, one outcome per child."""
+    """A trial of a pair or of sums, one outcome per child."""
 
     outcomes: tuple[Outcome, ...]
-    _said: str
-    _what = "copies"
+
+    @property
+    def _said(self) -> tuple[str, str]:
+        """The subject, and what was tried on it."""
+        raise NotImplementedError
 
     @property
     def verdict(self) -> Verdict:
@@ -58,33 +59,35 @@ class _Trial:
             return "untried"
         if statuses & {"died", "garbage"}:
             return "died"
-        late = [outcome for outcome in self.outcomes if outcome.status == "timeout"]
-        if late:
-            return "untried" if any(outcome.step == IMPORTING for outcome in late) else "hung"
+        if "timeout" in statuses:
+            importing = any(each.status == "timeout" and each.step == IMPORTING for each in self.outcomes)
+            return "untried" if importing else "hung"
         return "wrong" if any((outcome.result or {}).get("wrong") for outcome in self.outcomes) else "right"
 
     @property
     def telling_rank(self) -> int:
         """The child with the most informative outcome: the first to die, by a signal rather than a lost connection."""
-        children = range(len(self.outcomes))
-        dead = [each for each in children if self.outcomes[each].status in ("died", "garbage")]
-        if dead:
-            return min(dead, key=lambda each: (bool(self.outcomes[each].error), self.outcomes[each].seconds))
-        late = [each for each in children if self.outcomes[each].status == "timeout"]
-        wrong = [each for each in children if (self.outcomes[each].result or {}).get("wrong")]
-        return (late or wrong or [0])[0]
+
+        def rank(child: int) -> tuple[int, bool, float]:
+            each = self.outcomes[child]
+            if each.status in ("died", "garbage"):
+                return 0, bool(each.error), each.seconds
+            return 1 if each.status == "timeout" else 2 if (each.result or {}).get("wrong") else 3, False, 0.0
+
+        return min(range(len(self.outcomes)), key=rank)
 
     @property
     def reason(self) -> str:
         """The outcome in one line."""
-        telling, who = self.outcomes[self.telling_rank], f"rank {self.telling_rank}" * (len(self.outcomes) > 1)
+        (said, what), telling = self._said, self.outcomes[self.telling_rank]
+        who = f"rank {self.telling_rank}" if len(self.outcomes) > 1 else ""
         if telling.result is None:
-            return f"{self._said} {who or 'the trial'} {telling.how}"
+            return f"{said}: {who or 'the trial'} {telling.how}"
         wrong, cases = telling.result["wrong"], telling.result["cases"]
         if not wrong:
-            return f"{self._said} {cases} {self._what} right" + f" on {len(self.outcomes)} ranks" * bool(who)
+            return f"{said}: {cases} {what} right" + f" on {len(self.outcomes)} ranks" * bool(who)
         first = telling.result["problems"][0]["case"]
-        return f"{self._said} {f'{who}: ' * bool(who)}{wrong} of {cases} {self._what} wrong, the first: {first}"
+        return f"{said}: {f'{who}: ' * bool(who)}{wrong} of {cases} {what} wrong, the first: {first}"
 
     def told(self) -> str:
         """The outcome, the first wrong bytes if any, and the time of the slowest child, including imports."""
@@ -99,28 +102,25 @@ class _Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTrial(_Trial):
-    """Copies from one card to another: ``source`` and ``destination``, such as ``cuda:0``; the child's outcome."""
+    """Copies from one card to another, such as ``cuda:0``; the child's outcome."""
 
     source: str
     destination: str
-    outcomes: tuple[Outcome, ...]
 
     @property
-    def _said(self) -> str:  # type: ignore[override]
-        return f"{self.source} -> {self.destination}:"
+    def _said(self) -> tuple[str, str]:
+        return f"{self.source} -> {self.destination}", "copies"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceTrial(_Trial):
-    """An all-reduce over all ranks: its way, and the outcomes of the ranks in order."""
+    """An all-reduce over all ranks, with their outcomes in order."""
 
     way: Way
-    outcomes: tuple[Outcome, ...]
-    _what = "sums"
 
     @property
-    def _said(self) -> str:  # type: ignore[override]
-        return f"all-reduce over {self.way}:"
+    def _said(self) -> tuple[str, str]:
+        return f"all-reduce over {self.way}", "sums"
 
 
 def try_pairs(
@@ -136,8 +136,8 @@ def try_pairs(
     `trial_measures.measure_pair`."""
     trials = []
     for source, destination in itertools.permutations(devices, 2):
-        common = {"source": dict(source), "destination": dict(destination), "largest": largest, "repeats": repeats}
-        request = {**common, "fault": dict(fault or {}) or None}
+        request = {"source": dict(source), "destination": dict(destination), "largest": largest, "repeats": repeats}
+        request |= {"fault": dict(fault or {}) or None}
         task = Task(module=_MODULE, arguments=("pair",), request=request, environ=environ or {})
         found = tuple(run_together([task], deadline_s=deadline_s))
         trials.append(PairTrial(source=source["device"], destination=destination["device"], outcomes=found))
@@ -166,8 +166,7 @@ def try_all_reduce(
             "world": len(devices),
             "backend": "gloo" if way == "gloo" else "nccl",
             "store": str(Path(folder) / "store"),
-            # Longer than the deadline: the children are killed by the parent, which then knows their last step.
-            "timeout_s": 2 * deadline_s,
+            "timeout_s": 2 * deadline_s,  # the parent kills the children before, and knows their last step
             "largest": largest,
             "repeats": repeats,
         }
@@ -225,20 +224,12 @@ _ALLOWED = {"trial": ("ddp", "ddp_without_p2p", "host"), "kind": ("wrong", "zero
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightFault:
-    """An injected fault in the preflight of a real run, to see what it would decide.
+    """An injected fault: ``HF_ROCM_TUNE_PREFLIGHT_FAULT="trial=ddp,kind=hang"`` lets one way's trial fail."""
 
-    ``HF_ROCM_TUNE_PREFLIGHT_FAULT="trial=ddp,kind=hang"`` lets one kind of trial fail: ``ddp``, the sums over the
-    process group as it is, ``ddp_without_p2p``, the same with ``NCCL_P2P_DISABLE=1``, or ``host``, the same over gloo.
-    Kinds: ``wrong zeros own absent``, or an ending of the trial's child: ``hang stop kill crash garbage silent`` (see
-    ``machine.child``).
-
-    ``where``: only cases whose description contains this text (``cold``); ``rank``: which gets it, None for the last.
-    """
-
-    trial: str
-    kind: str
-    where: str = ""
-    rank: int | None = None
+    trial: str  # ``ddp``, ``ddp_without_p2p`` or ``host``
+    kind: str  # ``wrong zeros own absent``, or an ending of the trial's child, see `machine.child`
+    where: str = ""  # only cases whose description contains this text (``cold``)
+    rank: int | None = None  # which gets it; None: the last
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PreflightFault | None:
@@ -283,12 +274,8 @@ class Preflight:
 
     def to_dict(self) -> dict[str, Any]:
         """For the report, as plain JSON values."""
-        return {
-            "asked": self.asked,
-            **vars(self.choice),
-            "seconds": round(self.seconds, 1),
-            "fault_injection": self.fault or None,
-        }
+        found = {"asked": self.asked, **vars(self.choice), "seconds": round(self.seconds, 1)}
+        return found | {"fault_injection": self.fault or None}
 
     def lines(self) -> list[str]:
         """For the terminal: the decision, and all evidence if anything failed."""
@@ -338,12 +325,13 @@ def run(
         except TuneError as error:
             found = {"error": str(error)}
         store.set(name, json.dumps(found))
+    latest = limit_s + _SPARE_S
     try:
         while not store.check([name]):
-            if time.monotonic() > began + limit_s + _SPARE_S:
+            if time.monotonic() > began + latest:
                 raise StallError(
-                    f"rank {first} tries the cards of this machine and made no decision within "
-                    f"{limit_s + _SPARE_S:.0f} s: train on one card, or start again after a reboot"
+                    f"rank {first} tries the cards of this machine and made no decision within {latest:.0f} s: train "
+                    "on one card, or start again after a reboot"
                 )
             time.sleep(0.05)
         found = json.loads(store.get(name))
@@ -351,10 +339,8 @@ def run(
         raise StallError(ended) from error
     if "error" in found:
         raise StallError(found["error"])
-    choice = GradSyncChoice(**{**found, "evidence": tuple(found["evidence"])})
-    return Preflight(
-        asked=asked, choice=choice, seconds=time.monotonic() - began, fault=environ.get(VARIABLE, "").strip()
-    )
+    choice, seconds = GradSyncChoice(**{**found, "evidence": tuple(found["evidence"])}), time.monotonic() - began
+    return Preflight(asked=asked, choice=choice, seconds=seconds, fault=environ.get(VARIABLE, "").strip())
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
@@ -387,29 +373,20 @@ def try_machine(
     if len(devices) < 2:
         return GradSyncChoice(way=otherwise, reason="one rank on this machine: no pair to try", shown=False)
     on_cards = any(device["device"] != "cpu" for device in devices)
-    over: dict[SyncWay, Way] = {"ddp": "gloo", "host": "gloo"}
-    if on_cards:
-        over = {"host": "gloo", "ddp": "rccl", "ddp_without_p2p": "rccl_without_p2p"}
-    if asked == "host":
-        over = {"host": "gloo"}
-    if environ.get(P2P_VARIABLE, "").strip():
-        over.pop("ddp_without_p2p", None)  # the user has decided
+    over: dict[SyncWay, Way] = {"host": "gloo"} if on_cards or asked == "host" else {"ddp": "gloo", "host": "gloo"}
+    if on_cards and asked != "host":
+        over["ddp"] = "rccl"
+        if not environ.get(P2P_VARIABLE, "").strip():  # else the user has decided
+            over["ddp_without_p2p"] = "rccl_without_p2p"
+    more: dict[str, Any] = {"largest": _LARGEST if on_cards else _LARGEST_ON_CPU, "repeats": _REPEATS}
     ends_at = time.monotonic() + limit_s
     sums: dict[SyncWay, ReduceTrial] = {}
-    for later, (way, backend) in zip(reversed(range(len(over))), over.items(), strict=True):
-        # Time for those that may have to follow.
-        deadline_s = (ends_at - time.monotonic()) / (later + 1) - _KILLING_S
+    for left, (way, backend) in zip(range(len(over), 0, -1), over.items(), strict=True):
+        deadline_s = (ends_at - time.monotonic()) / left - _KILLING_S  # leaves time for those that may have to follow
         if deadline_s >= _SHORTEST_S:
-            sums[way] = try_all_reduce(
-                devices,
-                backend,
-                deadline_s=deadline_s,
-                largest=_LARGEST if on_cards else _LARGEST_ON_CPU,
-                repeats=_REPEATS,
-                fault=fault.of(way) if fault else None,
-            )
-            verdict = sums[way].verdict
-            if (verdict in FAILED and way == "host") or (verdict not in FAILED and way != "host"):
+            injected = fault.of(way) if fault else None
+            sums[way] = try_all_reduce(devices, backend, deadline_s=deadline_s, fault=injected, **more)
+            if (sums[way].verdict in FAILED) == (way == "host"):
                 break  # nothing works without gloo; and what was not shown to fail needs no other way
     return choose(sums, otherwise=otherwise)
 

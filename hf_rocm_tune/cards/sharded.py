@@ -1,17 +1,9 @@
 """What FSDP2 and tensor parallelism have in common: each rank holds a part of the model.
 
-The model is sharded when the trainer is built, not when training begins, so that coverage, sentinels and reports see
-what will be trained; accelerate leaves a sharded model as it is. What upstream does between cards unchecked, and what
-is done here instead:
-
-    broadcast of all weights from rank 0         each rank reads the files and sends its own rows through the mover
-    gathering weights, averaging gradients       upstream's, checked before the optimizer
-    norm over all gradients                      summed over gloo
-    gathering the full model for each save       only trained weights and optimizer state, over gloo, compared
-
-Checkpoints have the format of a single process: they are the same with any number of ranks, sharded or not.
-
-Not covered: out-of-memory recovery (the step is not repeated), comparison of replicas (shards have none).
+The model is sharded when the trainer is built, so that coverage, sentinels and reports see what will be trained. Each
+rank reads the files and sends its own rows through the mover (upstream broadcasts from rank 0); what is gathered and
+averaged is checked before the optimizer; the norm of the gradients is summed over gloo; a save gathers trained weights
+and optimizer state over gloo, compared, in the format of a single process. Not covered: out-of-memory recovery.
 """
 
 from __future__ import annotations
@@ -19,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hf_rocm_tune.cards.agree import compare_replicas, everyone, highest
-from hf_rocm_tune.cards.fsdp_traffic import Traffic
-from hf_rocm_tune.cards.tensor_parallel import Reductions
+from hf_rocm_tune.cards.fsdp_traffic import Gathers
 from hf_rocm_tune.cards.way import CardSettings, Way
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.placement import tensors_of
@@ -39,19 +30,38 @@ from hf_rocm_tune.models.shards import cut_of, is_sharded, reshard, shard_digest
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest, host_copy, map_tensors, named_tensors
 from hf_rocm_tune.transfer.host_group import host_group
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+    from trl import ModelConfig
+
 _BATCH_BYTES = 64 << 20
-TRIED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})
 
 
 class Sharded(Way):
     """A model of which each rank has a part; replaces accelerate's gradient clipping and saving."""
 
     on_host: ClassVar[bool] = True
+    excludes: ClassVar[Mapping[str, str]] = {
+        "--auto_fit": "it does not support shards; set --per_device_train_batch_size yourself",
+        "--recompute_layers": "all layers are recomputed, or none; use --activation_checkpointing",
+        "--init_lora_weights": "the part that moves into the adapter is computed from full weights",
+        "--adapter_name_or_path": "the adapter is read after the weights are cut; merge it into the base first",
+        "--use_peft false": "it is for adapters here; train with LoRA",
+        "--fp16": "use --bf16, or neither",
+        **dict.fromkeys(("--torch_compile", "--activation_offloading"), "leave it out"),
+    }
 
     def __init__(self, settings: CardSettings | None = None) -> None:
         super().__init__(settings)
-        self._traffic: Traffic | Reductions | None = None  # None before `place`, and where nothing is checked
+        self._traffic: Gathers | None = None  # None before `place`, and where nothing is checked
         self._accelerator: Any = None
+
+    @override
+    def _refusals(
+        self, args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str]
+    ) -> list[tuple[bool, str]]:
+        optim, tried = str(getattr(args.optim, "value", args.optim)), ("adamw_torch", "adamw_torch_fused", "sgd")
+        return [(optim not in tried, f"--optim {optim} is not known to work on shards: use adamw_torch_fused")]
 
     @override
     def attach(self, accelerator: Any, mover: Mover) -> None:
@@ -101,7 +111,6 @@ class Sharded(Way):
 
     def _state_to_save(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Replaces ``Accelerator.get_state_dict``. Collective, unless the state was gathered for this save already."""
-        del model, unwrap
         assert self.state is not None
         return self.state.model()
 
@@ -139,7 +148,7 @@ class FullState:
         self._kept_optimizer: dict[str, Any] | None = None
 
     def model(self) -> dict[str, Tensor]:
-        """Full trained weights by name, on rank 0's host; empty on other ranks. Collective the first time."""
+        """Full trained weights by name, on rank 0's host; empty on others. Collective the first time."""
         if self._kept_model is None:
             reshard(self._model)
             trained = {name: each.data for name, each in self._model.named_parameters() if each.requires_grad}
@@ -147,7 +156,6 @@ class FullState:
         return self._kept_model
 
     def optimizer_state(self) -> dict[str, Any]:
-        """As `model`, for the optimizer: the ``state_dict`` of a single process."""
         if self._kept_optimizer is None:
             state = self.optimizer.state_dict()
             sharded = {path: each for path, each in named_tensors(state) if isinstance(each, DTensor)}
@@ -165,11 +173,13 @@ class FullState:
     def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result: dict[str, Tensor] = {}
         bad: list[str] = []
+        group = host_group()
         for names in _batches(tensors):
             mine = {name: self._on_host(tensors[name]) for name in names}
-            parts = _gathered(mine)
+            parts: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+            dist.gather_object(mine, parts, dst=0, group=group)
             for name in names if parts else ():
-                result[name], right = _joined([each[name] for each in parts], tensors[name])
+                result[name], right = _joined([each[name] for each in parts or ()], tensors[name])
                 bad += [] if right else [name]
         if highest([len(bad)])[0] > 0:
             raise CorruptionError(
@@ -184,13 +194,6 @@ class FullState:
         part = tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
         found = shard_digest(tensor) if isinstance(tensor, DTensor) else digest(part)
         return host_copy(part), found.hex()  # one that stayed wrong is found on rank 0
-
-
-def _gathered(mine: dict[str, tuple[Tensor, str]]) -> list[dict[str, tuple[Tensor, str]]]:
-    group = host_group()
-    parts: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(mine, parts, dst=0, group=group)
-    return parts or []
 
 
 def _joined(parts: list[tuple[Tensor, str]], like: Tensor) -> tuple[Tensor, bool]:

@@ -1,54 +1,51 @@
 """Tensor parallelism for LoRA: the cards of a machine compute each layer together, and every sum is checked.
 
 transformers' own plan (``model.tp_plan``) says how weights are cut: ``colwise`` cuts rows of the weight, so that each
-rank computes some of the outputs; ``rowwise`` cuts columns, so that each rank computes a partial sum of all outputs.
-LoRA's B is cut with the rows of its layer and A with the columns; the other of the two is replicated, with the same
-gradient on all ranks. Embeddings, output head and norms are replicated.
-
-Two kinds of partial sums are added up over the ranks: outputs of rowwise weights in forward, and gradients of the
-inputs of colwise weights in backward. Each rank sends its partial sum to all and adds up what arrived, in the order of
-the ranks. With two ranks that moves as many bytes as an all-reduce, gives the same bits on both, and can be checked
-exactly: by digests of what was sent and of what arrived, which one exchange over gloo compares at the end of the
-micro-step. Results of a wrong partial sum cannot be corrected: every rank stops before the optimizer.
-
-Upstream's own ``from_pretrained(distributed_config=...)`` followed by PEFT is not used: its reductions are not checked,
-and peft 0.21.2 builds A of a rowwise layer with the input size of one rank, so that its forward fails, as do bases in 4
-and 8 bits.
+rank computes some of the outputs; ``rowwise`` cuts columns, so that each computes a partial sum of all. LoRA's B is cut
+with the rows of its layer and A with the columns; all else is replicated. Partial sums (outputs of rowwise weights,
+gradients of the inputs of colwise ones) go from each rank to all and are added in the order of the ranks: the same bits
+on both. Digests of what was sent and arrived are compared over gloo at the end of the micro-step; results of a wrong
+sum cannot be corrected, so every rank stops before the optimizer. Upstream's own ``distributed_config`` with PEFT is
+not used: its sums are not checked, and peft 0.21.2 builds A of a rowwise layer with the input size of one rank.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from torch import Tensor, nn
 from transformers.distributed.tensor_parallel import ColwiseParallel, LocalParamsParallel, RowwiseParallel
 from typing_extensions import override
 
+from hf_rocm_tune.cards.fsdp import CONFIGURATION
 from hf_rocm_tune.cards.fsdp_traffic import GATHERED, Gather, Gathers
 from hf_rocm_tune.cards.gradients import digest_words
+from hf_rocm_tune.cards.sharded import Sharded, declare_accelerators
+from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.sharding import cut
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+    from trl import ModelConfig
 
 # torch 2.13 renamed it
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 RANKS = 2
 """The number of cards: with more, sending every partial sum to all ranks moves more bytes than an all-reduce."""
-_LEFT_WHOLE = frozenset(
-    {
-        "embedding_rowwise",
-        "colwise_gather_output",
-        "colwise_rep",
-        "rowwise_split_input",
-        "replicated_with_grad_allreduce",
-    }
-)  # styles whose module may be replicated instead: its inputs and outputs are not cut
+#: Styles whose module may be replicated instead: its inputs and outputs are not cut.
+_LEFT_WHOLE = {"embedding_rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input"}
+_LEFT_WHOLE |= {"replicated_with_grad_allreduce"}
 
 
 class Reductions(Gathers):
@@ -193,9 +190,9 @@ def dims_of(model: nn.Module, ranks: int) -> dict[str, int | None]:
         own = f"{path}.base_layer" if layer is not module else path
         for name, parameter in layer.named_parameters():
             dims[f"{own}.{name}"] = (1 if parameter.dim() == 2 else None) if by_columns else 0
-        for side, cut in (("lora_A", 1 if by_columns else None), ("lora_B", None if by_columns else 0)):
+        for side, dim in (("lora_A", 1 if by_columns else None), ("lora_B", None if by_columns else 0)):
             for adapter in getattr(module, side, ()):
-                dims[f"{path}.{side}.{adapter}.weight"] = cut
+                dims[f"{path}.{side}.{adapter}.weight"] = dim
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in dims:
             raise UsageError(f"--tensor_parallel: {name} is trained but is not a LoRA weight of a layer that is cut")
@@ -203,10 +200,9 @@ def dims_of(model: nn.Module, ranks: int) -> dict[str, int | None]:
 
 
 def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[nn.Module, int]]:
-    """For each layer that is cut, the number of elements that a rank sends per token, forward and backward together.
+    """For each layer that is cut, the elements that a rank sends per token, forward and backward; for the planner.
 
-    For the planner; a run counts them as ``bytes_between_ranks_per_step``. Without checkpointing the first block's
-    inputs have no gradient, but are counted here.
+    Without checkpointing the first block's inputs have no gradient, but are counted here.
     """
     for _, module, by_columns in planned(model, ranks):
         layer: Any = getattr(module, "base_layer", module)
@@ -220,7 +216,57 @@ def install(model: nn.Module, mesh: Any, reductions: Reductions) -> None:
         layer = getattr(module, "base_layer", module)
         style = _Rows if by_columns else _Columns
         style(reductions, name).install_forward(layer, mesh)
-        cut, whole = ("lora_A", "lora_B") if by_columns else ("lora_B", "lora_A")
-        for adapter in getattr(module, cut, ()):
-            style(reductions, f"{name}.{cut}").install_forward(getattr(module, cut)[adapter], mesh)
+        part, whole = ("lora_A", "lora_B") if by_columns else ("lora_B", "lora_A")
+        for adapter in getattr(module, part, ()):
+            style(reductions, f"{name}.{part}").install_forward(getattr(module, part)[adapter], mesh)
             LocalParamsParallel().install_forward(getattr(module, whole)[adapter], mesh)
+
+
+# ---- the way -----------------------------------------------------------------------------------------------------
+
+_PACKED = (
+    "packed weights cannot be cut by rows and columns (transformers and PEFT fail on them as well); use "
+    f"{CONFIGURATION} with --load_in_4bit, or --split_layers auto"
+)
+
+
+class TensorParallel(Sharded):
+    """A model whose weights are cut by transformers' plan. Reasons in the model itself are found when it is cut."""
+
+    name: ClassVar[str] = "tensor_parallel"
+    flag: ClassVar[str] = "--tensor_parallel"
+    shares_rows: ClassVar[bool] = True
+    excludes: ClassVar[Mapping[str, str]] = {
+        **Sharded.excludes,
+        **dict.fromkeys(("FSDP", "DeepSpeed", "--split_layers"), "choose one of them"),
+        "--grad_compression": "no gradients are averaged; leave it out",
+        "--use_dora": "DoRA computes with whole weights; leave it out",
+        **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), _PACKED),
+    }
+
+    @override
+    @classmethod
+    def wanted(cls, settings: CardSettings) -> bool:
+        return settings.tensor_parallel
+
+    @override
+    def _refusals(
+        self, args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str]
+    ) -> list[tuple[bool, str]]:
+        words = f"it takes {RANKS} processes, and there are {args.world_size}: give --num_processes 2"
+        return [(args.world_size != RANKS, words), *super()._refusals(args, model, environ)]
+
+    @override
+    @contextmanager
+    def configured(self, args: TrainingArguments) -> Iterator[None]:
+        declare_accelerators(args)
+        args.parallelism_config = ParallelismConfig(tp_size=args.world_size)
+        yield
+        args.parallelism_config = None  # it holds a mesh now, which cannot be saved with the arguments
+
+    @override
+    def _shard(self, model: nn.Module) -> None:
+        mesh = self._accelerator.torch_device_mesh["tp"]
+        cut(model, mesh, self.mover, dims_of(model, self._accelerator.num_processes))
+        self._traffic = Reductions(self.mover, through_host=self.settings.sync.way == "host")
+        install(model, mesh, self._traffic)

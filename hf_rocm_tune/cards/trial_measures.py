@@ -1,13 +1,10 @@
 """The measurements of a trial's child process: copies between two cards, or sums over all ranks, compared by value.
 
 Peer copies over PCIe can return zeros while every call reports success (exllamav3#333, accelerate#4036, pytorch#84803,
-llama.cpp#6208); some are right only after a first copy through the host (pytorch#87363), so the first copy of a new
-process is a case of its own. Copies of one dtype between contiguous tensors use memcpy, others a kernel that writes to
-the peer's memory (torch's Copy.cu); above 1 MiB HIP uses another engine (ROC_P2P_SDMA_SIZE). The pattern is computed on
-the sending card and compared on the receiving one, without the host; then it is read back.
-
-RCCL can spin for ever (rccl#1129, ROCm/vllm#390), and a collective can give wrong sums. Each rank contributes small
-whole numbers that depend on position and rank, so the sums are exact in every dtype and are compared as integers.
+llama.cpp#6208); some are right only after a first copy through the host (pytorch#87363), so the first copy of a process
+is a case of its own. Copies of one dtype between contiguous tensors use memcpy, others a kernel that writes to the
+peer's memory; above 1 MiB HIP uses another engine. RCCL can spin for ever (rccl#1129, ROCm/vllm#390), and a collective
+can give wrong sums: each rank contributes small whole numbers, whose sums are exact in every dtype.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ from hf_rocm_tune.transfer.raw_bytes import as_bytes
 
 SIZES = (4 << 10, 512 << 10, (1 << 20) - 4, (1 << 20) + 4, 64 << 20, 1 << 30)
 """Bytes of copies: a page, both sides of the threshold, and sizes of weights."""
-
 _KERNEL_BYTES = (1 << 20) + 4
 _READ_BYTES = 64 << 20
 _KEPT = 8
@@ -54,41 +50,34 @@ def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
     """
     step("waking both devices")
     destination, source = device_of(request["destination"]), device_of(request["source"])
-    bench = _Bench(source, destination, copies_for(request))
+    way, pair = f"copying from {source} to {destination}", _Pair(source, destination, copies_for(request))
     problems: list[dict[str, Any] | None] = []
     for number, (words, nbytes, shape, non_blocking) in enumerate(_copies(request["largest"], request["repeats"])):
-        step(f"copying from {source} to {destination}: {words}")
-        problems.append(bench.try_case(words, nbytes, shape, number, non_blocking=non_blocking))
-    step(f"copying from {source} to {destination} and back at the same time")
-    problems += bench.both_ways(min(64 << 20, request["largest"]))
+        step(f"{way}: {words}")
+        problems.append(pair.try_case(words, nbytes, shape, number, non_blocking=non_blocking))
+    step(f"{way} and back at the same time")
+    problems += pair.both_ways(min(64 << 20, request["largest"]))
+    step(f"{way} through the host")
     wrong = [each for each in problems if each is not None]
-    step(f"copying from {source} to {destination} through the host")
-    return {
-        "peer_access": _peer_access(source, destination),
-        "cases": len(problems),
-        "wrong": len(wrong),
-        "problems": wrong[:_KEPT],
-        "staged_wrong": bench.staged(_KERNEL_BYTES),
-    }
+    access = bool(torch.cuda.can_device_access_peer(source, destination)) if source.type == "cuda" else None
+    found = {"peer_access": access, "cases": len(problems), "wrong": len(wrong), "problems": wrong[:_KEPT]}
+    return found | {"staged_wrong": pair.staged(_KERNEL_BYTES)}
 
 
 def _copies(largest: int, repeats: int) -> Iterator[tuple[str, int, str, bool]]:
-    """Description, bytes, ``contiguous``, ``strided source``, ``strided destination`` or ``cast``, and whether
-    non-blocking."""
+    """Description, bytes, ``contiguous``, ``strided source``, ``strided destination`` or ``cast``, non-blocking."""
     sizes = [size for size in SIZES if size <= largest]
-    kernel = min(_KERNEL_BYTES, sizes[-1])
+    kernel, both = min(_KERNEL_BYTES, sizes[-1]), (False, True)
     found = [("cold", min(64 << 20, sizes[-1]), "contiguous", False)]
-    found += [("warm", size, "contiguous", later) for size in sizes for later in (False, True)]
+    found += [("warm", size, "contiguous", later) for size in sizes for later in both]
     shapes = ("strided source", "strided destination", "cast")
-    found += [
-        ("warm", size, shape, later) for shape in shapes for size in (sizes[0], kernel) for later in (False, True)
-    ]
+    found += [("warm", size, shape, later) for shape in shapes for size in (sizes[0], kernel) for later in both]
     found += [(f"repeat {number + 1}", kernel, "contiguous", number % 2 == 1) for number in range(repeats)]
     for label, nbytes, shape, later in found:
         yield f"{label}, {nbytes:,} bytes, {shape}{', non_blocking' if later else ''}", nbytes, shape, later
 
 
-class _Bench:
+class _Pair:
     """Copies between two devices; keeps what was sent before, to recognise stale bytes."""
 
     def __init__(self, source: torch.device, destination: torch.device, copies: Copies) -> None:
@@ -118,16 +107,18 @@ class _Bench:
 
     def both_ways(self, nbytes: int) -> Iterator[dict[str, Any] | None]:
         """Copy in both directions at the same time. Yields for each the same as `try_case`."""
-        there, back = _words(nbytes, 1, self._source), _words(nbytes, 2, self._destination)
-        at_destination = _poisoned(there.numel(), torch.float32, self._destination)
-        at_source = _poisoned(back.numel(), torch.float32, self._source)
-        wait_for(there, back, at_destination, at_source)
-        ways = ((at_destination, there, 1), (at_source, back, 2))
+        ways = []
+        for number, source, destination in ((1, self._source, self._destination), (2, self._destination, self._source)):
+            sent = _words(nbytes, number, source)
+            ways.append((_poisoned(sent.numel(), torch.float32, destination), sent, number))
+            wait_for(sent, ways[-1][0])
         for target, sent, _ in ways:
             words = f"{sent.device} to {target.device}: both directions at once"
-            with _own_streams(sent.device, target.device):
+            with contextlib.ExitStack() as stack:  # a copy waits for the current streams of both: new ones for each
+                for device in (each for each in (sent.device, target.device) if each.type == "cuda"):
+                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
                 self._copies.copy(target, sent, what=words, non_blocking=True)
-        wait_for(there, back)
+        wait_for(*(sent for _, sent, _ in ways))
         for target, sent, number in ways:
             words = f"both directions at once, {nbytes:,} bytes, {sent.device} to {target.device}"
             yield self._look(words, target, nbytes, number)
@@ -157,24 +148,16 @@ class _Bench:
         self._earlier = right
         if not wrong and (damage is None or not torch.equal(read, as_bytes(target.cpu()))):
             return None
-        described = None if damage is None else {**asdict(damage), "kind": damage.kind}
-        return {"case": words, "wrong_on_card": wrong, "damage": described}
+        return {"case": words, "wrong_on_card": wrong, "damage": _told(damage)}
 
 
-@contextlib.contextmanager
-def _own_streams(*devices: torch.device) -> Iterator[None]:
-    """New current streams: a copy between devices waits for the current streams of both, so each copy needs its own."""
-    with contextlib.ExitStack() as stack:
-        for device in devices:
-            if device.type == "cuda":
-                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        yield
+def _told(damage: Damage | None) -> dict[str, Any] | None:
+    return None if damage is None else {**asdict(damage), "kind": damage.kind}
 
 
 def _words(nbytes: int, number: int, device: torch.device) -> Tensor:
     """float32[nbytes / 4] of a pattern, computed on the device."""
-    whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return fill_with_pattern(whole, number).view(torch.float32)
+    return fill_with_pattern(torch.empty(nbytes, dtype=torch.uint8, device=device), number).view(torch.float32)
 
 
 def _poisoned(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -194,11 +177,7 @@ def _count(target: Tensor, number: int) -> int:
     return int(wrong)
 
 
-def _peer_access(source: torch.device, destination: torch.device) -> bool | None:
-    if source.type != "cuda":
-        return None
-    return bool(torch.cuda.can_device_access_peer(source, destination))
-
+# ---- sums -------------------------------------------------------------------------------------------------------
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EXACT = 256
@@ -222,12 +201,11 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     problems: list[dict[str, Any]] = []
     rates: list[float] = []
-    repeated_bytes = 0
-    cases = wrong = 0
-    for number, (case, count, dtype) in enumerate(_sums_to_try(request["largest"], request["repeats"])):
+    cases, repeated_bytes = 0, 0
+    for cases, (case, count, dtype) in enumerate(_sums_to_try(request["largest"], request["repeats"]), 1):
         words = f"{case} over {backend}"
         step(f"summing {words}")
-        mine = _numbers(number, rank, count, dtype, world, device)
+        mine = _numbers(cases, rank, count, dtype, world, device)
         summed = mine.clone()
         wait_for(summed)
         began = time.perf_counter()
@@ -238,21 +216,18 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
             rates.append(gb_per_s(summed.nbytes, time.perf_counter() - began))
         if fault.get("where", "") in words:
             _inject(summed, mine, fault.get("kind"))
-        damage, own = _compare(summed, mine, number, world)
-        cases, wrong = cases + 1, wrong + (damage is not None)
-        if damage is not None and len(problems) < _KEPT:
-            said = f"{words}: only this rank's own numbers" if own else words
-            problems.append({"case": said, "damage": {**asdict(damage), "kind": damage.kind}})
+        right = torch.zeros_like(summed)
+        for each in range(world):
+            right += _numbers(cases, each, count, dtype, world, device)
+        if (damage := examine(as_bytes(summed.cpu()), as_bytes(right.cpu()))) is not None:
+            own = ": only this rank's own numbers" if torch.equal(summed, mine) else ""
+            problems.append({"case": f"{words}{own}", "damage": _told(damage)})
     step(f"leaving the process group over {backend}")
     dist.barrier()
     dist.destroy_process_group()
-    return {
-        "cases": cases,
-        "wrong": wrong,
-        "problems": problems,
-        "repeated_bytes": repeated_bytes,
-        "gb_per_s": sorted(rates)[len(rates) // 2] if rates else None,
-    }
+    rate = sorted(rates)[len(rates) // 2] if rates else None
+    found = {"cases": cases, "wrong": len(problems), "problems": problems[:_KEPT]}
+    return found | {"repeated_bytes": repeated_bytes, "gb_per_s": rate}
 
 
 def _sums_to_try(largest: int, repeats: int) -> Iterator[tuple[str, int, torch.dtype]]:
@@ -261,8 +236,7 @@ def _sums_to_try(largest: int, repeats: int) -> Iterator[tuple[str, int, torch.d
     yield f"cold, {sizes[-1]:,} bytes of float32", sizes[-1] // 4, torch.float32
     for size in sizes:
         for dtype in _DTYPES:
-            count = max(size // dtype.itemsize, 1)
-            yield f"{size:,} bytes of {str(dtype).removeprefix('torch.')}", count, dtype
+            yield f"{size:,} bytes of {str(dtype).removeprefix('torch.')}", max(size // dtype.itemsize, 1), dtype
     for number in range(repeats):
         size = min(25 << 20, sizes[-1])  # a bucket of DistributedDataParallel
         yield f"repeat {number + 1}, {size:,} bytes of bfloat16", size // 2, torch.bfloat16
@@ -275,15 +249,6 @@ def _numbers(number: int, rank: int, count: int, dtype: torch.dtype, world: int,
         piece = values[start : start + PIECE_WORDS]
         piece[:] = (pattern(97 * number + rank, start, piece.numel(), device) >> 7) % (_EXACT // world) + 1
     return values
-
-
-def _compare(summed: Tensor, mine: Tensor, number: int, world: int) -> tuple[Damage | None, bool]:
-    """The damage, and whether the sum is only the rank's own contribution."""
-    right = torch.zeros_like(summed)
-    for rank in range(world):
-        right += _numbers(number, rank, summed.numel(), summed.dtype, world, summed.device)
-    damage = examine(as_bytes(summed.cpu()), as_bytes(right.cpu()))
-    return damage, damage is not None and torch.equal(summed, mine)
 
 
 def _inject(summed: Tensor, mine: Tensor, kind: str | None) -> None:

@@ -58,29 +58,20 @@ class Gatherable(Protocol):
 
 
 class Way:
-    """One process with one card, and the interface of all ways. A way belongs to one trainer.
+    """One process with one card, and the interface of all ways. A way belongs to one trainer."""
 
-    Attributes:
-        name: in reports.
-        flag: how the user asked for it, in messages.
-        excludes: flags that do not work with it, as `settings.compatibility.uses` reads them, and what to do instead.
-        shares_rows: all ranks compute with the same rows.
-        on_host: the model stays on the host until `place`.
-        state: gathers what is saved; None where each rank has the whole model.
-        seconds: time that `place` took to shard a model, with its verification.
-    """
-
-    name: ClassVar[str] = "one"
-    flag: ClassVar[str] = ""
+    name: ClassVar[str] = "one"  # in reports
+    flag: ClassVar[str] = ""  # how the user asked for it, in messages
+    # flags that do not work with it, as `settings.compatibility.uses` reads them, and what to do instead
     excludes: ClassVar[Mapping[str, str]] = {}
-    shares_rows: ClassVar[bool] = False
-    on_host: ClassVar[bool] = False
+    shares_rows: ClassVar[bool] = False  # all ranks compute with the same rows
+    on_host: ClassVar[bool] = False  # the model stays on the host until `place`
     mover: Mover
 
     def __init__(self, settings: CardSettings | None = None) -> None:
         self.settings = settings or CardSettings()
-        self.state: Gatherable | None = None
-        self.seconds = 0.0
+        self.state: Gatherable | None = None  # gathers what is saved; None where each rank has the whole model
+        self.seconds = 0.0  # that `place` took to shard a model, with its verification
 
     @classmethod
     def wanted(cls, settings: CardSettings) -> bool:

@@ -6,17 +6,15 @@ import os
 
 from transformers import TrainingArguments
 
-from hf_rocm_tune.cards.ddp import Ddp
+from hf_rocm_tune.cards.ddp import Ddp, Host
 from hf_rocm_tune.cards.fsdp import Fsdp, is_wanted
-from hf_rocm_tune.cards.host import Host
-from hf_rocm_tune.cards.one import One
 from hf_rocm_tune.cards.split import Split
-from hf_rocm_tune.cards.tensor import Tensor
+from hf_rocm_tune.cards.tensor_parallel import TensorParallel
 from hf_rocm_tune.cards.way import CardSettings, Way
 from hf_rocm_tune.models.split import SplitMover
 from hf_rocm_tune.transfer import Mover
 
-WAYS: tuple[type[Way], ...] = (Tensor, Split, Fsdp, Host, Ddp, One)
+WAYS: tuple[type[Way], ...] = (TensorParallel, Split, Fsdp, Host, Ddp, Way)
 """The first one that the settings ask for is used."""
 
 

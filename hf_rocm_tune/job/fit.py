@@ -19,7 +19,7 @@ from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.cards.pipeline import IN_FLIGHT
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.models import recompute, streamed
-from hf_rocm_tune.models.split import FLAG, Split, SplitMover, counts_for, parse, stack_of
+from hf_rocm_tune.models.split import FLAG, LayerSplit, SplitMover, counts_for, parse, stack_of
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.plan import (
     CONTEXT_BYTES,
@@ -306,7 +306,7 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
     devices = _devices(training.device, len(wanted) if wanted else None, layers)
     training._n_gpu = 1  # with several cards visible transformers would count a batch for each of them
     counts = _planned_counts(arguments, config, devices, wanted, layers, say)
-    return SplitMover(Split(stack, counts), devices, settings=settings, faults=faults)
+    return SplitMover(LayerSplit(stack, counts), devices, settings=settings, faults=faults)
 
 
 def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch.device]:

@@ -34,10 +34,9 @@ _TAKEN_FOR_EXPERTS = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_pr
 
 
 def target_names(targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
-    """Returns the targets of :class:`trl.ModelConfig` with a single module name as a set.
+    """The targets of :class:`trl.ModelConfig`, a single module name as a set.
 
-    TRL unwraps a list of one into a string, which PEFT reads as a regular expression on whole names: ``q_proj`` alone
-    would match nothing. A string of letters, digits, ``_`` and ``.`` is taken as a name.
+    TRL unwraps a list of one into a string, which PEFT reads as a regular expression on whole names.
     """
     return {targets} if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets) else targets
 
@@ -71,8 +70,8 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, save
 def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
     """The targets, with ``all-linear`` of a mixture of experts as the names of the linear layers beside its experts.
 
-    PEFT would adapt experts and routers too, gigabytes of adapters: in transformers 5 they are no linear layers. Left
-    out are names that PEFT 0.21 takes for experts (`transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING`).
+    PEFT would adapt experts and routers too, gigabytes of adapters. Left out are names that PEFT 0.21 takes for
+    experts.
     """
     if targets != ALL_LINEAR or not any(True for _ in experts_of(model)):
         return targets
@@ -107,7 +106,7 @@ def trainable_parameters(model: nn.Module) -> tuple[int, int]:
 def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The equivalent LoRA on the original weights, of twice the rank: W + BA - B0 A0 = W + [B | -B0] [A ; A0].
 
-    Checks what `write_plain_lora` wrote through PEFT's `LoraModel.subtract_mutated_init`, the source of the formula.
+    Checks what `write_plain_lora` wrote through PEFT's `LoraModel.subtract_mutated_init`.
     """
     found = {}
     for name, tensor in trained.items():
@@ -117,10 +116,7 @@ def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> di
 
 
 def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tensor], mover: Mover) -> None:
-    """Writes a model's adapter and its configuration as plain LoRA on the original weights, by PEFT's conversion.
-
-    PEFT loads the initial adapter from a file and keeps it on the model's device meanwhile.
-    """
+    """Writes a model's adapter and its configuration as plain LoRA on the original weights, by PEFT's conversion."""
     training = model.training
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-") as scratch, redirected(mover, stage="adapter"):
         (begun := Path(scratch) / "start").mkdir()
@@ -137,13 +133,9 @@ def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tens
 def share_inputs(model: nn.Module) -> int:
     """Let float32 adapters take a layer's input as it is where autocast would cast it back to the same dtype.
 
-    PEFT casts the input of each adapter to float32, and autocast that to a bfloat16 of its own: q, k and v, and gate
-    and up, each keep a copy of one and the same tensor for backward. Without the two casts all keep that tensor.
-    Results are the same bit for bit: a cast there and back changes nothing, and gradients are added up in the same
-    order.
-
-    Left alone are variants (DoRA and others) and dropout, which compute with the float32 input. 4-bit and 8-bit layers
-    on a card, whose casts PEFT leaves out by itself, need nothing.
+    PEFT casts the input of each adapter to float32, and autocast that to a bfloat16 of its own, so q, k and v each
+    keep a copy for backward. Without the two casts all keep that tensor; results are the same bit for bit. Left alone
+    are variants (DoRA) and dropout, which compute with the float32 input.
     """
     from peft.tuners.lora.layer import Linear
 
@@ -170,15 +162,10 @@ def _cast_unless_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRates:
-    """Learning rates other than ``--learning_rate``.
+    """Learning rates other than ``--learning_rate``."""
 
-    Attributes:
-        lora_b: for LoRA's B matrices, as a multiple of ``--learning_rate`` (LoRA+, https://arxiv.org/abs/2402.12354).
-        embeddings: for fully trained embeddings and output head, absolute.
-    """
-
-    lora_b: float | None = None
-    embeddings: float | None = None
+    lora_b: float | None = None  # of B, over ``--learning_rate`` (LoRA+, https://arxiv.org/abs/2402.12354)
+    embeddings: float | None = None  # of fully trained embeddings and output head, absolute
 
     def split(self, model: Any, optimizer: Any) -> None:
         """Moves those parameters into groups of their own, after the others, with the same options."""

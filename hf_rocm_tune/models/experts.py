@@ -1,20 +1,12 @@
 """Experts in 4 bit: the fused weights of a mixture's experts stay packed, and each is unpacked where it is used.
 
-transformers keeps the experts of a layer in two tensors (experts, rows, columns), which bitsandbytes' linear layers do
-not reach. Two formats are kept here:
-
-    NF4     quantised by bitsandbytes on the device as a layer's experts arrive; one call and one state a tensor, the
-            same bytes as by `bitsandbytes.nn.parametrize.replace_parameter_4bit`
+    NF4     quantised by bitsandbytes on the device as a layer's experts arrive; one call and one state a tensor
     MXFP4   gpt-oss's own files: two e2m1 values a byte, and a power of two for 32 of them
-            (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, section 5.3); the
-            bytes on the device are those of the file
+            (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, section 5.3)
 
 A packed tensor is a parameter with a ``quant_state``, as bitsandbytes' own, so that coverage, sentinels and the plan
-see it and its constants. The rows of a micro-batch are sorted by expert, and each product unpacks one expert, again in
-backward: neither the weights of a layer nor those of an expert are kept for it. Routers stay as they are.
-
-Not covered: experts that are not fused in one module with transformers' interface (`use_experts_implementation`), such
-as JetMoe's; expert parallelism.
+see it. The rows of a micro-batch are sorted by expert, and each product unpacks one expert, again in backward. Not
+covered: experts that are not fused in one module with transformers' `use_experts_implementation`.
 """
 
 from __future__ import annotations
@@ -83,7 +75,6 @@ def is_expert_weight(model: nn.Module, name: str) -> bool:
 
 
 def is_packed(experts: nn.Module) -> bool:
-    """Whether the weights of these experts are packed."""
     return getattr(_first(experts), "quant_state", None) is not None
 
 
@@ -114,11 +105,7 @@ class Mxfp4State:
 
 
 def pack_nf4(name: str, weights: Tensor, settings: BitsAndBytesConfig) -> Any:
-    """Quantises the weights of a layer's experts (experts, rows, columns) where they are: a ``Params4bit``.
-
-    Raises:
-        UsageError: an expert is no multiple of the 64 values that have a constant in common.
-    """
+    """Quantises the weights of a layer's experts (experts, rows, columns) where they are: a ``Params4bit``."""
     bitsandbytes: Any = importlib.import_module("bitsandbytes")
     if weights[0].numel() % _BLOCK:
         raise UsageError(
@@ -137,11 +124,8 @@ def pack_nf4(name: str, weights: Tensor, settings: BitsAndBytesConfig) -> Any:
 def pack_mxfp4(blocks: Tensor, scales: Tensor, code: Tensor, dtype: torch.dtype) -> nn.Parameter:
     """The parameter of a checkpoint's tensors, where they are.
 
-    Args:
-        blocks: uint8 (experts, outputs, groups, 16), two values a byte.
-        scales: uint8 (experts, outputs, groups).
-        code: `mxfp4_code`, on their device.
-        dtype: of the unpacked weights.
+    ``blocks``: uint8 (experts, outputs, groups, 16); ``scales``: uint8 (experts, outputs, groups); ``code``:
+    `mxfp4_code`.
     """
     packed: Any = nn.Parameter(blocks, requires_grad=False)
     shape = torch.Size((*scales.shape[:2], 32 * scales.shape[2]))
@@ -169,14 +153,7 @@ def use_packed(model: nn.Module) -> None:
 
 
 def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of what each token's experts give.
-
-    Args:
-        self: the experts.
-        hidden: (tokens, width).
-        index: int64 (tokens, chosen), the experts of each token.
-        weights: (tokens, chosen), theirs in the sum.
-    """
+    """What each token's experts, int64 ``index`` (tokens, chosen), give, summed by their ``weights``."""
     tokens, chosen = index.shape
     by_expert, order = index.reshape(-1).sort(stable=True)
     sizes = _rows_of_each(by_expert, _shape(_first(self))[0])
@@ -235,7 +212,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """The gradient of the rows."""
         return _multiply(grad, ctx.weight, ctx.sizes, not ctx.transposed), None, None, None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import UsageError, first_line
 from hf_rocm_tune.models.experts import use_packed
 from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, default_memory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
@@ -48,7 +48,6 @@ class ModelSource:
 
     @property
     def is_local(self) -> bool:
-        """Whether the name is a path: it exists, or is written as one."""
         return is_local_model(self.name)
 
 
@@ -68,7 +67,7 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
         raise UsageError(f"model {source.name}: config.json: {error}; download or copy it again") from error
     except (OSError, ValueError, KeyError) as error:
         cure = "download or copy it again" if source.is_local else _HUB_CURE
-        raise UsageError(f"model {source.name}: {_first_line(error)}; {cure}") from error
+        raise UsageError(f"model {source.name}: {first_line(error)}; {cure}") from error
     check_architecture(config, source.name)
     _check_generation_config(source)
     bits = checkpoint_bits(config, source.name, on_card=device.type != "cpu")
@@ -121,7 +120,7 @@ def _check_generation_config(source: ModelSource) -> None:
         return  # there is none, or it is no JSON: transformers takes its defaults
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
-            f"model {source.name}: generation_config.json cannot be read ({_first_line(error)}): download or copy it "
+            f"model {source.name}: generation_config.json cannot be read ({first_line(error)}): download or copy it "
             "again"
         ) from error
 
@@ -129,16 +128,9 @@ def _check_generation_config(source: ModelSource) -> None:
 def load_model(
     source: ModelSource, mover: Mover, *, on_host: bool = False, streamed: Streamed | None = None
 ) -> tuple[PreTrainedModel, float]:
-    """Loads a model onto the mover's device or cards, every tensor verified.
+    """Loads a model onto the mover's device or cards, every tensor verified; returns it and the seconds that it took.
 
-    Args:
-        source: the model.
-        mover: of the device or the cards.
-        on_host: leave it on the host.
-        streamed: the layers that stay there and visit the device, see `models.streaming`.
-
-    Returns:
-        The model and the loading time in seconds.
+    ``on_host``: leave it on the host; ``streamed``: the layers that stay there and visit the device.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification, Mxfp4Config
@@ -170,7 +162,7 @@ def load_model(
                 **arguments,
             )
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: attn_implementation
-        raise UsageError(f"model {source.name}: {_first_line(error)}") from error
+        raise UsageError(f"model {source.name}: {first_line(error)}") from error
     model, info = loaded
     if missing := sorted(key for key in info["missing_keys"] if not (source.reward and key == "score.weight")):
         raise UsageError(
@@ -202,10 +194,7 @@ def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
 
 
 def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a model's tokenizer or processor, with the chat template that ``--chat_template_path`` names.
-
-    A model's template there (its name or directory) is left to TRL, which adds its tokens to the model too.
-    """
+    """Loads a model's tokenizer or processor; a model's template of ``--chat_template_path`` is left to TRL."""
     from transformers import AutoProcessor
 
     template = None
@@ -217,17 +206,12 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Pre
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"tokenizer of {source.name}: {_first_line(error)}; the model directory needs tokenizer.json and "
+            f"tokenizer of {source.name}: {first_line(error)}; the model directory needs tokenizer.json and "
             "tokenizer_config.json"
         ) from error
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".:")
 
 
 FLAG = "--chat_template_path"
@@ -248,10 +232,7 @@ def named_templates() -> dict[str, Path | None]:
 
 
 def read_chat_template(path: str, *, trust_remote_code: bool = False) -> str | None:
-    """The text of a chat template: of a file (``.jinja`` or ``.j2``, as in TRL 1.16) or of one that has a name.
-
-    Rendering errors show later, with the rows.
-    """
+    """The text of a chat template: of a file (``.jinja``, ``.j2``) or of one that has a name; None: of a model."""
     if path.endswith((".jinja", ".j2")):
         return _read_template(Path(path))
     if path in (named := named_templates()) and not os.path.exists(path):

@@ -1,8 +1,7 @@
-"""Checks of a model directory before loading: which file is damaged, and how.
+"""Checks of a model directory before loading: which file is damaged, and how; and SHA-256 against recorded ones.
 
 A safetensors file is eight bytes of header length (little-endian), a JSON header with dtype, shape and byte range of
-each tensor, and the data (format: https://github.com/huggingface/safetensors#format). A truncated download fails
-here with the file's name instead of inside a loader.
+each tensor, and the data (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ _DTYPES = {
 class MappedFile:
     """A safetensors file's tensors by the offsets in its header, as the bytes of the mapped file.
 
-    In place of the library's reader, which returns tensors that nothing ties to the file. Each tensor has a storage of
-    its own; writing to one does not change the file.
+    In place of the library's reader, which returns tensors that nothing ties to the file. Writing to one does not
+    change it.
     """
 
     def __init__(self, file: Path | str) -> None:

@@ -1,16 +1,10 @@
 """Loading of weights through the mover.
 
-``transformers`` reads every weight of ``from_pretrained`` in one function, in several threads, quantised models too
-(bitsandbytes quantises its result). Inside :func:`verified_loading` the files are opened as `models.files.MappedFile`,
-and that function sends the mapped bytes through the mover: digested on the host, copied through the staging ring,
-digested on the device. Casts run on the device from the verified tensor; a sample of each is compared with the CPU's
-cast. What stays on the host gets its digest there, and `placement.place` compares it before the tensor is used.
-
-Tensors that no file holds (missing keys, rotary tables, other buffers) are initialised on the host and moved by
-:func:`hf_rocm_tune.models.placement.place`.
-
-Not covered: ``device_map`` entries on a device that the mover does not serve, and weights sharded at load time
-(tensor parallel, FSDP): they have no provenance, so the coverage lists them as unverified.
+Inside :func:`verified_loading` the files are opened as `models.files.MappedFile`, and the one function in which
+transformers reads every weight sends the mapped bytes through the mover. Casts run on the device from the verified
+tensor; a sample of each is compared with the CPU's cast. What no file holds is initialised on the host and moved by
+`placement.place`. Not covered: ``device_map`` entries on a device that the mover does not serve, and weights sharded
+at load time: the coverage lists them as unverified.
 """
 
 from __future__ import annotations
@@ -49,11 +43,8 @@ def verified_loading(
 ) -> Iterator[None]:
     """Within the block every weight that ``from_pretrained`` loads passes the mover.
 
-    Args:
-        mover: of the model's device or cards.
-        on_host: all weights stay on the host.
-        streamed: the layers whose matrices stay there too; what is quantised on the device leaves it at once.
-        packed: experts in MXFP4 stay so.
+    ``on_host``: all stay on the host; ``streamed``: the layers whose matrices stay there; ``packed``: so do MXFP4
+    experts.
     """
     names: Names = {}
     with ExitStack() as stack:
@@ -239,7 +230,6 @@ def cast_verified(moved: Tensor, source: Tensor, dtype: torch.dtype, *, name: st
 
 
 def cast_on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The cast itself."""
     return tensor.to(dtype=dtype)
 
 

@@ -1,11 +1,10 @@
 """The loss of a frozen output head, with its gradient computed in the forward pass.
 
-TRL's fused head computes the logits tile by tile in forward and again in backward: three products with the head. Each
-token's log-probability is multiplied by one number in backward, so the gradient for a factor of 1 can be computed while
-a tile of logits is there: two products, and no tile is recomputed. Tiles are rows of all the vocabulary, because a
-token's gradient needs its normaliser; they have no more elements than TRL's. Values agree with TRL's to rounding, not
-bit for bit. Used only in a `one_pass_loss` block, and left to TRL where the head is trained or is cast for the product,
-and in float16, in which small probabilities would be zero before the scaled loss multiplies them.
+TRL's fused head computes the logits tile by tile in forward and again in backward. Each token's log-probability is
+multiplied by one number in backward, so the gradient for a factor of 1 is computed while a tile of logits is there:
+two products with the head instead of three. Values agree with TRL's to rounding. Used only in a `one_pass_loss` block;
+left to TRL where the head is trained or is cast for the product, and in float16, in which small probabilities would be
+zero.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def fit_to(device: torch.device, *, compiled: bool) -> None:
     """Let TRL's fused head compute in a way that runs, and runs fast, on this device, in this process.
 
     TRL asks whether Triton can be imported, which it can where its driver does not compile: there it gets plain torch.
-    On an AMD card its float32 sums are computed by the library that is faster (`products`), but not in a `compiled`
-    graph.
+    On an AMD card its float32 sums are computed by the faster library (`products`), but not in a `compiled` graph.
     """
     if device.type == "cpu":
         return

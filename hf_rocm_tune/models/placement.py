@@ -1,7 +1,7 @@
 """Places a model on its device and records where each of its tensors came from.
 
-:func:`tensors_of` is the one list of everything that a model keeps on its device: parameters, buffers, and the
-quantisation state of 4-bit and 8-bit weights. Coverage, placement and the sentinels all walk this list.
+:func:`tensors_of` is the one list of everything that a model keeps on its device; coverage, placement and the
+sentinels all walk it.
 """
 
 from __future__ import annotations
@@ -48,16 +48,11 @@ IN_PLACE = "digested where it lies: on this device nothing crosses"
 
 @dataclass(frozen=True)
 class Read:
-    """A host tensor as it was read.
+    """A host tensor as it was read."""
 
-    Attributes:
-        digest: of its storage.
-        file, name: the tensor in a file whose mapped bytes it shares; None: it has memory of its own.
-    """
-
-    digest: Digest
-    file: str | None = None
-    name: str = ""
+    digest: Digest  # of its storage
+    file: str | None = None  # whose mapped bytes it shares; None: it has memory of its own
+    name: str = ""  # in the file
 
 
 _READ: Registry[Read] = Registry()
@@ -106,44 +101,38 @@ class Coverage:
             verified_by=dict(Counter(self.verified_by) + Counter(other.verified_by)),
         )
 
+    @property
+    def _share(self) -> str:
+        return f"{100 * self.verified_bytes / max(self.device_bytes, 1):.4g} %"
+
     def __repr__(self) -> str:
-        """One line with the share, and what is not verified."""
-        share = 100 * self.verified_bytes / max(self.device_bytes, 1)
         rest = f", not: {listed([row['tensor'] for row in self.unverified])}" if self.unverified else ""
-        return f"Coverage({share:.4g} % of {self.device_bytes:,} bytes verified{rest})"
+        return f"Coverage({self._share} of {self.device_bytes:,} bytes verified{rest})"
 
     def told(self) -> str:
         """The share, and what is not verified, for a message."""
-        share = 100 * self.verified_bytes / max(self.device_bytes, 1)
         by_reason: dict[str, list[str]] = {}
         for row in self.unverified:
             by_reason.setdefault(row["reason"], []).append(row["tensor"])
         named = [f"{listed(names, 1)} ({reason})" for reason, names in by_reason.items()]
-        return f"{share:.4g} % of the model's bytes; not verified: {', '.join(named[:3])}"
+        return f"{self._share} of the model's bytes; not verified: {', '.join(named[:3])}"
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is unverified."""
         return not self.unverified
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All tensors that the model keeps on its device, each storage once; of a sharded tensor, this rank's part.
 
-    Not those of streamed layers, which share landings.
-
-    Yields:
-        Dotted name and tensor: parameters, then buffers, then ``<weight>.quant_state.*`` (bitsandbytes 4-bit) and
-        ``<weight>.CB``/``SCB`` (8-bit).
+    Dotted name and tensor: parameters, buffers, ``<weight>.quant_state.*`` (bitsandbytes 4-bit),
+    ``<weight>.CB``/``SCB`` (8-bit). Not those of streamed layers, which share landings.
     """
     return ((name, tensor) for name, tensor, _ in findable_tensors_of(model))
 
 
 def findable_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-    """As `tensors_of`, each with a function that looks the tensor up again without walking the model.
-
-    The function raises AttributeError if the tensor no longer exists.
-    """
+    """As `tensors_of`, each with a function that looks it up again (AttributeError: it no longer exists)."""
     reshard(model)
     seen: set[int] = set()
     for name, module, path in _places(model):
@@ -200,11 +189,10 @@ def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
 
 
 def mark_computed(model: nn.Module, mover: Mover) -> None:
-    """Marks as derived what the device computed inside `redirected`, where all transfers are verified.
+    """Marks as derived what the device computed inside `redirected`: DoRA's magnitudes, ``modules_to_save`` ...
 
-    Examples: DoRA's magnitudes, PiSSA's factors, copies for ``modules_to_save``, resized embeddings. Tensors that were
-    on the device before need a provenance already (`attest`); if one of them is unverified, so is everything computed.
-    On the host backend nothing is marked: new tensors are host memory, which `place` digests.
+    If one of the tensors that were there before is unverified, so is everything computed. On the host backend nothing
+    is marked: new tensors are host memory, which `place` digests.
     """
     if mover.device.type == "cpu":
         return
@@ -252,11 +240,7 @@ def digests_before(model: nn.Module, mover: Mover) -> dict[str, Digest]:
 
 
 def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover) -> None:
-    """Marks the base weights that the adapter's initialisation has rewritten, possibly in place.
-
-    PiSSA, OLoRA and LoftQ subtract the adapter's product from the base weight, whose arrival digest is then obsolete.
-    Only weights that have changed are marked, and the report names them.
-    """
+    """Marks the base weights that the adapter's initialisation (PiSSA, OLoRA) has rewritten; the report names them."""
     reason = "rewritten by the adapter's initialisation"
     for name, tensor in tensors_of(model) if before else ():
         now = digest(data := storage_bytes(tensor))
@@ -311,11 +295,7 @@ def places_of(layer: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
 
 
 def rebind(module: nn.Module, path: str, tensor: Tensor) -> Tensor:
-    """Puts a tensor in the place of another one of the same shape and dtype; a parameter keeps its identity.
-
-    Returns:
-        What is there now.
-    """
+    """Puts a tensor in the place of one of the same shape and dtype; a parameter keeps its identity. Returns it."""
     owner_path, _, attribute = path.rpartition(".")
     owner = attrgetter(owner_path)(module) if owner_path else module
     if isinstance(known := getattr(owner, attribute), nn.Parameter):
@@ -368,8 +348,8 @@ def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
     """Compares the tensors that a given model already has on the mover's device with its files.
 
     A tensor equal to its file (or to its recomputed table) counts as verified from here on; on the host backend every
-    other tensor does too. On an accelerator the others are marked unverified, with a reason. The digest taken here is
-    the sentinels' baseline. Tensors with a provenance, and host tensors that are still to be moved, are skipped.
+    other one does too, on an accelerator it is marked unverified, with a reason. Returns how many are verified, and
+    looked at.
     """
     require_as_read(model)
     unknown: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ _TIMES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ProductChoice:
     """The library for a float32 result, whether a whole product gets a bfloat16 one, and TFLOP/s of each way."""
 
     library: str
@@ -40,21 +40,18 @@ class Choice:
         return f"products of the loss gradient: {chosen} (TFLOP/s: {rates})"
 
 
-def choose(device: torch.device) -> Choice | None:
-    """What is used on `device`; None where upstream's own choice is kept, because the card is no AMD card."""
-    if device.type == "cpu" or torch.version.hip is None:
-        return None
-    return _choose(torch.device(device.type, device.index or 0))
-
-
 @cache
-def _choose(device: torch.device) -> Choice | None:
-    rates = measure(device)
+def choose(device: torch.device) -> ProductChoice | None:
+    """What is used on `device`; None where upstream's own choice is kept, because the card is no AMD card."""
+    if device.type != "cpu" and device.index is None:
+        return choose(torch.device(device.type, 0))
+    rates = {} if device.type == "cpu" or torch.version.hip is None else measure(device)
     libraries = {name: rate for name, rate in rates.items() if name != ROUNDED}
     if not libraries:
         return None
     best = max(libraries, key=libraries.__getitem__)
-    return Choice(library=best, rounded=rates.get(ROUNDED, 0.0) > WORTH_ROUNDING * libraries[best], rates=rates)
+    rounded = rates.get(ROUNDED, 0.0) > WORTH_ROUNDING * libraries[best]
+    return ProductChoice(library=best, rounded=rounded, rates=rates)
 
 
 def measure(device: torch.device) -> dict[str, float]:
@@ -115,11 +112,7 @@ def current_library(device: torch.device) -> str:
 
 
 def use_library(device: torch.device, name: str) -> None:
-    """Let torch prefer a library from now on.
-
-    Raises:
-        RuntimeError: this build of torch does not have it.
-    """
+    """Let torch prefer a library from now on; RuntimeError: this build of torch does not have it."""
     if device.type == "cpu":
         torch.backends.mkldnn.enabled = name == ON_HOST[0]  # type: ignore[assignment]  # a descriptor of the module
     else:

@@ -76,10 +76,7 @@ def require_bitsandbytes(device: torch.device, flag: str) -> None:
 
 
 def require_quantised(model: nn.Module, name: str) -> None:
-    """Refuses a model whose configuration claims bitsandbytes over plain weights.
-
-    Transformers loads such weights unchanged into layers that cannot compute with them.
-    """
+    """Refuses a model whose configuration claims bitsandbytes over plain weights."""
     marks = {"Linear4bit": "quant_state", "Linear8bitLt": "CB"}
     for path, module in model.named_modules():
         mark = marks.get(type(module).__name__)
@@ -107,11 +104,7 @@ def keep_trainable_on_cpu(model: nn.Module) -> int:
 
 
 def follow_bias_casts(model: nn.Module, mover: Mover) -> None:
-    """Marks a verified, frozen bias as derived when bitsandbytes casts it.
-
-    Its layers cast a bias in ``forward`` if its dtype differs from the input's or the layer's compute dtype, as for a
-    Qwen2 that was loaded in float32 and quantised.
-    """
+    """Marks a verified, frozen bias as derived when bitsandbytes casts it in ``forward`` to the compute dtype."""
     for module in model.modules():
         if not type(module).__module__.startswith("bitsandbytes."):
             continue
@@ -122,8 +115,6 @@ def follow_bias_casts(model: nn.Module, mover: Mover) -> None:
 
 
 class _BiasCast:
-    """A forward hook that marks a bias as derived after the layer has cast it."""
-
     def __init__(self, mover: Mover, dtype: torch.dtype) -> None:
         self._mover, self._dtype = mover, dtype
 
@@ -143,10 +134,7 @@ def host_weight(
 ) -> Iterator[tuple[slice, Tensor]]:
     """The weight of a linear layer, ``[out, in]`` in float32, some rows at a time; dequantised without bitsandbytes.
 
-    Args:
-        module: `nn.Linear`, `Conv1D`, or bitsandbytes' for 4 or 8 bits.
-        dtype: to which a weight that is not quantised is rounded.
-        copy: gives a host copy of a tensor.
+    ``dtype``: to which a weight that is not quantised is rounded; ``copy``: gives a host copy of a tensor.
     """
     weight = module.weight
     state, scales = getattr(weight, "quant_state", None), getattr(module, "state", None)

@@ -1,15 +1,11 @@
 """Activation recomputation per layer.
 
     whole        a layer keeps its input only and recomputes everything
-    selective    results of matrix products and of attention are kept; the cheap rest (norms, activation functions,
-                 casts, adapters' second products) is recomputed
+    selective    results of matrix products and of attention are kept, the cheap rest is recomputed
     the others   keep all activations
 
-The first layers are recomputed whole, the next ones selectively: their backward comes last, when the activations of the
-later layers have been freed and there is memory for the recomputation.
-
-Needs transformers' ``GradientCheckpointingLayer``, as nearly all decoders have. Kernels that are not torch operators
-(flash-attn's, Triton's) and bitsandbytes' 8-bit products are always recomputed.
+The first layers are recomputed whole, the next ones selectively: their backward comes last, when there is memory.
+Needs transformers' ``GradientCheckpointingLayer``. Kernels that are not torch operators are always recomputed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tensors sharded over the ranks (``DTensor``): a rank's shard, and its offset in the whole tensor.
 
-FSDP2 shards every parameter along its first dimension; tensor parallelism along the first, the second or not at all. Of
-n rows (or columns) on R ranks, rank r has up to ``ceil(n/R)`` from ``r * ceil(n/R)`` on. The whole tensor's digest is
-the sum of the shards' digests, each taken at its offset (`transfer.digest`).
+Of n rows (or columns) on R ranks, rank r has up to ``ceil(n/R)`` from ``r * ceil(n/R)`` on. The whole tensor's digest
+is the sum of the shards' digests, each taken at its offset.
 """
 
 from __future__ import annotations
@@ -111,10 +110,7 @@ def shard_digest(tensor: DTensor) -> Digest:
 
 
 def digest_at(part: Tensor, start: int) -> Digest:
-    """Digest of a part that begins at byte ``start`` of a tensor.
-
-    A part may begin inside a 32-bit word, which then is the sum of two words padded with zeros.
-    """
+    """Digest of a part that begins at byte ``start`` of a tensor, possibly inside a 32-bit word."""
     inside = start % _WORD
     if inside == 0:
         return digest(part, word_offset=start // _WORD)

@@ -1,12 +1,8 @@
 """A model split over several cards: where its layers lie, how weights get there, and what crosses between cards.
 
-Everything that is no layer (embeddings, masks, position embeddings, the last norm, the output head and with it the
-loss) lies on the first card: a tied output head is then where its embedding is, labels and logits never cross, and the
-loss is where the trainer expects it. What the last layer gives comes home to the first card.
-
-Each card has a mover of its own (ring, queue, ladder, counters); `SplitMover` in front of them hands each call to the
-one that it concerns. On a machine without accelerators the cards are logical: all of them are host memory, and
-everything between them is really copied and verified all the same.
+Everything that is no layer lies on the first card: a tied output head is then where its embedding is, and labels and
+logits never cross. Each card has a mover of its own; `SplitMover` in front of them hands each call to the one that it
+concerns. Without accelerators the cards are logical: everything between them is really copied and verified.
 """
 
 from __future__ import annotations
@@ -44,20 +40,18 @@ _TRIES = 3
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerSplit:
     """Which layer is on which card."""
 
-    stack: str
-    counts: tuple[int, ...]
+    stack: str  # name of the list of layers
+    counts: tuple[int, ...]  # of layers on each card
 
     @property
     def ranges(self) -> tuple[range, ...]:
-        """Numbers of the layers on each card."""
         ends = itertools.accumulate(self.counts)
         return tuple(range(end - count, end) for count, end in zip(self.counts, ends, strict=True))
 
     def card_of_layer(self, layer: int) -> int:
-        """The card of a layer."""
         return next(card for card, layers in enumerate(self.ranges) if layer in layers)
 
     def card_of(self, name: str) -> int:
@@ -91,10 +85,7 @@ def counts_for(given: Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 def layer_stack(model: nn.Module, config: PreTrainedConfig, flag: str = FLAG) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers and its name: the heaviest list of as many modules as the configuration has layers.
-
-    ``flag``: the one that needs it, for the message.
-    """
+    """The list of decoder layers and its name: the heaviest list of as many modules as the configuration has layers."""
     count = getattr(config.get_text_config(), "num_hidden_layers", 0)
     stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = [(name, module) for name, module in stacks if len(module) == count > 0]
@@ -127,22 +118,16 @@ class CardReport(TransferReport):
         self._whole, self._card = whole, card
 
     def add(self, stage: str, **increments: float) -> None:
-        """As `TransferReport.add`, here and in the whole."""
         super().add(stage, **increments)
         self._whole.add(stage, **increments)
 
     def incident(self, row: Mapping[str, Any]) -> None:
-        """Into the whole, with the card's number."""
         self._whole.incident({**row, "card": self._card})
 
 
 def _by_first_card(name: str) -> Callable[..., Any]:
     """A method that the mover of the first card answers: of batches, and of whatever else is no layer's."""
-
-    def method(self: SplitMover, *arguments: Any, **keywords: Any) -> Any:
-        return getattr(self.cards[0], name)(*arguments, **keywords)
-
-    return method
+    return lambda self, *arguments, **keywords: getattr(self.cards[0], name)(*arguments, **keywords)
 
 
 def _by_knower(name: str) -> Callable[..., Any]:
@@ -156,17 +141,11 @@ def _by_knower(name: str) -> Callable[..., Any]:
 
 
 class SplitMover(Mover):
-    """Has the methods of a mover, and hands each call to the mover of the card that it concerns.
-
-    Attributes:
-        cards: the movers of the cards, in order.
-        logical: the cards share one device.
-        report: of all cards together.
-    """
+    """Has the methods of a mover, and hands each call to the mover of the card that it concerns."""
 
     def __init__(
         self,
-        split: Split,
+        split: LayerSplit,
         devices: Sequence[torch.device],
         *,
         settings: TransferSettings | None = None,
@@ -183,39 +162,25 @@ class SplitMover(Mover):
             mover.loaded = self.loaded  # one record of what was read from files
         self.logical = len({mover.device for mover in self.cards}) == 1
 
-    begin, settle, inject = (_by_first_card(name) for name in ("begin", "settle", "inject"))
-    pack, require_unchanged = _by_first_card("pack"), _by_first_card("require_unchanged")
+    begin, settle, inject, pack = (_by_first_card(name) for name in ("begin", "settle", "inject", "pack"))
+    require_unchanged, changed = _by_first_card("require_unchanged"), _by_first_card("changed")
     host_source, is_pending = _by_first_card("host_source"), _by_first_card("is_pending")
-    changed = _by_first_card("changed")
-    provenance, reason, digest_of = (_by_knower(name) for name in ("provenance", "reason", "digest_of"))
-    verdict_of = _by_knower("verdict_of")
-    mark_derived, mark_trained = _by_knower("mark_derived"), _by_knower("mark_trained")
-    mark_unverified = _by_knower("mark_unverified")
     mark, another_fetcher, landing = (_by_first_card(name) for name in ("mark", "another_fetcher", "landing"))
+    provenance, reason, digest_of = (_by_knower(name) for name in ("provenance", "reason", "digest_of"))
+    verdict_of, mark_derived = _by_knower("verdict_of"), _by_knower("mark_derived")
+    mark_trained, mark_unverified = _by_knower("mark_trained"), _by_knower("mark_unverified")
 
-    def move(
-        self,
-        tensor: Tensor,
-        *,
-        name: str,
-        stage: str = "weights",
-        source: str | None = None,
-        transient: bool = False,
-    ) -> Tensor:
+    def move(self, tensor: Tensor, *, name: str, **more: Any) -> Tensor:
         """As `Mover.move`, to the card that the name belongs to."""
-        card = self.cards[self.split.card_of(name)]
-        return card.move(tensor, name=name, stage=stage, source=source, transient=transient)
+        return self.cards[self.split.card_of(name)].move(tensor, name=name, **more)
 
     def serves(self, device: torch.device) -> bool:
-        """Whether one of the cards is this device."""
         return any(mover.serves(device) for mover in self.cards)
 
-    def move_to(
-        self, device: torch.device, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None
-    ) -> Tensor:
-        """As `Mover.move` for a weight, to the card that is this device; among logical cards the name decides."""
+    def move_to(self, device: torch.device, tensor: Tensor, *, name: str, **more: Any) -> Tensor:
+        """As `Mover.move_to`, to the card that is this device; among logical cards the name decides."""
         card = self if self.logical else next(mover for mover in self.cards if mover.serves(device))
-        return card.move(tensor, name=name, stage=stage, source=source)
+        return card.move(tensor, name=name, **more)
 
     def fetched(self, tensor: Tensor, *, name: str, stage: str) -> AbstractContextManager[Fetched]:
         """As `Mover.fetched`, from the card that the tensor is on; from the first among logical cards."""
@@ -224,7 +189,6 @@ class SplitMover(Mover):
 
     @property
     def step(self) -> int | None:
-        """Training step that incidents carry."""
         return self.cards[0].step
 
     @step.setter
@@ -233,12 +197,10 @@ class SplitMover(Mover):
             mover.step = value
 
     def fault_injection(self) -> dict[str, Any] | None:
-        """As `Mover.fault_injection`; faults of all cards are counted."""
         found = [row for mover in self.cards if (row := mover.fault_injection()) is not None]
         return {**found[0], "injected": sum(row["injected"] for row in found)} if found else None
 
     def close(self) -> None:
-        """Close all of them."""
         super().close()
         for mover in self.cards:
             mover.close()
@@ -256,11 +218,7 @@ def device_map(mover: Mover) -> dict[str, torch.device]:
 
 @contextmanager
 def without_dispatch() -> Iterator[None]:
-    """Within the block transformers leaves a model as it was loaded.
-
-    With a device map of several devices Accelerate would put hooks on it that move activations by plain ``.to``: `Hops`
-    carries what has to cross.
-    """
+    """Within the block Accelerate puts no hooks on a model that would move activations by plain ``.to``."""
     with upstream.replaced("dispatch", lambda stock: lambda *arguments, **keywords: None):
         yield
 
@@ -296,16 +254,12 @@ class _Pass(threading.local):
 
 
 class Hops:
-    """Carries each tensor that a layer on another card needs there, and its gradient back.
+    """Carries each tensor that a layer on another card needs there, and its gradient back, through the host, verified.
 
-    Through the host, verified both ways, before anything uses it; nothing is left to peer copies. What is carried
-    follows from where things are: before each layer, every tensor among its arguments that is not on the layer's card
-    (activations, masks, position embeddings); after the last layer, what it gives; and after the backbone, whatever of
-    its outputs lies elsewhere (router logits). A tensor that several layers of a card are given is carried once in a
-    forward pass. The hooks stand outside of activation checkpointing, so nothing is carried again when a layer is
-    recomputed; where a model recomputes whole modules itself, it is carried again, verified again.
-
-    Not covered: attention that is given masks in objects of its own (``flex_attention``), and caches for generation.
+    Before each layer: every tensor among its arguments that is not on the layer's card; after the last layer and the
+    backbone, what lies elsewhere. A tensor that several layers of a card are given is carried once in a forward pass.
+    The hooks stand outside of activation checkpointing. Not covered: masks in objects of their own
+    (``flex_attention``).
     """
 
     def __init__(self, mover: SplitMover) -> None:
@@ -325,13 +279,12 @@ class Hops:
             self._pass.flight = None
 
     def install(self, backbone: nn.Module, layers: nn.ModuleList) -> list[RemovableHandle]:
-        """Puts the hooks on a model whose layers are placed."""
         hooks = [backbone.register_forward_pre_hook(self._begin), backbone.register_forward_hook(self._end)]
         for number, layer in enumerate(layers):
             card = self._mover.split.card_of_layer(number)
             hooks.append(layer.register_forward_pre_hook(self._fetch_arguments(number, card), with_kwargs=True))
             if self._mover.logical:
-                hooks += [module.register_forward_hook(self._made_on(card)) for module in layer.modules()]
+                hooks += [module.register_forward_hook(partial(self._made_on, card)) for module in layer.modules()]
         name, place = f"layers.{len(layers) - 1}.output", len(self._mover.cards)
         return [*hooks, layers[-1].register_forward_hook(lambda *given: self._home(given[-1], name, place))]
 
@@ -356,14 +309,9 @@ class Hops:
 
         return before
 
-    def _made_on(self, card: int) -> Callable[..., None]:
-        """A hook: what a module gives is on the module's card."""
-
-        def after(module: nn.Module, arguments: Any, output: Any) -> None:
-            for _, tensor in named_tensors(output):
-                self._elsewhere[tensor.untyped_storage()] = card
-
-        return after
+    def _made_on(self, card: int, module: nn.Module, arguments: Any, output: Any) -> None:
+        for _, tensor in named_tensors(output):
+            self._elsewhere[tensor.untyped_storage()] = card
 
     def _card_of(self, tensor: Tensor) -> int | None:
         """Number of the card; None for a tensor on the host of an accelerator, which kernels take as it is."""
@@ -381,7 +329,8 @@ class Hops:
                 found[id(tensor)] = tensor
         with flight.cross(place) if flight is not None and found else nullcontext() as crossing:
             moved = {key: self._carry(card, tensor, names[key], crossing) for key, tensor in found.items()}
-        return map_tensors(tree, lambda tensor: self._here(card, tensor, moved))
+        carried = self._pass.carried
+        return map_tensors(tree, lambda each: moved.get(id(each), carried.get((id(each), card), (each, each))[1]))
 
     def _carry(self, card: int, tensor: Tensor, name: str, crossing: Any) -> Tensor:
         here = self._card_of(tensor)
@@ -398,10 +347,6 @@ class Hops:
             self._pass.carried[id(tensor), card] = tensor, moved
         return moved
 
-    def _here(self, card: int, tensor: Tensor, moved: dict[int, Tensor]) -> Tensor:
-        carried = self._pass.carried.get((id(tensor), card), (tensor, tensor))[1]
-        return moved.get(id(tensor), carried)
-
 
 class Crossing:
     """From one card to another, and back for gradients."""
@@ -414,7 +359,6 @@ class Crossing:
         return self._carry(tensor, self.source, self.target, f"forward.{self._name}", fetcher, mark)
 
     def backward(self, gradient: Tensor, fetcher: Fetcher | None = None, mark: Any = None) -> Tensor:
-        """A gradient on the source card."""
         return self._carry(gradient, self.target, self.source, f"backward.{self._name}", fetcher, mark)
 
     def _carry(self, tensor: Tensor, source: int, target: int, name: str, fetcher: Fetcher | None, mark: Any) -> Tensor:
@@ -438,8 +382,6 @@ class Crossing:
 
 
 class _Hop(torch.autograd.Function):
-    """The identity between two cards."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, way: Crossing) -> Tensor:
         ctx.way = way

@@ -25,11 +25,7 @@ def parse(text: str) -> int:
 
 
 def spread(count: int, layers: int) -> tuple[int, ...]:
-    """Which of the layers are streamed: as many as wanted, evenly spread, so that every visit has time to arrive.
-
-    Raises:
-        UsageError: the model has fewer layers.
-    """
+    """Which of the layers are streamed: evenly spread, so that every visit has time to arrive."""
     if count > layers:
         raise UsageError(f"{FLAG} {count}: this model has {layers} layers")
     return tuple(layer for layer in range(layers) if (layer + 1) * count // layers > layer * count // layers)
@@ -37,17 +33,11 @@ def spread(count: int, layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Streamed:
-    """Which layers are streamed.
+    """Which layers are streamed."""
 
-    Attributes:
-        stack: name of the list of layers in the model.
-        layers: their numbers, ascending.
-        from_files: their weights are used as they are in the files: they need not visit the card to be quantised.
-    """
-
-    stack: str
-    layers: tuple[int, ...]
-    from_files: bool = True
+    stack: str  # name of the list of layers in the model
+    layers: tuple[int, ...]  # their numbers, ascending
+    from_files: bool = True  # their weights are used as they are in the files, and need not be quantised on the card
 
     def has(self, name: str) -> bool:
         """Whether a tensor of that name, in the model or the files, is one of a streamed layer."""

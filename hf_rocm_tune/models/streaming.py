@@ -1,21 +1,13 @@
 """Weight streaming: frozen decoder layers that live in host memory and visit the card while they compute.
 
-Some layers of the stack, evenly spread, are *streamed*: the matrices of each (packed ones of 4-bit and 8-bit layers
-with their scales too) have no memory of their own on the card. They are views of one of a few landings, device memory
-that is allocated once and filled through the engine, ahead of the layer's use, while other layers compute. Vectors,
-adapters and everything outside the stack stay on the card.
+The matrices of some layers (packed ones with their scales too) are views of one of a few landings, device memory that
+is filled through the engine ahead of the layer's use. On the host they are views of the mapped weight file where the
+bytes are the file's. A visit is copied through the ring, digested on the card and compared with the digest from the
+load; after use it is digested once more, when the next layer takes its place. A hook in front of the layer waits for
+it, also before a recomputation, and one on the gradient of its output, before which nothing of its backward runs.
 
-    host memory     views of the mapped weight file where the bytes are the file's; else memory of this process
-    a visit         copied through the ring, digested on the card, compared with the digest from the load
-    before forward  a hook in front of the layer, which also runs before a recomputation
-    before backward a hook on the gradient of the layer's output: nothing of the layer's backward runs earlier
-    after use       digested once more when the next layer takes its place
-
-Streamed layer k always lands in landing ``k % n`` of its card. Autograd keeps references to views of the landing, and
-when the layer's backward runs, the landing holds that layer again. The engine writes through another tensor of the same
-storage, so no version count tells of it; that the content is right is what the two hooks and the digests ensure.
-
-A thread of its own packs what is fetched ahead, so the training thread waits only for verdicts.
+Streamed layer k always lands in landing ``k % n`` of its card, so autograd's references to views of the landing hold
+that layer again in backward. A thread packs what is fetched ahead, so the training thread waits only for verdicts.
 """
 
 from __future__ import annotations
@@ -61,29 +53,17 @@ def streamer_of(model: nn.Module) -> Streamer | None:
 
 
 class Streamer:
-    """Brings the streamed layers of a model to the card when they compute.
-
-    Args:
-        model: just loaded: its streamed tensors are on the host. From here on they are views of the landings.
-        streamed: which layers.
-        mover: of the card.
-
-    Attributes:
-        contents: the streamed layers as they are sent, in order.
-        visits, wait_seconds: layers fetched; how long the training thread waited for them.
-        waits: of each streamed layer, the uses for which the training thread waited.
-        host_bytes: of streamed weights, by where they are: ``mapped`` files or ``anonymous`` memory.
-    """
+    """Brings the streamed layers of a model, just loaded, to the card when they compute."""
 
     def __init__(self, model: PreTrainedModel, streamed: Streamed, mover: Mover) -> None:
         _, stack = layer_stack(model, model.config)
         self._mover, self._stack = mover, stack
         self.layers = streamed.layers
-        self.host_bytes = {"mapped": 0, "anonymous": 0}
-        self.visits = 0
-        self.waits = [0] * len(streamed.layers)
+        self.host_bytes = {"mapped": 0, "anonymous": 0}  # of streamed weights: of files, or of this process
+        self.visits = 0  # layers fetched
+        self.waits = [0] * len(streamed.layers)  # of each, the uses for which the training thread waited
         self.wait_seconds = 0.0
-        self.contents: list[Content] = []
+        self.contents: list[Content] = []  # the streamed layers as they are sent, in order
         self._segments: dict[int, tuple[Tensor, Segment]] = {}  # by the identity of the layer's own tensor
         where = []
         for layer in self.layers:
@@ -110,7 +90,6 @@ class Streamer:
 
     @property
     def landing_bytes(self) -> int:
-        """Bytes of the landings."""
         return sum(landing.memory.nbytes for landing in self.landings)
 
     # ---- when a model is taken over ---------------------------------------------------------------------------
@@ -233,11 +212,7 @@ class Streamer:
                 self._enter(at)
 
     def require_frozen(self) -> None:
-        """Refuse adapters that copy weights of streamed layers, which were not there to be copied.
-
-        Raises:
-            UsageError: names a module of ``--lora_modules_to_save``.
-        """
+        """Refuse adapters that copy weights of streamed layers, which were not there to be copied."""
         for layer in self.layers:
             for name, module in self._stack[layer].named_modules():
                 if hasattr(module, "modules_to_save") and any(is_streamed("", each) for each in module.parameters()):
@@ -247,11 +222,7 @@ class Streamer:
                     )
 
     def waiting(self, tensor: Tensor) -> Tensor | None:
-        """The bytes of a streamed layer's tensor, as they wait on the host; None for every other tensor.
-
-        Raises:
-            MemoryFaultError: they have changed, and no file has them.
-        """
+        """The bytes of a streamed layer's tensor, as they wait on the host; None for every other tensor."""
         if (found := self._segments.get(id(tensor))) is None:
             return None
         segment = found[1]
@@ -262,11 +233,7 @@ class Streamer:
         return segment.source
 
     def check(self) -> None:
-        """Compare what the landings hold with what arrived; part of the check before a save.
-
-        Raises:
-            MemoryFaultError: it has changed.
-        """
+        """Compare what the landings hold with what arrived; part of the check before a save."""
         for sent, landing in zip(self._sent, self.landings, strict=True):
             if sent is not None:
                 sent.result()

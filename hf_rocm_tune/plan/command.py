@@ -81,9 +81,6 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
     return 0
 
 
-# ---- the rows ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Rows:
     """The rows of ``--dataset``; without it, none."""
@@ -92,7 +89,6 @@ class Rows:
     summary: dict[str, Any]  # see `data.summary.DataSummary`
 
     def cut(self, length: int) -> Rows:
-        """The rows that are longer, cut to the length."""
         longer = sum(each > length for each in self.lengths)
         summary = self.summary | ({"limit": length, "cut": longer} if longer else {})
         return Rows([min(each, length) for each in self.lengths], summary)
@@ -125,22 +121,21 @@ def _read(request: PlanRequest, wanted: argparse.Namespace, read_rows: ReadRows)
 def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
     """The plan as JSON values; memory in bytes. On several cards the fastest way that fits is the choice."""
     request, found, flags = plan.request, plan.nearest, ""
-    more: dict[str, Any] = {}
     if request.cards > 1:
         several = ways(plan)
         best = best_of(several) or min(several, key=lambda each: each.option.total)
         evaluated = plan.with_evaluation(best.option).case.eval_batch
         found, flags = replace(best.option, case=replace(best.option.case, eval_batch=evaluated)), best.flags
-        table = [{"name": one.name, **_choice(one.option), "longest": one.longest, "crossing": one.crossing}
-                | {"flags": one.flags} for one in several]  # fmt: skip
-        more = {"way": best.name, "ways": table, "card_lines": list(best.lines)}
+        names = ("name", "longest", "crossing", "flags")
+        table = [_choice(one.option) | {name: getattr(one, name) for name in names} for one in several]
+        more: dict[str, Any] = {"way": best.name, "ways": table, "card_lines": list(best.lines)}
         more |= {"advice": sentence(plan, best)} if found.fits else {}
     else:
-        more = {"longest": {method: plan.longest(method) for method in plan.recordings}}
         roomy = [each for each in plan.grid if each.variant != found.variant and each.fits and not each.tight]
         fast = {each.variant: each for each in sorted(roomy, key=lambda each: each.tokens_per_second)}
         calm = max((each for each in plan.grid if each.variant == found.variant), key=lambda each: each.spare)
         others = [*fast.values(), *([calm] if calm.spare > found.spare + GIB / 2 else [])]
+        more = {"longest": {method: plan.longest(method) for method in plan.recordings}}
         more |= {"others": [_choice(each) for each in others if found.fits]}
     variant = plan.variants[found.variant]
     parts = host(variant, found.case, workers=request.workers)
@@ -152,10 +147,7 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
         "layers": plan.layers,
         "card": {name: value for name, value in vars(plan.card).items() if name != "rates"} | {"free": plan.card.free},
         "request": {"trainer": request.trainer, "length": request.length, "effective_batch": request.effective_batch},
-        "fits": found.fits,
-        "tight": found.tight,
-        "total": found.total,
-        "spare": found.spare,
+        **{name: getattr(found, name) for name in ("fits", "tight", "total", "spare")},
         "choice": _choice(found),
         "flags": flags,
         "command": command(request, found, dataset, flags) if found.fits else None,
@@ -178,7 +170,6 @@ def _choice(option: Estimate) -> dict[str, Any]:
 
 
 def _data(rows: Rows, case: Case) -> dict[str, Any] | None:
-    """Of the rows of ``--dataset``: their summary, and the share of padding in what is computed."""
     if not rows.lengths:
         return None
     computed = rows.computed(case.micro_batch, packed=case.packing)
@@ -206,9 +197,6 @@ def _speed(plan: Plan, found: Estimate, rows: Rows) -> dict[str, Any] | None:
         "hours": [tokens / rate / 3600 for rate in (most, least)],
         "shares": dict(found.shares),
     }
-
-
-_LARGEST = 3
 
 
 def _streaming(plan: Plan, found: Estimate) -> dict[str, Any] | None:
@@ -239,7 +227,7 @@ def _largest(request: PlanRequest, card: CardMemory) -> list[dict[str, Any]]:
         if stream and (method == "full" or request.dora):
             continue
         single = replace(request, methods=(method,), micro_batch=1, checkpointing=True, mixes=False, stream=stream)
-        left = 1 if stream else _LARGEST
+        left = 1 if stream else 3
         for model in sorted(PUBLIC_MODELS, key=lambda each: -each.billions):
             plan = plan_for(single, card=card, config=config_of(model.fields))
             if plan.choice is not None and plan.choice.variant == method:  # else its files are quantised
@@ -257,7 +245,7 @@ def _largest(request: PlanRequest, card: CardMemory) -> list[dict[str, Any]]:
 
 
 def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
-    """The lines of a plan: whether it fits, the command, what else fits; ``verbose``: all figures."""
+    """The lines of a plan: whether it fits, the command, what else fits; ``verbose``: all parts."""
     card, choice, request = found["card"], found["choice"], found["request"]
     of = f"{_gib(found['total'])} of {_gib(card['usable'])} GiB"
     verdict = f"FITS: {of}{' (tight)' if found['tight'] else ''}"
@@ -354,28 +342,10 @@ def _details(found: dict[str, Any]) -> Iterator[str]:
     levels = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in choice["moments"].items())
     yield from ("", f"peak allocation by phase: {levels}")
     yield f"TRL's fused loss is assumed; full logits would take {_gib(found['full_logits'])} GiB more at the loss"
-    if speed := found["speed"]:
-        shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in speed["shares"].items() if share >= 0.005)
-        yield f"time of a step: {shares}"
     hosts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in found["host"]["parts"].items())
     yield f"host memory: {_gib(found['host']['total'])} GiB, mostly assumed ({hosts})"
-    yield from ("", "[does not fit], ~tight; speed: the choice is 1")
-    if "ways" not in found:
-        rows = [[f"{each['length']}", *_row(each, choice), _case(each)] for each in found["grid"]]
-        yield from _table(["length", "method", "GiB", "speed", "case"], rows)
-        return
-    rows = []
-    for way in found["ways"]:
-        more = [f"{way['longest'] or '-'}", f"{way['crossing'] / GIB:.2f}", _case(way)]
-        rows.append([way["name"], *_row(way, choice), *more])
-    yield from _table(["way", "method", "GiB", "speed", "longest", "GiB a step", "case"], rows)
-    yield f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
-
-
-def _row(each: dict[str, Any], choice: dict[str, Any]) -> list[str]:
-    total = f"{'~' * each['tight']}{_gib(each['total'])}" if each["fits"] else f"[{_gib(each['total'])}]"
-    speed = each["estimated_tokens_per_second"] / choice["estimated_tokens_per_second"]
-    return [each["method"], total, f"{speed:.2f}"]
+    if "ways" in found:
+        yield f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> Iterator[str]:
@@ -412,22 +382,19 @@ def _parser() -> argparse.ArgumentParser:
     switch("--trust_remote_code", "run the model's own configuration code")
     flag("--gpu", "a card by name, as rx7900xt (default: the card in this machine, else rx7900xt)")
     flag("--vram", "plan for a card of this size", type=float, metavar="GIB")
-    desktop = "memory of other processes (default: read from the card, else 1; headless: 0)"
-    flag("--desktop_gib", desktop, type=float)
+    flag("--desktop_gib", "memory of other processes (default: read from the card, else 1; headless: 0)", type=float)
     flag("--trainer", "the verb to plan (sft)", choices=TRAINERS, default=usual.trainer)
     flag("--method", "default: the faster of lora and qlora that fits", choices=METHODS)
     length = "tokens of a sequence (2048, or the model's limit)"
     flag("--seq --max_length --max_seq_length", length, dest="length", type=int)
-    batch = "sequences per step, over all cards (16)"
-    flag("--effective_batch", batch, type=int, default=usual.effective_batch)
+    flag("--effective_batch", "sequences per step, over all cards (16)", type=int, default=usual.effective_batch)
     names = "--batch_size --micro_batch --per_device_train_batch_size"
     flag(names, "sequences in one pass on a card (default: the fastest)", dest="micro_batch", type=int)
     size = "sequences at a time in evaluation (default: no more memory than a step)"
     flag("--eval_batch --per_device_eval_batch_size", size, type=int, dest="eval_batch")
     several = "number of cards; with several, DDP, FSDP2, split, pipeline and tensor parallelism are compared (1)"
     flag("--cards", several, type=int, default=1)
-    rows = "rows to count hours for; without --dataset each has --seq tokens (1000)"
-    flag("--rows", rows, type=int, default=0)
+    flag("--rows", "rows to count hours for; without --dataset each has --seq tokens (1000)", type=int, default=0)
     recompute = "only with, or only without, checkpointing (default: the faster that fits)"
     flag("--checkpointing", recompute, action=argparse.BooleanOptionalAction, default=None)
     switch("--packing", "several short sequences in a row")
@@ -438,21 +405,18 @@ def _parser() -> argparse.ArgumentParser:
     flag("--link_gb_s", link, type=checked(float, lambda rate: rate > 0, "above 0"), metavar="GB/S")
     flag("--rank --lora_r", "of the adapters (16)", type=int, default=usual.rank)
     flag("--dropout --lora_dropout", "of the adapters (0)", type=float, default=usual.dropout)
-    which = f"modules with adapters, or {ALL_LINEAR}, the default"
-    flag("--targets --lora_target_modules", which, nargs="+", default=[ALL_LINEAR])
+    flag("--targets --lora_target_modules", "modules with adapters", nargs="+", default=[ALL_LINEAR])
     experts = "experts with adapters: experts.gate_up_proj experts.down_proj"
     flag("--target_parameters --lora_target_parameters", experts, nargs="+", default=[])
     flag("--modules_to_save --lora_modules_to_save", "modules that are trained whole", nargs="+", default=[])
     switch("--dora --use_dora", "DoRA")
     switch("--one_pass_loss", "gradient of the loss in the forward pass")
-    dtype = "of weights that are not quantised (bfloat16; float32 with --method full)"
-    flag("--dtype", dtype, choices=DTYPES)
+    flag("--dtype", "of weights that are not quantised (bfloat16; float32 with --method full)", choices=DTYPES)
     flag("--optim", f"optimizer ({usual.optim})", choices=tuple(OPTIMIZERS), default=usual.optim)
     flag("--attention --attn_implementation", "(sdpa)", choices=ATTENTIONS, default=usual.attention)
     flag("--workers --dataloader_num_workers", "data loader workers of a process (0)", type=int, default=0)
-    data = "a file or Hub id, whose rows are read: lengths, padding, hours"
-    flag("--dataset --dataset_name", data, dest="dataset_name")
-    switch("-v --verbose", "all parts, cases and ways")
+    flag("--dataset --dataset_name", "rows to read for lengths, padding and hours", dest="dataset_name")
+    switch("-v --verbose", "all parts; --json has all cases and ways")
     switch("--json", "print JSON; memory in bytes")
     switch("--largest", "list the largest known public models that fit, by method")
     return parser

@@ -55,13 +55,10 @@ WORK = ("flops", "written", "launches", "products", "unpacked")
 class TapeSegment:
     """A part of a step."""
 
-    # of `ROLES`: ``start`` (embeddings, masks), ``head`` (last norm, head, loss), ``loss`` (their backward), ``end``
-    # (backward of the embeddings)
-    role: str
+    role: str  # of `ROLES`: ``start``: embeddings and masks; ``head``: last norm, head, loss; ``loss``: their backward
     layer: int = -1  # position among the recorded layers; -1: none
     flops: int = 0  # floating point operations of its matrix products
-    # bytes of its new tensors, except those of matrix products and dequantisation, which have rates of their own, and
-    # of casts, which are read at once
+    # bytes of its new tensors, except those that have rates of their own (products, dequantisation) or are read at once
     written: int = 0
     launches: int = 0  # operations with a new tensor
     products: int = 0  # of those, matrix products and attention
@@ -70,10 +67,10 @@ class TapeSegment:
 
 @dataclass(kw_only=True)
 class Tape:
-    """The recording of one step."""
+    """The recording of one step, in order of time."""
 
-    segments: list[TapeSegment] = field(default_factory=list)  # in order of time, one for each pair of role and layer
-    # (segment, storage, +1 allocated, -1 freed or 0 became a parameter's gradient) in order of time
+    segments: list[TapeSegment] = field(default_factory=list)  # one for each pair of role and layer
+    # segment, storage, and +1 allocated, -1 freed, 0 became a parameter's gradient
     events: list[tuple[int, int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes of each storage
     owners: list[int] = field(default_factory=list)  # segment in which each storage was allocated
@@ -101,15 +98,14 @@ class StepRecording:
 
     @property
     def trained_layers(self) -> int:
-        """Recorded layers that have a backward pass."""
+        """How many recorded layers have a backward pass."""
         return sum(role == "backward" for role, _ in self._stretches)
 
     def has(self, role: str) -> bool:
-        """Whether there is such a pass."""
         return any(role == own for own, _ in self._stretches)
 
     def of_layers(self, role: str, accumulating: bool) -> Floats:
-        """`level` of each recorded layer in that direction: (layers, 3)."""
+        """`level` of each recorded layer: (layers, 3)."""
         asked = role, accumulating
         if asked not in self._levels:
             ones = np.ones(self.layers + 1)
@@ -119,8 +115,8 @@ class StepRecording:
     def level(self, key: tuple[str, int], accumulating: bool, times: Floats) -> Floats:
         """The change, the highest level and the new gradients of a segment, in bytes.
 
-        ``times`` has the multiplicity of storages by the recorded layer that allocated them, and at the end that of all
-        others: a cache of casts that the layers fill is freed by one segment, for every layer of the real model.
+        ``times``: how often a storage is there, by the recorded layer that allocated it (at the end, all others): a
+        cache of casts that the layers fill is freed by one segment, for every layer of the real model.
         """
         if key not in self._stretches:  # a layer of which nothing needs a gradient
             return np.zeros(3)
@@ -134,7 +130,6 @@ class StepRecording:
         return self._levels[asked]
 
     def work(self, times: Floats) -> Floats:
-        """The work of the step, each layer and the segments outside them multiplied by ``times``; see `Step.work`."""
         found: Floats = self._work @ times[self._places]
         return found
 
@@ -143,32 +138,28 @@ class StepRecording:
 class Peak:
     """The highest level of a step, in bytes above the level before it."""
 
-    total: float  # the level
+    total: float
     role: str  # the segment in which it is reached
     layer: int  # of the real model, from 0; -1: none
     kept: float  # activations kept for backward at the start of that segment
     most_kept: float  # the most kept at the start of any segment: what a concurrent micro-batch holds, masks included
-    gradients: float  # gradients of parameters at the start of that segment
+    gradients: float  # of parameters at the start of that segment
     by_role: dict[str, float]  # the highest level in each kind of segment
-    all_gradients: float  # bytes of the gradients at the end of the step
+    all_gradients: float  # at the end of the step
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the real model at one batch size and length.
+    """A step of the real model: runs of layers, each recorded with one kind of recomputation.
 
-    Its layers are runs, each from a recording with one kind of recomputation. The segments outside the layers are
-    those of the first recording.
+    The segments outside the layers are those of the first recording.
     """
 
-    #: the recording of each run, and for each of its real layers the index of the recorded one
-    runs: tuple[tuple[StepRecording, Counts], ...]
-    #: of a card that has layers of a split model and copies of their inputs only
-    layers_only: bool = False
+    runs: tuple[tuple[StepRecording, Counts], ...]  # for each real layer the index of the recorded one
+    layers_only: bool = False  # of a card that has layers of a split model and copies of their inputs only
 
     @property
     def layers(self) -> int:
-        """Of the real model."""
         return sum(len(layer_of) for _, layer_of in self.runs)
 
     def part(self, start: int, stop: int) -> Step:
@@ -181,7 +172,7 @@ class Step:
 
     @cached_property
     def _times(self) -> list[Floats]:
-        """For each run the number of each recorded layer, and at the end 1 or 0 for the segments outside the layers."""
+        """For each run the number of each recorded layer, and 1 or 0 for the segments outside the layers."""
         found = []
         for run, (recording, layer_of) in enumerate(self.runs):
             counts = [layer_of.count(layer) for layer in range(recording.layers)]
@@ -244,11 +235,10 @@ class TrainedTensor:
 
     elements: int  # of one tensor
     itemsize: int  # bytes of an element, and of an element of its gradient
-    count: int = 1  # how many such tensors
+    count: int = 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
         return self.elements * self.itemsize * self.count
 
 
@@ -302,11 +292,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
-    """The optimizer of a name of ``--optim``. On a CPU torch and bitsandbytes step one parameter at a time.
-
-    Raises:
-        UsageError: its memory is not known here.
-    """
+    """The optimizer of a name of ``--optim``. On a CPU torch and bitsandbytes step one parameter at a time."""
     if name not in OPTIMIZERS:
         raise UsageError(f"--optim {name} is not known to the planner; it knows {', '.join(OPTIMIZERS)}")
     found = OPTIMIZERS[name]
@@ -348,7 +334,7 @@ class Weights:
     trained: tuple[TrainedTensor, ...]  # the tensors that have gradients
     parameters: int  # of the model without adapters, before quantisation
     loading: int  # most bytes beside those of its parts while one tensor is loaded
-    # of each layer of the real model, what can be streamed, as in ``parts``
+    # of each layer of the real model, what can be streamed
     streams: tuple[Mapping[str, int], ...] = ()
 
     @classmethod
@@ -440,7 +426,6 @@ class CardMemory:
 
     @property
     def free(self) -> int:
-        """Bytes for torch's allocator."""
         return self.usable - self.desktop - self.context
 
     @property
@@ -500,9 +485,9 @@ class Variant:
     """A model and a method."""
 
     name: str  # ``lora``, ``qlora`` or ``full``
-    weights: Weights  # its totals
-    trace: Callable[[Case], Step]  # gives the recorded step for a case, scaled to its batch and length
-    optimizer: Optimizer  # the one that trains it
+    weights: Weights
+    trace: Callable[[Case], Step]  # the recorded step of a case
+    optimizer: Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -524,7 +509,6 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is missing."""
         return self.spare >= 0 >= self.host_missing
 
     @property
@@ -546,7 +530,6 @@ _MOMENTS |= {"reference head": "loss of the reference pass"}
 
 
 def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
-    """The estimate of one case on a card."""
     weights, step = variant.weights, variant.trace(case)
     peak = step.peak(accumulating=case.accumulation > 1)
     state = 0 if variant.optimizer.paged else variant.optimizer.kept(weights.trained)
@@ -640,10 +623,7 @@ def _rank(option: Estimate) -> float:
 
 
 def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:
-    """The greatest length up to ``limit`` that fits, a multiple of ``LENGTH_STEP``; None if the shortest does not.
-
-    Memory must grow with the length.
-    """
+    """The greatest length up to ``limit`` that fits, a multiple of ``LENGTH_STEP``; None if the shortest does not."""
     steps = range(LENGTH_STEP, max(LENGTH_STEP, limit) + 1, LENGTH_STEP)
     return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length)) or None
 
@@ -655,11 +635,8 @@ RING_BYTES = 4 * 32 * (1 << 20)
 
 
 def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
-    """Host memory of a choice: bytes by part, of all training processes.
-
-    Weight files are page cache, which the system frees; those of streamed layers must stay, or each visit would read
-    the disk, and quantised ones are memory of each process.
-    """
+    """Host memory of all training processes: bytes by part. Weight files are page cache, which the system frees; those
+    of streamed layers must stay, and quantised ones are memory of each process."""
     state = variant.optimizer.kept(variant.weights.trained)
     parts = {
         "system": float(SYSTEM_BYTES),

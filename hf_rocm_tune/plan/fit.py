@@ -1,8 +1,6 @@
 """Planning a job: records its steps, estimates every case, and chooses the fastest that fits.
 
-    plan = plan_for(PlanRequest(model="Qwen/Qwen3-8B"), card=card_memory(name="rx7900xt"))
-
-Only a configuration is downloaded, nothing is allocated. Imports torch when the first step is recorded.
+plan = plan_for(PlanRequest(model="Qwen/Qwen3-8B"), card=card_memory(name="rx7900xt"))
 """
 
 from __future__ import annotations
@@ -82,12 +80,10 @@ class Recordings:
 
     @cached_property
     def can_checkpoint(self) -> bool:
-        """Whether activations can be recomputed."""
         return bool(self.sample.base.supports_gradient_checkpointing)
 
     @cached_property
     def variant(self) -> Variant:
-        """The model and the method with these steps."""
         return Variant(
             name=self.method,
             weights=Weights.total(self.sample.weights(), self.sample.layer_of),
@@ -106,16 +102,15 @@ class Recordings:
 
     @property
     def takes_long(self) -> bool:
-        """Whether to record a step takes a second rather than a tenth."""
         assert self.sample, "recorded once"
         return self._events > _MANY_EVENTS
 
     @cached_property
     def mixes(self) -> tuple[str, ...]:
-        """The ways to recompute single layers: ``whole``, ``selective``; empty if only all layers together can be.
+        """The ways to recompute single layers: ``whole``, ``selective``.
 
-        Also empty if a layer needs no gradient without checkpointing: it keeps nothing then, but everything if a layer
-        before it is recomputed, which is not recorded.
+        Empty if only all layers together can be, or if a layer needs no gradient without checkpointing: what it keeps
+        then depends on the layers before it.
         """
         from hf_rocm_tune.models.recompute import layers_of
 
@@ -165,8 +160,6 @@ class Recordings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result."""
-
     request: PlanRequest  # with the choices made during planning
     config: Any  # the model's configuration
     card: CardMemory  # the memory that is planned for
@@ -177,17 +170,14 @@ class Plan:
 
     @property
     def sample(self) -> Sample:
-        """The model with few layers."""
         return next(iter(self.recordings.values())).sample
 
     @property
     def layers(self) -> int:
-        """Of the model."""
         return len(self.sample.layer_of)
 
     @property
     def variants(self) -> dict[str, Variant]:
-        """What was planned, by method."""
         return {method: each.variant for method, each in self.recordings.items()}
 
     @cached_property
@@ -235,11 +225,8 @@ class Plan:
 def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, within_limit: bool = False) -> Plan:
     """Plans a training job. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch.
 
-    ``config``: the model's, by default read from ``request.model``; ``within_limit``: if the model was made for fewer
-    tokens than wanted, plan for its limit.
-
-    Raises:
-        UsageError: the configuration cannot be read, or this model cannot be planned.
+    ``config``: the model's, by default read from ``request.model``; ``within_limit``: plan for no more tokens than the
+    model was made for. UsageError: the configuration cannot be read, or this model cannot be planned.
     """
     notes: list[str] = []
     if config is None:
@@ -355,10 +342,7 @@ def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Est
 
 
 def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:
-    """The fastest mix by estimate of layers recomputed whole and selectively that leaves the card's margin, if any.
-
-    The more layers are recomputed whole, the fewer need to be selectively.
-    """
+    """The fastest mix that leaves the card's margin, if any; the more layers whole, the fewer need to be selective."""
     found = []
     fewest = layers if selective else 0
     for whole in range(layers):

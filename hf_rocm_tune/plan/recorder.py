@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_rocm_tune.data.summary import MASKED
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import UsageError, first_line
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment
-from hf_rocm_tune.plan.request import FOREIGN_ERRORS, TooManyOperations, first_line
+from hf_rocm_tune.plan.request import FOREIGN_ERRORS, TooManyOperations
 from hf_rocm_tune.plan.sample import Sample
 
 aten = torch.ops.aten
@@ -50,11 +50,7 @@ def record(
     """Records one training step of a sample: the case's kind of rows and recomputation, at this batch and length.
 
     ``platform`` (``hip``, ``cuda``, ``cpu``) and ``triton`` say whose kernels; ``autocast``: mixed precision in
-    bfloat16; ``one_pass``: the gradient of the loss is computed in forward (`models.loss`).
-
-    Raises:
-        TooManyOperations: recording takes too long.
-        UsageError: the model does not run on the meta device.
+    bfloat16.
     """
     name, model, tape = type(sample.base).__name__, sample.model, Tape()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -203,8 +199,8 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
 class Recorder(TorchDispatchMode):
     """Records the operations inside its ``with`` block on a tape, below autograd.
 
-    ``existing`` tensors do not count; ``workspaces`` gives, by operator, its workspace in bytes from its arguments;
-    ``kernels`` are cached results, see `cached`.
+    ``existing`` tensors do not count; ``workspaces``: bytes, by operator, from its arguments; ``kernels``: see
+    `cached`.
     """
 
     def __init__(
@@ -299,7 +295,7 @@ def cached(known: dict[Any, Any], func: Any, args: tuple[Any, ...], kwargs: dict
     """The result of an operator on the meta device, and the floating point operations of its matrix product.
 
     torch computes an output's shape in Python, which takes longer than the rest of a recording, and layers repeat the
-    same operators on the same shapes. Operators that return or change their arguments are called each time.
+    same operators. Operators that return or change their arguments are called each time.
     """
     operator = known.get(func)
     if operator is None:
@@ -374,10 +370,7 @@ _UPPER_BY_DTYPE = {"softmax", "log_softmax", "sum", "cumsum", "prod"}
 
 
 class DeviceMode(TorchFunctionMode):
-    """Runs operations on meta tensors as on the device.
-
-    ``content_is_plain`` is the result of conditions on a tensor's content: nothing is padded or packed.
-    """
+    """Runs operations on meta tensors as on the device; ``content_is_plain``: the result of conditions on content."""
 
     def __init__(self, *, platform: str, autocast: bool, content_is_plain: bool) -> None:
         super().__init__()
@@ -509,7 +502,6 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Gradients of the arguments that require one."""
         wanted = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
         return tuple(grad.new_empty(shape) if need else None for shape, need in wanted)
 
@@ -557,10 +549,7 @@ class FusedHead(torch.autograd.Function):
     def forward(
         ctx: Any, recorder: Recorder, kernels: str, one_pass: bool, weight: Tensor, bias: Tensor | None, hidden: Tensor
     ) -> Tensor:
-        """``hidden`` (N, H), ``weight`` (V, H), ``bias`` (V) or None; returns (N,) in float32.
-
-        ``kernels``: ``triton``, or those of torch on a card (``plain``) or on the ``cpu``.
-        """
+        """``hidden`` (N, H), ``weight`` (V, H), ``bias`` (V) or None; returns (N,) in float32."""
         ctx.recorder, ctx.kernels = recorder, kernels
         tokens = hidden.shape[0]
         trained = any(each is not None and each.requires_grad for each in (weight, bias))
@@ -616,7 +605,6 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:
-        """(B, S, H) to (B * S, H)."""
         ctx.shape = states.shape
         tokens = states.shape[0] * states.shape[1]
         ctx.positions = [states.new_empty(tokens, dtype=torch.int64) for _ in range(2)]
@@ -624,5 +612,4 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """The rows are written into zeros."""
         return grad.new_zeros(ctx.shape)

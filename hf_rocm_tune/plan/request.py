@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import UsageError, first_line
 from hf_rocm_tune.machine.cards import CARDS, Card
-from hf_rocm_tune.machine.survey import Gpu, Machine, survey
+from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.models.streamed import FLAG, parse
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, RATES_OF, CardMemory, Rates, optimizer
@@ -33,11 +33,7 @@ _LARGEST_BATCH = 1 << 16  # every divisor is a case
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A request to the planner.
-
-    Raises:
-        UsageError: invalid values, by name.
-    """
+    """A request to the planner; invalid values are named in a UsageError."""
 
     model: str = ""  # directory or Hub id; only the configuration is read. Empty if a configuration is passed
     revision: str = "main"
@@ -74,8 +70,8 @@ class PlanRequest:
     stream: int = 0  # layers whose weights are streamed, or `AUTO`; see `models.streaming`
 
     def __post_init__(self) -> None:
-        least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1)}
-        least |= {"cards": (self.cards, 1), "rank": (self.rank, 1), "eval_batch": (self.eval_batch or 1, 1)}
+        least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1), "cards": (self.cards, 1)}
+        least |= {"rank": (self.rank, 1), "eval_batch": (self.eval_batch or 1, 1)}
         least |= {"workers": (self.workers, 0), "rows": (self.rows, 0)}
         faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
         batch, full = self.effective_batch, "full" in self.methods
@@ -91,17 +87,16 @@ class PlanRequest:
             faults.append(f"--packing and --one_pass_loss are for sft, not {self.trainer}")
         if self.trainer == "kto" and (self.micro_batch or self.each) < 2:
             faults.append("kto needs two or more sequences in a micro-batch: its KL estimate pairs them")
-        if self.stream != 0 and (full or self.dora):
-            faults.append(f"{FLAG} is for LoRA and QLoRA: leave it out with --method full and --dora")
-        if full and (self.dora or self.modules_to_save or self.target_parameters):
-            ours = "--dora, --target_parameters and --modules_to_save"
+        if full and (self.stream or self.dora or self.modules_to_save or self.target_parameters):
+            ours = f"--dora, --target_parameters, --modules_to_save and {FLAG}"
             faults.append(f"{ours} are for adapters: leave them out with --method full")
+        if self.stream and self.dora:
+            faults.append(f"{FLAG} does not support --dora: leave one out")
         choices: list[tuple[str, str, tuple[str, ...]]] = [("method", each, METHODS) for each in self.methods]
         choices += [("trainer", self.trainer, TRAINERS), ("platform", self.platform, PLATFORMS)]
         choices += [("dtype", self.dtype or DTYPES[0], DTYPES), ("attention", self.attention, ATTENTIONS)]
         for name, given, known in choices:
-            if given not in known:
-                faults.append(f"--{name} must be one of {', '.join(known)}, got {given}")
+            faults += [] if given in known else [f"--{name} must be one of {', '.join(known)}, got {given}"]
         if faults:
             raise UsageError("; ".join(faults))
         optimizer(self.optim)
@@ -125,13 +120,7 @@ def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
 def from_training(
     settings: Mapping[str, Any], *, trainer: str = "sft", cards: int = 1, platform: str = "hip"
 ) -> PlanRequest:
-    """The request of a training job, at its own effective batch.
-
-    ``settings`` by the names of its flags, as ``Arguments.resolved()`` gives them; ``cards``: processes of the job.
-
-    Raises:
-        UsageError: the job uses something that the planner does not support.
-    """
+    """The request of a training job, at its own effective batch, by the names of its flags."""
     from hf_rocm_tune.models.recompute import parse as parse_counts
 
     if settings.get("load_in_8bit"):
@@ -190,36 +179,33 @@ def card_memory(
     desktop_gib: float | None = None,
     machine: Machine | None = None,
 ) -> CardMemory:
-    """The memory to plan for: the named card; else one of that size; else the card in this machine; else a 7900 XT.
+    """The memory to plan for: the named card, else one of that size, else the one in this machine, else a 7900 XT.
 
-    ``vram_gib`` is nominal; ``desktop_gib``, held by other processes, is read from the kernel or assumed unless given;
-    ``machine``: this one.
-
-    Raises:
-        UsageError: an unknown card, a card of unknown memory, or an invalid size.
+    ``desktop_gib``, held by other processes, is read from the kernel or assumed unless given.
     """
     if name is not None and vram_gib is not None:
         raise UsageError("--gpu and --vram exclude each other; keep one")
-    if vram_gib is not None and not 1 <= vram_gib <= 1024:
-        raise UsageError(f"--vram must be from 1 to 1024 GiB, got {vram_gib:g}")
-    if desktop_gib is not None and not 0 <= desktop_gib <= 1024:
-        raise UsageError(f"--desktop_gib must be from 0 to 1024 GiB, got {desktop_gib:g}")
+    for flag, given, least in (("--vram", vram_gib, 1), ("--desktop_gib", desktop_gib, 0)):
+        if given is not None and not least <= given <= 1024:
+            raise UsageError(f"{flag} must be from {least} to 1024 GiB, got {given:g}")
     gpus = (survey() if machine is None else machine).gpus
     described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
     here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes or 0, default=None)
-    known = _named(name) if name else here.card if here and vram_gib is None else None
-    if known is None and vram_gib is None:
-        known = _named("rx7900xt")
-    size: float | None = vram_gib if vram_gib is not None else known.vram_gib if known else None
+    known = None if vram_gib is not None else _named(name) if name else here.card if here else _named("rx7900xt")
+    size = vram_gib or (known.vram_gib if known else None)
     if size is None and name is None and here is not None:  # a card whose memory the table does not have
         size = (here.sensors.vram_total_bytes or 0) / GIB
     if size is None:
-        assert known is not None
-        raise UsageError(f"the memory of {known.name} is not in the card table; give --vram in GiB")
-    desktop, source = _desktop(desktop_gib, here, size)
+        raise UsageError(f"the memory of {known.name if known else name} is not in the card table; give --vram in GiB")
     rates = Rates(known=False)  # of most cards no speed is published, and only choices are ranked
     if known is not None and known.bf16_tflops:
         rates = replace(RATES_OF.get(known.key, Rates()), products=1e12 * known.bf16_tflops)
+    desktop, source = DESKTOP_BYTES, "assumed"
+    same = here is not None and abs((here.sensors.vram_total_bytes or 0) / GIB - size) < 1
+    if desktop_gib is not None:
+        desktop, source = int(desktop_gib * GIB), "given"
+    elif here is not None and same and here.sensors.vram_used_bytes is not None:
+        desktop, source = here.sensors.vram_used_bytes, f"read from the card at {here.address}"
     return CardMemory(
         name=known.name if known else f"a card of {size:g} GiB",
         usable=int(size * _USABLE_SHARE * GIB),
@@ -239,17 +225,6 @@ def _named(name: str) -> Card:
             return card
     names = ", ".join(letters(card.key) for card in CARDS)
     raise UsageError(f"--gpu {name} is not in the card table; it has {names}. Or give --vram in GiB")
-
-
-def _desktop(given: float | None, here: Gpu | None, size: float) -> tuple[int, str]:
-    """Bytes that other processes hold, and the source of the figure."""
-    if given is not None:
-        return int(given * GIB), "given"
-    if here is not None:
-        used, total = here.sensors.vram_used_bytes, here.sensors.vram_total_bytes
-        if used is not None and total and abs(total / GIB - size) < 1:
-            return used, f"read from the card at {here.address}"
-    return DESKTOP_BYTES, "assumed"
 
 
 # ---- the configuration ------------------------------------------------------------------------------------------
@@ -289,7 +264,6 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
 
 
 def config_of(fields: Mapping[str, Any]) -> Any:
-    """A configuration from the fields of a ``config.json``."""
     from transformers import AutoConfig
 
     rest = dict(fields)
@@ -355,12 +329,6 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".:")
 
 
 # ---- public models ----------------------------------------------------------------------------------------------

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import UsageError, first_line
 from hf_rocm_tune.models.adapter import adaptable, beside_experts, check_targets, share_inputs, target_names
 from hf_rocm_tune.models.experts import experts_of, mxfp4_code, pack_mxfp4, pack_nf4, routers_of, use_packed, weights_of
 from hf_rocm_tune.models.placement import quant_state_of
 from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
 from hf_rocm_tune.models.streaming import is_streamed
 from hf_rocm_tune.plan.estimate import Counts, Weight
-from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PlanRequest, first_line, text_config
+from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PlanRequest, text_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,6 @@ class Sample:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the output head."""
         return int(self.base.get_output_embeddings().weight.shape[0])
 
     def weights(self, cut: Collection[str] = (), ranks: int = 1) -> Iterator[Weight]:
@@ -99,11 +98,7 @@ KEEPS = ("few", "few_counted_as_all", "all")
 
 
 def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") -> Sample:
-    """Builds the sample of a model; its configuration is not changed.
-
-    Raises:
-        UsageError: no causal language model of transformers, no recognisable stack of layers, or it refuses the method.
-    """
+    """Builds the sample of a model, whose configuration is not changed. UsageError: it cannot be built so."""
     dtype = getattr(torch, request.dtype_of(method))
     base = _meta_model(copy.deepcopy(config), dtype, request)
     text = text_config(base.config, decoder=True)
@@ -206,8 +201,8 @@ def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
 def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) -> tuple[Counts, bool]:
     """Leaves the first layer, the last and one of each kind between them, in the stack and in the configuration.
 
-    ``count``: name of the setting that counts the layers, or None where that stays. It stays too where the kinds of
-    this model's layers follow from their number. Returns which layer stands for which, and whether the setting changed.
+    ``count``: name of the setting that counts the layers, or None where that stays; it stays too where the kinds
+    follow from it. Returns which layer stands for which, and whether the setting changed.
     """
     lists = {k: value for k, value in vars(text).items() if isinstance(value, list | tuple)}
     per_layer = {key: value for key, value in lists.items() if len(value) == len(layers)}
@@ -260,7 +255,6 @@ def _kind(layer: nn.Module, settings: list[str]) -> tuple[object, ...]:
 
 
 def _attach(base: Any, request: PlanRequest) -> nn.Module:
-    """Adds the adapters by PEFT."""
     from peft import LoraConfig, get_peft_model
 
     targets: Any = request.targets if isinstance(request.targets, str) else list(request.targets)

@@ -49,9 +49,8 @@ CLOSE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """One model over several cards: what each holds, and where to cut.
+    """One model over several cards, each planned as if it held a smaller one: its layers, the first also all the rest.
 
-    Each card is planned as if it held a smaller model: its layers, and on the first card everything outside the layers.
     The cards compute one after the other, so a second one adds memory, not speed.
     """
 
@@ -59,7 +58,7 @@ class SplitPlan:
     option: Estimate  # the case on one card
     counts: Counts  # layers of each card
     estimates: tuple[Estimate, ...]  # what they take
-    cards: tuple[CardMemory, ...]  # its memory
+    cards: tuple[CardMemory, ...]
 
     @property
     def least_spare(self) -> float:
@@ -68,11 +67,9 @@ class SplitPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits on every card."""
         return self.least_spare >= 0
 
     def lines(self) -> Iterator[str]:
-        """One line for each card: its layers, and how much of it they take."""
         start = 0
         for number, (count, found, card) in enumerate(zip(self.counts, self.estimates, self.cards, strict=True)):
             beside = ", embeddings, head and loss" if number == 0 else ""
@@ -96,9 +93,6 @@ def split_plan(
 
     ``counts``: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
     the fullest card. ``flights``: micro-batches in flight, if a step has as many.
-
-    Raises:
-        UsageError: the model cannot be planned, the counts do not fit it, or it has too few layers.
     """
     assert request.cards == 1, "one process"
     single = replace(request, mixes=False)  # the one that fits one card is not that of several
@@ -123,9 +117,8 @@ def over_cards(
         found, case = [], replace(option.case, flights=min(flights, option.case.accumulation))
         for (start, stop), card in zip(_ranges(shared), cards, strict=True):
             key = option.variant, start, stop
-            if key not in parts:
-                parts[key] = whole.recordings[option.variant].part(start, stop)
-            found.append(estimate(parts[key], case, card))
+            part = parts.get(key) or parts.setdefault(key, whole.recordings[option.variant].part(start, stop))
+            found.append(estimate(part, case, card))
         return SplitPlan(plan=whole, option=option, counts=shared, estimates=tuple(found), cards=tuple(cards))
 
     def best(option: Estimate) -> SplitPlan:
@@ -158,10 +151,7 @@ def even_counts(layers: int, weights: Sequence[float]) -> Counts:
 
 
 def best_cut(plan: Callable[[Counts], SplitPlan], counts: Counts) -> SplitPlan:
-    """The cut that leaves most memory on the card that has least, found by moving one layer at a time from ``counts``.
-
-    Layers of cards between giver and taker shift along.
-    """
+    """The cut that leaves most memory on the fullest card, found by moving one layer at a time from ``counts``."""
     best, cards = plan(counts), range(len(counts))
     while True:
         moves = [
@@ -184,8 +174,7 @@ class CardsWay:
     """One way to use the cards."""
 
     name: str  # ``ddp``, ``host``, ``fsdp2``, ``split``, ``pipeline`` or ``tensor``
-    # the fastest case that fits, else the one with the least memory: that of the fullest card, the speed of all cards
-    option: Estimate
+    option: Estimate  # the fastest case that fits, else the least: memory of the fullest card, speed of all cards
     longest: int | None  # tokens, with micro-batch 1 and checkpointing; None: none fits, or unknown
     crossing: float  # bytes between the cards, or between them and the host, in one optimizer step; sum of all cards
     flags: str  # of ``hf-rocm-tune sft`` that select it
@@ -193,7 +182,7 @@ class CardsWay:
 
 
 def ways(plan: Plan) -> list[CardsWay]:
-    """Estimates of all ways for a plan on several cards, without those that the model does not support."""
+    """Estimates of all ways that the model supports."""
     cards = plan.request.cards
     more = f" --num_processes {cards}" if cards != 2 else ""  # the configurations are for two
     launched = f"--accelerate_config dual_rx7900xt{more}"
@@ -258,10 +247,7 @@ def _gradients(variant: Variant) -> float:
 
 
 def _replicated(plan: Plan, name: str, times: float, rate: float, flags: str) -> CardsWay:
-    """In a ring each card sends the shares of the other cards, twice; through the host it sends and receives all.
-
-    No overlap with computation is assumed.
-    """
+    """In a ring each card sends the shares of the others, twice; through the host it sends and receives all."""
     sends = {method: times * _gradients(variant) for method, variant in plan.variants.items()}
     options = [_at(one, plan, plus=sends[one.variant] / rate) for one in plan.grid]
 
@@ -272,10 +258,7 @@ def _replicated(plan: Plan, name: str, times: float, rate: float, flags: str) ->
 
 
 def _sharded(plan: Plan, flags: str) -> CardsWay:
-    """FSDP2 gathers layers and embeddings twice per micro-batch, during computation, and the other weights once.
-
-    The memory includes weights outside the layers unsharded; if all weights are trained, their gradients, too.
-    """
+    """FSDP2 gathers layers and embeddings twice per micro-batch, during computation, and the other weights once."""
     cards = plan.request.cards
     variants, gathered = {}, {}
     for method, recordings in plan.recordings.items():
@@ -329,14 +312,17 @@ def _layered(plan: Plan) -> list[CardsWay]:
     cards, plan = plan.request.cards, _for_all(plan)
     found = over_cards(plan, cards=[plan.card] * cards)
 
+    def same(step: Step, _: Case) -> Step:
+        return step
+
     def at(method: str, case: Case, in_flight: int) -> Estimate:
         """The fullest card, with so many micro-batches in flight; its speed is that of one card with all layers."""
         recordings, flights = plan.recordings[method], min(in_flight, case.accumulation)
         step = recordings(case)
         each = []
         for start, stop in _ranges(found.counts):
-            share = replace(recordings.part(start, stop), trace=partial(_part_of, step, start, stop))
-            each.append(estimate(share, replace(case, flights=flights), plan.card))
+            part = replace(recordings.part(start, stop), trace=partial(same, step.part(start, stop)))
+            each.append(estimate(part, replace(case, flights=flights), plan.card))
         fullest = max(each, key=lambda one: one.total)
         seconds = sum(case.micro_batch * case.length / one.tokens_per_second for one in each)
         return replace(fullest, case=case, tokens_per_second=case.micro_batch * case.length / seconds)
@@ -360,10 +346,6 @@ def _layered(plan: Plan) -> list[CardsWay]:
     piped = [each for each in plan.grid if each.case.accumulation > 1]
     flags = "--split_layers auto --pipeline auto"
     return [split, *([way("pipeline", piped, IN_FLIGHT * cards, flags)] if piped else [])]
-
-
-def _part_of(step: Step, start: int, stop: int, case: Case) -> Step:
-    return step.part(start, stop)
 
 
 def _together(plan: Plan) -> list[CardsWay]:
@@ -431,7 +413,7 @@ def advice(plan: Plan, *, training: bool = False) -> str:
         (
             "--cards 2",
             {"cards": 2, "stream": 0},
-            request.cards == 1 and not training and request.effective_batch % 2 == 0,
+            request.cards == 1 and not training and not request.effective_batch % 2,
         ),
     ]
     found: list[str] = []
@@ -441,10 +423,9 @@ def advice(plan: Plan, *, training: bool = False) -> str:
                 other = plan_for(replace(request, **(loose | change)), card=plan.card, config=plan.config)
                 if other.choice or (not training and other.request.cards > 1 and best_of(ways(other))):
                     found.append(words)
-    if request.cards > 1 and not training:
-        longest = max(each.longest or 0 for each in ways(plan))
-    else:
-        longest = max((plan.longest(each) or 0 for each in plan.recordings), default=0)
+    several = request.cards > 1 and not training
+    lengths = [each.longest for each in ways(plan)] if several else map(plan.longest, plan.recordings)
+    longest = max((each or 0 for each in lengths), default=0)
     if 0 < longest < request.length:
         found.insert(-1 if "--cards 2" in found else len(found), f"--{'max_length' if training else 'seq'} {longest}")
     some = f"what would fit: {' | '.join(found)}; or" if found else "what would fit:"

@@ -19,12 +19,11 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
-from trl.scripts.utils import DatasetConfig
 
 from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.fsdp import is_wanted
@@ -56,9 +55,7 @@ def _option(default: Any, meaning: str, aliases: Sequence[str] = ()) -> Any:
 class TuneArguments:
     """The flags of every job. Their meaning is in the help of each."""
 
-    verify: Literal["full", "sample", "off"] = _option(
-        "full", "Transfers to the device that are verified: all, a sample, or none."
-    )
+    verify: Literal["full", "sample", "off"] = _option("full", "Transfers to the device that are verified.")
     on_corruption: Literal["recover", "stop"] = _option(
         "recover", "On a corrupted transfer: send the bytes again, or end the run at once with exit code 3."
     )
@@ -73,24 +70,18 @@ class TuneArguments:
     auto_fit: Literal["off", "plan"] = _option(
         "off", "Choose micro-batch, accumulation and checkpointing, where not given, for the free memory of the card."
     )
-    effective_batch: int | None = _option(
-        None, "With --auto_fit: sequences per step over all processes. Default: as micro-batch and accumulation say."
-    )
+    effective_batch: int | None = _option(None, "With --auto_fit: sequences per step over all processes.")
     auto_fit_gib: float | None = _option(None, "With --auto_fit: GiB of the card to use. Default: its free memory.")
     recompute_layers: str | None = _option(
         None,
-        "Activation checkpointing of the first layers only: how many are recomputed whole, and how many more keep the"
-        " results of matrix products and attention (8 or 8,20). Default: all layers or none.",
+        "Checkpointing of the first layers only: how many are recomputed whole, and how many more keep the results of "
+        "matrix products and attention (8 or 8,20). Default: all layers or none.",
     )
     stream_weights: str = _option(
-        "off",
-        "Keep frozen layers in host memory and bring each to the card, verified, when it computes: how many layers, "
-        "auto (as many as the plan finds necessary) or off.",
+        "off", "Frozen layers in host memory, brought to the card, verified, in use: how many, auto (by plan) or off."
     )
     one_pass_loss: bool | None = _option(
-        None,
-        "Compute the gradient of the loss together with the loss, where the head is not trained: a third less work at "
-        "the output head. Losses equal TRL's to rounding. Default: with --auto_fit.",
+        None, "Compute the gradient of the loss together with the loss. Default: with --auto_fit."
     )
     init_lora_weights: str = _option(
         "default",
@@ -98,22 +89,18 @@ class TuneArguments:
         "olora. Adapters of these three are saved as plain LoRA of twice the rank.",
     )
     adapter_name_or_path: str | None = _option(None, "Continue training an existing adapter, a directory or a Hub id.")
-    loraplus_lr_ratio: float | None = _option(
-        None, "LoRA+: learning rate of LoRA's B matrices, as a multiple of --learning_rate (usually 16)."
-    )
+    loraplus_lr_ratio: float | None = _option(None, "LoRA+: learning rate of B over --learning_rate (usually 16).")
     embedding_learning_rate: float | None = _option(
         None, "Learning rate of embeddings and output head when they are trained (--lora_modules_to_save)."
     )
     mask_thinking: bool = _option(False, "Leave the text from <think> to </think> out of the loss.")
     on_oom: Literal["step_down", "stop"] = _option(
-        "step_down",
-        "When a step runs out of device memory: smaller micro-batches at the same effective batch (with several ranks "
-        "after a new start), or exit code 5.",
+        "step_down", "Out of device memory: smaller micro-batches at the same effective batch, or exit code 5."
     )
     max_skipped_steps: int = _option(
         5, "Steps of the last 100 that may be skipped because loss or gradients are not finite; more: exit code 3."
     )
-    doctor: Literal["quick", "off"] = _option("quick", "Check the machine before the run, by what can be read quickly.")
+    doctor: Literal["quick", "off"] = _option("quick", "Check the machine before the run, by what is read quickly.")
     telemetry_every: float = _option(1.0, "Seconds between two readings of temperature, power and load. 0: never.")
     overwrite_output_dir: bool = _option(False, "Replace the files of another run in the output directory.")
     eval_split_size: float | None = _option(
@@ -123,9 +110,7 @@ class TuneArguments:
     early_stopping_threshold: float = _option(0.0, "Smallest improvement of the metric that counts for early stopping.")
     sample_every: int | None = _option(None, "Answer --sample_prompts every so many steps, in the log and the report.")
     sample_prompts: list[str] | None = _option(None, "Prompts for --sample_every.")  # noqa: RUF009
-    hub_base_model_id: str | None = _option(
-        None, "Hub id of the base model to name in a pushed adapter when --model_name_or_path is a directory."
-    )
+    hub_base_model_id: str | None = _option(None, "Hub id to name as base model in what is pushed.")
     verbose: bool = _option(False, "Print each default that differs from TRL's, and why.", aliases=["-v"])
     dry_run: Literal["text", "json"] | None = _option(
         None, "Check all settings, show the rows as the model reads them with the tokens that count, and exit."
@@ -135,17 +120,13 @@ class TuneArguments:
     def __post_init__(self) -> None:
         if faults := early.out_of_range(dataclasses.asdict(self)):
             raise ValueError(faults[0])
-        if self.auto_fit == "off" and (self.effective_batch is not None or self.auto_fit_gib is not None):
-            name = "effective_batch" if self.effective_batch is not None else "auto_fit_gib"
-            raise ValueError(f"--{name} works only with --auto_fit plan; add it")
         if self.recompute_layers is not None:
             recompute.parse(self.recompute_layers)
         streamed.parse(self.stream_weights)
         if not re.fullmatch(_INITS, self.init_lora_weights):
             raise ValueError(
                 f"--init_lora_weights {self.init_lora_weights}: choose default, gaussian, orthogonal, pissa, "
-                "pissa_niter_N and olora; loftq makes an adapter that does not fit the original weights; eva, "
-                "corda and lora_ga need a pass over data first"
+                "pissa_niter_N or olora; loftq makes an adapter that does not fit the original weights"
             )
 
     @property
@@ -176,22 +157,15 @@ class RanksArguments:
     )
     grad_compression: Literal["none", "fp16", "bf16", "powersgd"] = _option(
         "none",
-        "What processes exchange of the gradients: all, a cast to 16 bits, or PowerSGD's approximation of rank 1 (not "
-        "through the host), of which only is verified that it is the same on all.",
+        "What processes exchange of the gradients: all, a cast to 16 bits, or PowerSGD's approximation of rank 1.",
     )
     split_layers: str | None = _option(
-        None,
-        "Split one model over several cards in one process: layers on each card (18, or 18,22; the last may be left "
-        "out), or auto. On the CPU the cards are logical, for a trial.",
+        None, "Split one model over several cards in one process: layers on each card (18, or 18,22), or auto."
     )
     pipeline: Literal["auto", "off"] = _option(
         "off", "With --split_layers: the cards compute different micro-batches at once; the result is the same."
     )
-    tensor_parallel: bool = _option(
-        False,
-        "Two processes compute each layer together (LoRA): each card has half of every layer's weights. Their sums are "
-        "sent over the process group, or with --grad_sync host through host memory, and verified.",
-    )
+    tensor_parallel: bool = _option(False, "Two processes compute each layer together, with half of its weights each.")
     preflight: Literal["auto", "always", "off"] = _option(
         "auto",
         "Test the cards before several processes join, in child processes with deadlines, under 30 seconds in all. "
@@ -213,24 +187,7 @@ class RanksArguments:
         return SyncSettings(way="host" if wanted == "host" else "ddp", compression=self.grad_compression)
 
 
-def process_group(sync: SyncSettings, values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of TRL's that averaging through the host needs: the gloo back end, so that RCCL is not created.
-
-    Not for a single process: Accelerate would take a back end as a sign of a group.
-    """
-    if sync.way != "host" or environ.get("WORLD_SIZE", "1") == "1":
-        return {}
-    given = values.get("ddp_backend")
-    if given not in (None, "gloo"):
-        raise UsageError(
-            f"--ddp_backend {given} does not work with gradients averaged through the host, which uses gloo: drop "
-            "--ddp_backend, or choose --grad_sync ddp"
-        )
-    return {"ddp_backend": "gloo"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """A default of ours that differs from TRL's, in use because the user gave no value."""
 
     name: str  # the flag without its dashes
@@ -323,10 +280,9 @@ def parse(
     ``accelerator``, ``bf16_supported``: whether there is a GPU, and whether it computes in bfloat16; None: ask torch.
     """
     parser = build_parser(method)
-    path, rest = names.take_flag(names.canonical(argv), names.CONFIG)
+    recipe, rest = names.recipe_of(argv)
     given = _read_flags(parser, rest)
-    if path is not None:
-        recipe = names.read_recipe(path)
+    if recipe is not None:
         recipe.apply_environment(os.environ)
         given = _read_recipe_values(parser, recipe) | given
     if given.get("use_cpu"):
@@ -351,7 +307,14 @@ def parse(
     if before_meeting is not None and not ours.print_config:
         steps: Any = values.get("gradient_accumulation_steps", flags.defaults["gradient_accumulation_steps"])
         preflight = before_meeting(of_ranks, accelerator, steps)
-    values |= process_group(of_ranks.sync(preflight.choice.way if preflight else None), values, os.environ)
+    sync = of_ranks.sync(preflight.choice.way if preflight else None)
+    if sync.way == "host" and os.environ.get("WORLD_SIZE", "1") != "1":  # Accelerate takes a back end for a group
+        if (other := values.get("ddp_backend")) not in (None, "gloo"):
+            raise UsageError(
+                f"--ddp_backend {other} does not work with gradients averaged through the host, which uses gloo: drop "
+                "it, or choose --grad_sync ddp"
+            )
+        values["ddp_backend"] = "gloo"  # so that RCCL is not created
     return Arguments(
         method=method,
         tune=ours,
@@ -419,11 +382,10 @@ _OUR_TYPES = (TuneArguments, RanksArguments)
 _UNSET = object()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Flags:
+class _Flags(NamedTuple):
     """The flags of one method."""
 
-    types: tuple[type, ...]  # ours, then TRL's: script arguments, configuration, model, mixture
+    types: tuple[Any, ...]  # ours, then TRL's: script arguments, configuration, model, mixture
     owners: Mapping[str, type]
     defaults: Mapping[str, Any]  # TRL's
     hints: Mapping[str, Any]
@@ -432,18 +394,21 @@ class _Flags:
 @functools.cache
 def _flags(method: Method) -> _Flags:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # our help says that ORPO is experimental
-    theirs = tuple(
-        getattr(importlib.import_module(module), name) for module, name in names.VERBS[method].owners[len(_OUR_TYPES) :]
-    )
-    owners = {each.name: owner for owner in (*_OUR_TYPES, *theirs) for each in dataclasses.fields(owner) if each.init}
+    owned = names.VERBS[method].owners[len(_OUR_TYPES) :]
+    theirs = tuple(getattr(importlib.import_module(module), name) for module, name in owned)
+    fields = [(owner, each) for owner in (*_OUR_TYPES, *theirs) for each in dataclasses.fields(owner) if each.init]
+    hints = {owner: typing.get_type_hints(owner) for owner in (*_OUR_TYPES, *theirs)}
     defaults = {
         each.name: each.default_factory() if callable(each.default_factory) else each.default
-        for owner in theirs
-        for each in dataclasses.fields(owner)
-        if each.init
+        for owner, each in fields
+        if owner in theirs
     }
-    hints = {name: typing.get_type_hints(owner)[name] for name, owner in owners.items()}
-    return _Flags(types=(*_OUR_TYPES, *theirs), owners=owners, defaults=defaults, hints=hints)
+    return _Flags(
+        types=(*_OUR_TYPES, *theirs),
+        owners={each.name: owner for owner, each in fields},
+        defaults=defaults,
+        hints={each.name: hints[owner][each.name] for owner, each in fields},
+    )
 
 
 def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
@@ -454,7 +419,7 @@ def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(list(argv), namespace=empty)
     flags = [argument for argument in unknown if argument.startswith("--")]
     if flags:
-        raise UsageError("; ".join(names.unknown(flag.partition("=")[0], [*owners], dashes="--") for flag in flags))
+        raise UsageError("; ".join(names.unknown(flag.partition("=")[0], owners, dashes="--") for flag in flags))
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; flags begin with --, see --help")
     return {name: value for name in owners if (value := getattr(namespace, name)) is not _UNSET}
@@ -466,7 +431,7 @@ def _read_recipe_values(parser: _Parser, recipe: names.RecipeFile) -> dict[str, 
     for key, name in names.canonical_keys(recipe).items():
         try:
             if name not in (owners := _flags(parser.method).owners):
-                raise UsageError(names.unknown(key, [*owners], dashes=""))
+                raise UsageError(names.unknown(key, owners, dashes=""))
             values[name] = _convert(parser, name, recipe.values[key])
         except UsageError as error:
             faults.append(str(error))
@@ -546,31 +511,18 @@ def differences(
     answers = int(given.get("num_generations", theirs["num_generations"])) if generates else 0
     micro = 2 - answers % 2
     at_once = "as many answers are generated at once as a prompt has, and trained on in micro-batches"
+    modules = lora and given.get("lora_target_parameters") is None
+    stops = given.get("early_stopping_patience") is not None
     rows: list[tuple[Any, str, object, str]] = [
         (True, "use_peft", True, "LoRA; --use_peft false trains all weights"),
         (lora, "learning_rate", rate, "adapters start at zero and need about ten times the rate"),
-        (
-            lora and given.get("lora_target_parameters") is None,
-            "lora_target_modules",
-            ["all-linear"],
-            "every linear layer except the output head",
-        ),
+        (modules, "lora_target_modules", ["all-linear"], "every linear layer except the output head"),
         (lora, "lora_dropout", 0.0, "dropout slows a step down and keeps more activations"),
-        (
-            lora and method == "reward",
-            "lora_task_type",
-            "SEQ_CLS",
-            "the reward head is new: it is trained and saved whole",
-        ),
+        (lora and method == "reward", "lora_task_type", "SEQ_CLS", "the reward head is new: trained and saved whole"),
         (nf4, "use_bnb_nested_quant", True, "QLoRA: the quantisation constants are quantised too"),
         (True, "bf16", bf16_supported and not fp16, bf16),
         ((nf4 and not fp16) or half, "dtype", "bfloat16", qlora if nf4 else frozen),
-        (
-            given.get("early_stopping_patience") is not None,
-            "metric_for_best_model",
-            "loss",
-            "early stopping watches the evaluation loss",
-        ),
+        (stops, "metric_for_best_model", "loss", "early stopping watches the evaluation loss"),
         (generates, "per_device_train_batch_size", micro, at_once),
         (generates, "gradient_accumulation_steps", answers // micro, at_once),
         (method == "orpo", "remove_unused_columns", False, "ORPO's collator reads columns that the model does not"),
@@ -591,23 +543,16 @@ _OF_ADAPTERS = (
 
 
 def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
-    """Values of a mixture's parts that TRL does not check."""
-    hints = typing.get_type_hints(DatasetConfig)
-    kinds = {str: "text", list: "a list", dict: "a mapping"}
+    """Values of a mixture's parts that TRL does not check; a bare path is one of its objects already."""
     for number, part in enumerate(parts, start=1):
-        if isinstance(part, DatasetConfig):  # a bare path, which the parser has made one of
-            continue
-        if not isinstance(part, Mapping):
-            yield f"--datasets, part {number}: expected a mapping with path, fraction ..., got {part}"
-            continue
-        for name, value in {"path": None, **part}.items():
-            allowed = _members(hints.get(name, Any))
-            right, expected = type(value) in allowed, " or ".join(kinds[kind] for kind in allowed if kind in kinds)
-            if name == "fraction":
-                right = value is None or (type(value) in (int, float) and 0 < value < math.inf)
-                expected = "a number above 0, and finite"
-            if name in hints and not right:
-                yield f"--datasets, part {number}: {name} must be {expected}, got {value}"
+        values = part if isinstance(part, Mapping) else {"path": getattr(part, "path", None)}
+        share = values.get("fraction")
+        if not isinstance(values.get("path"), str):
+            yield f"--datasets, part {number}: expected a mapping with a path, got {part}"
+        if share is not None and not (type(share) in (int, float) and 0 < share < math.inf):
+            yield f"--datasets, part {number}: fraction must be a number above 0, and finite, got {share}"
+        if isinstance(values.get("columns"), str):
+            yield f"--datasets, part {number}: columns must be a list, got {values['columns']}"
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
@@ -617,8 +562,6 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
     if not given.get("dataset_name") and not given.get("datasets"):
         faults.append("no data: give --dataset (--dataset_name), a Hub id, a directory or a file")
-    if given.get("load_in_4bit") and given.get("load_in_8bit"):
-        faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
     own = ", ".join(f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None)
     if own and given.get("adapter_name_or_path") is not None:
         faults.append(f"--adapter_name_or_path has its own {own}: drop them")

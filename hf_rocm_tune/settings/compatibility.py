@@ -29,11 +29,7 @@ def _saves_between_generations(job: Arguments) -> bool:
     return training.save_strategy == "steps" and training.save_steps >= 1 and bool(micro_batches % block)
 
 
-def _reference_of_revision(job: Arguments) -> bool:
-    training: Any = job.training
-    return training.beta != 0.0 and not job.model.use_peft and job.model.model_revision != "main"
-
-
+_CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 _BETWEEN_GENERATIONS = "a checkpoint between two generations"
 _REFERENCE = "--use_peft false with --beta and --model_revision"
 USES: Mapping[str, Callable[[Arguments], object]] = {
@@ -42,14 +38,12 @@ USES: Mapping[str, Callable[[Arguments], object]] = {
     "DeepSpeed": lambda job: job.training.deepspeed or launched_with("DEEPSPEED"),
     "FSDP2 or --tensor_parallel": lambda job: job.way().on_host,
     "--init_lora_weights": lambda job: job.tune.rewrites_base,
-    "--activation_checkpointing_kwargs": lambda job: (
-        job.given & {"activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"}
-    ),
+    "--activation_checkpointing_kwargs": lambda job: {*_CHECKPOINTING} & job.given,
     "--packing_strategy wrapped": lambda job: (
         getattr(job.training, "packing", False) and job.training.packing_strategy == "wrapped"
     ),
     _BETWEEN_GENERATIONS: _saves_between_generations,
-    _REFERENCE: _reference_of_revision,
+    _REFERENCE: lambda job: job.training.beta and not job.model.use_peft and job.model.model_revision != "main",
 }
 """Whether a job uses what is more than the value of a flag."""
 
@@ -69,12 +63,9 @@ def uses(job: Arguments, what: str) -> bool:
 _LOST = "the saved adapter would lack it"
 _LORA = "it is for LoRA"
 _OTHER_METHODS = {
-    "FSDP": "it was never tried; use --accelerate_config dual_rx7900xt",
-    "DeepSpeed": "it was never tried; use --accelerate_config dual_rx7900xt",
-    "--split_layers": "it was never tried; leave it out",
-    "--tensor_parallel": "it was never tried; leave it out",
-    "--mask_thinking": "it is for supervised fine-tuning",
-    "--one_pass_loss": "it is for supervised fine-tuning",
+    **dict.fromkeys(("FSDP", "DeepSpeed"), "it was never tried; use --accelerate_config dual_rx7900xt"),
+    **dict.fromkeys(("--split_layers", "--tensor_parallel"), "it was never tried; leave it out"),
+    **dict.fromkeys(("--mask_thinking", "--one_pass_loss"), "it is for supervised fine-tuning"),
     "--precompute_ref_log_probs": "its batches are moved unverified",
     "--use_vllm": "its weights and answers are not verified",
     "--use_transformers_continuous_batching": "it casts the model in place",
@@ -83,10 +74,10 @@ _OTHER_METHODS = {
 PACKED = "a mixture whose experts are in 4 bit"
 EXCLUDES: Mapping[str, Mapping[str, str]] = {
     "--auto_fit": {
-        "FSDP": "it plans for cards that each hold the whole model",
-        "DeepSpeed": "it plans for cards that each hold the whole model",
+        **dict.fromkeys(("FSDP", "DeepSpeed"), "it plans for cards that each hold the whole model"),
         "--auto_find_batch_size": "both choose the micro-batch",
     },
+    "--auto_fit off": dict.fromkeys(("--effective_batch", "--auto_fit_gib"), "it works only with --auto_fit plan"),
     "--init_lora_weights": {
         **dict.fromkeys(("--use_dora", "--lora_modules_to_save", "--lora_target_parameters"), _LOST),
         **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "it needs full-precision weights"),
@@ -110,8 +101,7 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "--use_peft false": "what is streamed cannot be trained",
         "--init_lora_weights": "it rewrites the weights",
         "--use_dora": "its magnitudes are computed from all weights at the start",
-        "FSDP": "each card streams the whole model",
-        "DeepSpeed": "each card streams the whole model",
+        **dict.fromkeys(("FSDP", "DeepSpeed"), "each card streams the whole model"),
         "--tensor_parallel": "it was never tried",
         "--pipeline auto": "a layer's weights would have to stay for several micro-batches",
         "--torch_compile": "compiled layers do not wait for their weights",

@@ -1,8 +1,7 @@
-"""The command line before torch, transformers and TRL are imported: names of flags, ``--help``, recipes.
+"""The command line before torch and TRL are imported, which takes ten seconds: names of flags, ``--help``, recipes.
 
-Importing those takes ten seconds, and a mistyped flag or ``--help`` needs none of them. So names and defaults of flags
-are read from the sources of the classes from which the parser in ``arguments`` is built. That parser stays the
-authority: it refuses everything that is refused here, and nothing is refused here if a source cannot be read.
+Names and defaults of flags are read from the sources of the classes from which the parser in ``arguments`` is built.
+That parser refuses everything that is refused here, and nothing is refused here if a source cannot be read.
 """
 
 from __future__ import annotations
@@ -68,31 +67,22 @@ class Verb:
         return self.config.replace("Config", "Trainer")
 
 
+_ORPO = "Train on pairs without a reference model (experimental in TRL), verified."
+_GRPO_SCRIPT = ("trl.scripts.grpo", "GRPOScriptArguments")
 VERBS: dict[Method, Verb] = {
-    "sft": Verb(
-        config="SFTConfig", what="Fine-tune a language model; every byte that is sent to the device is verified."
-    ),
+    "sft": Verb(config="SFTConfig", what="Fine-tune a language model; every byte sent to the device is verified."),
     "dpo": Verb(config="DPOConfig", what="Train on pairs of a chosen and a rejected answer, verified."),
     "kto": Verb(config="KTOConfig", what="Train on answers labelled good or bad, verified."),
     "reward": Verb(config="RewardConfig", what="Train a reward model on chosen and rejected answers, verified."),
     "grpo": Verb(
-        config="GRPOConfig",
-        what="Train on rewards for the model's own answers, verified.",
-        script=("trl.scripts.grpo", "GRPOScriptArguments"),
+        config="GRPOConfig", what="Train on rewards for the model's own answers, verified.", script=_GRPO_SCRIPT
     ),
-    "orpo": Verb(
-        config="ORPOConfig",
-        what="Train on pairs without a reference model (experimental in TRL), verified.",
-        library="trl.experimental.orpo",
-    ),
+    "orpo": Verb(config="ORPOConfig", what=_ORPO, library="trl.experimental.orpo"),
 }
 
 
 def answered(verb: Method, argv: Sequence[str]) -> bool:
-    """Print the help if asked for, and return whether it was; else check the names of the flags.
-
-    Call it before torch is imported.
-    """
+    """Print the help if asked for, and return whether it was; else check the flags. Called before torch is imported."""
     if HELP_ALL in argv:
         from hf_rocm_tune.settings.arguments import help_all
 
@@ -111,37 +101,36 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     if not (known := flags(verb)):
         return
     recipe, typed = _typed(argv)
-    names = list(known)
-    # `--no_NAME` is argparse's for flags that are on, and left to it
-    if faults := [
-        unknown(flag, names, dashes="--")
-        for flag in typed
-        if bare(flag) not in known and not (bare(flag).startswith("no_") and bare(flag).removeprefix("no_") in known)
-    ]:
-        raise UsageError("; ".join(faults))
+    on = {f"no_{name}" for name in known}  # `--no_NAME` is argparse's for flags that are on, and left to it
+    if wrong := [flag for flag in typed if bare(flag) not in known.keys() | on]:
+        raise UsageError("; ".join(unknown(flag, known, dashes="--") for flag in wrong))
     values = {bare(flag): value for flag, value in typed.items()}
     if recipe is not None:
         keys = canonical_keys(recipe)
-        if faults := [unknown(key, names, dashes="") for key, name in keys.items() if name not in known]:
-            raise UsageError(f"recipe {recipe.path}: {'; '.join(faults)}")
+        if wrong := [key for key, name in keys.items() if name not in known]:
+            raise UsageError(f"recipe {recipe.path}: {'; '.join(unknown(key, known, dashes='') for key in wrong)}")
         values = {name: recipe.values[key] for key, name in keys.items()} | values
     early.check(verb, values)
 
 
+def recipe_of(argv: Sequence[str]) -> tuple[RecipeFile | None, list[str]]:
+    """The recipe of a command line, and the rest of it, without aliases."""
+    path, rest = take_flag(canonical(argv), CONFIG)
+    return None if path is None else read_recipe(path), rest
+
+
 def _typed(argv: Sequence[str]) -> tuple[RecipeFile | None, dict[str, Any]]:
     """The recipe of a command line, and its flags with the first value of each."""
-    path, rest = take_flag(canonical(argv), CONFIG)
+    recipe, rest = recipe_of(argv)
     given: dict[str, Any] = {}
     last = ""
-    for argument in rest:
-        if argument == "--":
-            break
+    for argument in rest[: rest.index("--")] if "--" in rest else rest:
         if argument.startswith("--") and " " not in argument:  # as in argparse: one with a space is a value
             last, equals, value = argument.partition("=")
             given[last] = value if equals else None
         elif last and given[last] is None:
             given[last] = argument
-    return None if path is None else read_recipe(path), given
+    return recipe, given
 
 
 def bare(argument: str) -> str:
@@ -170,7 +159,7 @@ def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
     return found
 
 
-def unknown(name: str, names: Sequence[str], *, dashes: str) -> str:
+def unknown(name: str, names: Mapping[str, Any], *, dashes: str) -> str:
     """The message for an unknown name, with the nearest known one."""
     what = "flag" if dashes else "key"
     if bare(name) in launcher_flags() or bare(name) == bare(CONFIG_FLAG):
@@ -199,7 +188,7 @@ method:
   --lora_alpha N                  adapter scale is alpha over rank
   --lora_dropout X                dropout before the adapters [0]
   --lora_target_modules NAME ...  layers with adapters [all-linear]
-
+OWN
 steps:
   --epochs X                      passes over the data
   --max_steps N                   stop after N steps; -1: no limit
@@ -225,73 +214,54 @@ verification and result:
   --overwrite_output_dir          replace another run in --output_dir
   --push_to_hub                   upload the result and verify it
   --report_to NAME                tensorboard, trackio, wandb ...
-"""
-_OF_METHOD: dict[Method, str] = {
-    "dpo": """\
-preferences:
-  --beta X                        weight of the distance to the reference
-  --loss_type NAME                sigmoid, ipo, hinge, apo_zero ...
-""",
-    "kto": """\
-ratings:
-  --beta X                        weight of the distance to the reference
-  --desirable_weight X            weight of the good answers
-  --undesirable_weight X          weight of the bad answers
-""",
-    "orpo": """\
-preferences:
-  --beta X                        weight of the odds ratio
-  --max_completion_length N       tokens per answer; longer ones are cut
-""",
-    "reward": """\
-reward model:
-  --center_rewards_coefficient X  keeps the rewards around zero
-""",
-    "grpo": """\
-rewards:
-  --reward_funcs NAME ...         of TRL, or module.function
-  --reward_model_name_or_path ID  a reward model, verified too
-  --num_generations N             answers for each prompt
-  --max_completion_length N       tokens per answer
-  --steps_per_generation N        micro-batches from one generation
-  --beta X                        weight of the distance to the reference
-""",
-}
-#: Our defaults in GRPO, beside those of `_SCREEN`.
-_GRPO = {"per_device_train_batch_size": "2", "gradient_accumulation_steps": "4"}
-#: Flags of the short help that the other methods refuse.
-_SFT_ONLY = frozenset({"auto_fit", "split_layers"})
-_MORE = f"""
+
 more:
   --accelerate_config NAME        launcher settings: of `configs ls`, or a file
   --dry_run                       show the rows and what counts, and exit
   --print_config                  print all settings as a recipe and exit
   -v                              print more at the start
-  {HELP_ALL}                      every flag: ours, TRL's and the launcher's"""
+  --help_all                      every flag: ours, TRL's and the launcher's"""
+_BETA = "  --beta X                        weight of the distance to the reference\n"
+_ANSWER = "  --max_completion_length N       tokens per answer; longer ones are cut\n"
+_OF_METHOD: dict[Method, str] = {
+    "dpo": f"{_BETA}  --loss_type NAME                sigmoid, ipo, hinge, apo_zero ...\n",
+    "kto": f"""{_BETA}\
+  --desirable_weight X            weight of the good answers
+  --undesirable_weight X          weight of the bad answers
+""",
+    "orpo": f"  --beta X                        weight of the odds ratio\n{_ANSWER}",
+    "reward": "  --center_rewards_coefficient X  keeps the rewards around zero\n",
+    "grpo": f"""\
+  --reward_funcs NAME ...         of TRL, or module.function
+  --reward_model_name_or_path ID  a reward model, verified too
+  --num_generations N             answers for each prompt
+  --steps_per_generation N        micro-batches from one generation
+{_ANSWER}{_BETA}""",
+}
+#: Flags of the screen that the other methods refuse, and those whose default GRPO computes.
+_SFT_ONLY = frozenset({"auto_fit", "split_layers"})
+_COMPUTED = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
+_NO_FIELDS = frozenset({bare(CONFIG_FLAG), bare(HELP_ALL), ""})
 
 
 def screen(verb: Method) -> str:
     """The common flags of a verb with their defaults, on one screen."""
     known = flags(verb)
     lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", VERBS[verb].what, ""]
-    head, memory, tail = _SCREEN.partition("memory:\n")
-    own = f"{_OF_METHOD[verb]}\n" if verb in _OF_METHOD else ""
-    for line in (head + own + memory + tail).splitlines():
-        if not line.startswith("  --"):
-            lines.append(line)
-            continue
-        typed = bare(line.split()[0])
+    hidden = frozenset[str]() if verb == "sft" else _SFT_ONLY | (_COMPUTED if verb == "grpo" else set())
+    hidden |= {"dry_run"} if verb in ("grpo", "orpo") else set()  # they make their rows
+    own = f"\n{verb}:\n{_OF_METHOD[verb]}" if verb in _OF_METHOD else ""
+    for line in _SCREEN.replace("OWN\n", f"{own}\n").splitlines():
+        typed = bare(line.split()[0]) if line.startswith("  --") else ""
         name = ALIASES.get(typed, typed)
-        if (known and name not in known) or (verb != "sft" and name in _SFT_ONLY):
+        if name in hidden or (known and name not in known.keys() | _NO_FIELDS):
             continue
         value = known.get(name)
         shown = "true" if value is True else f"{value:g}" if type(value) is float else "" if not value else str(value)
         if name == "learning_rate" and known:
             shown = f"{LORA_FACTOR * known[name]:g}; {shown} without LoRA"
-        shown = _GRPO.get(name, shown) if verb == "grpo" else shown
         lines.append(f"{line} [{shown}]" if shown and not line.endswith("]") else line)
-    no_rows = verb in ("grpo", "orpo")  # they make theirs
-    return "\n".join([*lines, *(line for line in _MORE.splitlines() if not (no_rows and "--dry_run" in line))])
+    return "\n".join(lines)
 
 
 # ---- flags from sources -------------------------------------------------------------------------------------------
@@ -400,24 +370,18 @@ def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     return value, rest
 
 
-def find_recipe(given: str | Path) -> Path:
-    """The file of ``--config``: a file at that path wins over a recipe of that name."""
+def read_recipe(given: str | Path) -> RecipeFile:
+    """Read a recipe: a file at that path, which wins over a recipe of that name."""
     path, known = Path(given), RECIPES.names()
     if str(given) in known and not os.path.isfile(path):
-        return RECIPES.path(str(given))
-    if os.path.exists(path):  # reading a directory or a device fails with the reason
-        return path
-    nearest = difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5) if path.name == str(given) else []
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise UsageError(
-        f"recipe {given} does not exist: {hint}give {CONFIG} the path of a YAML file, or a name that "
-        "`hf-rocm-tune recipes ls` lists"
-    )
-
-
-def read_recipe(path: str | Path) -> RecipeFile:
-    """Read a recipe file."""
-    path = find_recipe(path)
+        path = RECIPES.path(str(given))
+    elif not os.path.exists(path):
+        nearest = difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5) if path.name == str(given) else []
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise UsageError(
+            f"recipe {given} does not exist: {hint}give {CONFIG} the path of a YAML file, or a name that "
+            "`hf-rocm-tune recipes ls` lists"
+        )
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_NoDuplicates)
     except (OSError, UnicodeDecodeError) as error:
@@ -444,24 +408,20 @@ def read_recipe(path: str | Path) -> RecipeFile:
 
 def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     """Apply the ``env`` of the recipe on this command line: call it before torch is imported."""
-    path, _ = take_flag(argv, CONFIG)
-    if path is not None:
-        read_recipe(path).apply_environment(environ)
+    recipe, _ = recipe_of(argv)
+    if recipe is not None:
+        recipe.apply_environment(environ)
 
 
 class _NoDuplicates(yaml.SafeLoader):
     """A YAML loader that refuses a key that is given twice; PyYAML's own silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key_node.value!r} is given twice", problem_mark=key_node.start_mark
-                )
-            seen.add(key_node.value)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge")]
+        for number, key in enumerate(keys):
+            if key.value in [earlier.value for earlier in keys[:number]]:
+                problem = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -479,18 +439,11 @@ def show_all_cards(
         return
     environ["HF_ROCM_TUNE_SPLIT"] = "1"  # for processes that this one starts
     found = gpus.read_topology() if topology is None else topology
-    rocm = variables.read_facts(archs=()).is_rocm
-    choice = process.choose(
-        () if rocm is False else found.nodes,
-        environ,
-        complete=found.complete,
-        processes=process.local_processes(environ),
-        split=True,
-    )
+    nodes = () if variables.read_facts(archs=()).is_rocm is False else found.nodes
+    count = process.local_processes(environ)
+    choice = process.choose(nodes, environ, complete=found.complete, processes=count, split=True)
     process.enact(choice, environ)
-    made = [
-        variables.Decision(variable=name, action="set", value=value, reason=choice.reason, source="--split_layers")
-        for name, value in choice.variables.items()
-    ]
+    common: Any = {"action": "set", "reason": choice.reason, "source": "--split_layers"}
+    made = [variables.Decision(variable=name, value=value, **common) for name, value in choice.variables.items()]
     variables.remember(made)
     variables.announce(made)

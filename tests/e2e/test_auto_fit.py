@@ -205,8 +205,6 @@ def test_a_head_that_is_not_known_falls_back_to_the_loss_of_trl(
     ("asked", "error", "said"),
     [
         ({"auto_fit": "plan", "auto_fit_gib": 0.101}, OutOfMemoryError, "nothing fits by estimate"),
-        ({"effective_batch": 8}, UsageError, "--effective_batch works only with --auto_fit"),
-        ({"auto_fit_gib": 8}, UsageError, "--auto_fit_gib works only with --auto_fit"),
         ({"auto_fit": "plan", "effective_batch": 0}, UsageError, "--effective_batch must be 1 or more"),
         ({"auto_fit": "plan", "auto_fit_gib": "nan"}, UsageError, "--auto_fit_gib must be more than 0"),
         (

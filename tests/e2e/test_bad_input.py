@@ -148,6 +148,7 @@ def the_line(result: Result) -> str:
         (["--use_liger_kernel"], "--use_liger_kernel needs"),
         (["--tensor_parallel"], "it takes 2 processes, and there are 1"),
         (["--auto_fit", "plan", "--auto_find_batch_size"], "both choose the micro-batch"),
+        (["--effective_batch", "8"], "--auto_fit off does not work with --effective_batch (it works only with"),
         (["--one_pass_loss", "--torch_compile"], "--one_pass_loss does not work with --torch_compile"),
         (["--recompute_layers", "1,7"], "--recompute_layers 1,7 needs 8 layers, and this model can recompute 2"),
         (["--recompute_layers", "1", "--activation_checkpointing", "false"], "does not work with"),

@@ -25,7 +25,7 @@ measured = products.measure(card)
 assert set(measured) >= {"rocBLAS", products.ROUNDED} and all(rate > 0 for rate in measured.values()), measured
 
 def gradient(rates):
-    products._choose.cache_clear()
+    products.choose.cache_clear()
     products.measure = lambda device: rates
     loss.fit_to(card, compiled=False)
     torch.manual_seed(0)

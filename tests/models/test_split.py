@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.models.split import Crossing, Hops, Split, SplitMover, counts_for, layer_stack, parse, stack_of
+from hf_rocm_tune.models.split import Crossing, Hops, LayerSplit, SplitMover, counts_for, layer_stack, parse, stack_of
 from hf_rocm_tune.transfer import FaultSpec, Mover, digest
 from tests import tiny
 
@@ -52,7 +52,7 @@ def test_counts_that_do_not_fit_the_model_are_refused(given: tuple[int, ...]) ->
 
 
 def test_every_layer_is_on_one_card_and_the_rest_on_the_first() -> None:
-    split = Split("model.layers", (3, 9, 1))
+    split = LayerSplit("model.layers", (3, 9, 1))
     assert [split.card_of_layer(layer) for layer in range(13)] == [0] * 3 + [1] * 9 + [2]
     assert split.card_of("model.layers.12.mlp.up_proj.weight") == 2
     assert split.card_of("base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight") == 0
@@ -71,7 +71,7 @@ def test_every_layer_is_on_one_card_and_the_rest_on_the_first() -> None:
 
 def test_the_device_map_names_the_layers_of_other_cards_only() -> None:
     devices = [torch.device("cuda", index) for index in range(2)]
-    found = Split("model.layers", (2, 2)).device_map(devices)
+    found = LayerSplit("model.layers", (2, 2)).device_map(devices)
     assert found == {"": devices[0], "model.layers.2": devices[1], "model.layers.3": devices[1]}
 
 
@@ -123,7 +123,7 @@ def split(model: Any, *counts: int, faults: str = "") -> Iterator[SplitMover]:
     """The hooks of a split on a model, and its mover."""
     name, layers = layer_stack(model, model.config)
     spec = FaultSpec.parse(faults) if faults else None
-    with SplitMover(Split(name, counts), [CPU] * len(counts), faults=spec) as mover:
+    with SplitMover(LayerSplit(name, counts), [CPU] * len(counts), faults=spec) as mover:
         Hops(mover).install(model.base_model, layers)
         yield mover
 
@@ -302,7 +302,7 @@ def test_without_gradients_as_in_evaluation(model_of: Any) -> None:
 
 
 def test_bytes_that_change_in_host_memory_are_sent_again() -> None:
-    with SplitMover(Split("layers", (1, 1)), [CPU] * 2) as mover:
+    with SplitMover(LayerSplit("layers", (1, 1)), [CPU] * 2) as mover:
         harmed = _HarmedHost(mover, times=1)
         assert torch.equal(Crossing(harmed, source=0, target=1, name="x").forward(torch.ones(40)), torch.ones(40))
         (row,) = mover.report.incidents
@@ -332,7 +332,7 @@ class TestMover:
     """The door in front of the cards."""
 
     def test_what_belongs_to_a_layer_goes_to_its_card(self, tmp_path: Path) -> None:
-        with SplitMover(Split("layers", (1, 1)), [CPU] * 2) as mover:
+        with SplitMover(LayerSplit("layers", (1, 1)), [CPU] * 2) as mover:
             there = mover.move(torch.ones(4), name="layers.1.weight")
             home = mover.move(torch.ones(4), name="embed.weight")
             assert (mover.cards[1].provenance(there), mover.cards[0].provenance(there)) == ("transferred", None)
@@ -350,7 +350,7 @@ class TestMover:
 
     def test_the_report_adds_up_and_incidents_name_the_card(self) -> None:
         faults = FaultSpec.parse("kind=zero,tensor=layers.1*,count=1")
-        with SplitMover(Split("layers", (1, 1)), [CPU] * 2, faults=faults) as mover:
+        with SplitMover(LayerSplit("layers", (1, 1)), [CPU] * 2, faults=faults) as mover:
             for name in ("embed", "layers.0.weight", "layers.1.weight"):
                 mover.move(torch.ones(8), name=name)
             whole = mover.report.to_dict()
@@ -361,7 +361,7 @@ class TestMover:
             assert mover.fault_injection() is not None and mover.fault_injection()["injected"] == 1  # type: ignore[index]
 
     def test_batches_go_to_the_first_card(self) -> None:
-        with SplitMover(Split("layers", (1, 1)), [CPU] * 2) as mover:
+        with SplitMover(LayerSplit("layers", (1, 1)), [CPU] * 2) as mover:
             sent = mover.begin(batch())
             assert mover.is_pending(sent["labels"])
             mover.settle(sent)
@@ -377,7 +377,7 @@ def test_between_two_accelerators(model_of: Any) -> None:
     whole = model_of("qwen3").to(devices[0])
     right = step_on(whole, devices[0])
     model = model_of("qwen3")
-    placement = Split("model.layers", (2, 2))
+    placement = LayerSplit("model.layers", (2, 2))
     model.to(devices[0])
     for layer in placement.ranges[1]:
         model.model.layers[layer].to(devices[1])

@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
 from hf_rocm_tune import VerifiedSFTTrainer
-from hf_rocm_tune.cards.split import Split as SplitOverCards
+from hf_rocm_tune.cards.split import Split
 from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.models.split import Split, SplitMover, tell_of_devices
+from hf_rocm_tune.models.split import LayerSplit, SplitMover, tell_of_devices
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.request import PlanRequest
 from hf_rocm_tune.plan.ways import split_plan
@@ -81,7 +81,7 @@ class Runs:
             "disable_tqdm": True,
             "activation_checkpointing": False,
         } | options
-        with SplitMover(Split("model.layers", counts), devices, faults=faults) as mover:
+        with SplitMover(LayerSplit("model.layers", counts), devices, faults=faults) as mover:
             tell_of_devices(model, mover)
             self.trainer = VerifiedSFTTrainer(
                 model=model,
@@ -90,7 +90,7 @@ class Runs:
                 processing_class=AutoTokenizer.from_pretrained(self._path),
                 peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
                 mover=mover,
-                way=SplitOverCards(CardSettings(split=True, pipeline=pipeline)),
+                way=Split(CardSettings(split=True, pipeline=pipeline)),
                 one_pass_loss=one_pass_loss,
             )
             self.trainer.train()

@@ -20,12 +20,12 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.job.fit import _devices
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.loading import verified_loading
-from hf_rocm_tune.models.split import Split, SplitMover, device_map, without_dispatch
+from hf_rocm_tune.models.split import LayerSplit, SplitMover, device_map, without_dispatch
 from hf_rocm_tune.transfer import FaultSpec, Mover
 from tests import tiny
 
 CPU = torch.device("cpu")
-SPLIT = Split("model.layers", (1, 1))
+SPLIT = LayerSplit("model.layers", (1, 1))
 
 
 class VerifiedPlain(VerifiedTransferMixin, Trainer):
@@ -176,7 +176,7 @@ def test_as_many_cards_as_are_seen_unless_said(monkeypatch: pytest.MonkeyPatch) 
 
 
 def three_cards(faults: str = "") -> SplitMover:
-    return SplitMover(Split("layers", (2, 1, 3)), [CPU] * 3, faults=FaultSpec.parse(faults) if faults else None)
+    return SplitMover(LayerSplit("layers", (2, 1, 3)), [CPU] * 3, faults=FaultSpec.parse(faults) if faults else None)
 
 
 def parameters(dtype: torch.dtype, scale: float = 1.0) -> list[nn.Parameter]:
