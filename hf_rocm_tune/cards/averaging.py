@@ -41,8 +41,6 @@ STAGE = "buckets"
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSettings:
-    """How gradients are averaged."""
-
     way: Way = "ddp"  # by the process group; ``host``: through the host, verified in both directions
     # ``fp16`` and ``bf16`` cast wider gradients; ``powersgd`` approximates them at rank 1, for ``ddp`` only
     compression: Compression = "none"

@@ -38,7 +38,6 @@ CHECKPOINTING = (
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher's environment variables ask for FSDP."""
     return _is_on(environ, "ACCELERATE_USE_FSDP")
 
 
@@ -47,8 +46,6 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 class Fsdp(Sharded):
-    """A model sharded by FSDP2."""
-
     name: ClassVar[str] = "fsdp2"
     flag: ClassVar[str] = "FSDP2"
     excludes: ClassVar[Mapping[str, str]] = {

@@ -61,8 +61,6 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Reduction:
-    """One reduce-scatter of a unit's gradients."""
-
     name: str
     number: int  # counts the collectives of the run, the same on all ranks; for injected faults
     sent: Tensor  # copy of this rank's gradients, 1-dimensional: the concatenated parts for all ranks
@@ -96,8 +94,6 @@ class _Reduction:
 
 
 class _AllGather(DefaultAllGather):
-    """FSDP2's all-gather of one unit's weights, with a record of each call."""
-
     def __init__(self, name: str, records: list[Gather], mover: Mover, numbers: Iterator[int]) -> None:
         self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
 
@@ -114,8 +110,6 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's reduce-scatter of one unit's gradients, with a record of each call."""
-
     def __init__(self, name: str, records: list[_Reduction], mover: Mover, numbers: Iterator[int]) -> None:
         self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
 
@@ -155,7 +149,6 @@ class Gathers(AverageJudge):
         return bool(self.records)
 
     def require_averages(self) -> None:
-        """Called before gradients are clipped."""
         self._steps += 1
         made, self._made_before = self.made - self._made_before, self.made
         if made == 0:
@@ -226,7 +219,6 @@ class Traffic(Gathers):
 
     @override
     def settle(self, *, step: int) -> None:
-        """Check all collectives since the last call, and compute wrong averages again. Collective."""
         reductions, self._reductions[:] = list(self._reductions), []
         self._mover.report.count(STAGE, buckets=len(reductions))
         self.made += len(reductions)

@@ -33,8 +33,6 @@ _HEADER, _SENT, _AVERAGED = 3, 3, 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bucket:
-    """The gradients of one bucket of DistributedDataParallel."""
-
     index: int  # DistributedDataParallel's number of the bucket
     number: int  # counts the buckets of the run, the same on all ranks; for injected faults
     sent: Tensor  # the local gradients that went into the average, 1-dimensional, kept until the verdict
@@ -76,7 +74,6 @@ class Bucket:
         )
 
     def write(self, average: Tensor) -> None:
-        """Write `average`, in the layout and on the device of `sent`, into the parameters' gradients."""
         for each, piece in zip(self.parameters, average.split([each.numel() for each in self.parameters]), strict=True):
             if each.grad is not None:
                 each.grad.copy_(piece.view_as(each.grad))  # device: both are on the parameter's device
@@ -217,7 +214,6 @@ class GradientCheck(AverageJudge):
         return bool(self._pending)
 
     def describe(self) -> dict[str, Any]:
-        """For the report: how gradients were averaged, bytes moved and seconds waited, on this rank."""
         steps, averaging = max(self._backwards, 1), self._averaging
         waited = averaging.waited_s
         compressed = self.settings.compression == "powersgd"
@@ -326,7 +322,6 @@ class GradientCheck(AverageJudge):
 def watch(
     model: nn.Module, mover: Mover, earlier: GradientCheck | None, settings: SyncSettings | None = None
 ) -> GradientCheck | None:
-    """The check of a model's averages, which also computes them as the settings say."""
     settings = settings or SyncSettings()
     stock = settings.way == "ddp" and settings.compression == "none"
     wrapped = getattr(model, "_orig_mod", model)  # torch.compile wraps DistributedDataParallel
@@ -417,7 +412,6 @@ _DEVICE_SLAB = 1 << 22
 
 
 def block_elements(dtype: torch.dtype) -> int:
-    """Elements per block of gradients of this dtype: 256 for 16 bits, 4,096 for wider ones."""
     return 256 if dtype.itemsize < 4 else 4096
 
 

@@ -99,8 +99,6 @@ class _Scheduler:
 
 
 class _Flight:
-    """One micro-batch in the pipeline; see `models.split.Flight`."""
-
     def __init__(self, pipeline: Pipeline, number: int, fetchers: Sequence[Fetcher]) -> None:
         self._pipeline, self.number, self._fetchers = pipeline, number, fetchers
         self._cuts: list[tuple[Tensor, Tensor, Crossing]] = []
@@ -153,8 +151,6 @@ class _YieldOnRead(TorchFunctionMode):
 
 
 class Pipeline:
-    """Runs the micro-batches of a trainer whose model is split."""
-
     def __init__(self, hops: Hops, mover: SplitMover) -> None:
         self.mover, self._hops = mover, hops
         # Measured: with only one more than there are cards, the cards still wait for each other.

@@ -78,7 +78,6 @@ class _Trial:
 
     @property
     def reason(self) -> str:
-        """The outcome in one line."""
         (said, what), telling = self._said, self.outcomes[self.telling_rank]
         who = f"rank {self.telling_rank}" if len(self.outcomes) > 1 else ""
         if telling.result is None:
@@ -114,8 +113,6 @@ class PairTrial(_Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceTrial(_Trial):
-    """An all-reduce over all ranks, with their outcomes in order."""
-
     way: Way
 
     @property
@@ -178,7 +175,6 @@ def try_all_reduce(
 
 
 def _measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Runs in the child."""
     if sys.argv[1:] not in (["pair"], ["rank"]):
         raise UsageError(f"got {' '.join(sys.argv[1:]) or 'nothing'} to measure: give pair or rank")
     step(IMPORTING)
@@ -250,8 +246,6 @@ class PreflightFault:
 
 @dataclass(frozen=True, kw_only=True)
 class GradSyncChoice:
-    """How gradients are averaged, and why."""
-
     way: SyncWay
     reason: str  # one line
     evidence: tuple[str, ...] = ()  # one line per trial: what was tried, its outcome, its time
@@ -273,7 +267,6 @@ class Preflight:
     fault: str = ""  # the injected fault
 
     def to_dict(self) -> dict[str, Any]:
-        """For the report, as plain JSON values."""
         found = {"asked": self.asked, **vars(self.choice), "seconds": round(self.seconds, 1)}
         return found | {"fault_injection": self.fault or None}
 
@@ -344,7 +337,6 @@ def run(
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
-    """End the run if it cannot average as requested."""
     way, reason = done.choice.way, done.choice.reason
     if way == "one_card":
         raise StallError(

@@ -206,7 +206,6 @@ def _joined(parts: list[tuple[Tensor, str]], like: Tensor) -> tuple[Tensor, bool
 
 
 def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names in order, in groups of at most 64 MiB of tensors, so that the host holds no second copy of everything."""
     batch: list[str] = []
     size = 0
     for name, tensor in tensors.items():

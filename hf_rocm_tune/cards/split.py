@@ -81,13 +81,11 @@ class Split(Way):
         return (first,) if self.mover.logical else tuple(card.device for card in self.mover.cards)
 
     def _clip(self, *given: Any, **more: Any) -> Tensor:
-        """Replaces ``Accelerator.clip_grad_norm_``."""
         cards = {id(each): self.mover.split.card_of(name) for name, each in self._model.named_parameters()}
         return clip_over_cards(self.mover, cards, *given, **more)
 
     @override
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """What each card holds, and what was moved between the cards."""
         mover = self.mover
         held = [0] * len(mover.cards)
         for name, tensor in tensors_of(model):

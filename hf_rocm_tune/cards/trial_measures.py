@@ -124,7 +124,6 @@ class _Pair:
             yield self._look(words, target, nbytes, number)
 
     def staged(self, nbytes: int) -> int:
-        """The number of elements that are wrong after a copy through host memory."""
         sent = _words(nbytes, 3, self._source)
         target = _poisoned(sent.numel(), torch.float32, self._destination)
         words = f"{self._source} to {self._destination}, through the host"
@@ -231,7 +230,6 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sums_to_try(largest: int, repeats: int) -> Iterator[tuple[str, int, torch.dtype]]:
-    """Description, number of elements and dtype of each sum."""
     sizes = [size for size in (4, 4 << 10, (1 << 20) + 4, 25 << 20, 64 << 20) if size <= largest]
     yield f"cold, {sizes[-1]:,} bytes of float32", sizes[-1] // 4, torch.float32
     for size in sizes:

@@ -75,7 +75,6 @@ class Way:
 
     @classmethod
     def wanted(cls, settings: CardSettings) -> bool:
-        """Whether these settings ask for this way."""
         return True
 
     def refuse(
@@ -94,7 +93,6 @@ class Way:
 
     @contextmanager
     def configured(self, args: TrainingArguments) -> Iterator[None]:
-        """The block creates the accelerator."""
         yield
 
     def attach(self, accelerator: Any, mover: Mover) -> None:
@@ -120,7 +118,6 @@ class Way:
         """An optimizer step begins with these micro-batches."""
 
     def stepping(self, stock: Stock) -> Stock:
-        """What runs a whole micro-batch."""
         return stock
 
     def collect(self) -> None:
@@ -137,7 +134,6 @@ class Way:
         return False
 
     def devices(self, first: torch.device) -> tuple[torch.device, ...]:
-        """The devices of the model; ``first`` is the trainer's."""
         return (first,)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:

@@ -19,7 +19,6 @@ WAYS: tuple[type[Way], ...] = (TensorParallel, Split, Fsdp, Host, Ddp, Way)
 
 
 def choose(settings: CardSettings) -> Way:
-    """The way that these settings ask for."""
     return next(way for way in WAYS if way.wanted(settings))(settings)
 
 

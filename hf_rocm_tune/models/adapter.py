@@ -80,7 +80,6 @@ def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str
 
 
 def adaptable(model: nn.Module) -> list[str]:
-    """Last name parts of the linear layers of a model that LoRA can adapt, most frequent first."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     counts: Counter[str] = Counter()
     for name, module in model.named_modules():
@@ -162,8 +161,6 @@ def _cast_unless_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRates:
-    """Learning rates other than ``--learning_rate``."""
-
     lora_b: float | None = None  # of B, over ``--learning_rate`` (LoRA+, https://arxiv.org/abs/2402.12354)
     embeddings: float | None = None  # of fully trained embeddings and output head, absolute
 

@@ -46,13 +46,11 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a configuration describes a mixture of experts."""
     text = config.get_text_config()
     return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def weights_of(experts: nn.Module) -> list[str]:
-    """The names of the weights of all experts of a layer, packed ones too; not their biases."""
     return [name for name, each in experts.named_parameters(recurse=False) if _is_weight(each)]
 
 
@@ -68,7 +66,6 @@ def routers_of(model: nn.Module) -> list[str]:
 
 
 def is_expert_weight(model: nn.Module, name: str) -> bool:
-    """Whether a parameter's full name is that of the weights of a layer's experts."""
     path, _, key = name.rpartition(".")
     owner = model.get_submodule(path)
     return _holds_experts(owner) and key in weights_of(owner)
@@ -186,7 +183,6 @@ def _rows_of_each(by_expert: Tensor, experts: int) -> list[int]:
 
 
 def _linear(experts: Any, name: str, rows: Tensor, sizes: Sequence[int], by_expert: Tensor) -> Tensor:
-    """Each row (S, inputs), sorted by expert, times its expert's weights of this name, with bias and adapters."""
     weight = getattr(experts, name)
     state, transposed = weight.quant_state, experts.is_transposed
     rows = rows.to(state.dtype)

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Which model to load, and how."""
-
     name: str  # Hub id or local directory
     revision: str = "main"  # branch, tag or commit of a Hub id
     trust_remote_code: bool = False

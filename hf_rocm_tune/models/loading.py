@@ -186,7 +186,6 @@ def _keep_mxfp4(mover: Mover) -> Callable[..., Any]:
 
 
 def _refuse_other_shapes(mismatched: Iterable[tuple[str, Any, Any]], *, ignored: bool) -> None:
-    """Raises one line in place of transformers' later RuntimeError and table."""
     rows = sorted(mismatched)
     if ignored or not rows:
         return

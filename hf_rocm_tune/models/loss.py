@@ -42,7 +42,6 @@ _WANTED: ContextVar[bool] = ContextVar("one_pass_loss", default=False)
 
 
 def is_known() -> bool:
-    """Whether TRL's fused head is the one that we know."""
     stock = {name: getattr(upstream_head.ChunkedLogProbFunction, name) for name in _PLACES}
     same = all(tuple(inspect.signature(stock[name]).parameters) == _PLACES[name] for name in _PLACES)
     return same and all(hasattr(upstream_head, name) for name in _HELPERS)

@@ -48,8 +48,6 @@ IN_PLACE = "digested where it lies: on this device nothing crosses"
 
 @dataclass(frozen=True)
 class Read:
-    """A host tensor as it was read."""
-
     digest: Digest  # of its storage
     file: str | None = None  # whose mapped bytes it shares; None: it has memory of its own
     name: str = ""  # in the file
@@ -110,7 +108,6 @@ class Coverage:
         return f"Coverage({self._share} of {self.device_bytes:,} bytes verified{rest})"
 
     def told(self) -> str:
-        """The share, and what is not verified, for a message."""
         by_reason: dict[str, list[str]] = {}
         for row in self.unverified:
             by_reason.setdefault(row["reason"], []).append(row["tensor"])
@@ -169,7 +166,6 @@ def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
 
 
 def release_memory() -> None:
-    """Frees the memory of unreferenced models before another one is loaded."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -258,7 +254,6 @@ def file_name(name: str) -> str:
 
 
 def coverage(model: nn.Module, mover: Mover) -> Coverage:
-    """How much of the model was verified."""
     verified = total = 0
     unverified: list[dict[str, str]] = []
     verified_by: Counter[str] = Counter()
@@ -276,7 +271,6 @@ def coverage(model: nn.Module, mover: Mover) -> Coverage:
 
 
 def _landings_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The landings of a model's streamed layers, each once, whole."""
     found = {name: tensor for _, tensor in _named(model) if (name := LANDINGS.get(tensor)) is not None}
     return ((name, storage_bytes(tensor)) for name, tensor in found.items())
 

@@ -34,7 +34,6 @@ class ProductChoice:
     rates: dict[str, float]
 
     def describe(self) -> str:
-        """One line for the user."""
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items())
         chosen = f"{ROUNDED} in the one-pass loss, else {self.library}" if self.rounded else self.library
         return f"products of the loss gradient: {chosen} (TFLOP/s: {rates})"
@@ -55,7 +54,6 @@ def choose(device: torch.device) -> ProductChoice | None:
 
 
 def measure(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of each way that runs on `device`; waits for it."""
     rates: dict[str, float] = {}
     for shape in _SHAPES:
         tokens, words, width = shape

@@ -42,7 +42,6 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers that support recomputation, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -57,7 +56,6 @@ def recompute(model: nn.Module, counts: tuple[int, int]) -> None:
 
 
 def check(counts: tuple[int, int], layers: int) -> None:
-    """Refuses more layers than the model has."""
     if sum(counts) > layers:
         raise UsageError(
             f"{FLAG} {counts[0]},{counts[1]} needs {sum(counts)} layers, and this model can recompute {layers}"
@@ -68,7 +66,6 @@ def check(counts: tuple[int, int], layers: int) -> None:
 
 
 def contexts() -> tuple[Any, Any]:
-    """Context managers for ``checkpoint(context_fn=)``: around a layer's forward and around its recomputation."""
     return create_selective_checkpoint_contexts(_is_kept)
 
 
@@ -80,7 +77,6 @@ def _is_kept(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 @cache
 def _costly() -> dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], bool]]:
-    """By operator, whether a call's result is kept."""
     aten = torch.ops.aten
     found: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {}
     for position, ops in enumerate(((aten.mm, aten.bmm, aten._grouped_mm), (aten.addmm, aten.baddbmm))):

@@ -238,7 +238,6 @@ def _hidden(model: nn.Module) -> Iterator[None]:
 
 
 def _told(mine: dict[str, str]) -> list[dict[str, str]]:
-    """What each rank says. Collective, over gloo."""
     group = host_group()
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)

@@ -36,7 +36,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def fsdp_modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
-    """Names and modules that FSDP2 gathers as units; none if the model is not sharded."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
@@ -47,7 +46,6 @@ def reshard(model: nn.Module) -> None:
 
 
 def rows_of(rank: int, ranks: int, rows: int) -> tuple[int, int]:
-    """First row of a rank's shard, and the row after its last."""
     size = -(-rows // ranks)
     return min(rank * size, rows), min((rank + 1) * size, rows)
 
@@ -59,7 +57,6 @@ def cut_of(tensor: DTensor) -> int | None:
 
 
 def own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a plain tensor that is sharded like ``like``, as a view."""
     return part_of(whole, cut_of(like), like.device_mesh)
 
 
@@ -72,7 +69,6 @@ def part_of(whole: Tensor, dim: int | None, mesh: DeviceMesh) -> Tensor:
 
 
 def as_shard(part: Tensor, like: DTensor) -> DTensor:
-    """The DTensor of a rank's shard, laid out like ``like``. Nothing is communicated."""
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -41,8 +41,6 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Which layer is on which card."""
-
     stack: str  # name of the list of layers
     counts: tuple[int, ...]  # of layers on each card
 
@@ -244,8 +242,6 @@ class Flight(Protocol):
 
 
 class _Pass(threading.local):
-    """A forward pass; each thread has its own."""
-
     def __init__(self) -> None:
         # The first of the two is held, so that no other tensor gets its identity meanwhile.
         self.carried: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -320,7 +316,6 @@ class Hops:
         return next((card for card, mover in enumerate(self._mover.cards) if mover.serves(tensor.device)), None)
 
     def _all_to(self, card: int, tree: Any, named: Sequence[tuple[str, Any]], place: int) -> Any:
-        """The same structure with every tensor on that card."""
         names = {id(tensor): path for name, part in named for path, tensor in named_tensors(part, name)}
         flight = self._pass.flight
         found: dict[int, Tensor] = {}  # by identity: the tensors that have to be carried
@@ -349,8 +344,6 @@ class Hops:
 
 
 class Crossing:
-    """From one card to another, and back for gradients."""
-
     def __init__(self, mover: SplitMover, *, source: int, target: int, name: str) -> None:
         self._mover, self.source, self.target, self._name = mover, source, target, name
 

@@ -33,8 +33,6 @@ def spread(count: int, layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Streamed:
-    """Which layers are streamed."""
-
     stack: str  # name of the list of layers in the model
     layers: tuple[int, ...]  # their numbers, ascending
     from_files: bool = True  # their weights are used as they are in the files, and need not be quantised on the card

@@ -47,7 +47,6 @@ def is_streamed(name: str, tensor: Tensor) -> bool:
 
 
 def streamer_of(model: nn.Module) -> Streamer | None:
-    """The streamer of a model; None where nothing is streamed."""
     found = (getattr(module, _ATTRIBUTE, None) for module in model.modules())
     return next((each for each in found if each is not None), None)
 
@@ -148,7 +147,6 @@ class Streamer:
         self._enter(at)
 
     def _after_forward(self, at: int, module: nn.Module, arguments: Any, output: Any) -> Any:
-        """The layer's backward begins with the gradient of its output."""
         if torch.is_grad_enabled() and not _in_backward():
             for tensor in tree_tensors(output):
                 if tensor.requires_grad:
@@ -241,7 +239,6 @@ class Streamer:
             landing.check()
 
     def describe(self) -> dict[str, Any]:
-        """For the report."""
         return {
             "layers": list(self.layers),
             "host_bytes": dict(self.host_bytes),
@@ -262,7 +259,6 @@ def _by_card(layers: Sequence[int], mover: Mover) -> Iterator[tuple[Mover, list[
 
 
 def leave_device(model: nn.Module, name: str, mover: Mover) -> None:
-    """Brings what will be streamed of one weight, packed data and scales, to the host."""
     path, _, key = name.rpartition(".")
     owner = model.get_submodule(path)
     moved: dict[int, Tensor] = {}  # 8-bit data has two names

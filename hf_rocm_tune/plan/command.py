@@ -83,8 +83,6 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of ``--dataset``; without it, none."""
-
     lengths: list[int]  # tokens of each after cutting; of a pair, of its longer half
     summary: dict[str, Any]  # see `data.summary.DataSummary`
 
@@ -245,7 +243,6 @@ def _largest(request: PlanRequest, card: CardMemory) -> list[dict[str, Any]]:
 
 
 def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
-    """The lines of a plan: whether it fits, the command, what else fits; ``verbose``: all parts."""
     card, choice, request = found["card"], found["choice"], found["request"]
     of = f"{_gib(found['total'])} of {_gib(card['usable'])} GiB"
     verdict = f"FITS: {of}{' (tight)' if found['tight'] else ''}"
@@ -439,7 +436,6 @@ def command(request: PlanRequest, option: Estimate, dataset: str = _NO_DATA, fla
 
 
 def _settings(request: PlanRequest, method: str, case: Case) -> dict[str, Any]:
-    """The settings of a choice by flag of ``hf-rocm-tune sft``; None: not set."""
     targets = [request.targets] if isinstance(request.targets, str) else [*request.targets]
     found = {
         "model_name_or_path": request.model,

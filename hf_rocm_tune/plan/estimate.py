@@ -53,8 +53,6 @@ WORK = ("flops", "written", "launches", "products", "unpacked")
 
 @dataclass(kw_only=True)
 class TapeSegment:
-    """A part of a step."""
-
     role: str  # of `ROLES`: ``start``: embeddings and masks; ``head``: last norm, head, loss; ``loss``: their backward
     layer: int = -1  # position among the recorded layers; -1: none
     flops: int = 0  # floating point operations of its matrix products
@@ -98,14 +96,12 @@ class StepRecording:
 
     @property
     def trained_layers(self) -> int:
-        """How many recorded layers have a backward pass."""
         return sum(role == "backward" for role, _ in self._stretches)
 
     def has(self, role: str) -> bool:
         return any(role == own for own, _ in self._stretches)
 
     def of_layers(self, role: str, accumulating: bool) -> Floats:
-        """`level` of each recorded layer: (layers, 3)."""
         asked = role, accumulating
         if asked not in self._levels:
             ones = np.ones(self.layers + 1)
@@ -231,8 +227,6 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedTensor:
-    """Trained tensors of one size."""
-
     elements: int  # of one tensor
     itemsize: int  # bytes of an element, and of an element of its gradient
     count: int = 1
@@ -271,7 +265,6 @@ class Optimizer:
         return self.states * sum(one(tensor) * tensor.count for tensor in trained)
 
     def taken(self, trained: Sequence[TrainedTensor]) -> float:
-        """Bytes of temporary memory of a step on the card."""
         largest = max((tensor.elements * tensor.itemsize for tensor in trained), default=0)
         floats = max((4 * tensor.elements for tensor in trained), default=0)
         of_one = self.copies_of_one * largest + self.floats_of_one * floats
@@ -328,8 +321,6 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Totals of a model as it is trained."""
-
     parts: Mapping[str, int]  # bytes by part
     trained: tuple[TrainedTensor, ...]  # the tensors that have gradients
     parameters: int  # of the model without adapters, before quantisation
@@ -436,8 +427,6 @@ class CardMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to run a step."""
-
     micro_batch: int  # sequences on one card at a time
     length: int  # tokens of a sequence
     checkpointing: bool  # activations are recomputed
@@ -460,19 +449,16 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and tokens of the tensors on the card."""
         rows = self.micro_batch * (2 if self.trainer == "dpo" else 1)  # chosen and rejected
         return (1, rows * self.length) if self.packing else (rows, self.length)
 
     @property
     def evaluated(self) -> Case:
-        """The evaluation's forward pass."""
         size = self.eval_batch or 1
         return replace(self, micro_batch=size, checkpointing=False, recompute=None, evaluation=True)
 
 
 def describe(of: Any) -> str:
-    """The settings of a `Case`, or of the choice that a run recorded, as text."""
     on = "on" if of.checkpointing else "off"
     if of.recompute is not None:
         on = "of {} layers whole and of {} but for products and attention".format(*of.recompute)
@@ -482,8 +468,6 @@ def describe(of: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A model and a method."""
-
     name: str  # ``lora``, ``qlora`` or ``full``
     weights: Weights
     trace: Callable[[Case], Step]  # the recorded step of a case
@@ -518,7 +502,6 @@ class Estimate:
 
 
 def missing(option: Estimate) -> str:
-    """How much memory is missing, and where, of an option that does not fit."""
     of_card = f"{-option.spare / GIB:.1f} GiB are missing on the card" if option.spare < 0 else ""
     of_host = f"{option.host_missing / GIB:.1f} GiB of host memory for streamed weights" if option.host_missing else ""
     return f"{of_card} and {of_host}" if of_card and of_host else of_card or f"{of_host} are missing"
@@ -602,7 +585,6 @@ def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[s
 
 
 def micro_batches(each: int) -> tuple[int, ...]:
-    """The divisors of ``each``, the sequences of one optimizer step on a card, from 1 up."""
     return tuple(size for size in range(1, each + 1) if each % size == 0)
 
 

@@ -92,7 +92,6 @@ class Recordings:
         )
 
     def part(self, start: int, stop: int) -> Variant:
-        """The part of one card: some of the layers, and on the first card everything outside the layers."""
         weights = (each for each in self.sample.weights() if start == 0 or each.layer >= 0)
         return replace(
             self.variant,
@@ -126,7 +125,6 @@ class Recordings:
         return ("whole",)
 
     def __call__(self, case: Case) -> Step:
-        """The step of a case, or its evaluation's pass."""
         layer_of = self.sample.layer_of
         if case.recompute is None:
             return Step(((self._recording(case), layer_of),))
@@ -188,7 +186,6 @@ class Plan:
 
     @cached_property
     def nearest(self) -> Estimate:
-        """The choice, or if nothing fits the case that needs least."""
         return self.choice or min(self.grid, key=lambda each: each.total)
 
     def with_evaluation(self, found: Estimate) -> Estimate:
@@ -330,7 +327,6 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest) -> l
 
 
 def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Estimate:
-    """The case with so many layers streamed, or with as few as let it fit with the card's margin."""
     layers = len(variant.weights.streams)
 
     def at(streamed: int) -> Estimate:

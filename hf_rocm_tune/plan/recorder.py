@@ -150,8 +150,6 @@ def _untrained(sample: Sample, recorder: Recorder, *, reference: bool) -> Iterat
 
 
 def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> list[Any]:
-    """Start a segment at each layer's boundary, forward and backward."""
-
     def before(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.segment("forward", layer)
         hidden = args[0] if args else kwargs.get("hidden_states")
@@ -256,7 +254,6 @@ class Recorder(TorchDispatchMode):
         return out
 
     def count_products(self, number: int, rows: int, inner: int, columns: int, tiles: int) -> None:
-        """Count products of (rows, inner) with (inner, columns) that are computed tile by tile in place."""
         segment = self._tape.segments[-1]
         segment.flops += number * 2 * rows * inner * columns
         segment.products += number * tiles
@@ -491,8 +488,6 @@ def _autocast_device(platform: str) -> str:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Product of rows (S, K), grouped by expert, with the experts' weights (E, K, N)."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
         """(S, N): each row has one expert, so a product with one has the same number of operations."""
@@ -569,7 +564,6 @@ class FusedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Gradients are accumulated in float32, then cast."""
         if ctx.one_pass:
             (gradient,) = ctx.saved_tensors
             return (*[None] * 5, (gradient * grad.unsqueeze(-1)).to(ctx.dtype))
@@ -587,7 +581,6 @@ def _computed_in(hidden: Tensor, kernels: str) -> torch.dtype:
 
 
 def _project(ctx: Any, hidden: Tensor, weight: Tensor, *, products: int, copies: int, width: int = TILE_WIDTH) -> None:
-    """The tiles of logits, one at a time, ``width`` words wide, and their products."""
     (tokens, inner), vocabulary, dtype = hidden.shape, weight.shape[0], _computed_in(hidden, ctx.kernels)
     most = min(tokens, PLAIN_TOKENS if ctx.kernels == "plain" else TILE_TOKENS)
     rows, columns = max(1, most * TILE_WIDTH // max(width, TILE_WIDTH)), min(vocabulary, width)

@@ -103,16 +103,13 @@ class PlanRequest:
 
     @property
     def each(self) -> int:
-        """Sequences of one optimizer step on one card."""
         return self.effective_batch // max(self.cards, 1)
 
     def dtype_of(self, method: str) -> str:
-        """The dtype of weights that are not quantised."""
         return self.dtype or ("float32" if method == "full" else "bfloat16")
 
 
 def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
-    """Module names as a tuple; ``all-linear`` or a regular expression as a string."""
     alone = len(words) == 1 and not re.fullmatch(r"[\w.]+", words[0])
     return words[0] if alone else tuple(words)
 
@@ -241,7 +238,6 @@ class TooManyOperations(UsageError):
 
 
 def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:
-    """Reads a model's configuration from a directory or the Hub, without weights."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -315,7 +311,6 @@ def _hub_answers(patience: float = 3.0) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences warnings and logs of libraries in the block."""
     import transformers  # sets its level when it is imported  # noqa: F401
 
     loggers = [logging.getLogger(name) for name in ("transformers", "bitsandbytes")]

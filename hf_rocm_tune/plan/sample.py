@@ -31,8 +31,6 @@ from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PlanRequest, text_config
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A model with few layers, ready to be recorded."""
-
     model: nn.Module  # on the meta device; a PEFT model where there are adapters
     base: Any  # the causal language model itself
     layers: nn.ModuleList  # its recorded layers, in order
@@ -178,7 +176,6 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
 
 
 def _layer_counts(text: Any) -> dict[str, int]:
-    """The number of layers in a configuration, by name of the setting."""
     names = ("num_hidden_layers", "decoder_layers", "num_layers")
     counts = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in names}
     return {key: count if isinstance(count, int) else 0 for key, count in counts.items()}
@@ -248,7 +245,6 @@ def _derived_lists(text: Any, count: int) -> dict[str, Any]:
 
 
 def _kind(layer: nn.Module, settings: list[str]) -> tuple[object, ...]:
-    """Layers of the same kind take the same memory."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     names = tuple(type(module).__name__ for module in layer.modules())
     return shapes, names, tuple(settings)
@@ -350,7 +346,6 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
 
 
 def _pack_mxfp4(base: Any, dtype: torch.dtype) -> None:
-    """Packs the experts as they are in the files of such a checkpoint, in place."""
     for _, experts in experts_of(base):
         for name in weights_of(experts):
             count, inputs, outputs = getattr(experts, name).shape

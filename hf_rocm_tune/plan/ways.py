@@ -103,7 +103,6 @@ def split_plan(
 def over_cards(
     whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None, flights: int = 1
 ) -> SplitPlan:
-    """`split_plan` from the plan for one card."""
     if counts is not None:
         from hf_rocm_tune.models.split import counts_for
 
@@ -134,7 +133,6 @@ def over_cards(
 
 
 def _ranges(counts: Counts) -> list[tuple[int, int]]:
-    """The first layer of each card, and the one after its last."""
     return [(sum(counts[:card]), sum(counts[: card + 1])) for card in range(len(counts))]
 
 
@@ -171,8 +169,6 @@ def best_cut(plan: Callable[[Counts], SplitPlan], counts: Counts) -> SplitPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class CardsWay:
-    """One way to use the cards."""
-
     name: str  # ``ddp``, ``host``, ``fsdp2``, ``split``, ``pipeline`` or ``tensor``
     option: Estimate  # the fastest case that fits, else the least: memory of the fullest card, speed of all cards
     longest: int | None  # tokens, with micro-batch 1 and checkpointing; None: none fits, or unknown
@@ -208,7 +204,6 @@ def best_of(found: Iterable[CardsWay]) -> CardsWay | None:
 
 
 def sentence(plan: Plan, best: CardsWay) -> str:
-    """The recommended way, and the reason."""
     method, crossing = best.option.variant, f"{best.crossing / GIB:.2f} GiB cross in a step"
     if best.name in ("ddp", "host"):
         return (
@@ -378,7 +373,6 @@ def _together(plan: Plan) -> list[CardsWay]:
     wide = 4 if plan.request.dtype_of("lora") == "float32" else 2
 
     def crossing(option: Estimate) -> float:
-        """Bytes that each card sends in a step."""
         return float(plan.request.effective_batch * option.case.length * wide * sent[option.case.checkpointing])
 
     def at(case: Case) -> Estimate:

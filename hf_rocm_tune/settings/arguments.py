@@ -136,7 +136,6 @@ class TuneArguments:
 
     @property
     def recompute(self) -> tuple[int, int] | None:
-        """``recompute_layers`` as numbers."""
         return None if self.recompute_layers is None else recompute.parse(self.recompute_layers)
 
     @property
@@ -198,8 +197,6 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """A job's settings, complete and checked."""
-
     # script, training, model, mixture: TRL's own objects, as ``trl sft`` builds them
     method: Method
     script: ScriptArguments
@@ -214,11 +211,9 @@ class Arguments:
 
     @property
     def grad_sync(self) -> SyncSettings:
-        """How gradients are averaged: as the user set it, else by the preflight."""
         return self.ranks.sync(self.preflight.choice.way if self.preflight else None)
 
     def way(self) -> Way:
-        """A new object for the way of training over cards."""
         return choose(
             CardSettings(
                 world_size=self.training.world_size,
@@ -341,7 +336,6 @@ def help_all(method: Method) -> str:
 
 
 def build_parser(method: Method = "sft") -> _Parser:
-    """The parser of all flags: ours first in its help, then TRL's."""
     flags = _flags(method)
     parser = _Parser(
         flags.types,
@@ -366,12 +360,9 @@ def build_parser(method: Method = "sft") -> _Parser:
 
 
 class _Parser(HfArgumentParser):
-    """TRL's parser, with errors as ``UsageError``."""
-
     method: Method
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse: its message with one spelling of the flag."""
         if message.startswith("argument "):
             option, _, complaint = message.removeprefix("argument ").partition(": ")
             message = f"{option.split('/')[0]}: {complaint}"
@@ -383,8 +374,6 @@ _UNSET = object()
 
 
 class _Flags(NamedTuple):
-    """The flags of one method."""
-
     types: tuple[Any, ...]  # ours, then TRL's: script arguments, configuration, model, mixture
     owners: Mapping[str, type]
     defaults: Mapping[str, Any]  # TRL's
@@ -412,7 +401,6 @@ def _flags(method: Method) -> _Flags:
 
 
 def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
-    """What the command line sets, by name."""
     # argparse fills in a default only where the namespace has no value: what is still _UNSET was not given.
     owners = _flags(parser.method).owners
     empty = argparse.Namespace(**dict.fromkeys(owners, _UNSET), config=None)
@@ -426,7 +414,6 @@ def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_recipe_values(parser: _Parser, recipe: names.RecipeFile) -> dict[str, Any]:
-    """What a recipe sets, by name, in the types of the flags."""
     values, faults = {}, []
     for key, name in names.canonical_keys(recipe).items():
         try:
@@ -476,7 +463,6 @@ def _members(hint: Any) -> set[Any]:
 
 
 def _plain(value: object) -> object:
-    """A setting as a JSON value."""
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -499,7 +485,6 @@ _BATCHES_OF_GRPO = frozenset(
 def differences(
     given: Mapping[str, Any], *, method: Method = "sft", accelerator: bool, bf16_supported: bool
 ) -> tuple[Difference, ...]:
-    """Our defaults that differ from TRL's, for flags that were not given."""
     theirs = {**_flags(method).defaults, "bf16": not given.get("fp16", False)}  # an unset bf16 becomes that
     lora, nf4, fp16 = given.get("use_peft", True), bool(given.get("load_in_4bit")), given.get("fp16", False)
     half = lora and bf16_supported and not fp16
@@ -556,7 +541,6 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
-    """Check bounds and combinations of the given flags."""
     faults = early.out_of_range(given)
     if not given.get("model_name_or_path"):
         faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")

@@ -63,7 +63,6 @@ class Verb:
 
     @property
     def trainer(self) -> str:
-        """TRL's class of trainer."""
         return self.config.replace("Config", "Trainer")
 
 
@@ -110,7 +109,7 @@ def check(verb: Method, argv: Sequence[str]) -> None:
         if wrong := [key for key, name in keys.items() if name not in known]:
             raise UsageError(f"recipe {recipe.path}: {'; '.join(unknown(key, known, dashes='') for key in wrong)}")
         values = {name: recipe.values[key] for key, name in keys.items()} | values
-    early.check(verb, values)
+    early.check(values)
 
 
 def recipe_of(argv: Sequence[str]) -> tuple[RecipeFile | None, list[str]]:
@@ -120,7 +119,6 @@ def recipe_of(argv: Sequence[str]) -> tuple[RecipeFile | None, list[str]]:
 
 
 def _typed(argv: Sequence[str]) -> tuple[RecipeFile | None, dict[str, Any]]:
-    """The recipe of a command line, and its flags with the first value of each."""
     recipe, rest = recipe_of(argv)
     given: dict[str, Any] = {}
     last = ""
@@ -139,8 +137,6 @@ def bare(argument: str) -> str:
 
 
 def canonical(argv: Sequence[str]) -> list[str]:
-    """A command line with aliases replaced by their flags."""
-
     def renamed(argument: str) -> str:
         full = ALIASES.get(bare(argument)) if argument.startswith("--") else None
         return argument if full is None else "--" + full + "".join(argument.partition("=")[1:])
@@ -160,7 +156,6 @@ def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
 
 
 def unknown(name: str, names: Mapping[str, Any], *, dashes: str) -> str:
-    """The message for an unknown name, with the nearest known one."""
     what = "flag" if dashes else "key"
     if bare(name) in launcher_flags() or bare(name) == bare(CONFIG_FLAG):
         return f"{what} {name} belongs to the launcher; give it on the command line of `hf-rocm-tune sft`"
@@ -293,7 +288,6 @@ _BASES = {"_BaseConfig": "trl.trainer.base_config", "TrainingArguments": "transf
 
 
 def _fields(module: str, name: str) -> dict[str, Any]:
-    """The fields of a dataclass with their defaults, those of its bases first."""
     owner = next((each for each in _body(module) if isinstance(each, ast.ClassDef) and each.name == name), None)
     if owner is None:
         raise LookupError(name)
@@ -339,8 +333,6 @@ def _body(module: str) -> list[ast.stmt]:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
-    """A recipe file."""
-
     path: Path
     values: Mapping[str, Any]  # YAML values by name, not yet checked
     env: Mapping[str, str]  # environment variables that `variables` knows
@@ -426,7 +418,6 @@ class _NoDuplicates(yaml.SafeLoader):
 
 
 def asks_for_split(argv: Sequence[str]) -> bool:
-    """Whether a command line or its recipe splits a model."""
     recipe, typed = _typed(argv)
     return any(bare(name) == "split_layers" for name in [*typed, *(recipe.values if recipe else ())])
 
