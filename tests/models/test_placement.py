@@ -189,16 +189,6 @@ def test_damaged_files_are_a_reason_not_an_error(model_of: Any, mover: Any, tmp_
     assert none_attested(model, mover)
 
 
-def test_a_file_that_our_check_passes_and_safetensors_refuses_is_a_reason(
-    model_of: Any, mover: Any, tmp_path: Path
-) -> None:
-    copy = Path(shutil.copytree(model_of("llama3"), tmp_path / "copy"))
-    model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.bfloat16)
-    header = b'{"a":{"dtype":"nonsense","shape":[1],"data_offsets":[0,4]}}'
-    (copy / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
-    assert none_attested(model, mover)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_and_fused_weights_are_not_attested(model_of: Any, mover: Any, quantisation: Any, bits: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_of("llama3"), quantization_config=quantisation(bits))

@@ -14,7 +14,7 @@ import pytest
 from hf_rocm_tune import cli
 from hf_rocm_tune.plan import command
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
-from hf_rocm_tune.plan.request import PUBLIC_MODELS, PlanRequest, from_training, public_model
+from hf_rocm_tune.plan.request import PlanRequest, from_training, public_model
 from hf_rocm_tune.settings import arguments
 from tests import tiny
 
@@ -118,43 +118,6 @@ def test_preferences_are_planned_with_their_second_pass(trainer: str, small: Pat
     assert code == 2 and "are for sft" in err
 
 
-def test_the_values_of_the_json_add_up(small: Path, run: Any) -> None:
-    code, out, _ = run("--model", str(small), "--seq", "512", "--method", "lora", "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["fits"]
-    assert sum(found["choice"]["parts"].values()) == pytest.approx(found["choice"]["total"])
-    assert {row["method"] for row in found["grid"]} == {"lora"}
-
-
-def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(small: Path, run: Any) -> None:
-    words = ("--model", str(small), "--seq", "64", "--effective_batch", "1", "--method", "lora", "--desktop_gib", "3")
-    total = json.loads(run(*words, "--vram", "20", "--json")[1])["choice"]["total"] / GIB
-    for spare, tight in ((0.6, True), (0.8, False)):
-        vram = f"{(total + spare) / (19.9 / 20):.3f}"
-        first = run(*words, "--vram", vram, "--no-checkpointing")[1].splitlines()[0]
-        assert first.startswith("FITS: ") and (" GiB (tight): " in first) == tight
-
-
-def test_full_logits_are_named_with_their_bytes(small: Path, run: Any) -> None:
-    """Logits in bfloat16, as float32, and their gradient: 10 bytes for each token and entry of the vocabulary."""
-    words = ("--model", str(small), "--seq", "1024", "--effective_batch", "2", "--method", "lora", "--micro_batch", "2")
-    assert json.loads(run(*words, "--json")[1])["full_logits"] == 2 * 1024 * 128256 * 10
-    assert "full logits would take 2.4 GiB more at the loss" in run(*words, "-v")[1]
-
-
-def test_a_choice_can_be_fixed(small: Path, run: Any) -> None:
-    words = ("--model", str(small), "--seq", "256", "--effective_batch", "8", "--method", "lora")
-    code, out, _ = run(*words, "--micro_batch", "2", "--checkpointing", "--json")
-    rows = json.loads(out)["grid"]
-    assert code == 0
-    assert {(row["micro_batch"], row["accumulation"], row["checkpointing"]) for row in rows} == {(2, 4, True)}
-    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 4" in json.loads(out)["command"]
-    code, out, err = run(*words, "--micro_batch", "3")
-    assert (code, out) == (2, "")
-    assert "--batch_size 3 does not divide the 8 sequences of a card" in err
-
-
 def test_hours_follow_from_rows_and_carry_their_uncertainty(small: Path, run: Any) -> None:
     words = ("--model", str(small), "--seq", "256", "--effective_batch", "8", "--method", "lora", "--gpu", "rx7900xt")
     found = json.loads(run(*words, "--rows", "100000", "--json")[1])["speed"]
@@ -190,20 +153,6 @@ def test_rows_of_a_dataset_give_length_padding_and_hours(
     code, out, err = run(*words, "--dataset", str(tmp_path / "nowhere.jsonl"))
     assert (code, out, err.count("\n")) == (2, "", 1) and "nowhere.jsonl" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == [model.name, "rows.jsonl"]
-
-
-@pytest.mark.long
-def test_the_largest_models_are_what_their_own_plans_say(run: Any) -> None:
-    words = ("--gpu", "rx7900xt", "--desktop_gib", "1", "--seq", "1024")
-    rows = json.loads(run("--largest", *words, "--json")[1])["largest"]
-    assert [row["method"] for row in rows] == ["lora"] * 3 + ["qlora"] * 3
-    size = {model.name: model.billions for model in PUBLIC_MODELS}
-    assert size[rows[0]["model"]] < size[rows[3]["model"]], "four bits take less"
-    more = ("--method", "qlora", "--effective_batch", "16", "--micro_batch", "1", "--checkpointing")
-    found = json.loads(run("--model", rows[3]["model"], *words, *more, "--json")[1])
-    assert rows[3]["total"] == pytest.approx(found["total"], rel=0.01)
-    assert rows[3]["longest"] == found["longest"]["qlora"] >= 1024
-    assert all(row["model"] in run("--largest", *words)[1] for row in rows)
 
 
 def test_four_bits_are_never_rated_faster_than_published_runs_were(small: Path, run: Any) -> None:
@@ -483,15 +432,3 @@ def test_a_way_that_fits_decides_verdict_command_and_code(changed: Any, run: Any
     assert way[found["way"]]["flags"] in found["command"]
     assert way["ddp"]["longest"] is None and way["split"]["longest"] >= 512
     assert run(*words)[1].startswith("FITS: ")
-
-
-def test_four_cards_are_four_processes_and_the_reason_is_what_the_table_shows(small: Path, run: Any) -> None:
-    words = ("--model", str(small), "--seq", "512", "--method", "lora", "--vram", "2.6", "--desktop_gib", "0")
-    found = json.loads(run(*words, "--cards", "4", "--json")[1])
-    way, four = ways_of(found), "--accelerate_config dual_rx7900xt --num_processes 4"
-    flags = way[found["way"]]["flags"]
-    assert (
-        found["command"].startswith(f"hf-rocm-tune sft {flags} --model_name_or_path") and "--num_processes 4" in flags
-    )
-    assert way["ddp"]["flags"] == four and way["fsdp2"]["flags"] == four.replace("xt ", "xt_fsdp2 ")
-    assert way["ddp"]["fits"] and found["advice"].startswith(f"{found['way']}: lora ")

@@ -120,23 +120,6 @@ def test_the_cut_is_the_one_that_leaves_the_fullest_card_most(cards: int) -> Non
         assert found.least_spare >= best - 0.35 * (cards - 2)  # with two cards the best; else near it
 
 
-def test_more_memory_on_a_card_takes_more_layers(planned: Planned) -> None:
-    even, uneven = planned(1300, 1300), planned(1300, 2000)
-    assert uneven.counts[1] > even.counts[1]
-    assert even.fits and uneven.least_spare > even.least_spare
-
-
-def test_layers_of_a_card_change_nothing_for_the_others(planned: Planned) -> None:
-    two = planned(9000, 9000, counts=(3, 7))
-    three = planned(9000, 9000, 9000, counts=(3, 4, 3))
-    assert two.estimates[0].parts == three.estimates[0].parts
-
-
-def test_what_does_not_fit_says_by_how_much(planned: Planned) -> None:
-    found = planned(4, 4)
-    assert not found.fits and found.least_spare < 0
-
-
 def test_the_fastest_that_fits_every_card_is_chosen(planned: Planned) -> None:
     roomy = planned(40000, 40000, micro_batch=None, checkpointing=None)
     assert roomy.option.case == replace(roomy.option.case, micro_batch=4, checkpointing=False)
