@@ -134,9 +134,8 @@ class _Pair:
         return _count(target, 3)
 
     def _look(self, words: str, target: Tensor, nbytes: int, number: int) -> dict[str, Any] | None:
-        """Compare on the receiving card; unless the copy is right and huge, read it back and compare on the host too.
-
-        Bytes that only the host finds wrong count if two reads agree; otherwise the copy to the host is at fault.
+        """Compare on the receiving card; unless the copy is right and huge, read it back and compare on the host too
+        (bytes that only the host finds wrong count if two reads agree).
         """
         wrong = _count(target, number)
         if not wrong and nbytes > _READ_BYTES:

@@ -1,18 +1,9 @@
 """A model sharded over the ranks, by FSDP2 or for tensor parallelism, every byte of every shard verified.
 
-Accelerate's ``fsdp2_prepare_model`` decides what is gathered together and shards it. What it would do about the bytes
-is replaced: with ``cpu_ram_efficient_loading`` it broadcasts every weight from rank 0, over the very path that is
-suspect. Here each rank reads the files itself (they are mapped, so the ranks of one machine share the memory), sends
-**only its own rows** through the mover, and no card ever holds the whole model. Then the digests of all ranks' parts,
-taken on their devices, must add up to the digest of the whole as it was read.
-
-4-bit weights are made on the device: each card holds the whole quantised model for a moment, and FSDP2 cuts it there.
-The parts must then add up to what was there before.
-
-For tensor parallelism (`cut`) only the weights that a plan names are cut, by rows or columns; each card has all others.
-
-Covered: parameters, and buffers as far as placement goes. Not covered: 4-bit weights stored as integers, which FSDP2
-cannot shard (refused before).
+Accelerate's ``fsdp2_prepare_model`` decides what is gathered together; its broadcast of every weight from rank 0 is
+replaced: each rank reads the files itself and sends **only its own rows** through the mover. Then the digests of all
+ranks' parts, taken on their devices, must add up to the digest of the whole as it was read (of 4-bit weights, which
+are made on the device, as they were there before). Not covered: 4-bit weights stored as integers (refused before).
 """
 
 from __future__ import annotations
@@ -146,7 +137,6 @@ class _Sharding(ABC):
         return ((name, each) for name, each in self._model.named_parameters() if isinstance(each, DTensor))
 
     def _mark(self, buffers: dict[str, Digest]) -> None:
-        """Sharding makes new memory on the device for some tensors: what is proven of them is told to the mover."""
         sharded = {name for name, _ in self._shards()}
         for name, tensor in tensors_of(self._model):
             if self._mover.provenance(tensor) is not None:
@@ -219,8 +209,8 @@ class _TensorParallel(_Sharding):
 def _kept_with_the_root(model: nn.Module) -> Iterator[None]:
     """Within the block an untied output embedding is not seen as such, so that FSDP2 gathers it with the root.
 
-    TRL's fused loss reads ``lm_head.weight`` without calling ``lm_head``, so a unit of its own is never gathered, and
-    TRL brings the whole of it over by a collective of its own, which nothing checks (trl 1.16.0, ``trainer/utils.py``).
+    TRL's fused loss reads ``lm_head.weight`` without calling ``lm_head``; a unit of its own would be gathered by TRL
+    itself, by a collective that nothing checks (trl 1.16.0, ``trainer/utils.py``).
     """
     given, made = (getattr(model, f"get_{way}_embeddings", lambda: None)() for way in ("input", "output"))
     tied = made is not None and given is not None and given.weight is made.weight

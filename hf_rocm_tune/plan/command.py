@@ -127,6 +127,10 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
         others = [*fast.values(), *([calm] if calm.spare > found.spare + GIB / 2 else [])]
         more = {"longest": {method: plan.longest(method) for method in plan.recordings}}
         more |= {"others": [_choice(each) for each in others if found.fits]}
+    data = None  # of the rows: their summary, and the share of padding in what is computed
+    if rows.lengths:
+        computed = rows.computed(found.case.micro_batch, packed=found.case.packing)
+        data = {**rows.summary, "computed": computed, "padding": 1 - sum(rows.lengths) / computed}
     variant = plan.variants[found.variant]
     parts = host(variant, found.case, workers=request.workers)
     return {
@@ -141,7 +145,7 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
         "choice": _choice(found),
         "flags": flags,
         "command": command(request, found, dataset, flags) if found.fits else None,
-        "data": _data(rows, found.case),
+        "data": data,
         "speed": _speed(plan, found, rows),
         "full_logits": plan.full_logits,
         "streaming": _streaming(plan, found),
@@ -157,13 +161,6 @@ def _choice(option: Estimate) -> dict[str, Any]:
     found = {"method": option.variant, **vars(option.case), **{name: getattr(option, name) for name in names}}
     found |= {"parts": dict(option.parts), "moments": dict(option.moments), "allocator_peak": option.allocated}
     return found | {"estimated_tokens_per_second": option.tokens_per_second}
-
-
-def _data(rows: Rows, case: Case) -> dict[str, Any] | None:
-    if not rows.lengths:
-        return None
-    computed = rows.computed(case.micro_batch, packed=case.packing)
-    return {**rows.summary, "computed": computed, "padding": 1 - sum(rows.lengths) / computed}
 
 
 def _speed(plan: Plan, found: Estimate, rows: Rows) -> dict[str, Any] | None:

@@ -1,8 +1,7 @@
 """Memory and time of a training step on a card: arithmetic on recorded shapes. Imports no torch.
 
-A `Tape`, made by `recorder`, lists when each storage of one step is allocated and freed, for a model with a few of its
-layers; a model of L layers is the recorded segments in order, each layer's as often as the model has such a layer. The
-peak is the highest of several moments, never the sum of all allocations. Speed is an estimate to compare choices with.
+A model of L layers is the recorded segments (`recorder`) in order, each layer's as often as the model has such a
+layer. The peak is the highest of several moments, never the sum of all allocations. Speed only compares choices.
 """
 
 from __future__ import annotations
@@ -240,11 +239,10 @@ class TrainedTensor:
 class Optimizer:
     """Memory of an optimizer: its state, and temporary memory of its step.
 
-    Sources: torch 2.13 ``optim/adam.py`` (states in the parameter's dtype; a step takes one copy of the parameters in
-    the foreach form, three of one parameter in the loop on a CPU, none in the fused form); bitsandbytes 0.50.2
-    ``optim/optimizer.py`` (8-bit states with a float32 constant per 256 elements; float32 below 4096 elements; 32-bit
-    states are float32) and ``backends/cpu/ops.py`` (float32 copies of one parameter, its gradient, its states and two
-    results). Paged states were not tried on RDNA3; they are counted as host memory.
+    Sources: torch 2.13 ``optim/adam.py`` (states in the parameter's dtype; a foreach step takes one copy of the
+    parameters, the loop on a CPU three of one, the fused form none); bitsandbytes 0.50.2 ``optim/optimizer.py`` (8-bit
+    states with a float32 constant per 256 elements; float32 below 4096 elements) and ``backends/cpu/ops.py`` (float32
+    copies of one parameter, its gradient, its states and two results). Paged states are counted as host memory.
     """
 
     states: int  # values per parameter
@@ -375,9 +373,9 @@ class Rates:
     """The speed of a card: a matrix product of n operations takes ``n / products + each`` seconds.
 
     The defaults are for an RX 7900 XT, from measurements by others: 77 TFLOPS in bfloat16 at best and 14 at 1024 cubed
-    (zzc0721/torch-performance-test-data, through ZLUDA). 4-bit weights: torchtune's Llama-3.1-8B on a 4090, 3,083
-    tokens a second with LoRA and 2,413 with QLoRA, read as 4096 tokens a step and scaled by bandwidth. The rates of a
-    card of which no such figure is ``known`` rank choices, and no speed is shown.
+    (zzc0721/torch-performance-test-data, through ZLUDA); 4-bit weights: torchtune's Llama-3.1-8B on a 4090, 3,083
+    tokens a second with LoRA and 2,413 with QLoRA, scaled by bandwidth. Without a ``known`` figure they only rank
+    choices.
     """
 
     known: bool = True

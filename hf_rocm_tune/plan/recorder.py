@@ -1,8 +1,7 @@
 """Recording of one training step on the meta device: when each storage is allocated, and when it is freed.
 
-The step is that of TRL: the backbone, the fused head with its loss, and the backward pass. Saved tensors, gradients and
-recomputation are recorded, not computed by a formula. A storage counts once, however many views it has; parameters and
-buffers do not count. Refused: models whose control flow depends on the content of tensors.
+The step is TRL's: the backbone, the fused head with its loss, and the backward pass. A storage counts once, however
+many views it has; parameters and buffers do not count. Refused: control flow that depends on the content of tensors.
 """
 
 from __future__ import annotations

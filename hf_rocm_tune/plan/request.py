@@ -11,8 +11,8 @@ import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from hf_rocm_tune.errors import UsageError, first_line
 from hf_rocm_tune.machine.cards import CARDS, Card
@@ -329,14 +329,12 @@ def quiet() -> Iterator[None]:
 # ---- public models ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublicModel:
+class PublicModel(NamedTuple):
     """A public model's shape, for a Hub that cannot be reached."""
 
     name: str  # Hub id
     billions: float  # published number of parameters, in units of 10^9
-    # of its ``config.json`` on the Hub, without transformers' defaults
-    fields: Mapping[str, Any] = field(repr=False)
+    fields: Mapping[str, Any]  # of its ``config.json`` on the Hub, without transformers' defaults
 
 
 def _family(architecture: str, vocabulary: int = 0, positions: int = 0, **more: Any) -> dict[str, Any]:

@@ -258,27 +258,24 @@ class Arguments:
         return yaml.safe_dump(redact_json(settings), sort_keys=False, allow_unicode=True)
 
 
-BeforeMeeting = Callable[[RanksArguments, bool, int], Preflight | None]
-"""`job.refusals.decide`, called before the ranks join a process group."""
-
-
 def parse(
     argv: Sequence[str],
     *,
     method: Method = "sft",
     accelerator: bool | None = None,
     bf16_supported: bool | None = None,
-    before_meeting: BeforeMeeting | None = None,
+    before_meeting: Callable[[RanksArguments, bool, int], Preflight | None] | None = None,
 ) -> Arguments:
     """Read a command line and its recipe, whose ``env`` is in ``os.environ`` then (what was set before is kept).
 
     ``accelerator``, ``bf16_supported``: whether there is a GPU, and whether it computes in bfloat16; None: ask torch.
+    ``before_meeting``: `job.refusals.decide`, called before the ranks join a process group.
     """
     parser = build_parser(method)
     recipe, rest = names.recipe_of(argv)
     given = _read_flags(parser, rest)
     if recipe is not None:
-        recipe.apply_environment(os.environ)
+        names.apply_environment(argv, os.environ)
         given = _read_recipe_values(parser, recipe) | given
     if given.get("use_cpu"):
         accelerator = False
@@ -288,9 +285,8 @@ def parse(
         bf16_supported = process.has_bf16()
     _check(given, accelerator=accelerator)
     flags = _flags(method)
-    different = differences(
-        given, method=method, accelerator=accelerator, bf16_supported=accelerator and bf16_supported
-    )
+    half = accelerator and bf16_supported
+    different = differences(given, method=method, accelerator=accelerator, bf16_supported=half)
     values = {each.name: each.ours for each in different} | given
     for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         # transformers warns about its old name even if only TRL's default set it.

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -331,20 +331,10 @@ def _body(module: str) -> list[ast.stmt]:
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeFile:
+class RecipeFile(NamedTuple):
     path: Path
     values: Mapping[str, Any]  # YAML values by name, not yet checked
     env: Mapping[str, str]  # environment variables that `variables` knows
-
-    def apply_environment(self, environ: MutableMapping[str, str]) -> None:
-        """Set ``env`` in ``environ`` and print it; a variable that is already set is kept."""
-        for name, value in self.env.items():
-            if name not in environ:
-                environ[name] = value
-                if environ.get("RANK", "0") == "0":
-                    # As a YAML comment, so that `--print_config > recipe.yaml` stays a recipe.
-                    print_line(f"# hf-rocm-tune: recipe {self.path} sets {name}={value}")
 
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
@@ -399,10 +389,16 @@ def read_recipe(given: str | Path) -> RecipeFile:
 
 
 def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Apply the ``env`` of the recipe on this command line: call it before torch is imported."""
+    """Set the ``env`` of the recipe on this command line, and print it, before torch is imported; what is set stays."""
     recipe, _ = recipe_of(argv)
-    if recipe is not None:
-        recipe.apply_environment(environ)
+    if recipe is None:
+        return
+    for name, value in recipe.env.items():
+        if name not in environ:
+            environ[name] = value
+            if environ.get("RANK", "0") == "0":
+                # As a YAML comment, so that `--print_config > recipe.yaml` stays a recipe.
+                print_line(f"# hf-rocm-tune: recipe {recipe.path} sets {name}={value}")
 
 
 class _NoDuplicates(yaml.SafeLoader):
