@@ -60,7 +60,7 @@ Mode = Literal["off", "sampled", "every"]
 Side = Literal["forward", "backward", "dequantised"]
 FIRST_STEPS = 2
 """Steps after a start in which all products are checked."""
-SHARE = 0.008
+SHARE = 0.007
 """Of a step's time, as estimated by `share_of_step`, that the sampled checks may take."""
 
 _T = 8.5
@@ -142,7 +142,7 @@ class Product:
     def bound(self, side: Side, dtype: torch.dtype) -> _Bound:
         """See the module's description."""
         finfo = torch.finfo(dtype)
-        out, (inner, outer) = _roundoff(dtype), self.columns if side == "forward" else self.columns[::-1]
+        out, (inner, outer) = roundoff(dtype), self.columns if side == "forward" else self.columns[::-1]
         bias = self.bias_norm if side == "forward" else 0.0
         state = getattr(self.module.weight, "quant_state", None)
         as_on_host = not self.quantised or (state is not None and state.dtype == dtype)
@@ -157,7 +157,7 @@ class Product:
         )
 
 
-def _roundoff(dtype: torch.dtype) -> float:
+def roundoff(dtype: torch.dtype) -> float:
     """Unit roundoff of a result, including that of the operands where float32 products round them first."""
     if dtype == torch.float32:
         return {"highest": _FLOAT32, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
@@ -202,6 +202,7 @@ class ArithmeticChecks:
         refusal: why nothing is checked; None if something is.
         period: steps in which each layer is checked once.
         failure: the sentence on the product that ended the run.
+        attention: the figures given to `add_attention`, as read by the last `judge`.
     """
 
     def __init__(self, mode: Mode, mover: Mover) -> None:
@@ -209,12 +210,13 @@ class ArithmeticChecks:
         self._products: list[Product] = []
         self._due: list[Product] = []
         self._handles: list[Any] = []
-        self._found: list[tuple[_Checked, Tensor]] = []  # of this step: the largest residual over its bound, shape []
+        # Of this step: the largest residual over its bound, shape []; of attention without a `_Checked`.
+        self._found: list[tuple[_Checked | None, Tensor]] = []
         self._begun = self._attempt = self._step = 0
         self._suspects: list[tuple[Product, Side]] = []
         self._paused = self._watching = self._skipped = False
         self._streamer: Streamer | None = None
-        self.failure = ""
+        self.failure, self.attention = "", list[float]()
         self.refusal: str | None = "--check_arithmetic off" if mode == "off" else "training has not begun"
         self.period = 0
 
@@ -401,6 +403,10 @@ class ArithmeticChecks:
                 checked.held = (rows, weight[rows].clone(), residuals, weight.dtype)
         self._found.append((checked, worst))
 
+    def add_attention(self, worst: Tensor) -> None:
+        """Have a figure on an attention call, shape [], read with the residuals."""
+        self._found.append((None, worst))
+
     # ---- the verdict --------------------------------------------------------------------------------------------
 
     def pending(self) -> list[Tensor]:
@@ -420,11 +426,15 @@ class ArithmeticChecks:
         devices = list(dict.fromkeys(worst.device for _, worst in self._found))
         rows = {device: iter(row) for device, row in zip(devices, numbers, strict=True)}
         largest: dict[int, float] = {}
+        self.attention = []
         for checked, worst in self._found:
             number = next(rows[worst.device])
+            if checked is None:
+                self.attention.append(number)
+                continue
             known = largest.setdefault(id(checked), 0.0)
             largest[id(checked)] = known if number <= known or math.isnan(known) else number
-        self._report.count("arithmetic", residuals=len(self._found))
+        self._report.count("arithmetic", residuals=len(self._found) - len(self.attention))
         self._found.clear()
         flagged = []
         for layer in self._due:
@@ -536,7 +546,7 @@ class ArithmeticChecks:
             norms = norms.sqrt()
         elif layer.module.bias is not None:
             right += host_copy(layer.module.bias).double()
-        out, bound = _roundoff(dtype), layer.bound(side, dtype)
+        out, bound = roundoff(dtype), layer.bound(side, dtype)
         length = x.norm(dim=1, keepdim=True)
         allowed = 4 * out * right.abs() + 8 * out * right.norm(dim=1, keepdim=True) / math.sqrt(right.shape[1])
         allowed += (bound.a * length + bound.q * x.abs().amax(1, keepdim=True)) * norms / max(layer.norm, 1e-30)
@@ -554,7 +564,7 @@ class ArithmeticChecks:
         for part, weight in self._host_weight(layer):
             inside = (rows >= part.start) & (rows < part.stop)
             right[inside] = weight[rows[inside] - part.start].double()
-        wrong = ~((found - right).abs() <= 4 * _roundoff(dtype) * right.abs() + torch.finfo(dtype).tiny)
+        wrong = ~((found - right).abs() <= 4 * roundoff(dtype) * right.abs() + torch.finfo(dtype).tiny)
         checked.where = _where(~(residuals <= checked.level), wrong.any(0))
         return bool(wrong.any())
 

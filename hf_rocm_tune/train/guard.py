@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.train.arithmetic import ArithmeticChecks
+    from hf_rocm_tune.train.replay import Replays
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,7 @@ class TrainingGuard:
         norm: Any,
         settle: Callable[[int], None],
         products: ArithmeticChecks,
+        replays: Replays,
         *,
         can_repeat: bool,
     ) -> bool:
@@ -175,12 +177,12 @@ class TrainingGuard:
         else:
             mine, known = [loss.item(), float(norm)], []
         known += [each.tolist() for each in residuals[len(known) :]]
-        rows = everyone([*mine, products.judge(known, can_repeat=can_repeat)])  # NaN on one rank is NaN on all
+        own = max(products.judge(known, can_repeat=can_repeat), replays.judge(can_repeat=can_repeat))
+        rows = everyone([*mine, own])  # NaN on one rank is NaN on all
         verdict = StepVerdict(int(max(row[2] for row in rows)))
         if verdict == StepVerdict.END:
-            raise CorruptionError(
-                products.failure or f"step {self._trainer.state.global_step + 1}: a product is wrong on another rank"
-            )
+            elsewhere = f"step {self._trainer.state.global_step + 1}: wrong arithmetic on another rank"
+            raise CorruptionError(products.failure or replays.failure or elsewhere)
         if verdict == StepVerdict.REPEAT:
             return True
         mean = sum(row[0] for row in rows) / len(rows)

@@ -263,6 +263,11 @@ class StepWindow:
         """Return to the start of the step and release the memory that was taken since."""
         model.zero_grad()
         release_memory()
+        self.restore(model)
+
+    def restore(self, model: nn.Module) -> None:
+        """As `rewind`, but memory stays in the cache."""
+        model.zero_grad()
         for name in list(self._metrics):
             del self._metrics[name][self._lengths.get(name, 0) :]
             if name not in self._lengths:
@@ -325,10 +330,13 @@ class OutOfMemoryRecovery:
         """Whether `repeat` can compute the current step again: its batches did not need to be generated."""
         return self._window is not None
 
-    def repeat(self, stock: Stock, model: nn.Module, num_items: Any) -> list[Tensor]:
+    def repeat(
+        self, stock: Stock, model: nn.Module, num_items: Any, after_first: Callable[[Tensor], None]
+    ) -> list[Tensor]:
         """Compute the whole optimizer step again, after its last micro-step. Returns the losses.
 
-        Random states are those of its first time, and gradients are averaged over ranks again.
+        Random states are those of its first time, and gradients are averaged over ranks again. ``after_first`` is given
+        the loss of the first micro-step while there are no gradients but its own.
         """
         window, accelerator = self._window, self._trainer.accelerator
         assert window is not None
@@ -339,6 +347,8 @@ class OutOfMemoryRecovery:
             accelerator.gradient_state._set_sync_gradients(last)
             with nullcontext() if last else accelerator.no_sync(model):
                 losses.append(self._micro_step(window, stock, model, number, batch, num_items))
+            if number == 0:
+                after_first(losses[0])
         self._at = None
         self._trainer.way.collect()
         return losses

@@ -161,7 +161,7 @@ def _products(counted: Mapping[str, Any]) -> str:
     wrong = counted["disagreements"]
     recovered = f" ({counted['recovered']} recovered)" if wrong else ""
     share = 100 * counted["checked"] / max(counted["products"], 1)
-    return f"base products checked {share:.3g} %, disagreements {wrong}{recovered}"
+    return f"base products checked {share:.3g} %, replays {counted['replays']}, disagreements {wrong}{recovered}"
 
 
 def _events(report: Mapping[str, Any]) -> str:

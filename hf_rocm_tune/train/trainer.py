@@ -73,6 +73,7 @@ from hf_rocm_tune.train.refusals import (
     own_arguments,
     with_offloads,
 )
+from hf_rocm_tune.train.replay import Replays
 from hf_rocm_tune.train.report import write_report
 from hf_rocm_tune.train.sentinels import SentinelCallback, has_writer, is_foreign
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry, show
@@ -197,6 +198,7 @@ class VerifiedTransferMixin(_Base):
         self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
         self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
         self._arithmetic = ArithmeticChecks(check_arithmetic, self.mover)
+        self._replays = Replays(self, self._arithmetic, on=check_arithmetic != "off")
         self._num_items: Any = None  # label tokens of the current step
         self._tr_loss: Tensor
         self._interrupts = InterruptCallback(self.stop_requests)
@@ -332,6 +334,7 @@ class VerifiedTransferMixin(_Base):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.way.start(self.model_wrapped, self.optimizer, max_steps=max_steps)
         step = self.state.global_step
+        self._replays.prepare()
         self._arithmetic.prepare(self, lambda: self._sentinel.check_all(step, "their checksums are computed"))
         self._recovery = recovery_for(self, on_oom=self._on_oom, resumed=bool(resume_from_checkpoint))
         return prepared
@@ -368,6 +371,7 @@ class VerifiedTransferMixin(_Base):
         """As upstream, at the start of an optimizer step; iterating over the list starts the transfers."""
         self._guard.begin_step()
         self._arithmetic.begin_step(self.state.global_step + 1)
+        self._replays.begin_step(self.state.global_step + 1)
         self._loss_before = self._tr_loss.clone()  # upstream adds each micro-step's loss to it in place
         if self._recovery is not None:
             self._recovery.begin_step()
@@ -413,16 +417,22 @@ class VerifiedTransferMixin(_Base):
             return torch.zeros((), device=self.args.device)
         self._crash_if_asked("step", self.state.global_step + 1)
         stock = super().training_step
+        whole = self._recovery is None or self._recovery.divisor == 1
+        if whole and (stepping := self.way.stepping(stock)) is not stock:
+            stock = stepping
+        elif whole:
+            self._replays.rehearse(stock, model, inputs, num_items_in_batch)
+        with self._replays.watching_attention(inputs):
+            if not isinstance(inputs, Mapping):  # prompts from which the trainer generates its batch: cannot be split
+                loss: Tensor = stock(model, inputs, num_items_in_batch)
+            elif self._recovery is not None:
+                loss = self._recovery.run(stock, model, inputs, num_items_in_batch)
+            else:
+                (part,) = parts_of(self, self.host_batch(inputs), 1)
+                with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
+                    loss = stock(model, inputs, num_items_in_batch)
         if self._recovery is None or self._recovery.divisor == 1:
-            stock = self.way.stepping(stock)
-        if not isinstance(inputs, Mapping):  # prompts from which the trainer generates its batch: cannot be split
-            loss: Tensor = stock(model, inputs, num_items_in_batch)
-        elif self._recovery is not None:
-            loss = self._recovery.run(stock, model, inputs, num_items_in_batch)
-        else:
-            (part,) = parts_of(self, self.host_batch(inputs), 1)
-            with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
-                loss = stock(model, inputs, num_items_in_batch)
+            self._replays.compare(model, loss)
         self._sentinel.look_at_batches()
         self.way.check(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
         self._guard.add_loss(loss)
@@ -473,7 +483,8 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.look()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         can_repeat = self._recovery is not None and self._recovery.has_start
-        while self._guard.judge(model, norm, self._sentinel.settle, self._arithmetic, can_repeat=can_repeat):
+        judges = self._arithmetic, self._replays
+        while self._guard.judge(model, norm, self._sentinel.settle, *judges, can_repeat=can_repeat):
             norm = self._repeat_step(model)
         return norm
 
@@ -482,7 +493,9 @@ class VerifiedTransferMixin(_Base):
         assert self._recovery is not None
         if self.accelerator.scaler is not None:
             self.accelerator.scaler._per_optimizer_states.clear()  # it refuses to unscale gradients twice in a step
-        losses = self._recovery.repeat(super().training_step, model, self._num_items)
+        compare = partial(self._replays.compare, model, again=True)
+        with self._replays.watching_attention():
+            losses = self._recovery.repeat(super().training_step, model, self._num_items, compare)
         self._sentinel.look_at_batches()
         self.way.check(step=self.state.global_step + 1, synced=True)
         self._tr_loss = self._loss_before.clone()
@@ -642,7 +655,7 @@ class VerifiedTransferMixin(_Base):
             },
             "streaming": None if self.streamer is None else self.streamer.describe(),
             "crash_injection": self._crashes.text,
-            "arithmetic": self._arithmetic.describe(),
+            "arithmetic": {**self._arithmetic.describe(), **self._replays.describe()},
             "shard_seconds": self.way.seconds,
         }
 

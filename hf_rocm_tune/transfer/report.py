@@ -22,7 +22,7 @@ _SUMMED: dict[str, tuple[str, ...]] = {
     "files": ("verified", "mismatches"),
     "memory": ("shortages", "recovered", "cache_given_back", "libraries_bytes"),
     "guard": ("skipped_steps", "warnings"),
-    "arithmetic": ("products", "checked", "residuals", "cleared", "disagreements", "recovered"),
+    "arithmetic": ("products", "checked", "residuals", "cleared", "replays", "attention", "disagreements", "recovered"),
     "step_faults": ("injected",),
 }
 _STAGE_SUMS = (

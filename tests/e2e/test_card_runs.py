@@ -46,11 +46,13 @@ FROM_CARD = {
     "default/ops.py:_": "whether a matrix has outliers, in 8-bit layers",
     "integrations/moe.py:_grouped_mm": "how many rows each expert has",
     "models/experts.py:_rows_of_each": "likewise",
+    "train/replay.py:Replays._from_one_rank": "label tokens of a micro-batch that all ranks compute",
     "thread pt_autograd_0": "likewise, in backward",
 }
 """Scalars, to be logged or looked at."""
 SAVED = {
     "train/guard.py:TrainingGuard.judge": "loss, norm and the residuals of checked products, in one read",
+    "train/replay.py:_outcome": "loss, norms and sums of what was computed twice, in one read",
     "train/metrics.py:settle": "what TRL's trainer has noted since the last log, in one read",
     "safetensors/torch.py:_to_ndarray": "an adapter or a model, compared with its file afterwards",
     "transformers/trainer.py:Trainer._save_optimizer_and_scheduler": "likewise",

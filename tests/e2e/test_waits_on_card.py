@@ -18,6 +18,8 @@ GUARD = "train/guard.py:TrainingGuard.judge"
 """Loss and gradient norm, before they are used."""
 LOGGED = "train/metrics.py:settle"
 """What TRL's trainer notes in each micro-step, once a log."""
+REPLAY = "train/replay.py:_outcome"
+"""In the third step and once in 400 micro-batches: of the micro-batch that is computed twice, both times."""
 UPSTREAM = ("transformers/", "trainer/sft_trainer.py", "accelerate/")
 
 
@@ -34,9 +36,9 @@ def test_a_step_waits_for_its_batches_verdicts_and_the_guard_and_a_log_for_its_f
     assert result.code == 0, result.stderr[-2000:]
     steps = whole_steps(Log(log))
     assert len(steps) == 3
-    for step in steps:
+    for number, step in enumerate(steps, start=2):
         ours = Counter(event.caller for event in step if event.kind == "wait" and not event.caller.startswith(UPSTREAM))
-        assert ours == {VERDICT: accumulated, GUARD: 1, LOGGED: 1}
+        assert ours == {VERDICT: accumulated, GUARD: 1, LOGGED: 1, **({REPLAY: 2} if number == 3 else {})}
         theirs = {event.caller for event in step if event.kind == "wait"} - ours.keys()
         assert not any("sft_trainer" in caller or "_run_epoch" in caller for caller in theirs), theirs
         # One copy to the card for each batch, all its tensors in it, and nothing beside them.

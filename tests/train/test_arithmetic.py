@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_rocm_tune.errors import CorruptionError
 from tests.train.faulty_products import DEQUANTISED, KINDS, Faults
-from tests.train.trainers import VerifiedSFT, build
+from tests.train.trainers import VerifiedSFT, build, two_ranks
 
 LONG = os.environ.get("LONG")
 FOUND = [kind for kind in KINDS if kind not in ("low mantissa bit", DEQUANTISED)]
@@ -128,7 +129,7 @@ def test_a_step_that_cannot_be_computed_again_is_skipped(run: Any, clean: Any) -
 # ---- 4-bit weights as bitsandbytes dequantises them ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 30])
+@pytest.mark.parametrize("at", [0, 20])
 def test_a_wrong_dequantised_block_is_found_apart_from_its_product(
     model_path: Path, tokens: Dataset, tmp_path: Path, at: int
 ) -> None:
@@ -153,3 +154,77 @@ def test_a_wrong_dequantised_block_is_found_apart_from_its_product(
     assert sides["dequantised"] == "recovered"
     with pytest.raises(CorruptionError, match=r"the dequantised weight of .* is wrong"):
         train(Faults(kind=DEQUANTISED, operators=("bitsandbytes::dequantize_4bit",)))
+
+
+# ---- what is no product with a frozen weight -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [130, 165], ids=["replay", "real turn"])
+def test_a_wrong_product_of_the_adapter_is_found_by_the_replay_of_its_step(run: Any, clean: Any, first: int) -> None:
+    faults = Faults(kind="scaled block", sizes=range(4, 257), shape=(64, 4), first=first, count=1)
+    trainer = run(faults, mode="sampled")
+    assert faults.done == 1
+    assert_same(trainer, clean)
+    (row,) = trainer.transfer_report.incidents
+    assert (row["tensor"], row["kind"], row["outcome"]) == ("gradients", "transient", "recovered")
+
+
+def test_attention_is_compared_with_plain_products_at_the_first_step(run: Any) -> None:
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    class Wrong(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is attention:
+                found = torch.cat([found[:, :, :-1], 1.2 * found[:, :, -1:]], dim=2)
+            return found
+
+    with pytest.raises(CorruptionError, match=r"step 1: attention over 32 tokens: .* times what rounding"):
+        run(Wrong())
+
+
+# ---- two ranks ----------------------------------------------------------------------------------------------
+
+RANK_CASES: dict[str, dict[str, Any]] = {
+    "clean": {"rate": 0.0},
+    "base product": {"kind": "zero tile", "count": 1, "first": 60},
+    "adapter product": {"kind": "scaled block", "sizes": range(4, 257), "shape": (64, 4), "first": 130, "count": 1},
+}
+"""Faults of rank 1."""
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(model_path: Path, tokens: Dataset, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """For each rank and case, the losses, a digest of the adapter, and the incidents and counters."""
+    place = tmp_path_factory.mktemp("ranks")
+
+    def work(rank: int) -> None:
+        found = {}
+        for case, options in RANK_CASES.items():
+            ours = {"consent_unverified": True, "check_arithmetic": "every"}
+            settings = {"max_steps": 4, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
+            trainer = build(VerifiedSFT, model_path, tokens, place / case, ours=ours, **settings)
+            with Faults(**(options if rank else {"rate": 0.0})):
+                trainer.train()
+            losses, weights = result(trainer)
+            sums = [float(each.double().sum()) for each in weights.values()]
+            report = trainer.transfer_report
+            found[case] = [[losses, sums], report.incidents, report.to_dict()["arithmetic"]]
+        (place / f"{rank}.json").write_text(json.dumps(found))
+
+    two_ranks(work, place)
+    return [json.loads((place / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_two_ranks_compute_a_step_again_together(on_two_ranks: list[dict[str, Any]]) -> None:
+    for rank in on_two_ranks:
+        clean, incidents, counters = rank["clean"]
+        assert incidents == [] and counters["replays"] == 1
+        assert rank["base product"][0] == rank["adapter product"][0] == clean
+    first, second = on_two_ranks
+    assert first["base product"][1] == []
+    (row,) = second["base product"][1]
+    assert (row["stage"], row["outcome"]) == ("arithmetic", "recovered") and "base_layer" in row["tensor"]
+    (row,) = first["adapter product"][1]
+    assert row["tensor"] == "gradients" and "wrong on rank 1, and right when repeated" in row["text"]

@@ -143,7 +143,13 @@ def guarded(trainer: Any) -> list[tuple[int, str, str]]:
 def test_a_step_with_nan_gradients_changes_no_weight_and_no_optimizer_state(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make(fault="kind=nan,first=3,count=1")
+    trainer = make()
+
+    def harm(_module: Any, _inputs: Any, output: Tensor) -> None:
+        if trainer.state.global_step == 2:  # however often the step is computed
+            output.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
+
+    trainer.model.get_output_embeddings().register_forward_hook(harm)
     snapshots = Snapshots(trainer.model)
     trainer.add_callback(snapshots)
     trainer.train()
@@ -154,6 +160,18 @@ def test_a_step_with_nan_gradients_changes_no_weight_and_no_optimizer_state(
     assert guarded(trainer) == [(3, "not finite", "skipped")]
     assert "step 3: loss 6" in caplog.text and "gradient norm nan: the step was skipped" in caplog.text
     assert trainer.state.global_step == 4
+
+
+def test_nan_that_does_not_come_again_when_its_step_is_computed_twice_is_recovered_and_reported(make: Make) -> None:
+    ends = []
+    for fault in ("", "kind=nan,first=3,count=1"):  # the third step is the one that is computed twice
+        trainer = make(fault=fault)
+        trainer.train()
+        ends.append([weight.detach().clone() for weight in trainer.model.parameters() if weight.requires_grad])
+    assert same(*ends)
+    (row,) = trainer.transfer_report.incidents
+    assert (row["step"], row["stage"], row["tensor"], row["outcome"]) == (3, "arithmetic", "gradients", "recovered")
+    assert guarded(trainer) == []
 
 
 @pytest.mark.parametrize("bad", [BAD[0], *(pytest.param(bad, marks=pytest.mark.long) for bad in BAD[1:])])

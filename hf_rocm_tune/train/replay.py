@@ -1,0 +1,360 @@
+"""Micro-batches that are computed twice, and rows of attention that are computed again by plain products.
+
+What is no product with a frozen weight (attention, norms, LoRA's own products, the loss, gradients before the update)
+has no checksum, but the same kernels give the same bits. At the third step after a start, and after every `EVERY`
+micro-batches, the first micro-batch of a step is computed once before its real turn, with the same random states; loss
+and gradients of both are compared by digest. Where they differ, the step is computed again, until two results agree.
+Where none of `_RUNS` agree but all lie close together, the kernels are not deterministic: from then on loss, norms and
+sums are compared, within `_MARGIN` times the largest difference seen. With several ranks all compute one rank's
+micro-batch, and compare their results.
+
+In the first step, and whenever a longer batch comes, rows of each call of ``scaled_dot_product_attention`` are computed
+again in float32 by plain products, with the run's own masks and packing.
+
+Not found: a fault that one card repeats each time; attention's backward, unless it differs from run to run; other
+attention functions. Not replayed: what `Replays.prepare` lists, pipelines, and steps whose micro-batches are split.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import set_seed
+
+from hf_rocm_tune.cards.way import Stock
+from hf_rocm_tune.errors import CorruptionError, device_shortage
+from hf_rocm_tune.models.quantised import running_statistics
+from hf_rocm_tune.train.arithmetic import FIRST_STEPS, ArithmeticChecks, StepVerdict, roundoff
+from hf_rocm_tune.train.oom import StepWindow, local_gathers
+from hf_rocm_tune.train.sentinels import is_foreign
+from hf_rocm_tune.transfer import QueuedDigests
+from hf_rocm_tune.transfer.host_group import host_group
+
+logger = logging.getLogger(__name__)
+
+EVERY = 400
+"""Micro-batches between two replays."""
+_MARGIN, _AT_LEAST, _AT_MOST = 8.0, 1e-6, 0.01  # of what kernels that are not deterministic may differ
+_RUNS = 4
+_ROWS = 8  # of each attention call
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Loss and gradients of a micro-batch."""
+
+    digest: tuple[str, ...]
+    figures: tuple[tuple[float, float], ...]  # loss, norms and sums of gradients, each with its scale
+
+    def distance(self, other: Outcome) -> float:
+        """The largest difference of a figure over its scale; infinite where only one is NaN."""
+        largest = 0.0
+        for (mine, scale), (theirs, _) in zip(self.figures, other.figures, strict=True):
+            if mine != theirs and not (math.isnan(mine) and math.isnan(theirs)):
+                found = abs(mine - theirs) / max(scale, 1e-30)
+                largest = max(largest, math.inf if math.isnan(found) else found)
+        return largest
+
+
+class Replays:
+    """See the module's description. The trainer owns one, and calls it in the order of the methods.
+
+    Attributes:
+        refusal: why no micro-batch is computed twice; None if some are.
+        deterministic: whether a micro-batch gives the same bits twice; None: not known yet.
+        bound: how far the figures of two runs may lie apart, where it does not.
+    """
+
+    def __init__(self, trainer: Any, products: ArithmeticChecks, *, on: bool) -> None:
+        self._trainer, self._products, self._on = trainer, products, on
+        self._begun = self._length = self._count = 0
+        self._every = EVERY
+        self._due = self._awaited = self._wrong = False
+        self._attempts = 0
+        self._seen: list[Outcome] = []  # of the micro-batch that is replayed in this step
+        self.deterministic: bool | None = None
+        self.bound = 0.0
+        self.failure = ""
+        self.refusal: str | None = "training has not begun"
+
+    def prepare(self) -> None:
+        """A training begins."""
+        trainer, args = self._trainer, self._trainer.args
+        reasons = {
+            "--check_arithmetic off": not self._on,
+            "the weights are sharded over ranks": trainer.is_sharded or trainer.get_tp_size() > 1,
+            "the model changes buffers in its forward pass": any(running_statistics(trainer.model)),
+            "weights change during backward": any(name in str(args.optim) for name in ("lomo", "layerwise")),
+            # It may count what it sees, and would count a micro-batch twice.
+            "the trainer has code of its own": is_foreign(type(trainer)),
+        }
+        self.refusal = next((reason for reason, holds in reasons.items() if holds), None)
+        self._on &= not args.torch_compile  # what is compiled calls no attention function
+        self._every = max(1, EVERY // args.gradient_accumulation_steps)
+
+    def begin_step(self, step: int) -> None:
+        """An optimizer step begins, the number ``step`` from 1."""
+        self._begun += 1
+        self._due = self.refusal is None and (self._begun == FIRST_STEPS + 1 or step % self._every == 0)
+        self._seen, self._wrong, self._awaited, self._attempts = [], False, False, 0
+
+    def rehearse(self, stock: Stock, model: nn.Module, inputs: Any, num_items: Any) -> None:
+        """Before the first micro-step of a step: compute it once, as it will be. Collective where it is due."""
+        due, self._due = self._due, False
+        if not due or not isinstance(inputs, Mapping):
+            return
+        trainer, start = self._trainer, StepWindow(self._trainer)
+        several = trainer.args.world_size > 1
+        if several:
+            inputs, num_items = self._from_one_rank(inputs, num_items)
+
+        def run() -> Outcome | None:
+            """None: out of memory; the real turn will be, too, and makes its parts smaller."""
+            if several:
+                set_seed(self._begun)
+            try:
+                accelerator = trainer.accelerator
+                with local_gathers(accelerator, several), accelerator.no_sync(model), self._products.paused():
+                    return _outcome(model, stock(model, inputs, num_items))
+            except RuntimeError as error:
+                if device_shortage(error) is None:
+                    raise
+                return None
+            finally:
+                start.restore(model)
+
+        first = run()
+        self._count += 1
+        if several:
+            self._compare_ranks(first, run)
+        elif first is not None:
+            self._seen, self._awaited = [first], True
+        trainer.transfer_report.count("arithmetic", replays=1)
+
+    def _same(self, one: Outcome, other: Outcome) -> bool:
+        return one.digest == other.digest or (self.deterministic is False and one.distance(other) <= self.bound)
+
+    # ---- one process: the real turn is compared -----------------------------------------------------------------
+
+    def compare(self, model: nn.Module, loss: Tensor, *, again: bool = False) -> None:
+        """After the first micro-step of a step, and of one that is computed ``again``."""
+        if not (self._wrong if again else self._awaited):
+            return
+        self._awaited = False
+        found = _outcome(model, loss)
+        agrees = any(self._same(found, each) for each in self._seen)
+        self._seen.append(found)
+        if agrees:
+            self.deterministic = True if self.deterministic is None else self.deterministic
+            if self._wrong:
+                self._tell(
+                    "gradients", "transient", "recovered", "the step was computed again, and equals an earlier one"
+                )
+        elif len(self._seen) == _RUNS:
+            agrees = self._allow([self._seen])
+        self._wrong = not agrees
+
+    def _allow(self, rows: list[list[Outcome]]) -> bool:
+        """Take the differences within each row for those of kernels that are not deterministic, if they are small."""
+        spread = max(one.distance(other) for row in rows for one in row for other in row)
+        if spread > _AT_MOST:
+            return False
+        self.deterministic, self.bound = False, max(_AT_LEAST, self.bound, _MARGIN * spread)
+        logger.warning(
+            "the same micro-batch gives gradients that differ by %.2g: replays are compared within it", spread
+        )
+        return True
+
+    def judge(self, *, can_repeat: bool) -> StepVerdict:
+        """What to do with the step, on this rank alone."""
+        attention = self._judge_attention(can_repeat=can_repeat)
+        if not self._wrong:
+            return attention
+        if not can_repeat:
+            self._tell("gradients", "unknown", "skipped", "the step is skipped")
+            return max(attention, StepVerdict.SKIP)
+        if len(self._seen) < _RUNS:
+            return max(attention, StepVerdict.REPEAT)
+        self._tell("gradients", "repeatable", "stopped", f"{_RUNS} runs give as many results")
+        return StepVerdict.END
+
+    def describe(self) -> dict[str, Any]:
+        """For the report, besides the counters."""
+        every = None if self.refusal else self._every
+        return {
+            "replay_every": every,
+            "replay_refusal": self.refusal,
+            "deterministic": self.deterministic,
+            "attention_length": self._length,
+        }
+
+    def _tell(self, tensor: str, kind: str, outcome: str, text: str) -> None:
+        step = self._trainer.state.global_step + 1
+        what = "loss or gradients of a micro-batch that was computed twice differ" if tensor == "gradients" else tensor
+        self.failure = f"step {step}: {what}: {text}"
+        row = {"step": step, "stage": "arithmetic", "tensor": tensor.split()[0], "kind": kind, "text": text}
+        self._trainer.transfer_report.incident({**row, "outcome": outcome})
+        self._trainer.transfer_report.count("arithmetic", disagreements=1, recovered=int(outcome == "recovered"))
+        logger.warning("%s", self.failure)
+
+    # ---- several ranks: all compute the same micro-batch --------------------------------------------------------
+
+    def _from_one_rank(self, inputs: Mapping[str, Any], num_items: Any) -> tuple[Any, Any]:
+        """The micro-batch and label count of one rank, in turn, on all ranks."""
+        trainer = self._trainer
+        count = num_items.item() if isinstance(num_items, Tensor) else num_items
+        sent = [(dict(trainer.host_batch(inputs)), count)]
+        dist.broadcast_object_list(sent, src=self._count % trainer.args.world_size, group=host_group())
+        batch, count = sent[0]
+        return batch, torch.full_like(num_items, count) if isinstance(num_items, Tensor) else count
+
+    def _compare_ranks(self, first: Outcome | None, run: Callable[[], Outcome | None]) -> None:
+        """Compare the ranks' outcomes; where they differ, all compute again, which tells whose card is wrong."""
+        history: list[list[Outcome]] = []
+        while not history or not all(self._same(history[-1][0], each) for each in history[-1]):
+            if len(history) == _RUNS:
+                if self._allow(history):
+                    return
+                self._tell("gradients", "repeatable", "stopped", "the cards differ each time: " + _by_rank(history))
+                raise CorruptionError(self.failure)
+            found = _of_all_ranks(run() if history else first)
+            if (here := [each for each in found if each is not None]) != found:
+                return  # one is out of memory
+            history.append(here)
+        self.deterministic = True if self.deterministic is None else self.deterministic
+        if len(history) > 1 and self._trainer.is_world_process_zero():
+            wrong = [str(rank) for rank, each in enumerate(history[0]) if not self._same(history[-1][0], each)]
+            text = f"wrong on rank {', '.join(wrong)}, and right when repeated"
+            self._tell("gradients", "transient", "recovered", text)
+
+    # ---- attention ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching_attention(self, inputs: Any = None) -> Iterator[None]:
+        """Within the block attention is checked, if these inputs are the longest yet, or if it was wrong before."""
+        length = 0
+        if self._on and isinstance(inputs, Mapping):
+            length = max(
+                (each.shape[-1] for each in inputs.values() if isinstance(each, Tensor) and each.dim()), default=0
+            )
+        if length <= self._length and not (inputs is None and self._attempts):
+            yield
+            return
+        self._length = max(self._length, length)
+        with _checked_attention(self._products.add_attention):
+            yield
+
+    def _judge_attention(self, *, can_repeat: bool) -> StepVerdict:
+        numbers = [math.inf if math.isnan(each) else each for each in self._products.attention]
+        if not numbers:
+            return StepVerdict.GO_ON
+        worst = max(numbers)
+        self._trainer.transfer_report.count("arithmetic", attention=len(numbers))
+        what = f"attention over {self._length} tokens"
+        if worst <= 1.0:
+            if self._attempts:
+                self._tell(what, "transient", "recovered", "it is right now")
+            return StepVerdict.GO_ON
+        self._attempts += 1
+        if can_repeat and self._attempts == 1:
+            return StepVerdict.REPEAT
+        text = f"{worst:.3g} times what rounding explains, compared with plain float32 products"
+        self._tell(
+            what, "repeatable", "stopped", f"{text}: give --attn_implementation eager, or a smaller --max_length"
+        )
+        return StepVerdict.END
+
+
+def _outcome(model: nn.Module, loss: Tensor) -> Outcome:
+    rows: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for each in (loss, *(each.grad for each in model.parameters() if each.grad is not None)):
+        rows[each.device].append(each.detach())
+    digests = QueuedDigests([each for row in rows.values() for each in row]).result()
+    figures: list[tuple[float, float]] = []
+    for row in rows.values():
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in row]
+        numbers = torch.stack([*norms, *(each.sum(dtype=torch.float32) for each in row)]).tolist()  # one wait
+        for each, norm, total in zip(row, numbers, numbers[len(row) :], strict=False):
+            figures += [(norm, norm), (total, norm * math.sqrt(each.numel()))]
+    return Outcome(tuple(each.hex() for each in digests), tuple(figures))
+
+
+def _of_all_ranks(mine: Outcome | None) -> list[Outcome | None]:
+    rows: list[Any] = [None] * dist.get_world_size(host_group())
+    dist.all_gather_object(rows, mine, group=host_group())
+    return rows
+
+
+def _by_rank(history: list[list[Outcome]]) -> str:
+    """Which ranks give the same result each time."""
+    steady = [len({each[rank].digest for each in history}) == 1 for rank in range(len(history[0]))]
+    return ", ".join(f"rank {rank} {'repeats its result' if each else 'does not'}" for rank, each in enumerate(steady))
+
+
+@contextmanager
+def _checked_attention(found: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within the block attention calls are computed again in part; ``found`` is given what `_compare` returns."""
+    stock = functional.scaled_dot_product_attention
+
+    def checked(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = stock(query, *args, **kwargs)
+        with torch.no_grad(), torch.autocast(result.device.type, enabled=False):
+            if query.dim() == 4 and (worst := _compare(result, query, *args, **kwargs)) is not None:
+                found(worst)
+        return result
+
+    functional.scaled_dot_product_attention = checked
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = stock
+
+
+def _compare(
+    result: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """The largest difference over what rounding explains, shape []; None with dropout.
+
+    ``query`` [batch, heads, rows, width]; ``key`` and ``value`` [batch, heads or fewer, keys, width].
+    """
+    if dropout_p:
+        return None
+    (batch, heads, rows, width), (_, shared, keys, _) = query.shape, key.shape
+    picked = torch.linspace(0, rows - 1, min(_ROWS, rows), device=query.device).long()
+    hidden = torch.arange(keys, device=query.device) > picked[:, None] if is_causal else None
+    mask = None if attn_mask is None else attn_mask.expand(batch, heads, rows, keys)[:, :, picked]
+    unit, worst = roundoff(result.dtype), []
+    query, key, value = (each.to(result.dtype) for each in (query[:, :, picked], key, value))  # as autocast does
+    for head in range(shared):  # one at a time: in float32 the keys of a long row are large
+        own = slice(head * heads // shared, (head + 1) * heads // shared)
+        values, wide = value[:, head, None].float(), query[:, own].float()
+        scores = wide @ key[:, head, None].float().transpose(-1, -2) * (scale or width**-0.5)
+        largest = scores.abs().amax(-1, keepdim=True)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        if mask is not None:
+            part = mask[:, own]
+            scores = scores.masked_fill(~part, -math.inf) if part.dtype == torch.bool else scores + part.float()
+        weights, sees = scores.softmax(-1), scores.amax(-1, keepdim=True) > -3e4  # else: a row of padding
+        allowed = 8 * unit * (1 + largest) * (weights @ values.abs()) + 1e-5 * values.abs().amax()
+        difference = (result[:, own, picked].float() - weights @ values).abs() / allowed
+        worst.append(torch.where(sees, difference, 0.0).amax())
+    return torch.stack(worst).amax()
