@@ -44,9 +44,8 @@ flushes subnormal numbers to zero."""
 _SHOWN = 3
 _ONE_CHANGE = (
     "do not train on this card until this is fixed. One change at a time, then this check again (--only): unset "
-    "HSA_OVERRIDE_GFX_VERSION; stock clocks, voltages and power limit (no ppfeaturemask); "
-    "TORCH_BLAS_PREFER_HIPBLASLT=0, then =1; another ROCm build of torch; another power cable or supply; report it "
-    "with `doctor --json`"
+    "HSA_OVERRIDE_GFX_VERSION; stock clocks, voltages and power limit; TORCH_BLAS_PREFER_HIPBLASLT=0, then =1; another "
+    "ROCm build of torch; another power supply; report it with `doctor --json`"
 )
 
 
@@ -195,16 +194,12 @@ def gemm(request: Mapping[str, Any]) -> list[Finding]:
         text = "under load, and correct"
         if varying:
             text += (
-                f"; {', '.join(varying)} repeats differ in bits within the rounding bound: the library changes the "
-                "order of sums between calls, so two runs with the same seed will not be equal bit for bit"
+                f"; {', '.join(varying)} repeats differ in bits within the rounding bound: the order of sums changes, "
             )
-        wrong = (
-            "A repeated matrix product is wrong",
-            "of the same product are wrong, without an error of the driver. The only public report leaves open whether "
-            "software or the card is the cause",
-            _ONE_CHANGE,
-            "rocm-libraries#12344",
-        )
+            text += "so two runs with the same seed will not be equal bit for bit"
+        wrong = ("A repeated matrix product is wrong",
+                 "of the same product are wrong, without an error of the driver. The only public report leaves open "
+                 "whether software or the card is the cause", _ONE_CHANGE, "rocm-libraries#12344")  # fmt: skip
         finding = compare.verdict("gemm", ("products repeat", text, "rocm-libraries#12344"), wrong, lines)
         return [finding, *([_speed(compare, request["size"])] if accelerator else [])]
 
@@ -215,9 +210,8 @@ def _repeat(compare: Comparison, name: str, request: Mapping[str, Any], fault: s
     dtype, _, wide = name.partition(" to ")
     left, right = (spread(size, getattr(torch, dtype), compare.generator) for size in ((m, k), (k, n)))
     reference = product(left, right, getattr(torch, wide or dtype))
-    multiply = partial(
-        torch.mm, compare.move(left), compare.move(right), **({"out_dtype": torch.float32} if wide else {})
-    )
+    options = {"out_dtype": torch.float32} if wide else {}
+    multiply = partial(torch.mm, compare.move(left), compare.move(right), **options)
     step(f"computing {name}, the first")
     first = multiply()
     first_right = compare.close(f"{name}, the first", first, *reference)
@@ -286,11 +280,9 @@ def judge_speed(device: str, rates: Mapping[str, float], size: int, *, default: 
     source = "torch-performance-test-data#103; ROCm/pytorch#2088; ROCm/pytorch#2742"
     if rates[best] <= _MUCH_FASTER * usual:
         return ok("gemm_speed", title, text, source, subject=device, read=read)
-    return warn(
-        "gemm_slow", f"{best} multiplies {rates[best] / usual:.1f} times as fast as {default}", f"{title}: {text}",
-        f"`export TORCH_BLAS_PREFER_HIPBLASLT={int(best == 'hipBLASLt')}`, and compare a run's speed; which library is "
-        "faster has changed between versions of ROCm", source, subject=device, read=read,
-    )  # fmt: skip
+    return warn("gemm_slow", f"{best} multiplies {rates[best] / usual:.1f} times as fast as {default}",
+                f"{title}: {text}", f"`export TORCH_BLAS_PREFER_HIPBLASLT={int(best == 'hipBLASLt')}`, and compare a "
+                "run's speed", source, subject=device, read=read)  # fmt: skip
 
 
 def _seconds(compare: Comparison, size: int) -> float:
@@ -413,20 +405,14 @@ def model(request: Mapping[str, Any]) -> list[Finding]:
                 step(f"computing {case}")
                 found = _both_ways(placed, batch.on(compare))
                 compare.by_formula(case, found, lambda kind: _both_ways(_cast(parameters, kind), batch))  # noqa: B023
-        right = (
-            "a model's layers",
-            "loss and gradients of embedding, normalisation, attention (plain, padded, packed), products and cross "
-            "entropy differ from float64 by no more than rounding in their dtype",
-            "this project: hf_rocm_tune/doctor/arithmetic.py",
-        )
-        wrong = (
-            "A model's layers compute wrongly",
-            "differ from float64 by more than rounding; copies may be right: this is arithmetic. If only gradients are "
-            "wrong, inference works and training does not; if only padded or packed rows are, attention with a mask is "
-            "wrong, and --attn_implementation eager avoids it",
-            _ONE_CHANGE,
-            "rocm-libraries#12344; ROCm/ROCm#4391; TheRock#2662; pytorch#133671; pytorch#147460; ROCm/pytorch#3230",
-        )
+        right = ("a model's layers", "loss and gradients, plain, padded and packed, differ from float64 by rounding in "
+                 "their dtype only", "this project: hf_rocm_tune/doctor/arithmetic.py")  # fmt: skip
+        wrong = ("A model's layers compute wrongly",
+                 "differ from float64 by more than rounding: this is arithmetic, not a copy. If only gradients are "
+                 "wrong, inference works and training does not; if only padded or packed rows are, attention with "
+                 "a mask is wrong, and --attn_implementation eager avoids it", _ONE_CHANGE,
+                 "rocm-libraries#12344; ROCm/ROCm#4391; TheRock#2662; pytorch#133671; pytorch#147460; "
+                 "ROCm/pytorch#3230")  # fmt: skip
         return [compare.verdict("model", right, wrong)]
 
 
@@ -472,13 +458,11 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
         text = f"output and gradients at {told} differ from float64 by no more than rounding"
         text += f"; not at {request['length']:,}, because {' and '.join(short)}" if short else ""
         right = (f"attention at {min(reached.values()):,} tokens", text, "ROCm/ROCm#6416")
-        wrong = (
-            "Attention is wrong",
-            f"of scaled_dot_product_attention, up to {told}, differ from float64 by more than rounding",
-            "train with --attn_implementation eager, or at a --max_length at which this check passes (`doctor --json` "
-            "names the wrong rows), until a newer ROCm build of torch is correct",
-            "ROCm/ROCm#6416; aotriton#123; pytorch#133671; ROCm/pytorch#3230",
-        )
+        wrong = ("Attention is wrong",
+                 f"of scaled_dot_product_attention, up to {told}, differ from float64 by more than rounding",
+                 "train with --attn_implementation eager, or at a --max_length at which this check passes, until a "
+                 "newer ROCm build of torch is correct",
+                 "ROCm/ROCm#6416; aotriton#123; pytorch#133671; ROCm/pytorch#3230")  # fmt: skip
         backends = {kind: _backend(compare, kind) for kind in KINDS}
         return [compare.verdict("attention", right, wrong), judge_backends(compare.name, backends)]
 
@@ -547,14 +531,12 @@ def judge_backends(device: str, backends: Mapping[str, str]) -> Finding:
     if none:
         return unknown(f"no backend runs bfloat16 attention: {none[0]}", subject=device, read=read)
     if slow:
-        return warn(
-            "attention_unfused", "Attention uses the math path",
-            f"on {device}, {' and '.join(slow)} batches take the math path, whose memory grows with the square of the "
-            "length",
-            "a torch release with AOTriton for this card (2.10 and newer for gfx1100), or a shorter --max_length; "
-            "where plain batches are fused, `--per_device_train_batch_size 1` without --packing needs no mask",
-            source, subject=device, read=read,
-        )  # fmt: skip
+        return warn("attention_unfused", "Attention uses the math path",
+                    f"on {device}, {' and '.join(slow)} batches take the math path, whose memory grows with the square "
+                    "of the length",
+                    "a torch release with AOTriton for this card (2.10 and newer for gfx1100), or a shorter "
+                    "--max_length; `--per_device_train_batch_size 1` without --packing needs no mask", source,
+                    subject=device, read=read)  # fmt: skip
     text = f"on {device}, for plain, padded and packed batches"
     return ok("attention_fused", f"fused attention ({backends['plain']})", text, source, subject=device, read=read)
 
@@ -563,15 +545,11 @@ def judge_backends(device: str, backends: Mapping[str, str]) -> Finding:
 # NF4: a tensor is split into blocks in memory order; each is divided by its largest magnitude (absmax), and every
 # quotient replaced by the index of the nearest of 16 values (QLoRA, arXiv:2305.14314, appendix E).
 
-LEVELS = torch.tensor(
-    [
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ],
-    dtype=torch.float64,
-)
+LEVELS = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+], dtype=torch.float64)  # fmt: skip
 _BLOCK = 64
 ROWS = (1, 8, 9)
 """Rows of a product without a gradient: bitsandbytes 0.50 has a separate kernel for up to 8 of them on RDNA3."""
@@ -593,24 +571,19 @@ def nf4(request: Mapping[str, Any]) -> list[Finding]:
         except (RuntimeError, NotImplementedError) as error:
             if compare.cases or isinstance(error, torch.AcceleratorError):
                 raise
-            return [warn(
-                "nf4_refused", "bitsandbytes does not work",
-                f"on {compare.name}, it refused to quantise a weight: {one_line(error)}",
-                "see the findings on software: it may have no library for this build of torch; until then train "
-                "without --load_in_4bit and --load_in_8bit", "bitsandbytes cextension.py", subject=compare.name,
-            )]  # fmt: skip
-        right = (
-            "4-bit weights", "bitsandbytes quantises, dequantises and multiplies NF4 by its definition",
-            "QLoRA, appendix E",
-        )  # fmt: skip
-        wrong = (
-            "4-bit weights are wrong",
-            "of a model with NF4 weights of bitsandbytes differ from the format's definition: a model loaded with "
-            "--load_in_4bit is wrong",
-            "a torch build for ROCm 7.2 with bitsandbytes 0.50.2 or newer: the library for ROCm 6.4 (rocm64) is wrong "
-            "on gfx1100; else train without --load_in_4bit, and report it with `doctor --json`",
-            "bitsandbytes#2087; bitsandbytes#1885; bitsandbytes#1979; bitsandbytes#2012",
-        )
+            return [warn("nf4_refused", "bitsandbytes does not work",
+                         f"on {compare.name}, it refused to quantise a weight: {one_line(error)}",
+                         "see the findings on software: it may have no library for this build of torch; until then "
+                         "train without --load_in_4bit and --load_in_8bit", "bitsandbytes cextension.py",
+                         subject=compare.name)]  # fmt: skip
+        right = ("4-bit weights", "bitsandbytes quantises, dequantises and multiplies NF4 by its definition",
+                 "QLoRA, appendix E")  # fmt: skip
+        wrong = ("4-bit weights are wrong",
+                 "of a model with NF4 weights of bitsandbytes differ from the format's definition: a model loaded with "
+                 "--load_in_4bit is wrong",
+                 "a torch build for ROCm 7.2 with bitsandbytes 0.50.2 or newer: the library for ROCm 6.4 is wrong on "
+                 "gfx1100; else train without --load_in_4bit, and report it with `doctor --json`",
+                 "bitsandbytes#2087; bitsandbytes#1885; bitsandbytes#1979; bitsandbytes#2012")  # fmt: skip
         return [compare.verdict("nf4", right, wrong, [f"bitsandbytes has loaded {loaded}"])]
 
 

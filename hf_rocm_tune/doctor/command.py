@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, Diagnosis, all_checks, diagnose, listing, select
-from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, Status, read_here
+from hf_rocm_tune.doctor.findings import GROUPS, Evidence, Finding, Status, read_here
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
 from hf_rocm_tune.machine.sources import links_of
 from hf_rocm_tune.paths import can_be_file
@@ -29,23 +28,22 @@ from hf_rocm_tune.version import __version__
 
 PROGRAM = "hf-rocm-tune doctor"
 NARROWEST, WIDEST = 60, 120
-_COUNTED: Mapping[Status, tuple[str, str]] = {
-    "fail": ("failure", "failures"),
-    "warn": ("warning", "warnings"),
-    "info": ("note", "notes"),
-    "ok": ("ok", "ok"),
-    "unknown": ("unknown", "unknown"),
-    "skipped": ("not run", "not run"),
+_COUNTED: Mapping[Status, str] = {
+    "fail": "failure",
+    "warn": "warning",
+    "info": "note",
+    "ok": "ok",
+    "unknown": "unknown",
 }
-_MARKS: Mapping[Status, tuple[str, str]] = {
-    "ok": ("ok", "green"),
-    "info": ("note", "cyan"),
-    "warn": ("WARN", "bold yellow"),
-    "fail": ("FAIL", "bold red"),
-    "unknown": ("?", "magenta"),
-    "skipped": ("-", "dim"),
+_MARKS: Mapping[Status, str] = {
+    "ok": "ok",
+    "info": "note",
+    "warn": "WARN",
+    "fail": "FAIL",
+    "unknown": "?",
+    "skipped": "-",
 }
-_WORST: Sequence[Status] = ("fail", "warn", "unknown", "info", "ok")
+_WORST: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "ok")
 _VERDICTS = ("no problem found in what was checked", "check the warnings", "not ready to train")
 _INDENT, _LABEL = 6, 8
 _SERIAL = re.compile(
@@ -63,14 +61,12 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(f"--{name} is an option of --drill: add --drill, or leave it out")
     # ``--only links,bar variables`` is three names.
     only = list(filter(None, ",".join(wanted.only).split(",")))
-    checks = select(all_checks(), only)
-    began = time.monotonic()
-    _say("reading the machine, and querying torch")
-    evidence = read_here()
-    try:
-        diagnosis = diagnose(evidence, checks, full=wanted.full, only=only, on_check=_announce)
-    finally:
-        _say("")
+    checks, began = select(all_checks(), only), time.monotonic()
+    with Console(stderr=True).status("reading the machine, and querying torch") as shown:
+        evidence = read_here()
+        diagnosis = diagnose(
+            evidence, checks, full=wanted.full, only=only, on_check=lambda check: shown.update(check.about)
+        )
     private = Private.of_this_machine(os.environ)
 
     def clean(text: str) -> str:
@@ -81,12 +77,8 @@ def main(argv: Sequence[str]) -> int:
         content = to_dict(diagnosis, about(evidence), seconds)
         _write(wanted.json, json.dumps(map_strings(content, clean, str), indent=2))
         return diagnosis.exit_code
-    width = shutil.get_terminal_size((100, 24)).columns
-    console = Console(width=min(max(width, NARROWEST), WIDEST), highlight=False)
-    with console.capture() as printed:
-        for line in lines(diagnosis, about(evidence), seconds, console.width, verbose=wanted.verbose):
-            console.print(line, no_wrap=True, overflow="ignore", crop=False)
-    _show(clean(printed.get().removesuffix("\n")))
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, NARROWEST), WIDEST)
+    _show(clean("\n".join(lines(diagnosis, about(evidence), seconds, width, verbose=wanted.verbose))))
     return diagnosis.exit_code
 
 
@@ -98,14 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Groups and their checks: {listing()}.",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="everything that was read and measured")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        type=Path,
-        const=Path("-"),
-        metavar="FILE",
-        help="JSON instead, to standard output or a file",
-    )
+    json_help = "JSON instead, to standard output or a file"
+    parser.add_argument("--json", nargs="?", type=Path, const=Path("-"), metavar="FILE", help=json_help)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these groups or checks only")
     parser.add_argument("--full", action="store_true", help="measure longer (the drill: inject more faults); minutes")
     drill = parser.add_argument_group("drill", "inject faults into real transfers, and show that each is detected")
@@ -157,18 +143,6 @@ def _show(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
-def _announce(check: Check) -> None:
-    if check.measure:
-        _say(f"{check.about} (about {max(check.seconds, 1):.0f} s)")
-
-
-def _say(text: str) -> None:
-    """Show the current step on a terminal, over the previous one."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
-
-
 def to_dict(diagnosis: Diagnosis, machine: str, seconds: float) -> dict[str, Any]:
     """The report for programs; ``machine``: in one line."""
     groups = {check.name: check.group for check in all_checks()}
@@ -177,7 +151,7 @@ def to_dict(diagnosis: Diagnosis, machine: str, seconds: float) -> dict[str, Any
         "version": __version__,
         "machine": machine,
         "exit_code": diagnosis.exit_code,
-        "counts": {status: diagnosis.count(status) for status in _COUNTED},
+        "counts": {status: diagnosis.count(status) for status in (*_COUNTED, "skipped")},
         "seconds": round(seconds, 1),
         "seconds_by_check": diagnosis.seconds,
         "findings": [
@@ -192,13 +166,9 @@ def about(evidence: Evidence) -> str:
     machine, version = evidence.machine, evidence.software.torch_version
     cards = [gpu.card.name if gpu.card else f"AMD {gpu.arch or 'GPU'}" for gpu in evidence.candidates]
     cards = cards or [device.name for device in evidence.devices] or ["no card"]
-    parts = [
-        " + ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(cards).items()),
-        machine.cpu,
-        f"{machine.process.platform} {machine.process.release or ''}".strip(),
-        f"torch {version}" if version else "no torch",
-    ]
-    return ", ".join(parts)
+    named = " + ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(cards).items())
+    system = f"{machine.process.platform} {machine.process.release or ''}".strip()
+    return ", ".join([named, machine.cpu, system, f"torch {version}" if version else "no torch"])
 
 
 def plain(text: str) -> str:
@@ -206,29 +176,23 @@ def plain(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-def lines(diagnosis: Diagnosis, machine: str, seconds: float, width: int, *, verbose: bool) -> Iterator[Text]:
+def lines(diagnosis: Diagnosis, machine: str, seconds: float, width: int, *, verbose: bool) -> Iterator[str]:
     """The report for a terminal: a line for each group, then warnings and failures, then the verdict."""
 
-    def wrapped(text: str, head: Text | None = None, style: str = "") -> Iterator[Text]:
+    def wrapped(text: str, head: str = "") -> list[str]:
         """The text after a head, which is in the first line only; words are not split."""
-        head = head or Text()
-        indent, room = len(head), max(width - len(head), 1)
+        room = max(width - len(head), 1)
         found = textwrap.wrap(plain(text), room, break_on_hyphens=False, break_long_words=False) or [""]
-        for number, line in enumerate(found):
-            yield Text.assemble(" " * indent if number else head, (line, style))
+        return [((" " * len(head) if number else head) + line).rstrip() for number, line in enumerate(found)]
 
-    def first(status: Status, text: str, style: str = "") -> Iterator[Text]:
-        mark, colour = _MARKS[status]
-        yield from wrapped(text, Text(f"{mark:<{_INDENT}}", style=colour), style)
-
-    def whole(one: Finding) -> Iterator[Text]:
+    def whole(one: Finding) -> Iterator[str]:
         subject = f" [{one.subject}]" if one.subject and one.subject not in f"{one.title} {one.text}" else ""
-        yield from first(one.status, f"{one.title}{subject}", "bold" if one.status in ("warn", "fail") else "")
-        yield from wrapped(one.text, Text(" " * _INDENT))
+        yield from wrapped(one.title + subject, f"{_MARKS[one.status]:<{_INDENT}}")
+        yield from wrapped(one.text, " " * _INDENT)
         parts = [("read", line) for line in one.read] + [("fix", one.fix), ("source", one.source)]
         for label, text in [*parts, *(("", link) for link in links_of(one.source))]:
             if text:
-                yield from wrapped(text, Text(" " * _INDENT + f"{label:<{_LABEL}}", style="dim"))
+                yield from wrapped(text, " " * _INDENT + f"{label:<{_LABEL}}")
 
     groups = {check.name: check.group for check in all_checks()}
     by_group: dict[str, list[Finding]] = {}
@@ -238,29 +202,26 @@ def lines(diagnosis: Diagnosis, machine: str, seconds: float, width: int, *, ver
             by_group.setdefault(groups[one.check], []).append(one)
         elif verbose or one.text != NOTHING_THERE:
             skipped.setdefault(one.text, []).append(one.check)
-    yield Text(f"hf-rocm-tune doctor {__version__}", style="bold")
-    yield from (*wrapped(machine), Text())
+    yield from (f"hf-rocm-tune doctor {__version__}", *wrapped(machine), "")
     column = max((len(GROUPS[group]) for group in by_group), default=0)
     for group, findings in by_group.items():
         if verbose:
-            yield from (Text(), Text(GROUPS[group], style="bold"))
-            yield from (line for one in findings for line in whole(one))
+            yield from ("", GROUPS[group], *(line for one in findings for line in whole(one)))
         else:
             yield _group_line(GROUPS[group].ljust(column), findings, width)
     grave = [one for one in diagnosis.findings if one.status in ("fail", "warn") and not verbose]
     for one in sorted(grave, key=lambda one: _WORST.index(one.status)):
-        yield from (Text(), *whole(one))
+        yield from ("", *whole(one))
     for reason, checks in skipped.items():
-        yield from first("skipped", f"not run: {', '.join(dict.fromkeys(checks))}: {reason}")
-    counts = {status: diagnosis.count(status) for status in _COUNTED if status != "skipped"}
-    shown = [f"{count} {_COUNTED[status][count != 1]}" for status, count in counts.items() if count]
-    summary = ", ".join(shown) or "nothing was checked"
-    more = "" if verbose else "; -v shows all of it"
-    yield Text()
-    yield from wrapped(f"{summary}; {seconds:.0f} s. Verdict: {_VERDICTS[diagnosis.exit_code]}{more}.")
+        yield from wrapped(f"not run: {', '.join(dict.fromkeys(checks))}: {reason}", f"{'-':<{_INDENT}}")
+    counts = {status: diagnosis.count(status) for status in _COUNTED}
+    several = {status: "s" * (count > 1 and status not in ("ok", "unknown")) for status, count in counts.items()}
+    summary = ", ".join(f"{count} {_COUNTED[status]}{several[status]}" for status, count in counts.items() if count)
+    verdict = f"Verdict: {_VERDICTS[diagnosis.exit_code]}{'' if verbose else '; -v shows all of it'}."
+    yield from ("", *wrapped(f"{summary or 'nothing was checked'}; {seconds:.0f} s. {verdict}"))
 
 
-def _group_line(title: str, findings: Sequence[Finding], width: int) -> Text:
+def _group_line(title: str, findings: Sequence[Finding], width: int) -> str:
     """One line: what is not in order first, then what is, as far as there is room, and how many more."""
     ordered = sorted(findings, key=lambda one: _WORST.index(one.status))
     titles = list(dict.fromkeys(f"{one.check} unknown" if one.status == "unknown" else one.title for one in ordered))
@@ -269,5 +230,4 @@ def _group_line(title: str, findings: Sequence[Finding], width: int) -> Text:
         titles.pop()
         more += 1
     text = textwrap.shorten(text, room, placeholder=" ...")
-    mark, colour = _MARKS[ordered[0].status]
-    return Text.assemble((f"{mark:<{_INDENT}}", colour), (title, "bold"), "  ", text)
+    return f"{_MARKS[ordered[0].status]:<{_INDENT}}{title}  {text}"

@@ -34,30 +34,28 @@ _MIB = 1 << 20
 
 MEASURED = (
     Check("round_trip", "transfers", "copies to the card and back, by size, dtype and kind, cold and warm",
-          measure="transfers.round_trip", seconds=8, deadline_s=300, options={"largest": 64 * _MIB, "repeats": 20},
+          measure="transfers.round_trip", deadline_s=300, options={"largest": 64 * _MIB, "repeats": 20},
           full={"largest": 256 * _MIB, "repeats": 100}, again={"HSA_ENABLE_SDMA": "0"}),
     Check("casts", "transfers", "casts on the card, and during copies, compared with the CPU",
-          measure="transfers.casts", seconds=6),
+          measure="transfers.casts"),
     Check("bandwidth", "transfers", "speed of page-locked copies, compared with the rate of the link",
-          measure="transfers.bandwidth", seconds=4, options={"mib": 256}),
+          measure="transfers.bandwidth", options={"mib": 256}),
     # 144: the cycle in which the RX 7900 XT of ROCm/ROCm#6603 failed
     Check("canaries", "memory", "memory while other memory is allocated and freed",
-          measure="transfers.canaries", seconds=8, deadline_s=1800, options={"cycles": 40, "seconds": 4},
+          measure="transfers.canaries", deadline_s=1800, options={"cycles": 40, "seconds": 4},
           full={"cycles": 400, "seconds": 1e9}, again=dict.fromkeys(ALLOCATOR)),
     Check("pairs", "pairs", "copies between every ordered pair of cards, cold and warm",
-          measure="pairs.pairs", seconds=12, deadline_s=45, needs_cards=2,
-          options={"largest": 64 * _MIB, "repeats": 10}, full={"largest": 1024 * _MIB, "repeats": 100}),
+          measure="pairs.pairs", deadline_s=45, needs_cards=2, options={"largest": 64 * _MIB, "repeats": 10},
+          full={"largest": 1024 * _MIB, "repeats": 100}),
     Check("all_reduce", "pairs", "sums over all cards by RCCL, and alternatives if it fails",
-          measure="pairs.all_reduce", seconds=8, deadline_s=45, needs_cards=2,
-          options={"largest": 64 * _MIB, "repeats": 5}),
+          measure="pairs.all_reduce", deadline_s=45, needs_cards=2, options={"largest": 64 * _MIB, "repeats": 5}),
     Check("gemm", "compute", "a matrix product repeated under load, bit for bit, and its speed",
-          measure="arithmetic.gemm", seconds=8, deadline_s=900, options={"seconds": 0.4}, full={"seconds": 30}),
+          measure="arithmetic.gemm", deadline_s=900, options={"seconds": 0.4}, full={"seconds": 30}),
     Check("model", "compute", "a small model forward and backward, plain, padded and packed, compared with float64",
-          measure="arithmetic.model", seconds=6),
+          measure="arithmetic.model"),
     Check("attention", "compute", "attention forward and backward up to the longest planned length, and its backend",
-          measure="arithmetic.attention", seconds=10, options={"length": 28_672, "seconds": 20}),
-    Check("nf4", "compute", "4-bit weights of bitsandbytes, compared with their definition",
-          measure="arithmetic.nf4", seconds=6),
+          measure="arithmetic.attention", options={"length": 28_672, "seconds": 20}),
+    Check("nf4", "compute", "4-bit weights of bitsandbytes, compared with their definition", measure="arithmetic.nf4"),
 )  # fmt: skip
 """In the order in which they run within their groups."""
 
@@ -181,25 +179,23 @@ def run_measured(check: Check, request: Mapping[str, Any]) -> list[Finding]:
     # A card is named with its address, which does not depend on filters of visible devices.
     device, address = request["device"], request.get("address")
     subject = f"{device} at {address}" if address else str(device)
-    findings = [replace(one, subject=subject) if one.subject == device else one for one in _in_child(check, request)]
+
+    def in_child(environ: Mapping[str, str | None] | None = None) -> list[Finding]:
+        outcome = run(MODULE, check.name, request=request, deadline_s=check.deadline_s, environ=environ)
+        if outcome.result is None:
+            return [failure(check.about, outcome, subject=subject)]
+        made = [Finding.from_dict(values) for values in outcome.result["findings"]]
+        return [replace(one, subject=subject) if one.subject == device else one for one in made]
+
+    findings = in_child()
     if not (check.again and request.get("hip") and any(one.status == "fail" for one in findings)):
         return findings
     # A process reads these variables once: another one tells whether they are the cause.
-    second = _in_child(check, request, environ=check.again)
+    same = any(one.status == "fail" for one in in_child(check.again))
     without = all(value is None for value in check.again.values())
     settings = "without allocator settings" if without else " ".join(f"{k}={v}" for k, v in check.again.items())
-    same = any(one.status == "fail" for one in second)
     told = f"{settings}: {'the same' if same else 'right, so that is involved'}"
     return [one if one.status == "ok" else replace(one, read=(*one.read, told)) for one in findings]
-
-
-def _in_child(
-    check: Check, request: Mapping[str, Any], environ: Mapping[str, str | None] | None = None
-) -> list[Finding]:
-    outcome = run(MODULE, check.name, request=request, deadline_s=check.deadline_s, environ=environ)
-    if outcome.result is None:
-        return [failure(check.about, outcome, subject=str(request["device"]))]
-    return [Finding.from_dict(values) for values in outcome.result["findings"]]
 
 
 def _call(check: Check, request: dict[str, Any]) -> list[Finding]:

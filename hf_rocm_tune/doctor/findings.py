@@ -178,7 +178,6 @@ class Check:
     run: Callable[[Evidence], Iterable[Finding]] | None = None  # yields none if it is not applicable
     needs_cards: int = 0  # it is omitted with fewer discrete cards
     measure: str = ""  # module.function in this package, function(request) -> list[Finding]
-    seconds: float = 0.0  # its usual time
     deadline_s: float = 120
     options: Mapping[str, Any] = field(default_factory=dict)  # added to the request
     full: Mapping[str, Any] = field(default_factory=dict)  # those of --full, over them

@@ -25,20 +25,22 @@ _IOMMU = (
     "Others fixed this by iommu=pt, by disabling the IOMMU in BIOS, or by amdgpu.pcie_p2p=0. Re-run this test after "
     "each change. Until then train on one card, or with gradients averaged through the host"
 )
+_IOMMU_SOURCES = "ROCm docs: IOMMU; rccl init.cc; rccl#1129"
+# Row, end of the title, text and fix of a failing all-reduce, by the way that works instead.
 _INSTEAD: Mapping[Way | None, tuple[str, str, str, str]] = {
     "rccl_without_p2p": (
         "all_reduce_without_p2p",
         "; with NCCL_P2P_DISABLE=1 it is correct",
         "RCCL works only without copies from card to card",
-        "set NCCL_P2P_DISABLE=1 for training on both cards; it affects RCCL only, not tensor.to('cuda:1'). To repair "
-        "copies between cards, see the findings on pairs; NCCL_DEBUG=INFO prints details",
+        "set NCCL_P2P_DISABLE=1 for training on both cards (RCCL only, not tensor.to('cuda:1')); see the findings on "
+        "pairs",
     ),
     "gloo": (
         "all_reduce_over_gloo_only",
         "; over gloo it is correct",
         "RCCL does not work, with and without copies from card to card; averaging through the host does",
-        "average gradients through the host (`--grad_sync host`), or train on one card; try NCCL_PROTO=Simple, and "
-        "NCCL_DEBUG=INFO for what it waits for",
+        "average gradients through the host (`--grad_sync host`), or train on one card; NCCL_DEBUG=INFO says what it "
+        "waits for",
     ),
     None: (
         "all_reduce_on_no_way",
@@ -48,8 +50,6 @@ _INSTEAD: Mapping[Way | None, tuple[str, str, str, str]] = {
         "(`getent hosts $(hostname)`)",
     ),
 }
-"""Row, end of the title, text and fix of a failing all-reduce, by the way that works instead."""
-_IOMMU_SOURCES = "ROCm docs: IOMMU; rccl init.cc; rccl#1129"
 
 
 def pairs(request: Mapping[str, Any]) -> list[Finding]:
@@ -79,13 +79,12 @@ def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
         base = failure(about, trial.outcomes[0], subject=subject)
         if base.status == "unknown" or trial.verdict == "untried":
             return base if base.status == "unknown" else unknown(trial.reason, subject=subject, read=base.read)
-        hung = trial.verdict == "hung"
-        return fail(
-            "pair_hung" if hung else "pair_died", f"Copies {way} {'do not return' if hung else 'end the process'}",
-            f"the measuring process for copies from {way} {trial.outcomes[0].how}",
-            f"look in `dmesg` for a page fault of amdgpu; with a card on a slot of the chipset, move it. {_IOMMU}",
-            f"pytorch#132397; ROCm/ROCm#2429; {_IOMMU_SOURCES}", subject=subject, read=[*base.read, *seen],
-        )  # fmt: skip
+        row, what = ("pair_hung", "do not return") if trial.verdict == "hung" else ("pair_died", "end the process")
+        return fail(row, f"Copies {way} {what}",
+                    f"the measuring process for copies from {way} {trial.outcomes[0].how}",
+                    f"look in `dmesg` for a page fault of amdgpu; move a card from a slot of the chipset. {_IOMMU}",
+                    f"pytorch#132397; ROCm/ROCm#2429; {_IOMMU_SOURCES}", subject=subject,
+                    read=[*base.read, *seen])  # fmt: skip
     access = {True: "yes", False: "no", None: "not asked"}[result["peer_access"]]
     read = [
         *problem_lines(result["problems"]),
@@ -94,21 +93,17 @@ def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
         *seen,
     ]
     if result["staged_wrong"]:
-        return fail(
-            "pair_wrong_through_host", f"Copies {way} are wrong even through the host",
-            f"bytes from {way} by the host arrived wrong: copies between cards are not the cause",
-            "see the findings of round_trip for both cards, and fix those first", "exllamav3#333", subject=subject,
-            read=read,
-        )  # fmt: skip
+        return fail("pair_wrong_through_host", f"Copies {way} are wrong even through the host",
+                    f"bytes from {way} by the host arrived wrong: copies between cards are not the cause",
+                    "see the findings of round_trip for both cards, and fix those first", "exllamav3#333",
+                    subject=subject, read=read)  # fmt: skip
     if result["wrong"]:
-        return fail(
-            "pair_wrong", f"Copies {way} are wrong",
-            f"Peer copies from {way} returned wrong data while every call reported success; the copy through the host "
-            "is correct. device_map and naive model parallelism use such copies, and NCCL_P2P_DISABLE does not "
-            "affect them", f"BIOS: Above 4G decoding and resizable BAR on. {_IOMMU}",
-            "exllamav3#333; accelerate#4036; pytorch#84803; pytorch#87363; llama.cpp#6208; ROCm/ROCm#6342; "
-            f"{_IOMMU_SOURCES}", subject=subject, read=read,
-        )  # fmt: skip
+        return fail("pair_wrong", f"Copies {way} are wrong",
+                    f"peer copies from {way} returned wrong data while every call reported success; the copy through "
+                    "the host is correct. device_map and naive model parallelism use such copies, whatever "
+                    "NCCL_P2P_DISABLE is", f"BIOS: Above 4G decoding and resizable BAR on. {_IOMMU}",
+                    "exllamav3#333; accelerate#4036; pytorch#84803; pytorch#87363; llama.cpp#6208; ROCm/ROCm#6342; "
+                    f"{_IOMMU_SOURCES}", subject=subject, read=read)  # fmt: skip
     text = f"{way}: contiguous, strided and dtype-changing, cold and warm, both directions at once"
     return ok("pair_right", "copies between cards", text, "exllamav3#333; accelerate#4036", subject=subject, read=read)
 

@@ -57,45 +57,30 @@ _STOCK = (
 )
 # Title, text, fix and source of each verdict on a copy.
 _VERDICTS = {
-    "source": (
-        "Bytes changed in host memory",
-        "the source of a copy to {device} changed in host memory: the transfer is not the cause",
-        "test the host's memory (memtest86+), and undo overclocking and memory profiles (EXPO, XMP)",
-        "general knowledge, lower confidence",
-    ),
-    "read_back": (
-        "Two read-backs of the same bytes differ",
-        "memory of {device} was read back twice with different results: copies to the host are at fault",
-        f"{_STOCK}. If the check passes with HSA_ENABLE_SDMA=0, that is a workaround; report the kernel version then",
-        "rocm-libraries#12344; rocm-systems#5815; rocm-systems#1469",
-    ),
-    "not_written": (
-        "A copy reported success and wrote nothing",
-        "the destination on {device} kept its old content, read back twice",
-        _SETTINGS,
-        "rocm-systems#11693; ROCm/ROCm#6123",
-    ),
-    "sending": (
-        "A copy to the card was wrong, and correct when repeated",
-        "the content on {device} was wrong, and correct after the same copy again: it fails now and then",
-        f"{_STOCK}. Training with --verify full recovers from this, and counts it",
-        "ROCm/ROCm#6123; rocm-libraries#12344",
-    ),
-    "memory": (
-        "The card has other bytes than were sent",
-        "the same wrong bytes were read back from {device} twice, also after another copy: memory, its mapping, or "
-        "every copy of this kind is at fault",
-        f"{_SETTINGS}; then other hardware",
-        "ROCm/ROCm#6603; rocm-systems#10943; rocm-systems#11693",
-    ),
-    "disagree": (
-        "Card and host read other bytes at the same place",
-        "a kernel on {device} and the host do not agree on the bytes at one place, twice: mapping, cache or kernel is "
-        "wrong, or bytes arrived late",
-        f"see the measured checks of arithmetic; {_SETTINGS}",
-        "rocm-systems#11693; ROCm/ROCm#6603",
-    ),
-}
+    "source": ("Bytes changed in host memory",
+               "the source of a copy to {device} changed in host memory: the transfer is not the cause",
+               "test the host's memory (memtest86+), and undo overclocking and memory profiles (EXPO, XMP)",
+               "general knowledge, lower confidence"),
+    "read_back": ("Two read-backs of the same bytes differ",
+                  "memory of {device} was read back twice with different results: copies to the host are at fault",
+                  f"{_STOCK}. If the check passes with HSA_ENABLE_SDMA=0, that is a workaround",
+                  "rocm-libraries#12344; rocm-systems#5815; rocm-systems#1469"),
+    "not_written": ("A copy reported success and wrote nothing",
+                    "the destination on {device} kept its old content, read back twice", _SETTINGS,
+                    "rocm-systems#11693; ROCm/ROCm#6123"),
+    "sending": ("A copy to the card was wrong, and correct when repeated",
+                "the content on {device} was wrong, and correct after the same copy again: it fails now and then",
+                f"{_STOCK}. Training with --verify full recovers from this, and counts it",
+                "ROCm/ROCm#6123; rocm-libraries#12344"),
+    "memory": ("The card has other bytes than were sent",
+               "the same wrong bytes were read back from {device} twice, also after another copy: memory, its mapping, "
+               "or every copy of this kind is at fault", f"{_SETTINGS}; then other hardware",
+               "ROCm/ROCm#6603; rocm-systems#10943; rocm-systems#11693"),
+    "disagree": ("Card and host read other bytes at the same place",
+                 "a kernel on {device} and the host do not agree on the bytes at one place, twice: mapping, cache or "
+                 "kernel is wrong, or bytes arrived late", f"see the measured checks of arithmetic; {_SETTINGS}",
+                 "rocm-systems#11693; ROCm/ROCm#6603"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
