@@ -19,17 +19,7 @@ from hf_rocm_tune.machine.gpus import Sensors, core_dumps, parse_throttle, read_
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.survey import Gpu, join
 from hf_rocm_tune.machine.sysfs import MAX_BYTES, Files, parse_int
-from tests.machine.trees import (
-    DEVICES,
-    NODES,
-    XT,
-    XTX,
-    Built,
-    Readings,
-    Slot,
-    metrics_v1_3,
-    metrics_v2_1,
-)
+from tests.machine.trees import DEVICES, NODES, XT, XTX, Built, Readings, Slot, metrics_v1_3, metrics_v2_1
 
 CARD = "0000:03:00.0"
 
@@ -173,54 +163,25 @@ def test_errors_are_counted_over_the_card_and_the_bridges_above_it(tmp_path: Pat
     assert first(built, tmp_path).aer == {"correctable": 7, "nonfatal": 0, "fatal": 1}
 
 
-NO_BARS = ["", "0x0 0x0 0x0\n" * 13, "a b c", "0x10 0x5 0x200", "0x0 0xffffffffffffffffff 0x200", "0x0 0xff 0x101"]
-
-
-@pytest.mark.parametrize("text", NO_BARS)
-def test_without_a_memory_bar_there_is_no_size_and_the_rom_is_none(text: str, tmp_path: Path) -> None:
+def test_without_a_memory_bar_there_is_no_size_and_the_rom_is_none(tmp_path: Path) -> None:
     built = Built("invented").card(bar_bytes=256 << 20)
-    lines = built.files[f"{DEVICES}/{CARD}/resource"].splitlines()
+    path = f"{DEVICES}/{CARD}/resource"
+    lines = built.files[path].splitlines()
     lines[6] = "0x0000000000000000 0x0000000fffffffff 0x0000000000046200"
-    built.files[f"{DEVICES}/{CARD}/resource"] = "\n".join(lines)
-    assert first(built, tmp_path).bar_bytes == 256 << 20
-    built.files[f"{DEVICES}/{CARD}/resource"] = text
-    assert first(built, tmp_path).bar_bytes is None
-
-
-def test_devices_are_in_numeric_order_and_other_classes_are_left_out(tmp_path: Path) -> None:
-    built = Built("invented")
-    classes = {
-        "0000:10:00.0": "0x038000",
-        "ffff:9f:00.0": "0x120000",
-        "0000:0a:00.0": "0x030200",
-        "10000:01:00.0": "0x030000",
-        "0000:02:00.0": "0x108000",
-        "0000:03:00.0": "0x118000",
-    }
-    for address, kind in classes.items():
-        values = {"class": kind, "vendor": "0x1002", "device": "0x74a1", "revision": "0x00"}
-        built.files.update({f"{DEVICES}/{address}/{name}": value for name, value in values.items()})
-    built.files[f"{DEVICES}/0000:0a:00.0/device"] = "nonsense"
-    machine = built.survey(tmp_path)
-    assert [gpu.address for gpu in machine.gpus] == ["0000:10:00.0", "ffff:9f:00.0", "10000:01:00.0"]
-    assert "not a hexadecimal number" in machine.why("0000:0a:00.0")
+    built.files[path] = "\n".join(lines)
+    assert first(built, tmp_path / "rom").bar_bytes == 256 << 20
+    for number, text in enumerate(("0x0 0x0 0x0\n" * 13, "a b c", "0x10 0x5 0x200", "0x0 0xff 0x101")):
+        built.files[path] = text
+        assert first(built, tmp_path / str(number)).bar_bytes is None
 
 
 # The kernel and the host.
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("amd-iommu=off amdgpu.runpm=0", {"amd_iommu": "off", "amdgpu.runpm": "0"}),
-        ("iommu=pt iommu=off", {"iommu": "off"}),
-        ("pci=realloc,nommconf nomodeset", {"pci": "realloc,nommconf", "nomodeset": ""}),
-        ('iommu="a b" x="iommu=pt"', {"iommu": "a b", "x": "iommu=pt"}),
-    ],
-)
-def test_boot_parameters_are_read_as_the_kernel_reads_them(text: str, found: dict[str, str], tmp_path: Path) -> None:
+def test_boot_parameters_are_read_as_the_kernel_reads_them(tmp_path: Path) -> None:
     built = Built("invented")
-    built.files["proc/cmdline"] = text
+    built.files["proc/cmdline"] = 'amd-iommu=off iommu=pt iommu="a b" x="iommu=pt" nomodeset pci=realloc,nommconf'
+    found = {"amd_iommu": "off", "iommu": "a b", "x": "iommu=pt", "nomodeset": "", "pci": "realloc,nommconf"}
     assert built.survey(tmp_path).cmdline == found
 
 
@@ -265,10 +226,6 @@ def test_a_sensor_is_told_by_its_label_and_momentary_power_stands_in(tmp_path: P
     del built.files[f"{place}/temp1_label"]
     sensors = sensors_of(built, tmp_path / "unlabelled")
     assert sensors.hotspot_c is None and "labelled junction" in sensors.missing["hotspot_c"]
-    for number, text in enumerate(("hot", "999999", "-99999", "1e3", "+42000", "4_2", "\u0664")):
-        built.files[f"{place}/temp2_input"] = text
-        sensors = sensors_of(built, tmp_path / str(number))
-        assert sensors.edge_c is None and sensors.missing["edge_c"], "what is no temperature is not one"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
-"""Faithful machines, built part by part and written as a directory that stands for ``/``.
-
-    machine = Built("an AM5 board with one card").card(XT).igpu()
-    machine.survey(tmp_path)
+"""Faithful machines, built part by part and written as a directory that stands for ``/``:
+``Built("an AM5 board with one card").card(XT).igpu().survey(tmp_path)``.
 
 Where the forms come from: the bridges of an AM5 machine with a 7900 XTX, from its full PCI list in
-freebsd/drm-kmod#426; ids from amdgpu.ids and pci.ids; memory sizes of cards from LACT#533 (24560 MiB on a 7900 XTX) and
-rocminfo outputs; sysfs and hwmon forms from the kernel's documentation (sysfs-bus-pci, sysfs-bus-pci-devices-aer,
-gpu/amdgpu/thermal) and the drivers' sources (``kgd_pp_interface.h`` for gpu_metrics, ``drivers/pci/pcie/aer.c`` for the
-counters' short names). No machine is a copy of a real one: figures such as temperatures are invented.
+freebsd/drm-kmod#426; ids from amdgpu.ids and pci.ids; memory sizes from LACT#533 and rocminfo outputs; sysfs and hwmon
+forms from the kernel's documentation and the drivers' sources (``kgd_pp_interface.h``, ``drivers/pci/pcie/aer.c``). No
+machine is a copy of a real one: figures such as temperatures are invented.
 """
 
 from __future__ import annotations
@@ -58,14 +55,7 @@ STRIX_HALO = Chip(device=0x1586, revision=0xC1, gfx_target_version=110501, simd_
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where a card sits: lanes and generation that the slot gives it, and what is between it and the processor.
-
-    Attributes:
-        width: lanes.
-        speed: 10^9 transfers a second and lane, at most.
-        chipset: the slot is the chipset's.
-        idle: nothing is running, so the link has slowed down to 2.5.
-    """
+    """Where a card sits: lanes, 10^9 transfers a second and lane; ``idle``: the link has slowed down to 2.5."""
 
     width: int = 16
     speed: float = 16.0
@@ -206,14 +196,7 @@ class Built:
         driver: str | None = "amdgpu",
         kfd: bool = True,
     ) -> Built:
-        """A discrete AMD card with its own switch, in a slot.
-
-        Args:
-            bar_bytes: size of the memory BAR; by default the power of two that holds all memory, as with ReBAR.
-            aer: counts of ``correctable``, ``nonfatal`` and ``fatal`` errors at the card's connector.
-            driver: None for an unbound card.
-            kfd: whether KFD lists it.
-        """
+        """A discrete AMD card with its own switch; ``bar_bytes``: by default all memory, ``kfd``: KFD lists it."""
         above = self._ports(slot)
         first = self._take_buses(3)
         up, down, gpu = (f"0000:{first + offset:02x}:00.0" for offset in range(3))

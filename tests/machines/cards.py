@@ -71,14 +71,6 @@ CARDS: dict[str, Case] = {
             "0000:03:00.0: x16 at 16 GT/s, 0000:08:00.0: x4 at 16 GT/s",
         ),
     ),
-    "x8_of_two_generations": case(
-        Built("PCIe arithmetic: a riser, or a BIOS setting, that holds one of two equal slots at PCIe 3.0")
-        .card(slot=HALF)
-        .card(slot=Slot(width=8, speed=8.0)),
-        software=stack(devices=pair()),
-        warn=(f"link_narrow {SECOND}", "links_unequal"),
-        says=("0000:03:00.0: x8 at 16 GT/s, 0000:06:00.0: x8 at 8 GT/s",),
-    ),
     "one_card_on_the_chipset": case(
         Built("PCIe arithmetic: 6.5 GB/s is what a misplaced card gives").card(
             slot=Slot(width=4, chipset=True, idle=True)
@@ -87,11 +79,6 @@ CARDS: dict[str, Case] = {
         warn=("link_narrow",),
         note=("slot_of_chipset",),
         says=("slow, not wrong", "x4 at 2.5 GT/s (able: 16)"),
-    ),
-    "two_cards_no_iommu": case(
-        two_cards("pytorch#132397: the IOMMU switched off in the BIOS", iommu=None),
-        software=stack(devices=pair()),
-        says=("IOMMU off", *IOMMU_WORDS),
     ),
     "two_cards_passthrough": case(
         two_cards("rccl#1129: iommu=pt", iommu="identity", cmdline="ro quiet iommu=pt"),
@@ -109,20 +96,6 @@ CARDS: dict[str, Case] = {
         warn=(f"bar_small {SECOND}",),
         fine=("bar_full",),
         says=("the largest BAR is 256 MiB, and the card has 20 GiB", "Above 4G decoding"),
-    ),
-    "two_cards_one_hidden": case(
-        two_cards("HIP environment variables page: one of two cards filtered out"),
-        environ={"ROCR_VISIBLE_DEVICES": "1"},
-        software=stack(devices=[device(SECOND)]),
-        note=("torch_sees_fewer",),
-        says=("torch sees 1 of 2 cards", "ROCR_VISIBLE_DEVICES=1 is set"),
-    ),
-    "no_rebar": case(
-        Built("kernel documentation, amdgpu parameters: a small window concerns copies between cards").card(
-            bar_bytes=256 * MIB
-        ),
-        note=("bar_small",),
-        says=("the largest BAR is 256 MiB", "Resizable BAR"),
     ),
     "rdna4": case(
         Built("hf.co/hardware: a 9070 XT, PCIe 5.0").card(XT_9070, slot=Slot(speed=32.0)),
@@ -166,13 +139,6 @@ CARDS: dict[str, Case] = {
         note=(f"link_half {FIRST}",),
         never=("iommu=pt", "pair test"),
     ),
-    "board_of_pcie_3": case(
-        Built("PCIe arithmetic: sixteen lanes of PCIe 3.0 carry as much as eight of PCIe 4.0").card(
-            slot=Slot(speed=8.0)
-        ),
-        note=("link_half",),
-        says=("16 lanes at up to 8 GT/s: 15.8 GB/s", "as on a board of PCIe 3.0"),
-    ),
     "driver_not_loaded": case(
         Built("ROCm docs, prerequisites: started with nomodeset")
         .kernel(cmdline="ro quiet nomodeset")
@@ -196,11 +162,6 @@ CARDS: dict[str, Case] = {
         note=("aer_corrected",),
         says=("1,280", "read the counter again under load"),
     ),
-    "desktop_on_the_card": case(
-        Built("a desktop holds a part of the memory").card(readings=Readings(vram_used=1800 * MIB)),
-        note=("vram_taken",),
-        says=("1.8 of 20.0 GiB", "amd-smi process"),
-    ),
     "another_program_on_the_card": case(
         Built("an inference server holds most of the memory").card(readings=Readings(vram_used=15 * GIB)),
         warn=("vram_taken",),
@@ -216,12 +177,6 @@ CARDS: dict[str, Case] = {
     "hotspot_bit_at_rest": case(
         Built("rocm-systems#11781: the firmware of Navi 31 sets the hotspot's bit on a card at rest").card(
             readings=Readings(throttle=1 << 36)
-        ),
-        fine=("sensors_ok",),
-    ),
-    "hot_edge_only": case(
-        Built("general knowledge: 85 to 95 C at the edge are no throttle point by themselves").card(
-            readings=Readings(edge=93.0, hotspot=101.0, memory=96.0, power=310.0, busy=100)
         ),
         fine=("sensors_ok",),
     ),

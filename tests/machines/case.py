@@ -20,19 +20,11 @@ from tests.machine.trees import Built
 ROCM72 = "gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1150 gfx1151 gfx1200 gfx1201"
 # bitsandbytes 0.50.2.
 BNB = tuple(f"libbitsandbytes_rocm{version}.so" for version in ("64", "70", "71", "714", "715", "72"))
-PACKAGES = {
-    "torch": "2.13.0+rocm7.2",
-    "transformers": "5.23.0",
-    "accelerate": "1.15.0",
-    "peft": "0.21.2",
-    "trl": "1.16.0",
-    "datasets": "5.2.0",
-    "bitsandbytes": "0.50.2",
-    "huggingface_hub": "2.4.0",
-    "triton": "3.7.1",
-    "flash_attn": None,
-    "safetensors": "0.8.0",
-}
+_VERSIONS = """
+    torch=2.13.0+rocm7.2 transformers=5.23.0 accelerate=1.15.0 peft=0.21.2 trl=1.16.0 datasets=5.2.0
+    bitsandbytes=0.50.2 huggingface_hub=2.4.0 triton=3.7.1 safetensors=0.8.0
+"""
+PACKAGES = dict(pair.split("=") for pair in _VERSIONS.split())
 BNB_WINDOWS = tuple(name.replace(".so", ".dll") for name in BNB)
 
 
@@ -106,32 +98,22 @@ STATUSES = ("fail", "warn", "info")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One machine and its diagnosis.
-
-    Attributes:
-        built: whose ``source`` says what the machine follows.
-        fail, warn, note: names of rows with that status (``note`` is ``info``), each as often as it is found; as
-            ``name subject`` where it matters what it is about. All of them, no more and no fewer.
-        fine: some rows of status ``ok`` that must be there.
-        unknown: names of the checks that must say that they do not know; all of them.
-        says: texts that must stand in the findings: a fix, a line to paste, a figure.
-        never: texts that must stand nowhere in the output.
-    """
+    """One machine, whose ``built.source`` says what it follows, and its diagnosis."""
 
     built: Built
     software: Software
     environ: dict[str, str]
+    # All rows with that status, no more and no fewer, each as often as it is found; ``name subject`` where it matters.
     fail: tuple[str, ...] = ()
     warn: tuple[str, ...] = ()
     note: tuple[str, ...] = ()
-    fine: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    says: tuple[str, ...] = ()
-    never: tuple[str, ...] = ()
+    fine: tuple[str, ...] = ()  # some rows of status ``ok`` that must be there
+    unknown: tuple[str, ...] = ()  # all checks that must say that they do not know
+    says: tuple[str, ...] = ()  # texts that must stand in the findings
+    never: tuple[str, ...] = ()  # and those that must stand nowhere in the output
 
     @property
     def code(self) -> int:
-        """Exit code: 2 with a failure, 1 with a warning, else 0."""
         return 2 if self.fail else 1 if self.warn else 0
 
     @property

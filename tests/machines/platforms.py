@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from tests.machine.trees import RAPHAEL, STRIX_HALO, XT, Built, Slot
 from tests.machines.case import BNB_WINDOWS, Case, broken, case, cpu_stack, cuda_stack, device, stack
@@ -100,13 +99,6 @@ PLATFORMS: dict[str, Case] = {
         fine=("arch_ok",),
         says=("leave HSA_OVERRIDE_GFX_VERSION unset", "not tested by this project"),
     ),
-    "strix_halo_spoofed": case(
-        Built("unsloth install.sh: gfx1151 run as gfx1100", cpu=STRIX_CPU).igpu(STRIX_HALO),
-        environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
-        software=stack(devices=[replace(STRIX, arch="gfx1100")]),
-        fail=("arch_spoofed", "environ:HSA_OVERRIDE_GFX_VERSION"),
-        note=("no_card",),
-    ),
     "windows": windows(),
     "wsl": case(
         with_files(
@@ -121,16 +113,6 @@ PLATFORMS: dict[str, Case] = {
     "sandbox_without_the_bus": case(
         only(Built("a sandbox that hides /sys/bus/pci").card(), lambda path: not path.startswith("sys/bus/pci")),
         unknown=("driver",),
-    ),
-    "topology_hidden": case(
-        only(Built("a sandbox that shows the nodes' names only").card(), lambda path: "properties" not in path),
-        fine=("arch_ok",),
-        unknown=("driver",),
-    ),
-    "no_device_nodes": case(
-        only(Built("a chroot without device nodes").card(), lambda path: not path.startswith("dev/")),
-        software=stack(devices="RuntimeError: No HIP GPUs are available"),
-        fail=("device_nodes_missing", "torch_sees_nothing"),
     ),
     "half_a_capture": case(
         only(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from tests.machine.trees import Built
 from tests.machines.case import (
-    BNB,
     ROCM72,
     Case,
     broken,
     case,
     cpu_stack,
-    cuda_stack,
     multi_arch_stack,
     stack,
 )
@@ -28,18 +26,6 @@ SOFTWARE: dict[str, Case] = {
         software=cpu_stack(),
         fail=("torch_wrong_build",),
         says=("this machine has Radeon RX 7900 XT", ROCM_INDEX),
-    ),
-    "cuda_torch": case(
-        one("PyTorch, previous versions: the wheel of PyPI is built for CUDA"),
-        software=cuda_stack(),
-        fail=("torch_wrong_build",),
-        says=("built for CUDA 13.0", ROCM_INDEX),
-    ),
-    "no_torch": case(
-        one("a fresh environment"),
-        software=broken("torch is not installed", packages={"torch": None}),
-        fail=("torch_missing",),
-        says=(ROCM_INDEX,),
     ),
     "torch_does_not_import": case(
         one("a wheel whose libraries do not load"),
@@ -90,11 +76,6 @@ SOFTWARE: dict[str, Case] = {
         note=("bnb_missing",),
         says=("LoRA in bf16 works",),
     ),
-    "bitsandbytes_unreadable": case(
-        one("a broken installation"),
-        software=stack(libraries=()),
-        unknown=("bitsandbytes",),
-    ),
     "torch_2_9": case(
         one("aotriton#123, pytorch#166397: AOTriton 0.11b gives NaN on gfx1100"),
         software=stack("2.9.1+rocm6.4", "6.4.43484"),
@@ -114,32 +95,11 @@ SOFTWARE: dict[str, Case] = {
         fail=("version_missing trl",),
         warn=("version_untested transformers",),
     ),
-    "libraries_without_this_rocm": case(
-        one("bitsandbytes cextension.py: the nearest older library of the same major version"),
-        software=stack(libraries=BNB[:3]),
-        fine=("bnb_library",),
-        says=("libbitsandbytes_rocm71.so, which it allows within one major version",),
-    ),
     "kernel_7_0_0_28": case(
         Built("ROCm/ROCm#6523: Ubuntu 24.04 HWE, gfx1100").kernel("7.0.0-28-generic").card(),
         warn=("kernel_mmap_stall", "kernel_sdma_faults"),
         says=("7.0.0-28-generic", "342981fff328", "6.17"),
         never=("7.0.0-30",),
-    ),
-    "torch_lists_nothing": case(
-        one("a ROCm build that starts and lists no device"),
-        software=stack(devices=()),
-        fail=("torch_sees_nothing",),
-        says=("its list is empty",),
-    ),
-    "kernel_7_0_12_of_another_distribution": case(
-        Built("ROCm/ROCm#6358: the stall was reported of Fedora 44's kernel only").kernel("7.0.12-arch1-1").card(),
-        warn=("kernel_sdma_faults",),
-    ),
-    "kernel_6_18": case(
-        Built("ROCm/amdgpu#225: page faults of SDMA0 on RDNA3").kernel("6.18.3-arch1-1").card(),
-        warn=("kernel_sdma_faults",),
-        says=("6.12 LTS and 6.17",),
     ),
     "kernel_6_17": case(Built("ROCm/amdgpu#225: good for the reporters").kernel("6.17.9-1-generic").card()),
     "kernel_5_15": case(

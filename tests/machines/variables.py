@@ -49,13 +49,6 @@ VARIABLES: dict[str, Case] = {
         warn=("kernel_mmap_stall", "kernel_sdma_faults", "version_untested torch"),
         says=("unset both", "live tensors read back as zeros", "until the card was full"),
     ),
-    "expandable_segments_alone": case(
-        one("ROCm/ROCm#6603: whether it is safe alone on gfx1100 is not settled"),
-        environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        warn=("environ:PYTORCH_CUDA_ALLOC_CONF",),
-        says=("is unknown",),
-        never=("on gfx1201, bf16 training",),
-    ),
     "all_allocator_names_at_once": case(
         one("torch CUDAAllocatorConfig.h: CUDA, HIP, ALLOC, the first wins; pytorch#167659"),
         environ={
@@ -74,15 +67,6 @@ VARIABLES: dict[str, Case] = {
         note=("torch_sees_fewer",),
         says=("`export HIP_VISIBLE_DEVICES=0`", "HIP_VISIBLE_DEVICES=1"),
     ),
-    "filter_shows_both": case(
-        Built("TheRock#5543: the filter leaves both").card().igpu(RAPHAEL),
-        environ={"HIP_VISIBLE_DEVICES": "0,1"},
-        software=stack(
-            devices=[device(), device("0000:04:00.0", index=1, name="AMD Radeon Graphics", arch="gfx1036", gib=15.4)]
-        ),
-        warn=("igpu_visible",),
-        says=("`export HIP_VISIBLE_DEVICES=0`",),
-    ),
     "filters_that_nest": case(
         Built("HIP environment variables page: ROCR filters below HIP, whose indices count anew")
         .card(slot=HALF)
@@ -98,13 +82,6 @@ VARIABLES: dict[str, Case] = {
         Built("HIP environment variables page: ROCR takes UUIDs").card().igpu(RAPHAEL),
         environ={"ROCR_VISIBLE_DEVICES": "GPU-0000000000000000"},
         unknown=("integrated",),
-    ),
-    "filter_of_nothing": case(
-        one("HIP environment variables page: an index that does not exist"),
-        environ={"CUDA_VISIBLE_DEVICES": "7"},
-        software=stack(devices="RuntimeError: No HIP GPUs are available"),
-        fail=("torch_sees_nothing",),
-        says=("CUDA_VISIBLE_DEVICES=7",),
     ),
     "an_old_guide": case(
         one("an old guide: all of its variables at once"),
