@@ -170,7 +170,7 @@ def _validate(name: str) -> None:
     ]
     if lost:
         raise UsageError("; ".join(lost) + ": correct the path, or give a Hub id")
-    for one in variables.evaluate(os.environ, variables.known_facts() or variables.read_facts()):
+    for one in variables.review():
         if one.action in ("warn", "error") and one.variable in recipe.env:
             print(f"warning: {one.variable}: {one.reason} ({one.source})")
     count = len(recipe.values) + len(recipe.env)

@@ -22,7 +22,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_rocm_tune.doctor.findings import Finding, fail, ok, skipped, unknown, warn
+from hf_rocm_tune.doctor.findings import Finding, fail, ok, one_line, skipped, unknown, warn
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.models import products
 from hf_rocm_tune.transfer import Mover
@@ -146,10 +145,6 @@ class Comparison:
         lines = [*self.problems[:_SHOWN], *([f"and {more:,} more results"] if more > 0 else []), *read]
         text = f"on {self.name}, {len(self.problems):,} of {self.cases:,} results {text}"
         return fail(row, title, text, fix, source, subject=self.name, read=lines)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def with_fault(result: Tensor, kind: str) -> Tensor:
@@ -418,7 +413,6 @@ def model(request: Mapping[str, Any]) -> list[Finding]:
 
 # ---- attention at length -----------------------------------------------------------------------------------------
 
-_BACKENDS = {name: f"scaleddotproduct{name}attention" for name in ("flash", "efficient", "cudnn")}
 _STRIDE, _SHORTEST = 197, 256
 _PARTS = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
@@ -502,24 +496,22 @@ def _long(compare: Comparison, length: int, *, packed: bool) -> None:
 
 
 def _backend(compare: Comparison, kind: str) -> str:
-    """The backend that torch chooses for a small causal batch, or why none runs."""
+    """The first backend, in torch's order, that takes a small causal batch, or why none does."""
     step(f"asking for the backend of attention, {kind}")
     shape, mask = (2, 2, sum(_PACKED), 64), Batch.of(kind, compare.generator).on(compare).mask
     q, k, v = (compare.move(spread(shape, torch.bfloat16, compare.generator)).requires_grad_() for _ in range(3))
-    forced = compare.fault == "math" and compare.where in kind
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH) if forced else nullcontext():
-        warnings.simplefilter("ignore")
-        try:
-            output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        except RuntimeError as error:
-            return f"none: {one_line(error)}"
-    # The node of a fused backend is in the graph; the math path has no node of its own.
-    names, waiting = "", [output.grad_fn]
-    while waiting:
-        if (node := waiting.pop()) is not None:
-            names += node.name().lower()
-            waiting += [following for following, _ in node.next_functions]
-    return next((backend for backend, part in _BACKENDS.items() if part in names), "math")
+    backends = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]
+    why = ""
+    for name in backends[-1:] if compare.fault == "math" and compare.where in kind else backends:
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend[name]):
+            warnings.simplefilter("ignore")
+            try:
+                scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).sum().backward()
+            except RuntimeError as error:
+                why = one_line(error)
+            else:
+                return name.partition("_")[0].lower()
+    return f"none: {why}"
 
 
 def judge_backends(device: str, backends: Mapping[str, str]) -> Finding:

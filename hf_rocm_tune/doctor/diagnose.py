@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_rocm_tune.doctor import links, software, system
-from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, failure, skipped, warn
+from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, failure, one_line, skipped, warn
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.child import answer, run
 from hf_rocm_tune.machine.software import TorchDevice
@@ -139,8 +139,7 @@ def diagnose(
 
 def crashed(name: str, error: Exception) -> Finding:
     """The finding that a check, or reading the machine, ended with an error of ours."""
-    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    text = f"the check {name} ended with {what}: a bug of this project, not a finding about your machine"
+    text = f"the check {name} ended with {one_line(error)}: a bug of this project, not a finding about your machine"
     fix, source = "please report it with the output of `hf-rocm-tune doctor --json`", f"this project: {MODULE}"
     return replace(warn("check_crashed", "A check failed with an error", text, fix, source), check=name)
 

@@ -209,6 +209,10 @@ def failure(what: str, outcome: Outcome, *, subject: str) -> Finding:
     return fail(row, title, how, fix, source, subject=subject, read=read)
 
 
+def one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def problem_lines(problems: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line each for the first few problems: the case, and its damage if the readback showed any."""
     lines = []

@@ -51,21 +51,13 @@ def narrowest(path: Sequence[Link]) -> LinkRate | None:
 
 
 def _links(evidence: Evidence) -> Iterator[Finding]:
-    known: dict[str, LinkRate] = {}
     for gpu in evidence.cards:
         slowest = narrowest(gpu.upward.links)
         if slowest is None:
             ends = [evidence.machine.why(link.device, "current_link") for link in gpu.upward.links]
             yield unknown("; ".join(ends) or "the links to the processor could not be read", subject=gpu.address)
         else:
-            known[gpu.address] = slowest
             yield _link(gpu, slowest, pair=evidence.card_count > 1)
-    if len({(one.width, one.speed) for one in known.values()}) > 1:
-        listed = ", ".join(f"{place}: x{one.width} at {one.speed:g} GT/s" for place, one in known.items())
-        yield warn("links_unequal", "The cards have unequal links",
-                   f"{listed}; AMD asks for the same lane width on all cards, and the slower link limits both",
-                   "use the two slots that share the processor's lanes (x8/x8); check the generation that the BIOS "
-                   "sets for the slower slot, and a riser cable", _SLOTS)  # fmt: skip
 
 
 def _link(gpu: Gpu, slowest: LinkRate, *, pair: bool) -> Finding:

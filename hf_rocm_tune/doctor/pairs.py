@@ -26,30 +26,17 @@ _IOMMU = (
     "each change. Until then train on one card, or with gradients averaged through the host"
 )
 _IOMMU_SOURCES = "ROCm docs: IOMMU; rccl init.cc; rccl#1129"
-# Row, end of the title, text and fix of a failing all-reduce, by the way that works instead.
-_INSTEAD: Mapping[Way | None, tuple[str, str, str, str]] = {
-    "rccl_without_p2p": (
-        "all_reduce_without_p2p",
-        "; with NCCL_P2P_DISABLE=1 it is correct",
-        "RCCL works only without copies from card to card",
-        "set NCCL_P2P_DISABLE=1 for training on both cards (RCCL only, not tensor.to('cuda:1')); see the findings on "
-        "pairs",
-    ),
-    "gloo": (
-        "all_reduce_over_gloo_only",
-        "; over gloo it is correct",
-        "RCCL does not work, with and without copies from card to card; averaging through the host does",
-        "average gradients through the host (`--grad_sync host`), or train on one card; NCCL_DEBUG=INFO says what it "
-        "waits for",
-    ),
-    None: (
-        "all_reduce_on_no_way",
-        ", and so does every other backend",
-        "gloo, which stays on the host, fails, too: the cards are not the only cause",
-        "see the findings on the single cards first; gloo needs this machine's own name to resolve to an address of it "
-        "(`getent hosts $(hostname)`)",
-    ),
-}
+# Row, end of the title and fix of a failing all-reduce, by the way that works instead.
+_INSTEAD: Mapping[Way | None, tuple[str, str, str]] = {
+    "rccl_without_p2p": ("all_reduce_without_p2p", "with NCCL_P2P_DISABLE=1 it is correct",
+                         "set NCCL_P2P_DISABLE=1 for training on both cards (RCCL only, not tensor.to('cuda:1')); see "
+                         "the findings on pairs"),
+    "gloo": ("all_reduce_over_gloo_only", "over gloo it is correct",
+             "average gradients through the host (`--grad_sync host`), or train on one card"),
+    None: ("all_reduce_on_no_way", "and so does gloo, which stays on the host: the cards are not the only cause",
+           "see the findings on the single cards first; gloo needs this machine's own name to resolve to an address of "
+           "it (`getent hosts $(hostname)`)"),
+}  # fmt: skip
 
 
 def pairs(request: Mapping[str, Any]) -> list[Finding]:
@@ -130,6 +117,7 @@ def all_reduce(request: Mapping[str, Any]) -> list[Finding]:
     outcome = first.outcomes[first.telling_rank]
     read += problem_lines((outcome.result or {}).get("problems", []))
     read += outcome.tail.splitlines()[-4:] if outcome.result is None else []
-    row, end, text, fix = _INSTEAD[last.way if last.verdict == "right" else None]
+    row, end, fix = _INSTEAD[last.way if last.verdict == "right" else None]
+    text = f"sums over {over} cannot be used here; NCCL_DEBUG=INFO prints what it waits for"
     source = "rccl#1129; ROCm/vllm#390; rocm-systems#5480; ROCm/ROCm#6505"
-    return [fail(row, f"All-reduce over {over} {_HOW[first.verdict]}{end}", text, fix, source, read=read)]
+    return [fail(row, f"All-reduce over {over} {_HOW[first.verdict]}; {end}", text, fix, source, read=read)]

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, Status, fail, note, ok, unknown, warn
-from hf_rocm_tune.machine.gpus import HOTSPOT_C, throttle_causes
+from hf_rocm_tune.machine.gpus import HOTSPOT_C
 from hf_rocm_tune.machine.process import FILTERS, OURS, choose, describe, is_integrated
 from hf_rocm_tune.machine.survey import Gpu
 from hf_rocm_tune.machine.sysfs import parse_hex, parse_int
@@ -108,8 +108,7 @@ def _permissions(evidence: Evidence) -> Iterator[Finding]:
     if refused:
         group = next(iter(refused.values()))
         yield fail("node_not_usable", f"No permission for {' and '.join(refused)}",
-                   f"this process has no read and write access to files of the group {group}; its own groups: "
-                   f"{', '.join(evidence.machine.process.groups) or 'none'}",
+                   f"this process has no read and write access to these files of the group {group}",
                    f"`sudo usermod -aG render,video $USER`, then log in again; a container: `--group-add {group}`",
                    "ROCm docs: prerequisites; ROCm docs: Docker")  # fmt: skip
     elif not missing:
@@ -122,9 +121,8 @@ def _cards(evidence: Evidence) -> Iterator[Finding]:
         if gpu.integrated is True:
             continue
         if card is None:
-            yield note("card_unknown", "a GPU that is not in this project's table",
-                       f"{gpu.address} is PCI device 1002:{gpu.device_id:04x}, {arch}; the facts on cards do not apply",
-                       "nothing to do", _MODELS, subject=gpu.address)  # fmt: skip
+            yield unknown(f"PCI device 1002:{gpu.device_id:04x}, {arch}, is not in this project's table of cards",
+                          subject=gpu.address)  # fmt: skip
             continue
         memory = f"{gpu.vram_bytes / _GIB:.1f} GiB" if gpu.vram_bytes else "memory unknown"
         facts = f"{card.bandwidth_gb_s or '?'} GB/s, {card.power_w or '?'} W{'' if card.fp8 else ', no FP8'}"
@@ -169,13 +167,6 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _platform(evidence: Evidence) -> Iterator[Finding]:
-    release = evidence.machine.process.release or ""
-    if "microsoft" in release.lower():
-        yield note("wsl", "WSL2",
-                   f"the kernel is {release}: after Windows had slept, the first copy to an RX 7900 XTX hung (ROCm "
-                   "6.2.3); not tested by this project",
-                   "keep Windows awake during a run; if a first copy hangs, restart Windows, not only WSL",
-                   "ROCm/ROCm#4145; ROCm/ROCm#3371")  # fmt: skip
     for gpu in () if evidence.cards else evidence.machine.amd:
         if gpu.integrated:
             known = in_wheels(gpu)
@@ -346,20 +337,13 @@ def _temperature(evidence: Evidence) -> Iterator[Finding]:
         if not readings:
             yield unknown("; ".join(dict.fromkeys(sensors.missing.values())), subject=gpu.address)
             continue
-        hot = hotspot is not None and hotspot >= HOTSPOT_C
-        if hot:
+        if hotspot is not None and hotspot >= HOTSPOT_C:
             yield warn("hotspot", f"The hotspot is at {hotspot:.0f} C",
                        f"{gpu.address}: RDNA3 lowers its clocks by this temperature (limit about 110 C)",
                        "clean the cooler, improve the airflow, or lower the power limit; watch `amd-smi metric`",
                        f"{source}; general knowledge, lower confidence", subject=gpu.address,
                        read=[readings])  # fmt: skip
-        if sensors.throttle:
-            yield warn("throttled", "The card's clocks are limited now",
-                       f"{gpu.address}: {' and '.join(throttle_causes(sensors.throttle))} limits the clocks",
-                       "a power limit under load is normal; else check cooling and power supply (`amd-smi metric`)",
-                       source, subject=gpu.address,
-                       read=[readings, f"throttle status {sensors.throttle:#x}"])  # fmt: skip
-        elif not hot:
+        else:
             degrees = hotspot or sensors.edge_c
             title = "temperature unknown" if degrees is None else f"{degrees:.0f} C"
             yield ok("sensors_ok", title, f"{gpu.address}: {readings}", source, subject=gpu.address)
@@ -370,7 +354,7 @@ CHECKS = (
     Check("permissions", "access", "/dev/kfd and the render nodes", _permissions),
     Check("cards", "access", "the model of each card", _cards),
     Check("integrated", "access", "an integrated GPU beside the card", _integrated),
-    Check("platform", "access", "WSL, and integrated GPUs alone", _platform),
+    Check("platform", "access", "integrated GPUs without a card", _platform),
     Check("variables", "variables", "variables that are harmful or ignored", _variables),
     Check("kernel_release", "kernel", "kernels with known problems", _release),
     Check("iommu", "kernel", "state of the IOMMU, without advice", _iommu, needs_cards=2),
@@ -378,5 +362,5 @@ CHECKS = (
     Check("host_memory", "host", "host memory and its limit", _memory),
     Check("shared_memory", "host", "/dev/shm for loader workers", _shared_memory),
     Check("vram", "host", "card memory in use by others", _vram),
-    Check("temperature", "host", "hotspot, power and throttling", _temperature),
+    Check("temperature", "host", "hotspot and power", _temperature),
 )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.doctor.drill import DTYPES
-from hf_rocm_tune.doctor.findings import Finding, fail, note, ok, problem_lines, size_words, warn
+from hf_rocm_tune.doctor.findings import Finding, fail, ok, problem_lines, size_words, unknown, warn
 from hf_rocm_tune.doctor.links import LinkRate
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.machine.gpus import read_upward
@@ -329,10 +329,8 @@ def judge_bandwidth(device: str, there: float, back: float, links: Sequence[Link
     """The finding on the rates (10^9 bytes a second) ``there`` and ``back`` and the links that were read under load."""
     title, source = f"{there:.1f} GB/s to the card, {back:.1f} from it", "ROCm/ROCm#2253"
     if not links:
-        return note("bandwidth_of_unknown_link", title,
-                    f"{device}: its link could not be read; a 7900 XTX measured 28 to 29 GB/s on PCIe 4.0 x16, x8 "
-                    "gives 13 to 14 and x4 6.5 to 7", "with less, see the findings on links", source,
-                    subject=device)  # fmt: skip
+        return unknown(f"{title}; the link could not be read: a 7900 XTX measured 28 to 29 GB/s on PCIe 4.0 x16, x8 "
+                       "gives 13 to 14 and x4 6.5 to 7", subject=device)  # fmt: skip
     link = min(links, key=lambda one: one.gb_s)
     text = (
         f"{title}; {device}: x{link.width} at {link.speed:g} GT/s (under load, at {link.where}) gives {link.gb_s:.1f} "

@@ -11,6 +11,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +28,11 @@ _VENDORS = {gpus.AMD: "amd", 0x10DE: "nvidia", 0x8086: "intel"}
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """Facts that are not in a file below a root: platform, release of the kernel, size of ``/dev/shm``, groups."""
+    """Facts that are not in a file below a root: platform, release of the kernel, size of ``/dev/shm``."""
 
     platform: str = "linux"
     release: str | None = None
     shm_bytes: int | None = None
-    groups: tuple[str, ...] = ()
 
     @classmethod
     def of_this(cls) -> Process:
@@ -40,10 +40,8 @@ class Process:
         if hasattr(os, "statvfs") and os.path.isdir("/dev/shm"):
             found = os.statvfs("/dev/shm")
             shm = found.f_blocks * found.f_frsize
-        numbers = {*os.getgroups(), os.getegid()} if hasattr(os, "getgroups") else set()
         system = "windows" if sys.platform in {"win32", "cygwin"} else sys.platform
-        groups = tuple(sorted(map(_group_name, numbers)))
-        return cls(platform=system, release=platform.release() or None, shm_bytes=shm, groups=groups)
+        return cls(platform=system, release=platform.release() or None, shm_bytes=shm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,20 +132,16 @@ def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
     for path in ("dev/kfd", *(f"dev/dri/{name}" for name in names)):
         place = files.root / path
         try:
-            group = _group_name(place.stat().st_gid)
+            number = place.stat().st_gid
         except OSError:
             continue
+        group = str(number)
+        with suppress(ImportError, KeyError):  # Windows; a group that a container's image does not have
+            import grp
+
+            group = grp.getgrgid(number).gr_name
         found[f"/{path}"] = os.access(place, os.R_OK | os.W_OK), group
     return found
-
-
-def _group_name(number: int) -> str:
-    try:
-        import grp  # not on Windows
-
-        return grp.getgrgid(number).gr_name
-    except (ImportError, KeyError):
-        return str(number)
 
 
 def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:

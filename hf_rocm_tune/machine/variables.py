@@ -258,11 +258,6 @@ def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision
             break
 
 
-def known_facts() -> MachineFacts | None:
-    """The facts of the last review of ``os.environ``, or None."""
-    return next(iter(_FACTS.values()), None)
-
-
 def too_late(decision: Decision) -> Decision:
     """The decision if torch has been imported already: nothing is set."""
     reason = f"too late to set {decision.value}: torch was imported before hf_rocm_tune ({decision.reason})"

@@ -27,7 +27,7 @@ def pretend(file: str) -> None:
     from hf_rocm_tune.train import telemetry
 
     wanted: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
-    root, process = Path(wanted["root"]), Process(**{**wanted["process"], "groups": tuple(wanted["process"]["groups"])})
+    root, process = Path(wanted["root"]), Process(**wanted["process"])
     read_software, check_machine = machine_findings.read_software, machine_findings.check_machine
     if wanted["hangs"]:  # a driver that does not answer
         machine_findings.survey = lambda: time.sleep(3600)

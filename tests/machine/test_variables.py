@@ -169,8 +169,6 @@ def test_a_second_look_knows_what_the_first_has_read(judged_before: None, monkey
         return next(one for one in made if one.variable == "HSA_OVERRIDE_GFX_VERSION")
 
     assert (said().action, "uncertain" in said().reason) == ("info", False)
-    known = variables.known_facts()
-    assert known is not None and known.archs == ("gfx1100",)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")  # other GPUs may be visible now
     again = variables.review()
     assert all("uncertain" in one.reason for one in again if one.variable == "HSA_OVERRIDE_GFX_VERSION")

@@ -126,7 +126,7 @@ class Built:
         self.links: dict[str, str] = {}
         self.names: dict[str, list[str]] = {"sys/class/drm": []}
         self.nodes: dict[str, bool] = {}
-        self.process: dict[str, Any] = {"platform": "linux", "groups": ("render", "video"), "shm_bytes": 32 * GIB}
+        self.process: dict[str, Any] = {"platform": "linux", "shm_bytes": 32 * GIB}
         self.source = source
         self._cards = 0
         self._bus = 1
@@ -165,9 +165,8 @@ class Built:
             self.names["sys/class/iommu"] = ["ivhd0"]
         return self
 
-    def user(self, *, groups: tuple[str, ...] = ("render", "video"), usable: bool = True) -> Built:
-        """The groups of this process, and whether it may use the device nodes. Call it after cards."""
-        self.process["groups"] = groups
+    def user(self, *, usable: bool) -> Built:
+        """Whether this process may use the device nodes. Call it after cards."""
         self.nodes = dict.fromkeys(self.nodes, usable)
         return self
 

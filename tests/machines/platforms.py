@@ -106,8 +106,8 @@ PLATFORMS: dict[str, Case] = {
             a_device("0000:00:01.0", ("0x1414", "0x008e"), "0x030200"),
         ),
         software=stack(devices=[device(None)]),
-        note=("other_gpu", "wsl"),
-        says=("AMD Radeon RX 7900 XT", "restart Windows, not only WSL"),
+        note=("other_gpu",),
+        says=("AMD Radeon RX 7900 XT", "(WSL)"),
         never=("Not an AMD machine",),
     ),
     "sandbox_without_the_bus": case(
@@ -132,7 +132,7 @@ PLATFORMS: dict[str, Case] = {
         ),
         software=stack(devices=[device(name="AMD Radeon Graphics", arch="gfx1210")]),
         fail=("arch_missing",),
-        note=("card_unknown",),
+        unknown=("cards",),
     ),
     "nothing_readable": case(
         only(Built("a process that may read nothing of the machine"), lambda path: False),
