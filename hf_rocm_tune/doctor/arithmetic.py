@@ -503,7 +503,7 @@ def _backend(compare: Comparison, kind: str) -> str:
     backends = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]
     why = ""
     for name in backends[-1:] if compare.fault == "math" and compare.where in kind else backends:
-        with warnings.catch_warnings(), sdpa_kernel(SDPBackend[name]):
+        with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, name)):
             warnings.simplefilter("ignore")
             try:
                 scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).sum().backward()
