@@ -93,6 +93,20 @@ class StepRecording:
         self._work = np.array([[getattr(each, name) for each in tape.segments] for name in WORK], dtype=np.float64)
         self._levels: dict[tuple[object, ...], Floats] = {}
 
+    @cached_property
+    def dropped(self) -> float:
+        """Bytes of masks that are freed between the forward and the backward pass of the last layer."""
+        made = self._stretches["start", -1][0]
+        # what has the size of a layer's tensors may be its input, which backward needs
+        in_layers = [self._sizes[each[0]] for (role, layer), each in self._stretches.items() if layer >= 0]
+        found = 0.0
+        for role in ("head", "loss"):
+            if (role, -1) in self._stretches:
+                storages, signs, _ = self._stretches[role, -1]
+                sizes = self._sizes[storages[(signs < 0) & np.isin(storages, made)]]
+                found += float(sizes[~np.isin(sizes, np.concatenate(in_layers))].sum())
+        return found
+
     @property
     def trained_layers(self) -> int:
         return sum(role == "backward" for role, _ in self._stretches)
@@ -195,6 +209,8 @@ class Step:
         blocks = [(role, rows[::-1] if role == "backward" else rows) for role, rows in blocks]
         change, highest, landed = np.concatenate([rows for _, rows in blocks]).T
         kept = start + np.cumsum(change - landed) - (change - landed)
+        if self.layers_only:  # its copies go with those of the first card, which its own segments free
+            kept -= np.concatenate([np.full(len(rows), (role == "backward") * first.dropped) for role, rows in blocks])
         all_gradients = float(landed.sum())
         gradients = np.full_like(landed, all_gradients) if accumulating else np.cumsum(landed) - landed
         levels = kept + gradients + highest
