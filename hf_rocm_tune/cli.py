@@ -48,24 +48,17 @@ def _until_read(argv: Sequence[str]) -> int:
         if sys.stdout is not None:  # closed by the shell: >&-
             sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout.fileno(), 0)
-        if not any(event & select.POLLERR for _, event in output.poll(0)):
-            raise  # another pipe
-        _discard_output()
-        return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        _discard_output()
-        raise UsageError(
-            "no space is left on the disk that the output goes to; free some, or choose another"
-        ) from error
-
-
-def _discard_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        full = error.errno == errno.ENOSPC and error.filename is None
+        if not full:
+            output = select.poll()
+            output.register(sys.stdout.fileno(), 0)
+            if error.errno != errno.EPIPE or not any(event & select.POLLERR for _, event in output.poll(0)):
+                raise  # of another pipe or file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        if full:
+            raise UsageError("no space is left on the disk that the output goes to: free some") from error
+        return 128 + signal.SIGPIPE
 
 
 def run(argv: Sequence[str]) -> int:
@@ -131,12 +124,11 @@ def _shipped(files: NamedFiles, verb: Verb, argv: Sequence[str], **others: str) 
     parser = CommandParser(prog=f"{PROGRAM} {verb.__name__}", description=verb.__doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="|".join(["ls", *others, "cp"]))
     actions.add_parser("ls", help="list the names and purposes")
-    for action, meaning in others.items():
-        actions.add_parser(action, help=meaning).add_argument("name")
-    copy = actions.add_parser("cp", help="copy one, to edit it")
-    copy.add_argument("name")
-    copy.add_argument("dest", help="a file, or a directory that exists")
-    copy.add_argument("--force", action="store_true", help="replace an existing file")
+    for action, meaning in {**others, "cp": "copy one, to edit it"}.items():
+        verbs = actions.add_parser(action, help=meaning)
+        verbs.add_argument("name")
+    verbs.add_argument("dest", help="a file, or a directory that exists")
+    verbs.add_argument("--force", action="store_true", help="replace an existing file")
     wanted = parser.parse_args(argv)
     if wanted.action == "cp":
         print(files.copy(wanted.name, wanted.dest, overwrite=wanted.force))
@@ -152,10 +144,8 @@ def _validate(name: str) -> None:
     from hf_rocm_tune.train.refusals import check_loggers, check_offloads
 
     recipe = names.read_recipe(name)
-    need_a_card = ("bf16", "fp16")
-    left_out = [name for name in need_a_card if recipe.values.get(name) and not process.has_accelerator()]
-    overrides = [f"--{name}=false" for name in left_out]
-    job = arguments.parse([names.CONFIG, str(recipe.path), *overrides])  # its `env` is set from here on
+    left_out = [name for name in ("bf16", "fp16") if recipe.values.get(name) and not process.has_accelerator()]
+    job = arguments.parse([names.CONFIG, str(recipe.path), *(f"--{name}=false" for name in left_out)])  # sets its `env`
     check_loggers(job.training.report_to)
     check_offloads(job.training)
     paths = {
@@ -163,11 +153,8 @@ def _validate(name: str) -> None:
         "dataset_name": job.script.dataset_name,
         "chat_template_path": job.training.chat_template_path,
     }
-    lost = [
-        f"{name} {value} does not exist"
-        for name, value in paths.items()
-        if value and value.startswith((".", "/", "~")) and not os.path.exists(expand_user(value))
-    ]
+    lost = [name for name, value in paths.items() if value and value.startswith((".", "/", "~"))]
+    lost = [f"{name} {paths[name]} does not exist" for name in lost if not os.path.exists(expand_user(paths[name]))]
     if lost:
         raise UsageError("; ".join(lost) + ": correct the path, or give a Hub id")
     for one in variables.review():
@@ -209,9 +196,7 @@ def plan(argv: Sequence[str]) -> int:
     from hf_rocm_tune.sft import prepare, uncollected
 
     def read_rows(words: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any]]:
-        from hf_rocm_tune.job.run import read_rows as read
-
-        return read(words, method)
+        return import_module("hf_rocm_tune.job.run").read_rows(words, method)
 
     # bitsandbytes compiles four functions for CPUs when it is imported, and for that loads torch's whole compiler.
     with uncollected(), environment({"TORCHDYNAMO_DISABLE": "1"}):
@@ -251,8 +236,15 @@ def _with_model(name: str, what: str) -> Verb:
 
 @cache
 def _training(verb: Method) -> Verb:
+    """A training verb; the names of its flags are checked before large imports."""
+
     def command(argv: Sequence[str]) -> int:
-        return _train(verb, argv)
+        from hf_rocm_tune.launch import launch, split
+
+        line = split(argv)
+        if names.answered(verb, line.job):
+            return 0
+        return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
     what = names.VERBS[verb].what
     command.__doc__ = f"{what[0].lower()}{what[1:].rstrip('.')}; every flag of `trl {verb}`"
@@ -272,9 +264,7 @@ VERBS: dict[str, Verb] = {
     "demo": _module("demo.__main__", "fine-tune a small model in a few minutes, with no network"),
     "report": _module("publish.page", "a run as one HTML page: curves, verification, incidents"),
     "push": _module("publish.push", "upload a finished run to the Hugging Face Hub, and check the hashes there"),
-    "merge": _with_model(
-        "merge", "merge an adapter into its base, verified: a directory that plain transformers loads"
-    ),
+    "merge": _with_model("merge", "merge an adapter into its base, verified: a model that plain transformers loads"),
     "generate": _with_model("generate", "answers to prompts, from an adapter, a model or the Hub"),
     "chat": _with_model("chat", "a conversation with an adapter, a model or one from the Hub"),
     "version": version,
@@ -292,16 +282,6 @@ def _dispatch(argv: Sequence[str]) -> int:
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise UsageError(f"unknown verb {verb!r}: {hint}there are {', '.join(VERBS)}")
     return VERBS[verb](rest)
-
-
-def _train(verb: Method, argv: Sequence[str]) -> int:
-    """Launch a training verb; the names of its flags are checked before large imports."""
-    from hf_rocm_tune.launch import launch, split
-
-    line = split(argv)
-    if names.answered(verb, line.job):
-        return 0
-    return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
 
 def _help() -> str:

@@ -10,20 +10,20 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
 import re
-import shutil
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.survive.atomic import staged_directory
 
 if TYPE_CHECKING:
-    import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 4096
@@ -50,8 +50,7 @@ class BaseRecipe:
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assets:
+class Assets(NamedTuple):
     """Directories of the assets: ``model`` for from_pretrained, ``data`` with train.jsonl and test.jsonl."""
 
     model: Path
@@ -63,45 +62,33 @@ def prepare(
 ) -> Assets:
     """Create the assets unless they exist. The folder is renamed into place when it is complete."""
     recipe = recipe or BaseRecipe()
-    assets = Assets(model=folder / "model", data=folder / "data")
-    stamp = folder / "recipe.json"
-    wanted = json.dumps(vars(recipe))
+    assets, stamp, wanted = Assets(folder / "model", folder / "data"), folder / "recipe.json", json.dumps(vars(recipe))
     if folder.exists() and not stamp.exists():
         raise UsageError(f"{folder} exists and was not created by the demo: choose another --output_dir")
     if not fresh and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         say(f"assets: found in {folder}")
         return assets
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
-        _make(scratch, recipe, say)
+    with staged_directory(folder) as scratch:
+        pairs = read_pairs()
+        write_splits(scratch / "data", pairs)
+        training = [pair for pair in pairs if not pair.held_back]
+        say(
+            f"data: {len(training)} question/answer pairs from the docstrings of Python's standard library, "
+            f"{len(pairs) - len(training)} more for evaluation"
+        )
+        tokenizer = train_tokenizer([text for pair in training for text in (pair.question, pair.answer)])
+        model = _new_model(tokenizer, recipe)
+        say(
+            f"base model: Llama, {model.num_parameters() / 1e6:.1f} million parameters with random weights, "
+            f"{len(tokenizer)} tokens; now {recipe.steps} steps on the plain answers, to give it words"
+        )
+        started = time.perf_counter()
+        loss = _pretrain(model, tokenizer, [pair.answer for pair in training], recipe)
+        say(f"base model: trained for {time.perf_counter() - started:.0f} s, loss {loss:.2f}")
+        model.save_pretrained(scratch / "model")
+        tokenizer.save_pretrained(scratch / "model")
         (scratch / stamp.name).write_text(wanted, encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return assets
-
-
-def _make(folder: Path, recipe: BaseRecipe, say: Callable[[str], None]) -> None:
-    pairs = read_pairs()
-    write_splits(folder / "data", pairs)
-    training = [pair for pair in pairs if not pair.held_back]
-    say(
-        f"data: {len(training)} question/answer pairs from the docstrings of Python's standard library, "
-        f"{len(pairs) - len(training)} more for evaluation"
-    )
-    tokenizer = train_tokenizer([text for pair in training for text in (pair.question, pair.answer)])
-    model = _new_model(tokenizer, recipe)
-    say(
-        f"base model: Llama, {model.num_parameters() / 1e6:.1f} million parameters with random weights, "
-        f"{len(tokenizer)} tokens; now {recipe.steps} steps on the plain answers, to give it words before it is tuned"
-    )
-    started = time.perf_counter()
-    loss = _pretrain(model, _blocks(tokenizer, [pair.answer for pair in training]), recipe)
-    say(f"base model: trained for {time.perf_counter() - started:.0f} s, loss {loss:.2f}")
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -145,29 +132,24 @@ def _new_model(tokenizer: PreTrainedTokenizerFast, recipe: BaseRecipe) -> LlamaF
     return LlamaForCausalLM(config)
 
 
-def _blocks(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """All texts, each with an end token, concatenated and split into blocks: int64[blocks, `BLOCK`]."""
-    import torch
-
-    stream = [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, tokenizer.eos_token_id)]
-    count = len(stream) // BLOCK
-    return torch.tensor(stream[: count * BLOCK]).view(count, BLOCK)
-
-
-def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: BaseRecipe) -> float:
-    """Plain next-token training on the CPU; returns the mean loss of the last tenth of the steps.
+def _pretrain(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str], recipe: BaseRecipe
+) -> float:
+    """Next-token training on the concatenated texts, on the CPU; gives the mean loss of the last tenth of the steps.
 
     On one thread, so that the weights do not depend on the number of cores; on a busy machine several threads would
     also be slower (measured: two cores, load 3, half the speed of one).
     """
     import torch
 
+    stream = [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, tokenizer.eos_token_id)]
+    blocks = torch.tensor(stream[: len(stream) // BLOCK * BLOCK]).view(-1, BLOCK)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     order = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=max(recipe.steps, 1))
-    losses = []
+    losses = [math.nan]
     model.train()
     try:
         for _ in range(recipe.steps):
@@ -182,8 +164,7 @@ def _pretrain(model: LlamaForCausalLM, blocks: torch.Tensor, recipe: BaseRecipe)
     finally:
         torch.set_num_threads(threads)
     model.eval()
-    last = losses[-max(1, len(losses) // 10) :]
-    return sum(last) / len(last) if last else float("nan")
+    return fmean(losses[-max(1, recipe.steps // 10) :])
 
 
 # ---- text that is on every machine: questions and answers from the docstrings of Python's standard library ----------
@@ -208,12 +189,8 @@ class Pair:
     @property
     def row(self) -> dict[str, list[dict[str, str]]]:
         """The pair as a row in TRL's ``messages`` format."""
-        return {
-            "messages": [
-                {"role": "user", "content": self.question},
-                {"role": "assistant", "content": self.answer},
-            ]
-        }
+        said = (("user", self.question), ("assistant", self.answer))
+        return {"messages": [{"role": role, "content": content} for role, content in said]}
 
     @property
     def held_back(self) -> bool:

@@ -1,4 +1,4 @@
-"""A Hub on loopback, and every way in which it can fail."""
+"""A Hub on loopback, and every way in which it can fail; and directories as runs leave them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
@@ -27,6 +27,23 @@ from hf_rocm_tune.survive import manifest
 
 TOKEN = "hf_PlantedTokenThatMustNeverBeSeen0123"
 USER = "tester"
+Answer = tuple[int, dict[str, str], bytes]
+
+
+class Request(NamedTuple):
+    """One request that came in."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+
+    @property
+    def line(self) -> str:
+        return f"{self.method} {unquote(self.path)}"
+
+    @property
+    def token(self) -> str:
+        return self.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 @dataclass
@@ -39,8 +56,7 @@ class Fault:
     body: bytes = b""  # of that answer; a message where it is empty
     # Close the connection, "before" the work, in the "middle" of the request's body, or "after" the work.
     drop: str = ""
-    # Never answer; in the middle of the body, or at once where there is none, until `LoopbackHub.release`.
-    hold: bool = False
+    hold: bool = False  # stop in the middle of the body, or at once without one, until `LoopbackHub.release`; no answer
     first: Callable[[], None] | None = None  # called before anything else is done
     times: int | None = 1  # how many requests it hits; None for all
     hits: int = 0
@@ -54,26 +70,22 @@ class LoopbackHub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.store = Store()
-        self.store.writers[TOKEN] = USER
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.cdn = f"http://localhost:{self.server_port}"  # another host: no token may arrive there
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
-        self.damage: list[re.Pattern[str]] = []
-        self.release = threading.Event()
-        self.held = threading.Event()
+        self.damage: list[str] = []
+        self.release, self.held = threading.Event(), threading.Event()
 
     def fault(self, match: str, **settings: Any) -> Fault:
         self.faults.append(Fault(match=match, **settings))
         return self.faults[-1]
 
     def corrupt(self, path: str) -> None:
-        self.damage.append(re.compile(path))
+        self.damage.append(path)
 
     def stored(self, key: str, content: bytes) -> bytes:
-        if any(pattern.search(key) for pattern in self.damage):
-            return bytes([content[0] ^ 1]) + content[1:]
-        return content
+        return bytes([content[0] ^ 1]) + content[1:] if any(re.search(one, key) for one in self.damage) else content
 
     def lines(self, pattern: str = "") -> list[str]:
         return [one.line for one in self.requests if re.search(pattern, one.line)]
@@ -115,17 +127,20 @@ class _Handler(BaseHTTPRequestHandler):
             if fault.drop == "before":
                 raise _Dropped
             body = self._body(request, fault)
-            if fault.hold:
-                self._hold()
             if fault.status:
                 message = fault.body or json.dumps({"error": f"injected {fault.status}"}).encode()
                 kind = "application/json" if not fault.body else "text/html"
-                answer: Answer = (fault.status, {"Content-Type": kind, **fault.headers}, message)
+                status, headers, content = fault.status, {"Content-Type": kind, **fault.headers}, message
             else:
-                answer = self._answer(request, body)
+                status, headers, content = self._answer(request, body)
             if fault.drop == "after":
                 raise _Dropped
-            self._send(answer)
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
         except _Dropped:
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -140,11 +155,6 @@ class _Handler(BaseHTTPRequestHandler):
                     return fault
         return Fault(match="")
 
-    def _hold(self) -> None:
-        self.server.held.set()
-        self.server.release.wait()
-        raise _Dropped
-
     def _body(self, request: Request, fault: Fault) -> bytes:
         if request.headers.get("transfer-encoding") == "chunked":
             parts = []
@@ -155,39 +165,36 @@ class _Handler(BaseHTTPRequestHandler):
             body = b"".join(parts)
         else:
             size = int(request.headers.get("content-length") or 0)
-            half = size // 2 if fault.drop == "middle" or (fault.hold and size) else size
-            body = self.rfile.read(half)
-            if len(body) < half:
+            size = size // 2 if fault.drop == "middle" or fault.hold else size
+            body = self.rfile.read(size)
+            if len(body) < size:
                 raise _Dropped  # the client has gone
-            if fault.drop == "middle":
-                raise _Dropped
-            if half < size:
-                self._hold()
+        if fault.hold:
+            self.server.held.set()
+            self.server.release.wait()
+        if fault.drop == "middle" or fault.hold:
+            raise _Dropped
         return body
 
     def _answer(self, request: Request, body: bytes) -> Answer:
         try:
-            return route(self.server, request, body)
+            path = urlsplit(request.path).path
+            for method, pattern, handler in _ROUTES:
+                found = re.fullmatch(pattern, path)
+                if found and request.method in method:
+                    with self.server.store.lock:
+                        return handler(self.server, request, body, *map(unquote, found.groups()))
+            raise Refused(404, f"no such endpoint: {request.line}")
         except Refused as refused:
             headers = {"Content-Type": "application/json", "X-Error-Message": refused.message}
             headers |= {"X-Error-Code": refused.code} if refused.code else {}
             return refused.status, headers, json.dumps({"error": refused.message}).encode()
 
-    def _send(self, answer: Answer) -> None:
-        status, headers, body = answer
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
     def log_message(self, *_: Any) -> None:
         """Quiet."""
 
 
-# ---- What a Hub keeps: repositories with commits, branches and tags, and objects of large file storage ----
-
+# ---- What a Hub keeps: repositories with commits and branches, and objects of large file storage --------------------
 
 _LARGE = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|zip|png|onnx|model)$")
 _LARGE_BYTES = 10 << 20
@@ -219,19 +226,11 @@ class File:
             content = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.lfs}\nsize {self.size}\n".encode()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
-    def stated(self, path: str) -> dict[str, Any]:
-        """The file in an answer of ``tree`` or ``paths-info``."""
-        entry: dict[str, Any] = {"type": "file", "path": path, "oid": self.git_hash, "size": self.size}
-        if self.lfs:
-            entry["lfs"] = {"oid": self.lfs, "size": self.size, "pointerSize": 130}
-        return entry
-
 
 @dataclass
 class Repo:
     """One repository."""
 
-    id: str
     private: bool
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
@@ -259,34 +258,32 @@ class Store:
         self.lock = threading.RLock()
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
-        self.writers: dict[str, str] = {}
+        self.writers = {TOKEN: USER}
         self.readers: set[str] = set()
 
-    def user_of(self, token: str | None) -> str:
+    def user_of(self, token: str) -> str:
         if token not in self.writers and token not in self.readers:
             raise Refused(401, "Invalid credentials in Authorization header" if token else "Unauthorized")
-        return self.writers.get(token or "", "reader")
+        return self.writers.get(token, "reader")
 
-    def check_write(self, token: str | None, namespace: str) -> None:
-        user = self.user_of(token)
-        if token not in self.writers or user != namespace:
+    def check_write(self, token: str, namespace: str) -> None:
+        if self.user_of(token) != namespace:
             raise Refused(403, f"You don't have the rights to write to the namespace {namespace}")
 
-    def repo(self, repo_id: str, token: str | None = None) -> Repo:
+    def repo(self, repo_id: str, token: str, *, write: bool = False) -> Repo:
+        if write:
+            self.check_write(token, repo_id.split("/")[0])
         found = self.repos.get(repo_id)
-        if found is None or (found.private and self.writers.get(token or "") != repo_id.split("/")[0]):
-            raise Refused(401 if not token else 404, "Repository not found", "RepoNotFound")
+        if found is None or (found.private and self.writers.get(token) != repo_id.split("/")[0]):
+            raise Refused(404 if token else 401, "Repository not found", "RepoNotFound")
         return found
 
     def create(self, repo_id: str, *, private: bool) -> Repo:
         if repo_id in self.repos:
             raise Refused(409, "You already created this model repo")
-        made = self.repos[repo_id] = Repo(id=repo_id, private=private)
+        made = self.repos[repo_id] = Repo(private=private)
         made.add_commit("main", {".gitattributes": File(content=ATTRIBUTES, size=len(ATTRIBUTES))}, "initial commit")
         return made
-
-    def is_large(self, path: str, size: int, sample: bytes) -> bool:
-        return bool(size and (_LARGE.search(path) or size > _LARGE_BYTES or b"\0" in sample))
 
     def content_of(self, file: File) -> bytes:
         return self.objects[file.lfs] if file.lfs else file.content
@@ -297,70 +294,37 @@ def card_errors(text: str) -> list[str]:
     metadata = yaml.safe_load(found[1]) if found else {}
     if not isinstance(metadata, dict):
         return ["metadata must be an object"]
-    errors = []
-    for key, kind in (("base_model", "model"), ("datasets", "dataset")):
-        names = metadata.get(key) or []
-        for number, name in enumerate(names if isinstance(names, list) else [names]):
-            if not _ID.match(str(name)):
-                place = f"{key}[{number}]" if isinstance(names, list) else key
-                errors.append(
-                    f'"{place}" with value "{name}" is not valid. Use a {kind} id from https://hf.co/{kind}s.'
-                )
-    return errors
+    named = {key: metadata.get(key) or [] for key in ("base_model", "datasets")}
+    return [
+        f'"{key}" with value "{name}" is not valid. Use an id from https://hf.co'
+        for key, names in named.items()
+        for name in (names if isinstance(names, list) else [names])
+        if not _ID.match(str(name))
+    ]
 
 
-# ---- What the Hub on loopback answers: as much of the Hub's protocol as pushing and pulling of models nee ----
+# ---- What the Hub on loopback answers: as much of the Hub's protocol as pushing and pulling of models needs --------
 
 
-Answer = tuple[int, dict[str, str], bytes]
-
-
-@dataclass
-class Request:
-    """One request that came in."""
-
-    method: str
-    path: str
-    headers: dict[str, str]
-
-    @property
-    def line(self) -> str:
-        return f"{self.method} {unquote(self.path)}"
-
-
-def _json(value: Any, status: int = 200, **headers: str) -> Answer:
-    return status, {"Content-Type": "application/json", **headers}, json.dumps(value).encode()
-
-
-def route(hub: LoopbackHub, request: Request, body: bytes) -> Answer:
-    path = urlsplit(request.path).path
-    for method, pattern, handler in _ROUTES:
-        found = re.fullmatch(pattern, path)
-        if found and request.method in method:
-            with hub.store.lock:
-                return handler(hub, request, body, *(unquote(one) for one in found.groups() if one is not None))
-    raise Refused(404, f"no such endpoint: {request.line}")
-
-
-def _token(request: Request) -> str | None:
-    return request.headers.get("authorization", "").removeprefix("Bearer ") or None
+def _json(value: Any, status: int = 200) -> Answer:
+    return status, {"Content-Type": "application/json"}, json.dumps(value).encode()
 
 
 def _whoami(hub: LoopbackHub, request: Request, _: bytes) -> Answer:
-    return _json({"type": "user", "name": hub.store.user_of(_token(request)), "orgs": []})
+    return _json({"type": "user", "name": hub.store.user_of(request.token), "orgs": []})
 
 
 def _create(hub: LoopbackHub, request: Request, body: bytes) -> Answer:
-    wanted, token = json.loads(body), _token(request)
-    namespace = wanted.get("organization") or hub.store.user_of(token)
+    wanted = json.loads(body)
+    namespace = wanted.get("organization") or hub.store.user_of(request.token)
     repo_id = f"{namespace}/{wanted['name']}"
-    url = f"{hub.url}/{repo_id}"
-    hub.store.check_write(token, namespace)
+    hub.store.check_write(request.token, namespace)
+    said = {"url": f"{hub.url}/{repo_id}", "name": repo_id, "id": "1"}
     try:
         hub.store.create(repo_id, private=wanted.get("visibility") == "private")
     except Refused as refused:
-        return _json({"error": refused.message, "url": url}, refused.status)
-    return _json({"url": url, "name": repo_id, "id": "1"})
+        return _json(said | {"error": refused.message}, refused.status)
+    return _json(said)
 
 
 def _validate(hub: LoopbackHub, request: Request, body: bytes) -> Answer:
@@ -370,29 +334,22 @@ def _validate(hub: LoopbackHub, request: Request, body: bytes) -> Answer:
 
 
 def _preupload(hub: LoopbackHub, request: Request, body: bytes, repo_id: str, revision: str) -> Answer:
-    hub.store.check_write(_token(request), repo_id.split("/")[0])
-    there = hub.store.repo(repo_id, _token(request)).files(revision)
-    files = []
+    there, files = hub.store.repo(repo_id, request.token, write=True).files(revision), []
     for one in json.loads(body)["files"]:
-        large = hub.store.is_large(one["path"], one["size"], base64.b64decode(one["sample"]))
-        known = there.get(one["path"])
-        oid = None if known is None else known.lfs or known.git_hash
-        files.append(
-            {"path": one["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid}
-        )
+        path, size, sample = one["path"], one["size"], base64.b64decode(one["sample"])
+        large = size and (_LARGE.search(path) or size > _LARGE_BYTES or b"\0" in sample)
+        known = there[path].lfs or there[path].git_hash if path in there else None
+        files.append({"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": known})
     return _json({"files": files})
 
 
 def _batch(hub: LoopbackHub, request: Request, body: bytes, repo_id: str) -> Answer:
-    hub.store.check_write(_token(request), repo_id.split("/")[0])
-    wanted, objects = json.loads(body), []
-    for one in wanted["objects"]:
-        entry: dict[str, Any] = {"oid": one["oid"], "size": one["size"]}
+    hub.store.repo(repo_id, request.token, write=True)
+    objects = [{"oid": one["oid"], "size": one["size"]} for one in json.loads(body)["objects"]]
+    for one in objects:
         if one["oid"] not in hub.store.objects:
-            signed = f"{hub.cdn}/upload/{one['oid']}?X-Amz-Signature=signed"
-            upload: dict[str, Any] = {"href": signed, "header": {}}
-            entry["actions"] = {"upload": upload, "verify": {"href": f"{hub.url}/verify/{repo_id}"}}
-        objects.append(entry)
+            upload = {"href": f"{hub.cdn}/upload/{one['oid']}?X-Amz-Signature=signed", "header": {}}
+            one["actions"] = {"upload": upload, "verify": {"href": f"{hub.url}/verify/{repo_id}"}}
     return _json({"transfer": "basic", "objects": objects})
 
 
@@ -410,58 +367,43 @@ def _verify(hub: LoopbackHub, request: Request, body: bytes, repo_id: str) -> An
 
 
 def _commit(hub: LoopbackHub, request: Request, body: bytes, repo_id: str, branch: str) -> Answer:
-    hub.store.check_write(_token(request), repo_id.split("/")[0])
-    repo = hub.store.repo(repo_id, _token(request))
+    repo = hub.store.repo(repo_id, request.token, write=True)
+    header, *lines = (json.loads(line) for line in body.splitlines())
     files = dict(repo.files(branch))
-    lines = [json.loads(line) for line in body.splitlines()]
-    header = lines[0]["value"]
-    if header.get("parentCommit", repo.branches[branch]) != repo.branches[branch]:
-        raise Refused(412, "A commit has happened since. Please refresh and try again.")
-    for line in lines[1:]:
-        value = line["value"]
-        path = value["path"]
+    for line in lines:
+        value, path = line["value"], line["value"]["path"]
         if line["key"] == "file":
             content = base64.b64decode(value["content"])
             if path == "README.md" and (errors := card_errors(content.decode())):
                 raise Refused(400, f"Invalid metadata in README.md: {'; '.join(errors)}")
-            content = hub.stored(path, content)
-            files[path] = File(content=content, size=len(content))
+            files[path] = File(content=hub.stored(path, content), size=len(content))
         elif line["key"] == "lfsFile":
             if value["oid"] not in hub.store.objects:
                 raise Refused(400, f"LFS pointer pointed to a file that does not exist. path: {path}")
             files[path] = File(lfs=value["oid"], size=value["size"])
         elif line["key"] == "deletedFile":
             del files[path]
-    sha = repo.add_commit(branch, files, header["summary"])
+    sha = repo.add_commit(branch, files, header["value"]["summary"])
     return _json({"success": True, "commitOid": sha, "commitUrl": f"{hub.url}/{repo_id}/commit/{sha}"})
 
 
 def _info(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, revision: str = "main") -> Answer:
-    repo = hub.store.repo(repo_id, _token(request))
+    repo = hub.store.repo(repo_id, request.token)
     siblings = [{"rfilename": path} for path in repo.files(revision)]
-    sha = repo.commit_of(revision)
-    said = {"id": repo_id, "modelId": repo_id, "sha": sha, "private": repo.private, "siblings": siblings, "tags": []}
-    return _json(said)
+    said = {"id": repo_id, "modelId": repo_id, "private": repo.private, "siblings": siblings, "tags": []}
+    return _json(said | {"sha": repo.commit_of(revision)})
 
 
-def _tree(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, revision: str, folder: str = "") -> Answer:
-    files = hub.store.repo(repo_id, _token(request)).files(revision)
-    if folder:
-        files = {path: file for path, file in files.items() if path.startswith(f"{folder}/")}
-        if not files:
-            raise Refused(404, f"{folder} does not exist on {revision}", "EntryNotFound")
-    return _json([file.stated(path) for path, file in files.items()])
-
-
-def _paths_info(hub: LoopbackHub, request: Request, body: bytes, repo_id: str, revision: str) -> Answer:
-    files = hub.store.repo(repo_id, _token(request)).files(revision)
-    wanted = parse_qs(body.decode())["paths"]
-    return _json([files[p].stated(p) for p in wanted if p in files])
+def _tree(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, revision: str) -> Answer:
+    entries = []
+    for path, file in hub.store.repo(repo_id, request.token).files(revision).items():
+        lfs = {"lfs": {"oid": file.lfs, "size": file.size, "pointerSize": 130}} if file.lfs else {}
+        entries.append({"type": "file", "path": path, "oid": file.git_hash, "size": file.size, **lfs})
+    return _json(entries)
 
 
 def _branch(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, name: str) -> Answer:
-    hub.store.check_write(_token(request), repo_id.split("/")[0])
-    repo = hub.store.repo(repo_id, _token(request))
+    repo = hub.store.repo(repo_id, request.token, write=True)
     if name in repo.branches:
         raise Refused(409, "Reference already exists")
     repo.branches[name] = repo.branches["main"]
@@ -469,19 +411,15 @@ def _branch(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, name: st
 
 
 def _resolve(hub: LoopbackHub, request: Request, _: bytes, repo_id: str, revision: str, path: str) -> Answer:
-    repo = hub.store.repo(repo_id, _token(request))
+    repo = hub.store.repo(repo_id, request.token)
     sha, file = repo.commit_of(revision), repo.files(revision).get(path)
     if file is None:
         raise Refused(404, "Entry not found", "EntryNotFound")
     headers = {"X-Repo-Commit": sha, "ETag": f'"{file.git_hash}"', "Accept-Ranges": "bytes"}
     if not file.lfs:
         return 200, headers, file.content
-    headers |= {
-        "X-Linked-Etag": f'"{file.lfs}"',
-        "X-Linked-Size": str(file.size),
-        "Location": f"{hub.cdn}/cdn/{file.lfs}",
-    }
-    return 302, headers, b""
+    linked = {"X-Linked-Etag": f'"{file.lfs}"', "X-Linked-Size": str(file.size)}
+    return 302, headers | linked | {"Location": f"{hub.cdn}/cdn/{file.lfs}"}, b""
 
 
 def _cdn(hub: LoopbackHub, request: Request, _: bytes, oid: str) -> Answer:
@@ -500,8 +438,7 @@ _ROUTES: tuple[tuple[str, str, Callable[..., Answer]], ...] = (
     ("POST", rf"/verify/{_REPO}", _verify),
     ("POST", rf"/api/models/{_REPO}/commit/(.+)", _commit),
     ("GET", rf"/api/models/{_REPO}/revision/(.+)", _info),
-    ("GET", rf"/api/models/{_REPO}/tree/([^/]+)(?:/(.+))?", _tree),
-    ("POST", rf"/api/models/{_REPO}/paths-info/(.+)", _paths_info),
+    ("GET", rf"/api/models/{_REPO}/tree/([^/]+)", _tree),
     ("POST", rf"/api/models/{_REPO}/branch/(.+)", _branch),
     ("GET", rf"/api/models/{_REPO}", _info),
     ("GET HEAD", rf"/{_REPO}/resolve/([^/]+)/(.+)", _resolve),
