@@ -35,12 +35,6 @@ FACTS = CardFacts(
     report=report(),
     picture="loss.png",
 )
-FOUR_BIT = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_compute_dtype": "bfloat16",
-}
 # Whatever a file name, a setting or an incident may bring along.
 HOSTILE = "x\n---\nlicense: mit\n```\n# Heading | <script>alert(1)</script> [a](http://evil.example) `*_~$ <!-- \udcff"
 
@@ -114,21 +108,14 @@ def test_it_says_how_the_model_was_made() -> None:
     assert "[More Information Needed]" not in text
 
 
-def test_trainer_data_and_what_was_cut_are_named() -> None:
+def test_data_and_what_was_cut_are_named() -> None:
     seen = {"split": "train", "rows": 300, "tokens": 39_600, "cut": 300, "lost": 34_800, "dropped": 2, "kept": 4_800}
-    facts = replace(FACTS, verb="dpo", columns=("prompt", "chosen", "rejected"), report=report(data=[seen]))
-    text = build(facts, NOBODY)
+    text = build(replace(FACTS, columns=("prompt", "chosen", "rejected"), report=report(data=[seen])), NOBODY)
     for words in (
-        "trained with [TRL](https://huggingface.co/docs/trl)'s `DPOTrainer`",
         "columns `prompt`, `chosen`, `rejected`.",
         "- train: 300 rows, 39,600 tokens; 300 rows cut (34,800 tokens lost), 2 rows dropped; 0 % of the tokens count",
     ):
         assert words in text, words
-    assert "SFT" not in text and "dpo" in metadata_of(text)["tags"]
-    scores = replace(facts, verb="reward", trained=replace(TRAINED, model_class="LlamaForSequenceClassification"))
-    text = build(scores, NOBODY)
-    assert "a reward model, which scores a text, trained with" in text and "`RewardTrainer`" in text
-    assert metadata_of(text)["pipeline_tag"] == "text-classification"
 
 
 def test_faults_and_incidents_are_said_plainly() -> None:
@@ -136,6 +123,7 @@ def test_faults_and_incidents_are_said_plainly() -> None:
         batches=stage(mismatches=12, recovered=12),
         incidents=[incident(step=step) for step in range(12)],
         fault_injection={"kind": "zero", "rate": 0.1, "injected": 12},
+        step_fault_injection={"kind": "nan"},
         survival={"starts": 3, "skipped_steps": [7], "crash_injection": "step=4,kind=kill"},
         memory={"micro_batch_divisor": 4},
         guard={"skipped_steps": 2},
@@ -145,6 +133,7 @@ def test_faults_and_incidents_are_said_plainly() -> None:
     for words in (
         "Corruption was found 12 times and recovered before it was used.",
         "Faults were injected on request: kind=zero, rate=0.1, injected=12.",
+        "Faults of steps were injected on request: kind=nan.",
         "Crashes were injected on request: step=4,kind=kill.",
         "99.9875 %",
         "Not every byte was verified",
@@ -159,46 +148,19 @@ def test_faults_and_incidents_are_said_plainly() -> None:
 
 # ---- the code -----------------------------------------------------------------------------------------------
 
+# What was trained, what must be in the code and what must not: kinds that no real run of `tests/e2e/test_card.py` has.
 KINDS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
-    "lora in float32": ({"adapter_dtype": "float32"}, ["PeftModel"], ["autocast_adapter_dtype", "quantization"]),
-    "lora in bfloat16": ({"adapter_dtype": "bfloat16"}, ["autocast_adapter_dtype=False"], ["quantization"]),
-    "4 bit": (
-        {"adapter_dtype": "bfloat16", "quantization": FOUR_BIT},
-        [
-            "BitsAndBytesConfig(\n        load_in_4bit=True,\n",
-            '        bnb_4bit_quant_type="nf4",\n        bnb_4bit_use_double_quant=True,\n',
-            "        bnb_4bit_compute_dtype=torch.bfloat16,\n    ),\n",
-            "autocast_adapter_dtype=False",
-        ],
-        [],
-    ),
     "8 bit": (
         {"adapter_dtype": "bfloat16", "quantization": {"load_in_8bit": True, "bnb_4bit_compute_dtype": "float32"}},
-        ["BitsAndBytesConfig(\n        load_in_8bit=True,\n    ),\n"],
+        ["BitsAndBytesConfig(\n        load_in_8bit=True,\n    ),\n", "autocast_adapter_dtype=False"],
         [],
     ),
-    "experts of gpt-oss's files": (
-        {"adapter_dtype": "bfloat16", "quantization": {"bnb_4bit_compute_dtype": "float32"}, "packed_experts": True},
-        ["autocast_adapter_dtype=False"],
-        ["BitsAndBytes"],
-    ),
-    "full": ({"adapter_dtype": None}, ['trained = "."', "from_pretrained(\n    trained,"], ["Peft", "base_model"]),
     "another class": (
         {"model_class": "SmolVLMForConditionalGeneration"},
         ["SmolVLMForConditionalGeneration.from_pretrained("],
-        ["AutoModel"],
+        ["AutoModel", "autocast_adapter_dtype"],
     ),
     "a dtype that is none": ({"dtype": "uint8"}, ['dtype="auto"'], ["uint8"]),
-    "a reward model's adapter": (
-        {"model_class": "LlamaForSequenceClassification"},
-        ["AutoModelForSequenceClassification.from_pretrained(", "    num_labels=1,\n", "PeftModel", "logits[0, 0]"],
-        ["generate", "CausalLM"],
-    ),
-    "a reward model": (
-        {"model_class": "LlamaForSequenceClassification", "adapter_dtype": None},
-        ["AutoModelForSequenceClassification.from_pretrained(", "logits[0, 0]"],
-        ["num_labels", "Peft"],
-    ),
     "no chat template": ({"chat_template": False}, ['tokenizer("A checksum is"'], ["apply_chat_template"]),
 }
 
@@ -218,7 +180,7 @@ def test_the_code_suits_what_was_trained(kind: str) -> None:
 
 
 def test_experts_in_4_bit_are_said() -> None:
-    for config, command in ((FOUR_BIT, "generate --load_in_4bit`"), (None, "generate`")):
+    for config, command in (({"load_in_4bit": True}, "generate --load_in_4bit`"), (None, "generate`")):
         trained = replace(TRAINED, packed_experts=True, quantization=config)
         text = build(replace(FACTS, trained=trained), NOBODY)
         assert "The experts were in 4 bit" in text and f"`hf-rocm-tune {command} loads them" in text
@@ -340,7 +302,7 @@ def test_settings_without_effect_are_left_out() -> None:
     assert shown_settings({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})["bnb_4bit_quant_type"] == "nf4"
 
 
-# ---- The verdict on a run is never better than what its report proves ----
+# ---- the verdict on a run is never better than what its report proves --------------------------------------
 
 
 WRONG = stage(mismatches=2, recovered=1)
@@ -378,13 +340,6 @@ def test_a_run_that_is_not_finished_or_was_changed_is_not_good() -> None:
     damaged = judge(report(), finished=True, damaged=["a is changed (x)", "b is missing (y)"])
     assert (damaged.level, "a is changed (x) and 1 more" in damaged.headline) == ("bad", True)
     assert judge({}, finished=True).level == "unknown"
-
-
-def test_what_was_asked_to_break_is_always_told() -> None:
-    asked = report(
-        fault_injection={"kind": "flip"}, step_fault_injection={"kind": "nan"}, survival={"crash_injection": "step=1"}
-    )
-    assert len([note for note in judge(asked, finished=True).notes if "on request" in note]) == 3
 
 
 def test_coverage_is_never_rounded_up() -> None:

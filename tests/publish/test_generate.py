@@ -200,13 +200,9 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("adapter", ["--prompt", "x", "--file", "y"], ["--prompt and --file"]),
     ("adapter", ["--file", "gone.txt"], ["gone.txt cannot be read"]),
     ("adapter", ["--prompt", "x", "--temperature", "-1"], ["--temperature", "1e-6 or more"]),
-    ("adapter", ["--prompt", "x", "--temperature", "1e-320"], ["--temperature", "1e-6 or more"]),
     ("adapter", ["--prompt", "\udcff"], ["the prompt has bytes that are not UTF-8"]),
-    ("adapter", ["--prompt", "\udcff", "--raw"], ["the prompt has bytes that are not UTF-8"]),
     ("adapter", ["--prompt", "x", "--top_p", "1.5"], ["--top_p", "1.5"]),
-    ("adapter", ["--prompt", "x", "--max_new_tokens", "0"], ["--max_new_tokens"]),
     ("adapter", ["--prompt", "x", "--seed", "-3"], ["--seed"]),
-    ("adapter", ["--prompt", "x", "--dtype", "int4"], ["--dtype", "int4"]),
     ("adapter", ["--prompt", "x", "--base", "./gone"], ["./gone does not exist", "--base"]),
     ("adapter", ["--prompt", "x", "--base", "owner/gone"], ["owner/gone", "--base names another base"]),
     ("adapter", ["--prompt", "word " * 400], ["tokens, and", "takes 256", "shorten"]),
@@ -215,39 +211,12 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("bare", ["--prompt", "x", "--system", "y"], ["--system needs a chat template"]),
     ("scratch", ["--prompt", "x"], ["neither adapter_config.json nor config.json"]),
     ("owner/nothing", ["--prompt", "x"], ["owner/nothing"]),
-    ("~nobody-of-this-name/x", ["--prompt", "x"], ["~nobody-of-this-name/x is not a directory"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "argv", "named"), REFUSED)
 def test_wrong_input_is_one_line(name: str, argv: list[str], named: list[str], run: Any) -> None:
     code, out, err = run(name, *argv)
-    errors = [line for line in err.splitlines() if line.startswith("hf-rocm-tune: error:")]
-    assert (code, out, len(errors)) == (2, "", 1), err
-    assert all(part in errors[0] for part in named), errors[0]
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "named"),
-    [
-        ("generation_config.json", "[1]", ["generation_config.json cannot be read"]),
-        (
-            "generation_config.json",
-            '{"do_sample": true, "temperature": -1}',
-            ["generation_config.json", "`temperature`"],
-        ),
-        ("config.json", {"architectures": ["set_seed"]}, ["config.json names set_seed, which is no architecture"]),
-        ("config.json", {"architectures": [3]}, ["config.json names no architecture"]),
-    ],
-)
-def test_a_configuration_that_was_harmed_is_one_line(
-    file: str, content: Any, named: list[str], made: dict[str, Path], run: Any, tmp_path: Path
-) -> None:
-    model = Path(shutil.copytree(made["base"], tmp_path / "model"))
-    if isinstance(content, dict):
-        content = json.dumps({**json.loads((model / file).read_text()), **content})
-    (model / file).write_text(content)
-    code, out, err = run(str(model), "--prompt", "x")
     errors = [line for line in err.splitlines() if line.startswith("hf-rocm-tune: error:")]
     assert (code, out, len(errors)) == (2, "", 1), err
     assert all(part in errors[0] for part in named), errors[0]
@@ -307,17 +276,6 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     capsys.readouterr()
     assert cli.main(["generate", *argv, *ASK]) == 0
     return capsys.readouterr().out
-
-
-def test_a_merged_model_is_pushed_and_answers_by_its_id(
-    hub: LoopbackHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = build_base(lora("llama3"), tmp_path)
-    adapter = write_adapter(lora("llama3"), base, tmp_path / "adapter")
-    repo = f"{USER}/merged"
-    argv = ["merge", str(adapter), str(tmp_path / "merged"), "--base", str(base)]
-    assert cli.main(argv) == cli.main(["push", str(tmp_path / "merged"), repo]) == 0, capsys.readouterr().err
-    assert said_by(capsys, repo) == said_by(capsys, str(tmp_path / "merged"))
 
 
 def test_an_adapter_answers_by_its_id_and_is_merged_by_it(
@@ -397,21 +355,6 @@ def test_through_a_pipe_only_answers_are_printed(
     printed = capsys.readouterr()
     assert (code, printed.out) == (0, 2 * (reply(loaded, "one") + "\n"))
     assert "100 % of the bytes on the device verified" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("name", "argv", "named"),
-    [
-        ("bare", [], ["no chat template", "hf-rocm-tune generate"]),
-        ("adapter", ["--top_k", "0"], ["--top_k"]),
-    ],
-)
-def test_wrong_input_to_a_chat_is_one_line(
-    name: str, argv: list[str], named: list[str], made: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["chat", str(made[name]), *argv]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-rocm-tune: error:")]
-    assert len(errors) == 1 and all(part in errors[0] for part in named)
 
 
 def test_at_a_terminal_ctrl_d_ends_the_conversation(

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from peft import LNTuningConfig, PromptTuningConfig, get_peft_model
+from peft import LNTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from hf_rocm_tune import cli
@@ -56,10 +56,6 @@ def refusal(capsys: pytest.CaptureFixture[str], here: Path, *argv: str) -> str:
 
 def edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def drop(file: Path) -> None:
-    file.unlink()
 
 
 def unseal(here: Path) -> None:
@@ -132,14 +128,8 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
         [],
         [WEIGHTS, "not in its integrity.json"],
     ),
-    "no weights": (lambda here: (unseal(here), drop(here / "adapter" / WEIGHTS)), [], [f"no {WEIGHTS}"]),
     "a truncated file": (
         lambda here: (unseal(here), (here / "adapter" / WEIGHTS).write_bytes(b"x" * 99)), [], ["damaged header"]
-    ),
-    "a broken configuration": (
-        lambda here: (unseal(here), (here / "adapter" / "adapter_config.json").write_text("{")),
-        [],
-        ["adapter_config.json cannot be read"],
     ),
     "an unknown method": (
         lambda here: (unseal(here), edit(here / "adapter" / "adapter_config.json", peft_type="MAGIC")),
@@ -149,18 +139,10 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     "half of an adapter": (without("layers.1.self_attn.q_proj.lora_B"), [], ["lacks", "layers.1.self_attn.q_proj"]),
     "values that are not finite": (not_finite, [], ["not finite", "layers.0"]),
     "values beyond float16": (too_large_for_float16, ["--dtype", "float16"], ["not finite", "--dtype bfloat16"]),
-    "prompt tuning": (
-        with_config(lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)), [], ["PROMPT_TUNING"]
-    ),
     "another method": (
         with_config(lambda: LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"])),
         [],
         ["LN_TUNING", "LORA"],
-    ),
-    "replicated layers": (
-        lambda here: (unseal(here), edit(here / "adapter" / "adapter_config.json", layer_replication=[[0, 2], [1, 2]])),
-        [],
-        ["layer_replication"],
     ),
     "a quantised base": (
         lambda here: edit(here / "base" / "config.json", quantization_config={"quant_method": "bitsandbytes"}),
@@ -174,11 +156,6 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     ),
     "a base that lacks a tensor": (
         base_without("model.layers.1.self_attn.v_proj.weight"), [], ["lack", "model.layers.1.self_attn.v_proj.weight"]
-    ),
-    "an unknown architecture": (
-        lambda here: edit(here / "base" / "config.json", model_type="nothing_known", architectures=["NothingKnown"]),
-        [],
-        ["nothing_known"],
     ),
 }  # fmt: skip
 
@@ -198,30 +175,19 @@ def test_harmed_input_is_refused_by_name(
     ("argv", "named"),
     [
         (["nowhere/at/all", "out"], ["nowhere/at/all", "on the Hub"]),
-        (["./nowhere", "out"], ["./nowhere is not a directory"]),
         (["~nobody-of-this-name/x", "out"], ["~nobody-of-this-name/x is not a directory"]),
-        (["x" * 300, "out"], ["on the Hub"]),
         (["base", "out"], ["base is a whole model"]),
-        (["other/config.json", "out"], ["other/config.json is not a directory"]),
         (["adapter", "out", "--base", "other"], ["does not fit Phi3ForCausalLM", "--base"]),
         (["adapter", "out", "--base", "./gone"], ["./gone does not exist", "--base"]),
-        (["adapter", "out", "--base", "~nobody-of-this-name/x"], ["~nobody-of-this-name/x does not exist", "--base"]),
-        (["adapter", "out", "--base", "x" * 300], ["cannot be downloaded", "--base"]),
         (["adapter", "out", "--base", "owner/model"], ["owner/model cannot be downloaded", "--base"]),
         (["adapter", "base"], ["base exists and is not empty"]),
         (["adapter", "adapter/adapter_config.json"], ["exists and is not empty"]),
         (["adapter", "adapter/adapter_config.json/x"], ["adapter/adapter_config.json is no directory", "another"]),
         (["adapter", "dangling"], ["dangling is no directory", "another"]),
-        (["adapter", "dangling/x"], ["dangling is no directory", "another"]),
-        (["adapter", "loop"], ["loop is no directory", "another"]),
         (["adapter", "x" * 300], ["File name too long"]),
         (["adapter", "x" * 240, "--base", "base"], ["File name too long"]),
         (["adapter", "out", "--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
         (["adapter", "out", "--max_shard_size", "5 elephants"], ["--max_shard_size", "5GB"]),
-        (["adapter", "out", "--max_shard_size", "0"], ["--max_shard_size", "800MB"]),
-        (["adapter", "out", "--max_shard_size", "9" * 400], ["--max_shard_size", "800MB"]),
-        (["adapter"], ["out"]),
-        (["adapter", "out", "--bse", "x"], ["--bse"]),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(
@@ -233,7 +199,6 @@ def test_wrong_arguments_are_refused_by_name(
 ) -> None:
     monkeypatch.chdir(here)
     Path("dangling").symlink_to("nothing")
-    Path("loop").symlink_to("loop")
     line = refusal(capsys, here, *argv)
     assert all(part in line for part in named), line
 
@@ -266,13 +231,6 @@ def test_a_lack_of_room_is_seen_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     line = refusal(capsys, here, str(here / "adapter"), str(here / "out"), "--base", str(here / "base"))
     assert "GB free" in line
-
-
-def test_an_adapter_that_names_no_base_needs_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    unseal(here)
-    edit(here / "adapter" / "adapter_config.json", base_model_name_or_path=None)
-    line = refusal(capsys, here, str(here / "adapter"), str(here / "out"))
-    assert "does not say which model" in line and "--base" in line
 
 
 def test_a_lora_bias_without_a_bias_to_add_to_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
