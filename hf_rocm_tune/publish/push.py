@@ -229,7 +229,10 @@ def _piece(source: Path, entry: FileEntry, private: Private, base_model_id: str 
     if source.name == CARD_NAME:  # the only file that may differ from the manifest
         if source.is_symlink() or not source.is_file():
             raise UsageError(f"{source} is a link or no plain file: replace it by the file")
-        text = _decoded(source, read_plain(source))
+        try:
+            text = read_plain(source).decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{source} is not UTF-8 text: {error}") from error
         return Piece.of(clean_card(text, private, base_model_id=base_model_id).encode())
     if problems := manifest.compare(source.parent, {source.name: entry}):
         raise UsageError(f"{source.parent}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
@@ -249,7 +252,7 @@ def _piece(source: Path, entry: FileEntry, private: Private, base_model_id: str 
 
 def _public_json(source: Path, piece: Piece, private: Private, base_model_id: str | None) -> Piece:
     try:
-        content = json.loads(_decoded(source, piece.content or b""))
+        content = json.loads(piece.content or b"")
         public = dict(content)
     except (ValueError, TypeError) as error:
         raise UsageError(f"{source} is not a JSON object: {error}") from error
@@ -260,13 +263,6 @@ def _public_json(source: Path, piece: Piece, private: Private, base_model_id: st
     public = scrub_json(public, private, names=source.name == REPORT_NAME)
     text = json.dumps(public, indent=2, ensure_ascii=False) + "\n"
     return piece if public == content else Piece.of(text.encode())
-
-
-def _decoded(source: Path, content: bytes) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{source} is not UTF-8 text: {error}") from error
 
 
 # ---- the Hub --------------------------------------------------------------------------------------------------------

@@ -46,34 +46,10 @@ def check(server: LoopbackHub, out: Path) -> None:
 
 ENDPOINTS = {
     "create": "POST /api/repos/create",
-    "head": "GET .*/revision/main",
-    "tree": "GET .*/tree/",
     "card": "POST /api/validate-yaml",
-    "preupload": "POST .*/preupload/",
-    "batch": "POST .*objects/batch",
     "upload": "PUT /upload/",
-    "verify": "POST /verify/",
     "commit": COMMIT,
 }
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "fault"),
-    [
-        ("upload", {"status": 500}),
-        ("upload", {"drop": "middle"}),
-        pytest.param("preupload", {"status": 500}, marks=pytest.mark.long),
-        pytest.param("batch", {"status": 500}, marks=pytest.mark.long),
-    ],
-)
-def test_what_upstream_retries_is_survived(
-    hub: LoopbackHub, tmp_path: Path, endpoint: str, fault: dict[str, Any]
-) -> None:
-    out = write_run(tmp_path / "out")
-    injected = hub.fault(ENDPOINTS[endpoint], **fault)
-    pushed(out)
-    assert injected.hits >= 1
-    check(hub, out)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +96,10 @@ def failure(out: Path, **more: Any) -> TuneError:
     [
         ("create", 401, UsageError, r"does not accept the token \(401.*settings/tokens.*hf auth login"),
         ("create", 403, UsageError, rf"may not write to {REPO} \(403.*write permission"),
-        ("create", 404, UsageError, rf"{REPO} does not exist.*organisation"),
-        ("commit", 401, UsageError, "does not accept the token"),
         ("commit", 403, UsageError, "may not write"),
         ("upload", 403, UsageError, "may not write"),
         ("commit", 413, UsageError, r"refuses it \(413: injected 413"),
         ("commit", 500, HubError, r"the Hub answers 500: injected 500: try again later"),
-        ("commit", 429, HubError, "the Hub answers 429"),
         ("commit", 409, HubError, "the Hub answers 409"),
     ],
 )
@@ -160,10 +133,10 @@ def test_a_hub_that_is_away_and_an_offline_machine(
     assert isinstance(found, HubError) and "cannot be reached (ConnectError" in str(found)
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "a b", "user/--x", "../x"])
-def test_a_name_that_cannot_be(hub: LoopbackHub, tmp_path: Path, name: str) -> None:
-    found = failure(write_run(tmp_path / "out"), repo=name)
-    assert isinstance(found, UsageError) and "not a valid repository name" in str(found)
+def test_a_name_that_cannot_be(hub: LoopbackHub, tmp_path: Path) -> None:
+    for name in ("a/b/c", "a b", "user/--x", "../x"):
+        found = failure(write_run(tmp_path / "out"), repo=name)
+        assert isinstance(found, UsageError) and "not a valid repository name" in str(found)
 
 
 def test_a_card_that_the_hub_refuses(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -216,9 +189,6 @@ def test_errors_of_the_xet_client_are_explained_in_one_line(
 
 
 # ---- the command as a process: exit codes, one line, kills in the middle ------------------------------------
-
-
-REPO = f"{USER}/adapter"
 
 
 @pytest.fixture
@@ -294,10 +264,7 @@ def test_ctrl_c_ends_it_with_130_and_says_how_to_go_on(server: LoopbackHub, tmp_
     ("arguments", "says"),
     [
         (["nowhere", REPO], "nowhere is not a directory"),
-        ([".", REPO, "--tags", "x"], "unrecognized arguments: --tags"),
-        (["."], "the following arguments are required: REPO"),
         ([".", REPO, "--base_model_id", "/x/y"], "--base_model_id must be an id on the Hub"),
-        ([".", REPO, "--checkpoints", "some"], "invalid choice"),
     ],
 )
 def test_wrong_input_to_a_push_is_one_line_and_2(

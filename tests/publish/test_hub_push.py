@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +146,6 @@ def test_a_checkpoint_alone_is_pushed_as_a_model(hub: LoopbackHub, tmp_path: Pat
     assert set(on_hub(hub, REPO)) == TOP - {"transfer_report.json"}
 
 
-def test_private_and_revision(hub: LoopbackHub, tmp_path: Path) -> None:
-    out = write_run(tmp_path / "out")
-    done = quietly(out, private=True, revision="trial")
-    repo = hub.store.repos[REPO]
-    assert repo.private and repo.branches["trial"] == done.commit
-    assert set(on_hub(hub, REPO, "trial")) == TOP and on_hub(hub, REPO) == {}
-
-
 @pytest.mark.parametrize(
     ("wanted", "there", "private"),
     [(None, None, True), (True, None, True), (False, None, False), (None, "public", False), (True, "public", None)],
@@ -169,8 +162,9 @@ def test_a_repository_is_private_unless_said_otherwise(
             push(write_run(tmp_path / "out"), REPO, settings=settings, say=said.append)
         assert on_hub(hub, REPO) == {}
         return
-    push(write_run(tmp_path / "out"), REPO, settings=settings, say=said.append)
+    done = push(write_run(tmp_path / "out"), REPO, settings=replace(settings, revision="trial"), say=said.append)
     assert hub.store.repos[REPO].private is private
+    assert hub.store.repos[REPO].branches["trial"] == done.commit and on_hub(hub, REPO) == {}
     assert any("exists and is public: everyone can read" in line for line in said) == (there is not None)
 
 
@@ -278,13 +272,6 @@ def test_a_large_file_that_changes_before_it_is_sent_is_not_sent(
     assert on_hub(hub, REPO) == {} and not hub.lines(f"^PUT .*{REPO}")
 
 
-def test_recovered_corruption_is_no_reason_to_refuse(hub: LoopbackHub, tmp_path: Path) -> None:
-    out = write_run(tmp_path / "out")
-    _report(out, incidents=[{**STOPPED, "outcome": "recovered"}], weights={"mismatches": 1, "recovered": 1})
-    quietly(out)
-    assert set(on_hub(hub, REPO)) == TOP
-
-
 def test_checkpoints_that_are_asked_for_must_be_there(hub: LoopbackHub, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no checkpoint-N"):
         quietly(write_run(tmp_path / "out"), checkpoints="last")
@@ -346,11 +333,6 @@ def test_what_is_public_stays(text: str) -> None:
 def test_json_is_searched_to_its_last_leaf() -> None:
     before = {"/tmp/a/b": [{"x": f"{BASE}/y"}, 1, None, True, 0.5]}
     assert scrub_json(before, PRIVATE) == {".../b": [{"x": "org/tiny/y"}, 1, None, True, 0.5]}
-
-
-def test_variables_that_only_sound_like_secrets_are_none() -> None:
-    environ = {"TOKENIZERS_PARALLELISM": "falsefalse", "MAX_TOKENS": "100000000", "HF_TOKEN_PATH": "/x/y/zzzzzz"}
-    assert Private.of_this_machine(environ).secrets == ()
 
 
 def test_a_secret_is_found_across_the_pieces_in_which_a_file_is_read(tmp_path: Path) -> None:
