@@ -241,8 +241,8 @@ def draw(panel: Panel, kind: str) -> bytes:
             look = {"color": _SERIES[at % len(_SERIES)], "label": _printable(panel.newest(name))}
             axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=dots, markersize=3, **look)
         for label, steps in panel.marks.items():
-            look = {"label": _printable(label), "color": "#b3261e", "transform": axes.get_xaxis_transform()}
-            axes.plot(steps, [0.02] * len(steps), "^", **look)
+            look = {"label": label, "color": "#b3261e" if "not" in label else "#9a6700"}
+            axes.plot(steps, [0.02] * len(steps), "^", transform=axes.get_xaxis_transform(), **look)
         axes.set(title=panel.title, xlabel="optimizer step", ylabel=panel.unit)
         axes.grid(axis="y", linewidth=0.5)
         axes.spines[["top", "left", "right"]].set_visible(False)
