@@ -145,6 +145,10 @@ def _child(request: dict[str, Any]) -> None:
             _rename(os.environ["RENAMED"])
         if "STOPS_IN_SUM" in os.environ:
             _stop_in_sum(int(os.environ["STOPS_IN_SUM"]))
+        if "WRONG_PRODUCTS" in os.environ:
+            from tests.train.faulty_products import Faults
+
+            Faults(**json.loads(os.environ["WRONG_PRODUCTS"])).__enter__()
         if "MEMORY_ATTACK" in os.environ:
             from tests.e2e.memory_attacks import arm
 

@@ -65,6 +65,9 @@ struct Harm {
   std::atomic<int64_t> smallest{1};  // bytes
 };
 Harm harms[2];  // of copies to the card, and to the host
+std::atomic<double> wrong_rate{0};  // of matrix products
+std::mt19937_64 wrong_rng;          // of compute streams' threads, under its lock
+std::mutex wrong_lock;
 std::atomic<int> refusal{0};  // what is said where there is no memory: torch's own error, accelerator, driver, blas, exit
 std::atomic<int64_t> library{0};  // bytes outside the allocator for each thread that multiplies matrices on a card
 
@@ -863,6 +866,13 @@ Args filled(const Prepared& p, const Args& shapes, bool meta) {
 std::mutex no_meta_lock;
 std::set<std::string> no_meta{"aten::native_layer_norm"};  // its statistics: the CPU's have the input's dtype, meta's float32
 
+// A kernel that leaves a tile of its product at zero. Not of a check's, an adapter's or a vocabulary's width.
+void spoil(const Tensor& product, int64_t inner) {
+  const int64_t rows = product.size(0), columns = product.size(1);
+  if (wrong_rate.load() == 0 || std::min({inner, rows, columns}) < 17 || std::max(inner, columns) > 256) return;
+  std::lock_guard<std::mutex> g(wrong_lock);
+  if (std::uniform_real_distribution<double>(0, 1)(wrong_rng) < wrong_rate) product.narrow(0, 0, 16).narrow(1, 0, 16).zero_();
+}
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t n = schema.arguments().size();
@@ -957,11 +967,13 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
     }
   }
-  auto run = [op, prepared, args_shapes = std::make_shared<Args>()](const Args& given) {
+  const int left = name == "aten::mm" ? 0 : name == "aten::addmm" ? 1 : -1;
+  auto run = [op, prepared, left, args_shapes = std::make_shared<Args>()](const Args& given) {
     at::AutoDispatchBelowADInplaceOrView below;
     auto host = filled(*prepared, given, false);
     torch::jit::Stack s(std::make_move_iterator(host.begin()), std::make_move_iterator(host.end()));
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &s);
+    if (left >= 0) spoil(s[0].toTensor(), prepared->views[size_t(left)][0].sizes[1]);
     return Args(s.begin(), s.end());
   };
   auto fresh = [&](const Tensor& like) {
@@ -1115,6 +1127,10 @@ __attribute__((visibility("default"))) void sim_hook(sim::Hook hook) { sim::hook
 __attribute__((visibility("default"))) void sim_harm(int down, int kind, double rate, int64_t smallest) {
   auto& harm = sim::harms[down];
   harm.kind = kind; harm.rate = rate; harm.smallest = smallest;
+}
+__attribute__((visibility("default"))) void sim_wrong(double rate, uint64_t seed) {
+  sim::wrong_rate = rate;
+  sim::wrong_rng.seed(seed);
 }
 __attribute__((visibility("default"))) void sim_devices(int n) { sim::cards = n; }
 __attribute__((visibility("default"))) int sim_device_count() { return sim::visible(); }

@@ -12,6 +12,7 @@ Variables, read when torch is imported and again by `configure`:
     SIMCARD_HARM=kind,rate   copies to the card go wrong: flip, zero, drop or stale, with this probability each;
                              kind,rate,bytes: only copies of at least as many bytes
     SIMCARD_HARM_BACK=...    likewise of copies to the host
+    SIMCARD_WRONG=rate,seed  matrix products leave a tile at zero, with this probability each
     SIMCARD_REFUSAL=kind     who says that there is no memory: torch (as by default), accelerator, driver, blas,
                              or exit: bitsandbytes, which ends the process
     SIMCARD_LIBRARY=bytes    what the first matrix product of each thread takes outside torch's allocator
@@ -110,6 +111,7 @@ def load() -> None:
     lib.sim_occupied.argtypes = [ctypes.c_int64]
     lib.sim_refusal.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.sim_seed.argtypes = [ctypes.c_uint64]
+    lib.sim_wrong.argtypes = [ctypes.c_double, ctypes.c_uint64]
     lib.sim_harm.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_double, ctypes.c_int64]
     lib.sim_resize.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     lib.sim_rng_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]
@@ -161,6 +163,8 @@ def configure() -> None:
     for back, name in enumerate(("SIMCARD_HARM", "SIMCARD_HARM_BACK")):
         kind, rate, *smallest = environ.get(name, "none,0").split(",")
         lib.sim_harm(back, HARMS.index(kind), float(rate), int(smallest[0]) if smallest else 1)
+    wrong, seed = environ.get("SIMCARD_WRONG", "0,0").split(",")
+    lib.sim_wrong(float(wrong), int(seed))
     refusal = REFUSALS.index(environ.get("SIMCARD_REFUSAL", "torch"))
     lib.sim_refusal(refusal, int(environ.get("SIMCARD_LIBRARY", "0")))
     if "SIMCARD_LOG" in environ:

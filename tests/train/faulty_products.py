@@ -118,6 +118,7 @@ class Faults(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._random = random.Random(self.seed)
+        self.shape = self.shape and (self.shape[0], self.shape[1])  # it may come from JSON
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
