@@ -48,10 +48,6 @@ _ONE_CHANGE = (
 )
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def spread(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, scale: float = 1.0) -> Tensor:
     """Normally distributed values of ``dtype`` with magnitudes of at least ``SMALLEST`` times the scale."""
     values = torch.randn(tuple(shape), generator=generator)
@@ -150,11 +146,11 @@ class Comparison:
 def with_fault(result: Tensor, kind: str) -> Tensor:
     """A copy of a result with an injected fault; see the module."""
     broken = result.clone(memory_format=torch.contiguous_format)
+    flat, place = broken.view(-1), broken.numel() // 2
     if kind == "zeros":
-        return broken.zero_()
-    flat = broken.view(-1)
-    place = flat.numel() // 2
-    flat[place] = float("nan") if kind == "nan" else -flat[place] - 1
+        flat.zero_()
+    else:
+        flat[place] = float("nan") if kind == "nan" else -flat[place] - 1
     return broken
 
 
@@ -187,11 +183,8 @@ def gemm(request: Mapping[str, Any]) -> list[Finding]:
             lines.append(f"{name}: {repeats:,} times")
             varying += [f"{differing:,} of {name}"] if differing else []
         text = "under load, and correct"
-        if varying:
-            text += (
-                f"; {', '.join(varying)} repeats differ in bits within the rounding bound: the order of sums changes, "
-            )
-            text += "so two runs with the same seed will not be equal bit for bit"
+        if varying:  # two runs with the same seed will not be equal bit for bit
+            text += f"; {', '.join(varying)} repeats differ within the rounding bound: the order of sums changes"
         wrong = ("A repeated matrix product is wrong",
                  "of the same product are wrong, without an error of the driver. The only public report leaves open "
                  "whether software or the card is the cause", _ONE_CHANGE, "rocm-libraries#12344")  # fmt: skip
@@ -396,7 +389,7 @@ def model(request: Mapping[str, Any]) -> list[Finding]:
             placed = {name: compare.move(tensor) for name, tensor in parameters.items()}
             for kind in KINDS:
                 batch = Batch.of(kind, compare.generator, times)
-                case = f"{name_of(dtype)}, {kind}, {batch.tokens.shape[1]:,} tokens"
+                case = f"{dtype}, {kind}, {batch.tokens.shape[1]:,} tokens"
                 step(f"computing {case}")
                 found = _both_ways(placed, batch.on(compare))
                 compare.by_formula(case, found, lambda kind: _both_ways(_cast(parameters, kind), batch))  # noqa: B023
@@ -588,7 +581,7 @@ def _nf4(compare: Comparison, quantize: Callable[..., Any], dtype: torch.dtype) 
         scales = (0.5 + torch.rand(indices.numel() // _BLOCK, generator=generator)).to(dtype).double() / 8
         parameters[name] = (LEVELS[indices] * scales.repeat_interleave(_BLOCK)).view(SHAPES[name])
     placed = {name: compare.move(tensor.to(dtype)) for name, tensor in parameters.items()}
-    case, batch = f"{name_of(dtype)} NF4", Batch.of("plain", generator)
+    case, batch = f"{dtype} NF4", Batch.of("plain", generator)
     step(f"computing {case}")
     packed = {name: quantize(placed[name], quant_type="nf4", blocksize=_BLOCK) for name in FROZEN}
 

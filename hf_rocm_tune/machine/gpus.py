@@ -119,15 +119,6 @@ def _gpu_node(files: Files, index: int, number: int, properties: Mapping[str, in
 # ---- PCI -----------------------------------------------------------------------------------------------------------
 
 
-class DisplayDevice(NamedTuple):
-    """One display or compute device: its PCI address and ids."""
-
-    address: str
-    vendor_id: int
-    device_id: int
-    revision: int | None
-
-
 class Link(NamedTuple):
     """One PCI Express link; speeds in 10^9 transfers a second and lane (16.0 is PCIe 4.0). None: unknown."""
 
@@ -145,18 +136,15 @@ class Upward(NamedTuple):
     behind_chipset: bool  # a bridge of AMD's chipsets is on the path
 
 
-def list_display_devices(files: Files) -> tuple[DisplayDevice, ...]:
-    """Every display or compute device in PCI order."""
+def list_display_devices(files: Files) -> list[tuple[str, int, int]]:
+    """Every display or compute device in PCI order: address, vendor and device id."""
     names = filter(_ADDRESS.fullmatch, files.names(DEVICES) or ())
-    found: list[DisplayDevice] = []
+    found = []
     for address in sorted(names, key=lambda name: [int(part, 16) for part in re.split("[:.]", name)]):
-        code = files.hexadecimal(f"{DEVICES}/{address}/class")
-        if code is not None and (code >> 16 == _DISPLAY or code >> 8 == _ACCELERATOR):
-            vendor, device = _ids(files, address)
-            if vendor is not None and device is not None:
-                revision = files.hexadecimal(f"{DEVICES}/{address}/revision")
-                found.append(DisplayDevice(address, vendor, device, revision))
-    return tuple(found)
+        code, (vendor, device) = files.hexadecimal(f"{DEVICES}/{address}/class") or 0, _ids(files, address)
+        if (code >> 16 == _DISPLAY or code >> 8 == _ACCELERATOR) and vendor is not None and device is not None:
+            found.append((address, vendor, device))
+    return found
 
 
 def _ids(files: Files, address: str) -> tuple[int | None, int | None]:

@@ -121,7 +121,7 @@ def survey(root: Path = Path("/"), process: Process | None = None) -> Machine:
         ppfeaturemask=files.text(f"{_PARAMETERS}/ppfeaturemask"),
         iommu=None if classes is None else "iommu" in classes and bool(files.names("sys/class/iommu")),
         topology=topology,
-        gpus=tuple(_gpu(files, device, topology) for device in gpus.list_display_devices(files)),
+        gpus=tuple(_gpu(files, topology, *device) for device in gpus.list_display_devices(files)),
         unread=files.unread,
     )
 
@@ -144,8 +144,8 @@ def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
     return found
 
 
-def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
-    address, vendor = device.address, _VENDORS.get(device.vendor_id, "other")
+def _gpu(files: Files, topology: Topology, address: str, vendor_id: int, device_id: int) -> Gpu:
+    vendor = _VENDORS.get(vendor_id, "other")
     driver = files.last(f"{gpus.DEVICES}/{address}/driver")
     sensors = Sensors(missing={"all": f"{address}: its driver is {driver}, not amdgpu"})
     if driver == "amdgpu":
@@ -154,7 +154,7 @@ def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
     card, integrated = None, None
     if vendor == "amd":
         vram_bytes = node.vram_bytes if node and node.vram_bytes is not None else sensors.vram_total_bytes
-        pci = (device.device_id, device.revision)
+        pci = (device_id, files.hexadecimal(f"{gpus.DEVICES}/{address}/revision"))
         card = identify(arch=node.arch if node else None, vram_bytes=vram_bytes, pci=pci)
         if card:
             integrated = card.integrated
@@ -165,7 +165,7 @@ def _gpu(files: Files, device: gpus.DisplayDevice, topology: Topology) -> Gpu:
     return Gpu(
         address=address,
         vendor=vendor,
-        device_id=device.device_id,
+        device_id=device_id,
         driver=driver,
         node=node,
         card=card,

@@ -93,14 +93,13 @@ def metrics_v2_1() -> bytes:
 
 def aer_files(place: str, counts: Mapping[str, int]) -> dict[str, str]:
     """The error counters of a device, with the counts of ``correctable``, ``nonfatal`` and ``fatal`` errors."""
-    correctable = counts.get("correctable", 0)
-    names = ("RxErr", "BadTLP", "BadDLLP", "Rollover", "Timeout", "NonFatalErr", "CorrIntErr", "HeaderOF")
-    lines = [f"{name} {correctable if name == 'BadTLP' else 0}\n" for name in names]
-    files = {f"{place}/aer_dev_correctable": "".join([*lines, f"TOTAL_ERR_COR {correctable}\n"])}
-    for kind in ("fatal", "nonfatal"):
-        total = f"TOTAL_ERR_{kind.upper()} {counts.get(kind, 0)}\n"
-        files[f"{place}/aer_dev_{kind}"] = f"Undefined 0\nDLP 0\nSDES 0\nTLP 0\n{total}"
-    return files
+    totals = {kind: counts.get(kind, 0) for kind in ("correctable", "nonfatal", "fatal")}
+    names = {"correctable": ("RxErr", "BadTLP", "COR"), "nonfatal": ("DLP", "TLP", "NONFATAL")}
+    names["fatal"] = ("DLP", "TLP", "FATAL")
+    return {
+        f"{place}/aer_dev_{kind}": f"{names[kind][0]} 0\n{names[kind][1]} {count}\nTOTAL_ERR_{names[kind][2]} {count}\n"
+        for kind, count in totals.items()
+    }
 
 
 def rebar_bytes(vram_bytes: int) -> int:

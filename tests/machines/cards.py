@@ -29,13 +29,9 @@ CARDS: dict[str, Case] = {
         ),
         says=("gfx1100, 20.0 GiB", "800 GB/s, 315 W", "31.5 GB/s each way by arithmetic"),
     ),
-    "behind_an_igpu": case(
-        Built("TheRock#5543: the processor's GPU is device 0").igpu(RAPHAEL).card(),
-        software=stack(devices=[device("0000:04:00.0")]),
-        note=("igpu_hidden",),
-        says=("`export HIP_VISIBLE_DEVICES=1`",),
-        never=("HIP_VISIBLE_DEVICES=0",),
-    ),
+    "behind_an_igpu": case(Built("TheRock#5543: the processor's GPU is device 0").igpu(RAPHAEL).card(),
+        software=stack(devices=[device("0000:04:00.0")]), note=("igpu_hidden",),
+        says=("`export HIP_VISIBLE_DEVICES=1`",), never=("HIP_VISIBLE_DEVICES=0",)),
     "larger_card_behind_an_igpu": case(
         Built("TheRock#5543, with two cards of different size").card(slot=HALF).igpu(RAPHAEL).card(XTX, slot=HALF),
         software=stack(devices=pair("0000:07:00.0", name="AMD Radeon RX 7900 XTX", gib=23.98)),
@@ -47,17 +43,11 @@ CARDS: dict[str, Case] = {
             "train on the larger card alone",
         ),
     ),
-    "igpu_hidden_by_its_owner": case(
-        Built("TheRock#5543: hidden, PASS").card().igpu(RAPHAEL),
-        environ={"HIP_VISIBLE_DEVICES": "0"},
-        fine=("igpu_filtered",),
-    ),
-    "x8_x8": case(
-        two_cards("general knowledge: two cards are x8/x8 on most AM5 boards"),
-        software=stack(devices=pair()),
-        fine=("bar_full", "aer_clean"),
-        says=("15.8 GB/s each way by arithmetic; 13 to 14 are to be expected", "IOMMU translating", *IOMMU_WORDS),
-    ),
+    "igpu_hidden_by_its_owner": case(Built("TheRock#5543: hidden, PASS").card().igpu(RAPHAEL),
+        environ={"HIP_VISIBLE_DEVICES": "0"}, fine=("igpu_filtered",)),
+    "x8_x8": case(two_cards("general knowledge: two cards are x8/x8 on most AM5 boards"),
+        software=stack(devices=pair()), fine=("bar_full", "aer_clean"),
+        says=("15.8 GB/s each way by arithmetic; 13 to 14 are to be expected", "IOMMU translating", *IOMMU_WORDS)),
     "x16_and_x4_of_the_chipset": case(
         Built("ROCm/ROCm#2429: HIP errors with two 7900 XTX, one of them on four lanes of the chipset")
         .card(XTX)
@@ -79,36 +69,21 @@ CARDS: dict[str, Case] = {
         note=("slot_of_chipset",),
         says=("slow, not wrong", "x4 at 2.5 GT/s (able: 16)"),
     ),
-    "two_cards_passthrough": case(
-        two_cards("rccl#1129: iommu=pt", iommu="identity", cmdline="ro quiet iommu=pt"),
-        software=stack(devices=pair()),
-        says=("IOMMU passthrough", "boot parameter iommu=pt", *IOMMU_WORDS),
-    ),
+    "two_cards_passthrough": case(two_cards("rccl#1129: iommu=pt", iommu="identity", cmdline="ro quiet iommu=pt"),
+        software=stack(devices=pair()), says=("IOMMU passthrough", "boot parameter iommu=pt", *IOMMU_WORDS)),
     "two_cards_p2p_off": case(
         two_cards("ROCm/ROCm#6342: direct copies switched off by the module parameter", parameters={"pcie_p2p": "N"}),
-        software=stack(devices=pair()),
-        says=("amdgpu parameter pcie_p2p=N",),
-    ),
+        software=stack(devices=pair()), says=("amdgpu parameter pcie_p2p=N",)),
     "two_cards_without_rebar": case(
         Built("ROCm/ROCm#6342: a small window on the second card").card(slot=HALF).card(slot=HALF, bar_bytes=256 * MIB),
-        software=stack(devices=pair()),
-        warn=(f"bar_small {SECOND}",),
-        fine=("bar_full",),
-        says=("the largest BAR is 256 MiB, and the card has 20 GiB", "Above 4G decoding"),
-    ),
-    "rdna4": case(
-        Built("hf.co/hardware: a 9070 XT, PCIe 5.0").card(XT_9070, slot=Slot(speed=32.0)),
+        software=stack(devices=pair()), warn=(f"bar_small {SECOND}",), fine=("bar_full",),
+        says=("the largest BAR is 256 MiB, and the card has 20 GiB", "Above 4G decoding")),
+    "rdna4": case(Built("hf.co/hardware: a 9070 XT, PCIe 5.0").card(XT_9070, slot=Slot(speed=32.0)),
         software=stack(devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]),
-        fine=("card_known", "arch_ok", "link_ok"),
-        says=("Radeon RX 9070 XT", "63.0 GB/s each way by arithmetic"),
-    ),
-    "container_without_kfd": case(
-        Built("ROCm docs, Docker: started without --device").card().container(devices=False),
-        software=stack(devices=NO_HIP_GPUS),
-        fail=("device_nodes_missing", "torch_sees_nothing"),
-        warn=("shm_small",),
-        says=("`--device /dev/kfd --device /dev/dri`", "/dev/kfd and /dev/dri/renderD*", "`--shm-size 8g`"),
-    ),
+        fine=("card_known", "arch_ok", "link_ok"), says=("Radeon RX 9070 XT", "63.0 GB/s each way by arithmetic")),
+    "container_without_kfd": case(Built("ROCm docs, Docker: started without --device").card().container(devices=False),
+        software=stack(devices=NO_HIP_GPUS), fail=("device_nodes_missing", "torch_sees_nothing"), warn=("shm_small",),
+        says=("`--device /dev/kfd --device /dev/dri`", "/dev/kfd and /dev/dri/renderD*", "`--shm-size 8g`")),
     "container_in_order": case(
         Built("ROCm docs, Docker: with everything, and a limit on memory")
         .card()
@@ -118,19 +93,13 @@ CARDS: dict[str, Case] = {
         fine=("permissions_ok", "shm_ok"),
         says=("a memory limit of 24.0 GiB",),
     ),
-    "user_not_in_render": case(
-        Built("ROCm docs, prerequisites: the user is in video only").card().user(usable=False),
-        software=stack(devices=NO_HIP_GPUS),
-        fail=("node_not_usable", "torch_sees_nothing"),
-        says=("`sudo usermod -aG render,video $USER`", "/dev/kfd and /dev/dri/renderD128"),
-    ),
+    "user_not_in_render": case(Built("ROCm docs, prerequisites: the user is in video only").card().user(usable=False),
+        software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
+        says=("`sudo usermod -aG render,video $USER`", "/dev/kfd and /dev/dri/renderD128")),
     "given_to_a_virtual_machine": case(
         Built("ROCm docs, prerequisites: vfio-pci has the card").card(driver="vfio-pci", kfd=False),
-        software=stack(devices=NO_HIP_GPUS),
-        fail=("driver_not_bound", "torch_sees_nothing"),
-        fine=("arch_ok",),
-        says=("vfio-pci",),
-    ),
+        software=stack(devices=NO_HIP_GPUS), fail=("driver_not_bound", "torch_sees_nothing"), fine=("arch_ok",),
+        says=("vfio-pci",)),
     "one_of_two_given_to_a_virtual_machine": case(
         Built("kernel documentation, VFIO: the second card is not this system's; for one card the IOMMU is no matter")
         .card(slot=HALF)
@@ -148,24 +117,15 @@ CARDS: dict[str, Case] = {
         unknown=("bar", "overdrive", "temperature", "vram"),
         says=("modprobe amdgpu", "boot parameter nomodeset"),
     ),
-    "kernel_without_kfd": case(
-        Built("ROCm docs, prerequisites: amdgpu without its compute part").card(kfd=False),
-        software=stack(devices=NO_HIP_GPUS),
-        fail=("kfd_missing", "torch_sees_nothing"),
-        fine=("arch_ok",),
-        says=("CONFIG_HSA_AMD",),
-    ),
+    "kernel_without_kfd": case(Built("ROCm docs, prerequisites: amdgpu without its compute part").card(kfd=False),
+        software=stack(devices=NO_HIP_GPUS), fail=("kfd_missing", "torch_sees_nothing"), fine=("arch_ok",),
+        says=("CONFIG_HSA_AMD",)),
     "link_errors_since_boot": case(
         Built("rocm-libraries#12344: the counters of a marginal link").card(aer={"correctable": 1280, "nonfatal": 2}),
-        warn=("aer_errors",),
-        note=("aer_corrected",),
-        says=("1,280", "read the counter again under load"),
-    ),
+        warn=("aer_errors",), note=("aer_corrected",), says=("1,280", "read the counter again under load")),
     "another_program_on_the_card": case(
         Built("an inference server holds most of the memory").card(readings=Readings(vram_used=15 * GIB)),
-        warn=("vram_taken",),
-        says=("15.0 of 20.0 GiB",),
-    ),
+        warn=("vram_taken",), says=("15.0 of 20.0 GiB",)),
     "hot_and_throttled": case(
         Built("general knowledge: RDNA3 regulates on the hotspot, up to about 110 C").card(
             readings=Readings(edge=84.0, hotspot=107.0, memory=92.0, power=302.0, busy=99, throttle=1 << 34)
@@ -173,4 +133,4 @@ CARDS: dict[str, Case] = {
         warn=("hotspot",),
         says=("107 C",),
     ),
-}
+}  # fmt: skip

@@ -57,11 +57,8 @@ def windows() -> Case:
 PLATFORMS: dict[str, Case] = {
     "cuda_machine": case(
         Built("pytorch hip.rst: the same torch.cuda calls", cpu="Intel(R) Core(TM) i9-13900K").nvidia(),
-        software=cuda_stack(NVIDIA),
-        note=("other_gpu",),
-        fine=("torch_no_gpu_needed",),
-        says=("NVIDIA GeForce RTX 4090",),
-    ),
+        software=cuda_stack(NVIDIA), note=("other_gpu",), fine=("torch_no_gpu_needed",),
+        says=("NVIDIA GeForce RTX 4090",)),
     "cuda_card_beside_an_amd_card": case(
         Built("pytorch hip.rst: torch is built for one vendor; here for the other card")
         .card(slot=Slot(width=8))
@@ -70,19 +67,11 @@ PLATFORMS: dict[str, Case] = {
         note=("link_half", "torch_cuda_beside"),
         says=("NVIDIA GeForce RTX 4090", "Radeon RX 7900 XT"),
     ),
-    "nvidia_card_without_torch_for_it": case(
-        Built("a machine whose only card torch cannot use").nvidia(),
-        software=cpu_stack(),
-        warn=("no_amd_gpu",),
-        says=("NVIDIA 2684 at 0000:01:00.0",),
-    ),
+    "nvidia_card_without_torch_for_it": case(Built("a machine whose only card torch cannot use").nvidia(),
+        software=cpu_stack(), warn=("no_amd_gpu",), says=("NVIDIA 2684 at 0000:01:00.0",)),
     "no_gpu": case(
         with_files(Built("a server without any GPU"), a_device("0000:01:00.0", ("0x144d", "0xa80a"), "0x010802")),
-        software=cpu_stack(),
-        warn=("no_gpu",),
-        fine=("torch_no_gpu_needed",),
-        says=("`lspci`",),
-    ),
+        software=cpu_stack(), warn=("no_gpu",), fine=("torch_no_gpu_needed",), says=("`lspci`",)),
     "card_not_seated": case(
         Built("uv#18730: no wheel holds code for gfx1036; the card does not answer, the processor's GPU does").igpu(
             RAPHAEL
@@ -92,13 +81,9 @@ PLATFORMS: dict[str, Case] = {
         warn=("no_card",),
         says=("torch has no code for gfx1036", "check that it is seated and powered"),
     ),
-    "strix_halo": case(
-        Built("TheRock SUPPORTED_GPUS.md: gfx1151 is release-ready", cpu=STRIX_CPU).igpu(STRIX_HALO),
-        software=stack(devices=[STRIX]),
-        note=("no_card",),
-        fine=("arch_ok",),
-        says=("leave HSA_OVERRIDE_GFX_VERSION unset", "not tested by this project"),
-    ),
+    "strix_halo": case(Built("TheRock SUPPORTED_GPUS.md: gfx1151 is release-ready", cpu=STRIX_CPU).igpu(STRIX_HALO),
+        software=stack(devices=[STRIX]), note=("no_card",), fine=("arch_ok",),
+        says=("leave HSA_OVERRIDE_GFX_VERSION unset", "not tested by this project")),
     "windows": windows(),
     "wsl": case(
         with_files(
@@ -112,8 +97,7 @@ PLATFORMS: dict[str, Case] = {
     ),
     "sandbox_without_the_bus": case(
         only(Built("a sandbox that hides /sys/bus/pci").card(), lambda path: not path.startswith("sys/bus/pci")),
-        unknown=("driver",),
-    ),
+        unknown=("driver",)),
     "half_a_capture": case(
         only(
             Built("a capture of which somebody has cut out what he found private").card(slot=Slot(width=8)).igpu(),
@@ -134,10 +118,7 @@ PLATFORMS: dict[str, Case] = {
         fail=("arch_missing",),
         unknown=("cards",),
     ),
-    "nothing_readable": case(
-        only(Built("a process that may read nothing of the machine"), lambda path: False),
-        software=broken("torch is not installed", packages={"torch": None}),
-        fail=("torch_missing",),
-        unknown=("driver", "host_memory"),
-    ),
-}
+    "nothing_readable": case(only(Built("a process that may read nothing of the machine"), lambda path: False),
+        software=broken("torch is not installed", packages={"torch": None}), fail=("torch_missing",),
+        unknown=("driver", "host_memory")),
+}  # fmt: skip

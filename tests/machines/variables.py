@@ -27,18 +27,11 @@ def one(source: str) -> Built:
 VARIABLES: dict[str, Case] = {
     "override_with_an_igpu": case(
         Built("libhsakmt topology.c: it relabels a Ryzen's GPU (gfx1036) as gfx1100").card().igpu(RAPHAEL),
-        environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
-        fail=(OVERRIDE,),
-        note=("igpu_hidden",),
-        says=("unset it", "`export HIP_VISIBLE_DEVICES=0`"),
-    ),
-    "override_9_4_2": case(
-        one("libhsakmt topology.c: 9.4.2 loads gfx942 code, crash or garbage"),
-        environ={"HSA_OVERRIDE_GFX_VERSION": "9.4.2"},
-        software=stack(devices=[device(arch="gfx942")]),
-        fail=("arch_spoofed", OVERRIDE),
-        says=("is gfx1100 in the kernel's list, and gfx942 in torch's",),
-    ),
+        environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"}, fail=(OVERRIDE,), note=("igpu_hidden",),
+        says=("unset it", "`export HIP_VISIBLE_DEVICES=0`")),
+    "override_9_4_2": case(one("libhsakmt topology.c: 9.4.2 loads gfx942 code, crash or garbage"),
+        environ={"HSA_OVERRIDE_GFX_VERSION": "9.4.2"}, software=stack(devices=[device(arch="gfx942")]),
+        fail=("arch_spoofed", OVERRIDE), says=("is gfx1100 in the kernel's list, and gfx942 in torch's",)),
     "expandable_segments_with_split": case(
         Built("ROCm/ROCm#6603: zeroed tensors on an RX 7900 XT, torch 2.12, kernel 7.0.0-28")
         .kernel("7.0.0-28-generic")
@@ -63,10 +56,8 @@ VARIABLES: dict[str, Case] = {
         Built("TheRock#5543: the filter leaves the processor's GPU").card().igpu(RAPHAEL),
         environ={"HIP_VISIBLE_DEVICES": "1"},
         software=stack(devices=[device("0000:04:00.0", name="AMD Radeon Graphics", arch="gfx1036", gib=15.4)]),
-        fail=("igpu_visible",),
-        note=("torch_sees_fewer",),
-        says=("`export HIP_VISIBLE_DEVICES=0`", "HIP_VISIBLE_DEVICES=1"),
-    ),
+        fail=("igpu_visible",), note=("torch_sees_fewer",),
+        says=("`export HIP_VISIBLE_DEVICES=0`", "HIP_VISIBLE_DEVICES=1")),
     "filters_that_nest": case(
         Built("HIP environment variables page: ROCR filters below HIP, whose indices count anew")
         .card(slot=HALF)
@@ -78,11 +69,8 @@ VARIABLES: dict[str, Case] = {
         says=("these filters are nested",),
         never=("the same effect in HIP",),
     ),
-    "filter_by_uuid": case(
-        Built("HIP environment variables page: ROCR takes UUIDs").card().igpu(RAPHAEL),
-        environ={"ROCR_VISIBLE_DEVICES": "GPU-0000000000000000"},
-        unknown=("integrated",),
-    ),
+    "filter_by_uuid": case(Built("HIP environment variables page: ROCR takes UUIDs").card().igpu(RAPHAEL),
+        environ={"ROCR_VISIBLE_DEVICES": "GPU-0000000000000000"}, unknown=("integrated",)),
     "an_old_guide": case(
         one("an old guide: all of its variables at once"),
         environ=dict(pair.split("=") for pair in OLD_GUIDE.split()),
@@ -99,4 +87,4 @@ VARIABLES: dict[str, Case] = {
         says=("NCCL_MAX_NCHANNELS", "NCCL_ALGO", "both filters have the same effect in HIP"),
         never=("ROCR_VISIBLE_DEVICES",),
     ),
-}
+}  # fmt: skip
