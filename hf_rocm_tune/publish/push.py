@@ -186,7 +186,7 @@ def stage(parts: Mapping[str, Path], private: Private, base_model_id: str | None
             reason = error.strerror or error
             raise UsageError(f"{error.filename or directory} cannot be read ({reason}): nothing is uploaded") from error
         changed = [name for name, piece in own.items() if piece.entry != written.files[name]]
-        extra = {**written.extra, "published": {"changed": changed, "left_out": [*(set(written.files) - set(own))]}}
+        extra = {**written.extra, "published": {"changed": changed, "left_out": sorted(set(written.files) - set(own))}}
         public = replace(written, files={name: piece.entry for name, piece in own.items()}, extra=extra)
         own[MANIFEST_NAME] = Piece.of(manifest.to_json(public).encode())
         stay = (path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))

@@ -143,7 +143,10 @@ def test_the_folder_of_the_last_checkpoint_holds_nothing_of_the_one_before(hub: 
 def test_a_checkpoint_alone_is_pushed_as_a_model(hub: LoopbackHub, tmp_path: Path) -> None:
     out = write_run(tmp_path / "out", checkpoints=(2,))
     quietly(out / "checkpoint-2")
-    assert set(on_hub(hub, REPO)) == TOP - {"transfer_report.json"}
+    there = on_hub(hub, REPO)
+    assert set(there) == TOP - {"transfer_report.json"}
+    left_out = json.loads(there["integrity.json"])["extra"]["published"]["left_out"]
+    assert len(left_out) == 5 and left_out == sorted(left_out), "another order would be another file at the next push"
 
 
 @pytest.mark.parametrize(
