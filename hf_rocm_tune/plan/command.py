@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -14,19 +15,22 @@ import psutil
 
 from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, checked
 from hf_rocm_tune.machine.toolchain import missing_for_triton
+from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.models.streamed import FLAG as STREAM
 from hf_rocm_tune.models.streamed import parse as parse_streamed
-from hf_rocm_tune.plan.estimate import GIB, LINK, OPTIMIZERS, Case, Estimate, host, missing
+from hf_rocm_tune.plan.estimate import GIB, LINK, OPTIMIZERS, CardMemory, Case, Estimate, host, missing
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
     ALL_LINEAR,
     ATTENTIONS,
     DTYPES,
     METHODS,
+    PUBLIC_MODELS,
     TRAINERS,
     PlanRequest,
     as_targets,
     card_memory,
+    config_of,
     quiet,
 )
 from hf_rocm_tune.plan.ways import THROUGH_HOST, advice, best_of, sentence, ways
@@ -43,8 +47,8 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
     tokens of each row, and the summary of the rows, of a training command and method.
     """
     wanted = _parser().parse_args(list(argv))
-    if wanted.model is None:
-        raise UsageError(f"give --model, a Hub id or a directory; see `{_PROGRAM} plan --help`")
+    if wanted.model is None and not wanted.largest:
+        raise UsageError(f"give --model, a Hub id or a directory, or --largest; see `{_PROGRAM} plan --help`")
     fields = {name: value for name, value in vars(wanted).items() if name in PlanRequest.__dataclass_fields__}
     fields |= {"target_parameters": tuple(wanted.target_parameters)}
     fields |= {"targets": as_targets(wanted.targets), "modules_to_save": tuple(wanted.modules_to_save)}
@@ -61,6 +65,10 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
     if wanted.link_gb_s:
         card = replace(card, link=wanted.link_gb_s * 1e9, link_source="given")
     with quiet():
+        if wanted.largest:
+            table = {"schema": 2, "length": request.length, "card": card.name, "largest": _largest(request, card)}
+            print(json.dumps(table) if wanted.json else "\n".join(_largest_table(table)))
+            return 0
         rows = Rows([], {})
         if wanted.dataset_name is not None:
             rows, request = _read(request, wanted, read_rows)
@@ -207,6 +215,27 @@ def _streaming(plan: Plan, found: Estimate) -> dict[str, Any] | None:
     }
 
 
+def _largest(request: PlanRequest, card: CardMemory) -> list[dict[str, Any]]:
+    """By method, the largest public models that fit with one sequence and checkpointing, and the largest streamed."""
+    rows: list[dict[str, Any]] = []
+    for method, stream in itertools.product(request.methods, (0, AUTO)):
+        if stream and (method == "full" or request.dora):
+            continue
+        single = replace(request, methods=(method,), micro_batch=1, checkpointing=True, mixes=False, stream=stream)
+        left = 1 if stream else 3
+        for model in sorted(PUBLIC_MODELS, key=lambda each: -each.billions):
+            plan = plan_for(single, card=card, config=config_of(model.fields))
+            if plan.choice is not None and plan.choice.variant == method:  # else its files are quantised
+                speed = plan.choice.tokens_per_second if card.rates.known else None
+                name = f"{method}, streamed" if stream else method
+                row = {"method": name, "model": model.name, "total": plan.choice.total, "tokens_per_second": speed}
+                rows.append(row | {"longest": plan.longest(method)})
+                left -= 1
+            if not left:
+                break
+    return rows
+
+
 # ---- text -------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +348,15 @@ def _table(heads: list[str], rows: list[list[str]]) -> Iterator[str]:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip()
 
 
+def _largest_table(found: dict[str, Any]) -> Iterator[str]:
+    yield f"largest known models that fit {found['card']}, one sequence of {found['length']:,} tokens, recomputed"
+    rows = []
+    for row in found["largest"]:
+        speed = "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}"
+        rows.append([row["method"], row["model"], _gib(row["total"]), str(row["longest"] or "-"), speed])
+    yield from _table(["method", "model", "GiB", "longest", "tokens/s (estimated)"], rows)
+
+
 # ---- flags ------------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +412,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--dataset --dataset_name", "rows to read for lengths, padding and hours", dest="dataset_name")
     switch("-v --verbose", "all parts; --json has all cases and ways")
     switch("--json", "print JSON; memory in bytes")
+    switch("--largest", "list the largest known public models that fit, by method")
     return parser
 
 

@@ -330,7 +330,7 @@ def quiet() -> Iterator[None]:
 
 
 class PublicModel(NamedTuple):
-    """A public model's shape, for a Hub that cannot be reached."""
+    """A public model's shape, for ``--largest`` and for a Hub that cannot be reached."""
 
     name: str  # Hub id
     billions: float  # published number of parameters, in units of 10^9

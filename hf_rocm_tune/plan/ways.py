@@ -423,4 +423,4 @@ def advice(plan: Plan, *, training: bool = False) -> str:
     if 0 < longest < request.length:
         found.insert(-1 if "--cards 2" in found else len(found), f"--{'max_length' if training else 'seq'} {longest}")
     some = f"what would fit: {' | '.join(found)}; or" if found else "what would fit:"
-    return f"{some} a smaller model"
+    return f"{some} a smaller model: `hf-rocm-tune plan --largest`"

@@ -14,7 +14,7 @@ import pytest
 from hf_rocm_tune import cli
 from hf_rocm_tune.plan import command
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
-from hf_rocm_tune.plan.request import PlanRequest, from_training, public_model
+from hf_rocm_tune.plan.request import PUBLIC_MODELS, PlanRequest, from_training, public_model
 from hf_rocm_tune.settings import arguments
 from tests import tiny
 
@@ -118,6 +118,15 @@ def test_preferences_are_planned_with_their_second_pass(trainer: str, small: Pat
     assert code == 2 and "are for sft" in err
 
 
+def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(small: Path, run: Any) -> None:
+    words = ("--model", str(small), "--seq", "64", "--effective_batch", "1", "--method", "lora", "--desktop_gib", "3")
+    total = json.loads(run(*words, "--vram", "20", "--json")[1])["choice"]["total"] / GIB
+    for spare, tight in ((0.6, True), (0.8, False)):
+        vram = f"{(total + spare) / (19.9 / 20):.3f}"
+        first = run(*words, "--vram", vram, "--no-checkpointing")[1].splitlines()[0]
+        assert first.startswith("FITS: ") and (" GiB (tight): " in first) == tight
+
+
 def test_hours_follow_from_rows_and_carry_their_uncertainty(small: Path, run: Any) -> None:
     words = ("--model", str(small), "--seq", "256", "--effective_batch", "8", "--method", "lora", "--gpu", "rx7900xt")
     found = json.loads(run(*words, "--rows", "100000", "--json")[1])["speed"]
@@ -153,6 +162,23 @@ def test_rows_of_a_dataset_give_length_padding_and_hours(
     code, out, err = run(*words, "--dataset", str(tmp_path / "nowhere.jsonl"))
     assert (code, out, err.count("\n")) == (2, "", 1) and "nowhere.jsonl" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == [model.name, "rows.jsonl"]
+
+
+@pytest.mark.long
+def test_the_largest_models_are_what_their_own_plans_say(run: Any) -> None:
+    words = ("--gpu", "rx7900xt", "--desktop_gib", "1", "--seq", "1024")
+    rows = json.loads(run("--largest", *words, "--json")[1])["largest"]
+    methods = [*["lora"] * 3, "lora, streamed", *["qlora"] * 3, "qlora, streamed"]
+    assert [row["method"] for row in rows] == methods
+    size = {model.name: model.billions for model in PUBLIC_MODELS}
+    assert size[rows[0]["model"]] < size[rows[4]["model"]] < size[rows[7]["model"]]  # four bits, streamed: larger ones
+    dense = rows[5]
+    more = ("--method", "qlora", "--effective_batch", "16", "--micro_batch", "1", "--checkpointing")
+    found = json.loads(run("--model", dense["model"], *words, *more, "--json")[1])
+    assert dense["total"] == pytest.approx(found["total"], rel=0.01)
+    assert dense["longest"] == found["longest"]["qlora"] >= 1024
+    text = run("--largest", *words)[1]
+    assert all(row["model"] in text for row in rows)
 
 
 def test_four_bits_are_never_rated_faster_than_published_runs_were(small: Path, run: Any) -> None:
