@@ -183,7 +183,7 @@ def run_measured(check: Check, request: Mapping[str, Any]) -> list[Finding]:
         outcome = run(MODULE, check.name, request=request, deadline_s=check.deadline_s, environ=environ)
         if outcome.result is None:
             return [failure(check.about, outcome, subject=subject)]
-        made = [Finding.from_dict(values) for values in outcome.result["findings"]]
+        made = [Finding(**values) for values in outcome.result["findings"]]
         return [replace(one, subject=subject) if one.subject == device else one for one in made]
 
     findings = in_child()

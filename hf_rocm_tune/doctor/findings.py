@@ -44,60 +44,41 @@ _TAIL_LINES, _SHOWN_PROBLEMS = 6, 3
 _UNITS = ((20 << 20, "20 MiB"), (2 << 20, "2 MiB"), (64 << 10, "64 KiB"), (4 << 10, "4 KiB"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One line of the diagnosis. ``unknown``: could not be read or measured; ``skipped``: not tried."""
 
-    row: str  # its name for programs, environ:VARIABLE for variables; empty for unknown and skipped
     status: Status
+    row: str  # its name for programs, environ:VARIABLE for variables; empty for unknown and skipped
     title: str  # the fact in a few words
     text: str  # what it means; of unknown and skipped, the reason
-    read: tuple[str, ...] = ()  # what was read or measured, one line each
     fix: str = ""
     source: str = ""  # issues and documents, separated by semicolons
     subject: str = ""  # a PCI address, a variable, a pair cuda:0->cuda:1, if there are several
+    read: Sequence[str] = ()  # what was read or measured, one line each
     check: str = ""  # its name, set by the caller of the check
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Finding:
-        return cls(**{**values, "read": tuple(values["read"])})
 
-
-def finding(
-    status: Status,
-    row: str,
-    title: str,
-    text: str,
-    fix: str,
-    source: str,
-    *,
-    subject: str = "",
-    read: Iterable[str] = (),
-) -> Finding:
-    values = {"title": title, "text": text, "fix": fix, "source": source, "subject": subject}
-    return Finding(row=row, status=status, read=tuple(read), **values)
-
-
-note, warn, fail = partial(finding, "info"), partial(finding, "warn"), partial(finding, "fail")
+note, warn, fail = partial(Finding, "info"), partial(Finding, "warn"), partial(Finding, "fail")
 """Worth knowing, with nothing to do for a run; training may be slow, or fail later; its result cannot be trusted."""
 
 
-def ok(row: str, title: str, text: str, source: str, *, subject: str = "", read: Iterable[str] = ()) -> Finding:
+def ok(row: str, title: str, text: str, source: str, *, subject: str = "", read: Sequence[str] = ()) -> Finding:
     """In order; ``title`` stands in the line of its group."""
-    return finding("ok", row, title, text, "", source, subject=subject, read=read)
+    return Finding("ok", row, title, text, "", source, subject, read)
 
 
-def unknown(reason: str, *, subject: str = "", read: Iterable[str] = ()) -> Finding:
+def unknown(reason: str, *, subject: str = "", read: Sequence[str] = ()) -> Finding:
     """Something that could not be determined, and why."""
-    return finding("unknown", "", "unknown", " ".join(reason.split()), "", "", subject=subject, read=read)
+    return Finding("unknown", "", "unknown", " ".join(reason.split()), subject=subject, read=read)
 
 
 def skipped(reason: str) -> Finding:
     """A check that was not run, and why."""
-    return finding("skipped", "", "not run", " ".join(reason.split()), "", "")
+    return Finding("skipped", "", "not run", " ".join(reason.split()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,20 +183,13 @@ def _platform(evidence: Evidence) -> Iterator[Finding]:
 
 def of_decision(decision: Decision) -> Finding:
     """A decision of the policy of variables as a finding of the check ``variables``."""
-    names, value = decision.variable.split(", "), decision.value
-    together = [f"{name}={given}" for name, given in zip(names, (value or "").split(" | "), strict=False)]
-    one = decision.variable + ("" if value is None else f"={shlex.quote(value)}")
-    return Finding(
-        check="variables",
-        row=f"environ:{decision.variable}",
-        status=_STATUS.get(decision.action, "info"),
-        title=one if len(names) == 1 else f"{decision.variable} together",
-        text=decision.reason,
-        read=tuple(together) if len(names) > 1 else (),
-        fix=decision.fix,
-        source=decision.source,
-        subject=decision.variable,
-    )
+    variable, value, names = decision.variable, decision.value, decision.variable.split(", ")
+    title, read = variable + ("" if value is None else f"={shlex.quote(value)}"), []
+    if len(names) > 1:
+        title = f"{variable} together"
+        read = [f"{name}={given}" for name, given in zip(names, (value or "").split(" | "), strict=False)]
+    status, row = _STATUS.get(decision.action, "info"), f"environ:{variable}"
+    return Finding(status, row, title, decision.reason, decision.fix, decision.source, variable, read, "variables")
 
 
 def _variables(evidence: Evidence) -> Iterator[Finding]:

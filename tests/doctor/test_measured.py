@@ -49,7 +49,7 @@ def request(name: str, kind: str = "", where: str = "", **more: Any) -> dict[str
 def found(name: str, kind: str = "", where: str = "", **more: Any) -> list[Finding]:
     """The findings of a check that measures in this process, taken through JSON as a child's are."""
     made = diagnose._call(BY_NAME[name], {**BY_NAME[name].options, **request(name, kind, where, **more)})
-    return [Finding.from_dict(json.loads(json.dumps(one.to_dict()))) for one in made]
+    return [Finding(**json.loads(json.dumps(one.to_dict()))) for one in made]
 
 
 @pytest.fixture
