@@ -222,8 +222,6 @@ def install(model: nn.Module, mesh: Any, reductions: Reductions) -> None:
             LocalParamsParallel().install_forward(getattr(module, whole)[adapter], mesh)
 
 
-# ---- the way -----------------------------------------------------------------------------------------------------
-
 _PACKED = (
     "packed weights cannot be cut by rows and columns (transformers and PEFT fail on them as well); use "
     f"{CONFIGURATION} with --load_in_4bit, or --split_layers auto"

@@ -99,9 +99,6 @@ def trainable_parameters(model: nn.Module) -> tuple[int, int]:
     return trainable, total
 
 
-# ---- adapters initialised from the base weights (PiSSA, OLoRA) ----------------------------------------------------
-
-
 def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The equivalent LoRA on the original weights, of twice the rank: W + BA - B0 A0 = W + [B | -B0] [A ; A0].
 
@@ -124,9 +121,6 @@ def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tens
             warnings.filterwarnings("ignore", message=".* changes the base weights of the model")
             model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(begun))
     model.train(training)
-
-
-# ---- what adapters keep for backward ------------------------------------------------------------------------------
 
 
 def share_inputs(model: nn.Module) -> int:
@@ -154,9 +148,6 @@ def _cast_unless_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     if any(torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) == x.dtype for each in devices):
         return x
     return type(layer)._cast_input_dtype(layer, x, dtype)
-
-
-# ---- learning rates -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,9 +87,6 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "quant_state", parameter).shape
 
 
-# ---- packing ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True, eq=False)
 class Mxfp4State:
     """What unpacks MXFP4 weights; the names are those of bitsandbytes' ``QuantState``."""
@@ -144,9 +141,6 @@ def use_packed(model: nn.Module) -> None:
         experts.config._experts_implementation = FORWARD
         upstream.replace_for_good("expert_weights", _described)
         upstream.replace_for_good("expert_adapters", _beside)
-
-
-# ---- computing ----------------------------------------------------------------------------------------------------
 
 
 def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

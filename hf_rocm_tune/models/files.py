@@ -151,16 +151,10 @@ def hub_snapshot(name: str, revision: str | None) -> Path | None:
         return None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Attestation: the weight files' SHA-256 against a recorded one.
+# ---- attestation: the weight files' SHA-256 against that of the Hub's cache or our ``integrity.json`` ----
 #
-# A verified transfer proves that the device holds the file's bytes, not that the file is intact. Two records exist: the
-# Hub's cache stores large files under the SHA-256 that the Hub announced, and a directory written by this package has
-# it in ``integrity.json``. A file with neither is *not attested*; the report says so, and it is not an error.
-#
-# Hashing reads every byte once and takes each tensor's digest from the same read; what was loaded, in another read, is
-# compared with it. Intact files are cached by path, size, inode and times of change, with their digests, so only new
-# or changed files are read again.
+# Hashing takes each tensor's digest from the same read; what was loaded, in another read, is compared with it. Intact
+# files are cached by path, size, inode and times of change, so only new or changed files are read again.
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MANIFEST = "integrity.json"

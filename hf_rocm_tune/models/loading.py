@@ -134,9 +134,6 @@ def _set_weight(stock: Callable[..., Any], mover: Mover, streamed: Streamed | No
     return set_weight
 
 
-# ---- experts in 4 bit; see `models.experts` -------------------------------------------------------------------------
-
-
 def _and_routers(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
     def get_modules_to_not_convert(
         model: Any, skip_modules: Any = None, keep_in_fp32_modules: Any = None, *rest: Any
@@ -203,12 +200,7 @@ def _initialise_on_host(stock: Callable[..., Any]) -> Callable[..., Any]:
     return move_missing
 
 
-# ----------------------------------------------------------------------------------------------------
-# Casts of weights on the device, from verified tensors; a sample is compared with the CPU's cast.
-#
-# A faulty conversion kernel runs after the transfer's digest and would go unnoticed (pytorch#16448 produced zeros). The
-# sample is the start, middle and end of each tensor, compared by digest. NaN payloads may differ between processors.
-# Not covered: elements outside the sample; ``hf-rocm-tune doctor --full`` casts every bit pattern.
+# ---- casts on the device: a faulty kernel (pytorch#16448 gave zeros) runs after the transfer's digest -----
 
 SAMPLE_ELEMENTS = 64 << 10
 """Elements in each of a sample's three pieces."""

@@ -329,12 +329,10 @@ def quant_state_of(state: object) -> Iterator[str]:
         yield from (f"state2.{attribute}" for attribute in quant_state_of(nested))
 
 
-# ---- models that were created or loaded elsewhere -------------------------------------------------------------------
+# ---- models that were created or loaded elsewhere: their content is compared with their files -----
 #
-# Their transfer can no longer be verified, but their content can: each tensor's digest is compared with its file's.
-# Tables that no file holds (rotary frequencies) are recomputed on the host from the module's configuration. Weights
-# quantised by bitsandbytes are compared with the file's tensor, transferred and quantised again. On the host backend
-# nothing is transferred: other tensors are digested in place. Not covered on an accelerator: quantised checkpoint
+# Tables that no file holds (rotary frequencies) are recomputed on the host; weights that bitsandbytes quantised are
+# compared with the file's tensor, transferred and quantised again. Not covered on an accelerator: quantised checkpoint
 # files, tensors that loading fuses or renames, and weights changed since.
 
 

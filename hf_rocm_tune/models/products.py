@@ -97,8 +97,6 @@ def _preferred(backend: str) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
-# ---- the library that all products of a process use ------------------------------------------------------------------
-
 ON_HOST = ("oneDNN", "BLAS")
 
 

@@ -124,8 +124,6 @@ class _BiasCast:
             self._mover.mark_derived(module.bias, BIAS_CAST)
 
 
-# ---- weights as their layers compute with them, on the host --------------------------------------------------------
-
 _ELEMENTS = 1 << 20  # of a weight, widened at once: they stay in the processor's cache
 
 
@@ -172,9 +170,6 @@ def _from_4_bit(packed: Tensor, state: Any, copy: Callable[[Tensor], Tensor]) ->
         yield part, values.to(state.dtype).float().view(-1, columns)
 
 
-# ---- 4-bit weights as bitsandbytes has dequantised them ----------------------------------------------------------
-
-
 def dequantised(module: Any) -> Tensor:
     """The weight of a `Linear4bit`, ``[out, in]``, dequantised by bitsandbytes."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
@@ -205,9 +200,6 @@ class _Removable:
 
     def remove(self) -> None:
         self._state.look = None
-
-
-# ---- buffers that a model changes in its forward pass: running statistics of batch normalisation ----------------
 
 
 def running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -62,9 +62,6 @@ def check(counts: tuple[int, int], layers: int) -> None:
         )
 
 
-# ---- results to keep --------------------------------------------------------------------------------------------
-
-
 def contexts() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(_is_kept)
 

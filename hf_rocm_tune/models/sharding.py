@@ -66,8 +66,6 @@ class _Sharding(ABC):
         stage = "adapter" if name in self._trainable else "weights"
         return self._mover.move(self._sources[name], name=name, stage=stage)
 
-    # ---- do the parts make the whole? -----------------------------------------------------------------------
-
     def _remember(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Digests of whole tensors, each by two ranks: what one has read wrong is held against the view of another."""
         group = host_group()

@@ -204,9 +204,6 @@ class SplitMover(Mover):
             mover.close()
 
 
-# ---- loading -----------------------------------------------------------------------------------------------------
-
-
 def device_map(mover: Mover) -> dict[str, torch.device]:
     """What ``from_pretrained`` is told: one device, or the cards of a split."""
     if isinstance(mover, SplitMover) and not mover.logical:

@@ -91,8 +91,6 @@ class Streamer:
     def landing_bytes(self) -> int:
         return sum(landing.memory.nbytes for landing in self.landings)
 
-    # ---- when a model is taken over ---------------------------------------------------------------------------
-
     def _take(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
         """The tensors of a layer that will be streamed: name, module and attribute, and the bytes on the host."""
         seen: dict[int, Tensor] = {}
@@ -140,8 +138,6 @@ class Streamer:
             segment = segments[id(source)]
             bound = rebind(module, path, typed_view(memory, segment.offset, source.dtype, source.shape))
             self._segments[id(bound)] = bound, segment
-
-    # ---- while it computes ------------------------------------------------------------------------------------
 
     def _before_forward(self, at: int, module: nn.Module, arguments: Any) -> None:
         self._enter(at)
@@ -200,8 +196,6 @@ class Streamer:
             if torch.is_grad_enabled():
                 yield from range(len(self.layers) - 1, -1, -1)
         yield from range(len(self.layers))
-
-    # ---- for the trainer --------------------------------------------------------------------------------------
 
     def bring(self, module: nn.Module) -> None:
         """Have the layer that a module is part of in its landing, outside of a pass through the model."""

@@ -113,9 +113,6 @@ def _read(request: PlanRequest, wanted: argparse.Namespace, read_rows: ReadRows)
     return rows, replace(request, rows=request.rows or len(rows.lengths), length=length)
 
 
-# ---- the plan as a dictionary -----------------------------------------------------------------------------------
-
-
 def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
     """The plan as JSON values; memory in bytes. On several cards the fastest way that fits is the choice."""
     request, found, flags = plan.request, plan.nearest, ""
@@ -414,9 +411,6 @@ def _parser() -> argparse.ArgumentParser:
     switch("--json", "print JSON; memory in bytes")
     switch("--largest", "list the largest known public models that fit, by method")
     return parser
-
-
-# ---- the choice as a job ----------------------------------------------------------------------------------------
 
 
 def command(request: PlanRequest, option: Estimate, dataset: str = _NO_DATA, flags: str = "") -> str:

@@ -47,9 +47,6 @@ _OF_LAYERS = ("forward", "reference", "backward")
 WORK = ("flops", "written", "launches", "products", "unpacked")
 
 
-# ---- recordings -------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class TapeSegment:
     role: str  # of `ROLES`: ``start``: embeddings and masks; ``head``: last norm, head, loss; ``loss``: their backward
@@ -593,9 +590,6 @@ def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[s
         "memory traffic": moved / (rates.bandwidth or BANDWIDTH_SHARE * card.bandwidth),
     }
     return seconds | {"waiting for launches": max(0.0, launches * LAUNCH - sum(seconds.values()))}
-
-
-# ---- choosing ---------------------------------------------------------------------------------------------------
 
 
 def micro_batches(each: int) -> tuple[int, ...]:

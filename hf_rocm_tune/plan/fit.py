@@ -43,9 +43,6 @@ _MANY_EVENTS = 5_000
 _PROBE = Case(micro_batch=2, length=2, checkpointing=False)
 
 
-# ---- recorded steps ---------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Recordings:
     """The recorded steps of one method. A case is recorded at its own batch and length when it is first asked for."""
@@ -151,9 +148,6 @@ class Recordings:
         asked = self.request
         how: dict[str, Any] = {"platform": asked.platform, "autocast": asked.autocast, "triton": asked.triton}
         return recorder.record(sample, case, batch, length, one_pass=asked.one_pass_loss, **how)
-
-
-# ---- the plan ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

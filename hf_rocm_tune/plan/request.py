@@ -224,8 +224,6 @@ def _named(name: str) -> Card:
     raise UsageError(f"--gpu {name} is not in the card table; it has {names}. Or give --vram in GiB")
 
 
-# ---- the configuration ------------------------------------------------------------------------------------------
-
 #: Errors of modelling code on a configuration or tensor that it does not support.
 FOREIGN_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError),

@@ -283,9 +283,6 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
     return model
 
 
-# ---- quantised weights -----------------------------------------------------------------------------------------
-
-
 def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.dtype) -> Any:
     """The checkpoint's own ``BitsAndBytesConfig``, else what ``--load_in_4bit`` makes; None: not quantised."""
     from transformers import BitsAndBytesConfig

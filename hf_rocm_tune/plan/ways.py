@@ -44,9 +44,6 @@ THROUGH_HOST = 3e9
 CLOSE = 0.05
 
 
-# ---- one model over several cards -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
     """One model over several cards, each planned as if it held a smaller one: its layers, the first also all the rest.
@@ -382,9 +379,6 @@ def _together(plan: Plan) -> list[CardsWay]:
     options = [at(one.case) for one in _for_all(plan).grid if one.variant == "lora"]
     flags = "--accelerate_config dual_rx7900xt --tensor_parallel true"
     return [_way(plan, "tensor", flags, options, lambda _, case: at(case).fits, lambda one: cards * crossing(one))]
-
-
-# ---- what to change ---------------------------------------------------------------------------------------------
 
 
 def advice(plan: Plan, *, training: bool = False) -> str:

@@ -470,9 +470,6 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-# ---- defaults and bounds, by plain values before TRL's objects are built -------------------------------------------
-
-
 _BATCHES_OF_GRPO = frozenset(
     ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
 )
