@@ -250,12 +250,6 @@ def test_recipe_environment_yields_to_the_users_and_is_told(
     assert capsys.readouterr().out == f"# hf-rocm-tune: recipe {recipe} sets NCCL_ALGO=Ring\n"
 
 
-@pytest.mark.parametrize(("size", "rows"), [("0.25", 0.25), ("1", 1), ("200", 200), ("none", None)])
-def test_eval_split_size_is_a_share_or_a_number(size: str, rows: float | None, base: list[str]) -> None:
-    found = read(*base, "--eval_split_size", size).tune.eval_rows
-    assert (found, type(found)) == (rows, type(rows))
-
-
 FINITE = ("num_train_epochs", "save_steps", "logging_steps", "eval_steps", "warmup_steps", "weight_decay")
 FINITE += ("loraplus_lr_ratio", "embedding_learning_rate", "telemetry_every")
 
@@ -356,15 +350,6 @@ def test_a_recipe_that_is_no_text_is_refused(base: list[str], tmp_path: Path) ->
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "binary" in refused(*base, "--config", str(tmp_path / "binary"))
     assert "cannot be read" in refused(*base, "--config", str(tmp_path))
-
-
-def test_help_lists_ours_first_and_needs_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(["--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out.partition("options:")[2]
-    assert 0 < text.index("--verify") < text.index("--learning_rate")
-    assert "(default: full)" in text
 
 
 def test_no_name_belongs_to_two() -> None:

@@ -151,19 +151,6 @@ def test_a_way_that_failed_is_refused_with_its_cure(asked: str, way: SyncWay, cu
 
 
 @pytest.mark.parametrize(
-    ("asked", "way"), [("auto", "ddp"), ("auto", "ddp_without_p2p"), ("auto", "host"), ("ddp", "ddp"), ("host", "host")]
-)
-def test_a_way_that_works_is_let_pass(asked: str, way: SyncWay) -> None:
-    insist(done(asked, way), one_card="")
-    first, *more = done(asked, way).lines()
-    assert "the reason" in first
-    if way == "ddp_without_p2p":  # what it does not cure is said with it
-        assert len(more) == 1 and "legacy-rocm-build#6505" in more[0] and "--grad_sync host" in more[0]
-    else:
-        assert more == []
-
-
-@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("trial=ddp", "'kind' is missing"),

@@ -69,16 +69,10 @@ def test_whole_models_are_accepted_with_their_files_in_order(model: Path, sharde
     assert files == sorted(sharded.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("kept", [0, 1, 7, 8, 9, 100, -1])
+@pytest.mark.parametrize("kept", [0, 8, 100, -1])
 def test_a_truncated_file_is_named(model: Path, kept: int) -> None:
     whole = (model / WEIGHTS).read_bytes()
     (model / WEIGHTS).write_bytes(whole[:kept])
-    assert str(model / WEIGHTS) in refused(model)
-
-
-def test_a_file_with_bytes_too_many_is_named(model: Path) -> None:
-    with (model / WEIGHTS).open("ab") as stream:
-        stream.write(b"x")
     assert str(model / WEIGHTS) in refused(model)
 
 
@@ -142,14 +136,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for unreadable in (tmp_path, tmp_path / "gone.safetensors"):
         with pytest.raises(UsageError, match="cannot be read"):
             check_safetensors(unreadable)
-
-
-def test_a_header_nested_too_deep_for_the_parser_is_damaged(tmp_path: Path) -> None:
-    header = b'{"a":' + b"[" * 200_000
-    file = tmp_path / WEIGHTS
-    file.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(UsageError, match="damaged"):
-        check_safetensors(file)
 
 
 @settings(max_examples=100, deadline=None)
@@ -258,8 +244,3 @@ def test_a_file_without_a_record_is_not_attested_and_no_error(tmp_path: Path) ->
         assert recorded_sha256(file) is None
     found = check_files([file], tmp_path / "memory.json")
     assert (found.attested, found.unknown) == (0, ("model.safetensors",))
-
-
-def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert check_files([hub_file(tmp_path / "model", b"right")], tmp_path / "file" / "memory.json").attested == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
@@ -123,17 +122,6 @@ def test_a_gradient_of_the_entropy_is_refused() -> None:
         entropy = ChunkedLogProbFunction.apply(hidden, weight, None, torch.arange(4), 1.0, 32768)[1]
     with pytest.raises(NotImplementedError, match="--one_pass_loss"):
         entropy.sum().backward()
-
-
-def test_a_head_that_another_has_decorated_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {name: getattr(ChunkedLogProbFunction, name).__wrapped__ for name in ("forward", "backward")}
-    for name, stock in kept.items():
-        decorated = functools.wraps(stock)(functools.partial(stock))
-        monkeypatch.setattr(ChunkedLogProbFunction, name, staticmethod(decorated))
-    stock_values = head()
-    loss.install()
-    with one_pass_loss():
-        assert not torch.equal(head()[1][0], stock_values[1][0])
 
 
 def test_off_a_card_the_whole_head_is_never_copied_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:

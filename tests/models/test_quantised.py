@@ -73,11 +73,6 @@ def test_without_the_switch_an_evaluation_changes_them(make_model: Any) -> None:
     assert before.keys() != after.keys() or any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_model_without_4_bit_layers_is_told_nothing(model_of: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
-    assert keep_trainable_on_cpu(model) == 0
-
-
 def test_bitsandbytes_without_a_library_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     require_bitsandbytes(torch.device("cpu"), "--load_in_4bit")
     from bitsandbytes import cextension

@@ -69,23 +69,10 @@ def test_every_layer_is_on_one_card_and_the_rest_on_the_first() -> None:
     assert split.card_of("vision.layers.12.weight") == 0  # another stack
 
 
-def test_the_device_map_names_the_layers_of_other_cards_only() -> None:
-    devices = [torch.device("cuda", index) for index in range(2)]
-    found = LayerSplit("model.layers", (2, 2)).device_map(devices)
-    assert found == {"": devices[0], "model.layers.2": devices[1], "model.layers.3": devices[1]}
-
-
 @pytest.mark.parametrize(("arch", "name"), [("llama3", "model.layers"), ("gpt2", "transformer.h")])
 def test_the_stack_is_found_from_the_configuration_alone(arch: str, name: str, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tiny.build(arch, tmp_path))
     assert stack_of(config, trust_remote_code=False) == (name, tiny.LAYERS)
-
-
-def test_a_model_that_is_no_causal_language_model_is_refused() -> None:
-    from transformers import ViTConfig
-
-    with pytest.raises(UsageError, match="layers of this model cannot be told"):
-        stack_of(ViTConfig(), trust_remote_code=False)
 
 
 # ---- what crosses between cards -----------------------------------------------------------------------------------

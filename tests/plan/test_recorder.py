@@ -292,25 +292,6 @@ def test_a_storage_counts_once_and_views_not_at_all() -> None:
     assert [(each.role, each.layer) for each in tape.segments] == [("start", -1)]
 
 
-def test_what_goes_before_the_next_operation_belongs_to_the_stretch_before() -> None:
-    tape = Tape()
-    with Recorder(tape, [], {}) as recorder:
-        first = torch.empty(10, device="meta")
-        recorder.segment("forward", 0)
-        del first
-        torch.empty(20, device="meta")
-    assert [(segment, sign) for segment, _, sign in tape.events] == [(0, 1), (0, -1), (1, 1), (1, -1)]
-
-
-def test_gradients_are_told_from_other_tensors() -> None:
-    sample = sample_of(LLAMA)
-    tape = record(sample, PLAIN, 2, 64)
-    landed = sum(tape.sizes[storage] for _, storage, sign in tape.events if sign == 0)
-    trained = sum(weight.nbytes for weight in sample.weights() if weight.trained)
-    assert landed == trained
-    assert all(parameter.grad is None for parameter in sample.model.parameters())
-
-
 # ---- what cannot be planned -------------------------------------------------------------------------------------
 
 
@@ -381,15 +362,3 @@ def test_what_shares_the_memory_that_was_given_still_does(func: Any, args: tuple
         tensor = meta(8)
         out, _ = cached(kernels, func, (tensor, *args), {})
         assert out.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-
-
-def test_numbers_of_other_types_are_other_arguments_and_content_is_never_cached() -> None:
-    kernels: dict[Any, Any] = {}
-    tensor = meta(4, dtype=torch.int64)
-    dtypes = [cached(kernels, aten.mul.Tensor, (tensor, other), {})[0].dtype for other in (2, 2.0, True, 2, 2.0)]
-    assert dtypes == [torch.int64, torch.float32, torch.int64, torch.int64, torch.float32]
-    for content in (True, True, False, True):
-        given = torch.tensor([content])
-        assert cached(kernels, aten._is_all_true.default, (given,), {})[0].item() is content
-        assert cached(kernels, aten.equal.default, (given, torch.tensor([True])), {})[0] is content
-        assert cached(kernels, aten.logical_not.default, (given,), {})[0].tolist() == [not content]
