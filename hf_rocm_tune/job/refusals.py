@@ -53,10 +53,8 @@ def check_adapter(method: str, adapter: Adapter | None) -> None:
 
 
 def reward_functions(script: Any) -> list[Any]:
-    """The reward functions and reward model that the flags name.
-
-    ``--reward_funcs`` takes TRL's names and dotted paths of installed modules. A path that begins with ``./`` is read
-    from the working directory: ``./rewards.length`` is `length` of ``rewards.py`` there.
+    """The reward functions and reward model that the flags name: TRL's, dotted paths of installed modules, or, as
+    ``./rewards.length``, `length` of ``rewards.py`` in the working directory.
     """
     from trl import rewards
 

@@ -121,8 +121,10 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
         best = best_of(several) or min(several, key=lambda each: each.option.total)
         evaluated = plan.with_evaluation(best.option).case.eval_batch
         found, flags = replace(best.option, case=replace(best.option.case, eval_batch=evaluated)), best.flags
-        names = ("name", "longest", "crossing", "flags")
-        table = [_choice(one.option) | {name: getattr(one, name) for name in names} for one in several]
+        names = ("longest", "crossing", "flags")
+        table = [
+            {"name": one.name, **_choice(one.option)} | {key: getattr(one, key) for key in names} for one in several
+        ]
         more: dict[str, Any] = {"way": best.name, "ways": table, "card_lines": list(best.lines)}
         more |= {"advice": sentence(plan, best)} if found.fits else {}
     else:

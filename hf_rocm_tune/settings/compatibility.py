@@ -38,6 +38,8 @@ USES: Mapping[str, Callable[[Arguments], object]] = {
     "DeepSpeed": lambda job: job.training.deepspeed or launched_with("DEEPSPEED"),
     "FSDP2 or --tensor_parallel": lambda job: job.way().on_host,
     "--init_lora_weights": lambda job: job.tune.rewrites_base,
+    "the CPU": lambda job: job.training.device.type == "cpu",
+    "its `offload`": lambda job: (job.training.activation_checkpointing_kwargs or {}).get("offload"),
     "--activation_checkpointing_kwargs": lambda job: {*_CHECKPOINTING} & job.given,
     "--packing_strategy wrapped": lambda job: (
         getattr(job.training, "packing", False) and job.training.packing_strategy == "wrapped"
@@ -86,6 +88,8 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("--init_lora_weights", "--adapter_name_or_path", "--loraplus_lr_ratio"), _LORA),
         **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "quantised weights are not trained, LoRA on them is"),
     },
+    "--activation_offloading": {"the CPU": "it moves activations from a card to the host"},
+    "--activation_checkpointing_kwargs": {"its `offload`": "it is not listed as unverified"},
     "--mask_thinking": {"--packing_strategy wrapped": "it cuts examples"},
     "--one_pass_loss": {"--torch_compile": "it was never tried"},
     "--recompute_layers": {

@@ -39,11 +39,8 @@ _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 
 @contextmanager
 def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]:
-    """Within the block a ``ValueError`` or ``ImportError`` that upstream raises itself becomes a ``UsageError``.
-
-    Upstream checks combinations of settings that no parser sees. An error raised elsewhere is a bug and keeps its
-    traceback. A template that cannot render the rows, and a Hub that cannot be reached, are usage errors as well.
-    """
+    """Within the block errors that upstream raises itself about settings become a ``UsageError``, and so do a template
+    that cannot render the rows and a Hub that cannot be reached. One raised elsewhere is a bug."""
     try:
         yield
     except (TemplateError, TypeError) as error:
@@ -62,7 +59,6 @@ def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]
 
 
 def _in_template(error: BaseException) -> bool:
-    """Whether a chat template did it, for example by adding text to a list of content parts."""
     return any(frame.f_code.co_filename == "<template>" for frame, _ in walk_tb(error.__traceback__))
 
 
@@ -92,15 +88,12 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
     available = get_available_reporting_integrations()
     wanted = [names] if isinstance(names, str) else list(names or ())
     if lacking := [name for name in wanted if name not in (*available, "none", "all")]:
-        fix = "`pip install 'hf-rocm-tune[loggers]'` brings tensorboard and trackio, others have packages of their name"
-        if any("," in name or " " in name for name in lacking):
-            fix = "give several as a list in a --config file, or `all`"
         there = ", ".join(available) or "none"
+        fix = "give several as a list in a --config file; `pip install 'hf-rocm-tune[loggers]'` brings two"
         raise UsageError(f"--report_to {' '.join(lacking)}: unknown or not installed; installed here: {there}; {fix}")
 
 
 def check_scheduler(args: TrainingArguments) -> None:
-    """Build the learning rate scheduler once, for an optimizer of nothing."""
     optimizer = torch.optim.SGD([torch.zeros(1)])
     try:
         get_scheduler(args.lr_scheduler_type, optimizer, 0, 1000, args.lr_scheduler_kwargs)
@@ -112,7 +105,6 @@ def check_scheduler(args: TrainingArguments) -> None:
 
 
 def check_rows(trainer: Trainer) -> None:
-    """Check that the trainer has left rows to use, and a whole batch of them if only whole ones are used."""
     args: Any = trainer.args
     for split, rows in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
         if isinstance(rows, Sized) and not len(rows):
@@ -130,11 +122,7 @@ def check_rows(trainer: Trainer) -> None:
 
 
 def check_offloads(args: TrainingArguments) -> None:
-    """Refuse what cannot work on this device: optimizers of bitsandbytes, and TRL's offload of activations on a CPU."""
-    if (args.activation_checkpointing_kwargs or {}).get("offload"):
-        raise UsageError("--activation_checkpointing_kwargs: `offload` is not listed as unverified; leave it out")
-    if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
-        raise UsageError("--activation_offloading moves activations from a card to the host: leave it out on a CPU")
+    """Refuse optimizers of bitsandbytes where it has no library for this device."""
     if _of_bitsandbytes(args):
         require_bitsandbytes(args.device, f"--optim {optimizer_name(args)}")
 
@@ -177,10 +165,7 @@ def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool =
 
 
 class OptimizerTablesCallback(TrainerCallback):
-    """Compares the code tables that an 8-bit optimizer has created with tables computed on the host.
-
-    bitsandbytes copies them to the device itself at the first step. On resume they go through the mover.
-    """
+    """Compares the code tables that an 8-bit optimizer copies to the device at its first step with the host's."""
 
     def __init__(self) -> None:
         self._compared = False
@@ -202,7 +187,6 @@ class OptimizerTablesCallback(TrainerCallback):
 
 
 def optimizer_name(args: TrainingArguments) -> str:
-    """``--optim`` as text."""
     return str(getattr(args.optim, "value", args.optim))
 
 
@@ -213,13 +197,9 @@ def _of_bitsandbytes(args: TrainingArguments) -> bool:
 
 
 def new_mover(args: Any, settings: TransferSettings | None) -> Mover:
-    """A mover for the device of these arguments."""
-    if args is None:
-        from accelerate import PartialState
+    from accelerate import PartialState
 
-        device = PartialState().device
-    else:
-        device = args.device
+    device = PartialState().device if args is None else args.device
     return Mover(device, settings=settings or TransferSettings(), faults=FaultSpec.from_environment())
 
 

@@ -136,7 +136,7 @@ def the_line(result: Result) -> str:
         (["--report_to", "nobody"], "--report_to nobody: unknown or not installed"),
         (["--early_stopping_patience", "2"], "add --eval_strategy steps"),
         (["--lora_target_modules", "no_such"], "no_such match no module of LlamaForCausalLM; it has q_proj, k_proj"),
-        (["--activation_checkpointing_kwargs", '{"offload": true}'], "`offload` is not listed"),
+        (["--activation_checkpointing_kwargs", '{"offload": true}'], "its `offload` (it is not listed"),
         (
             ["--lora_modules_to_save", "lm_heads"],
             "--lora_modules_to_save: lm_heads match no module of LlamaForCausalLM",
