@@ -99,12 +99,15 @@ class _Scheduler:
 
 
 class _Flight:
+    """One micro-batch in the pipeline, which `models.split.Hops` tells of each crossing."""
+
     def __init__(self, pipeline: Pipeline, number: int, fetchers: Sequence[Fetcher]) -> None:
         self._pipeline, self.number, self._fetchers = pipeline, number, fetchers
         self._cuts: list[tuple[Tensor, Tensor, Crossing]] = []
 
     @contextmanager
     def cross(self, place: int) -> Iterator[Callable[[int], tuple[Fetcher, Any]]]:
+        """Around all that crosses at one place; gives, by card, what fetches from it, and the mark of its queue."""
         pipeline = self._pipeline
         marks = [card.mark() for card in pipeline.mover.cards]
         pipeline.scheduler.leave(self.number)

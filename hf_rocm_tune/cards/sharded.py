@@ -111,8 +111,8 @@ class Sharded(Way):
 
     def _state_to_save(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Replaces ``Accelerator.get_state_dict``. Collective, unless the state was gathered for this save already."""
-        assert self.state is not None
-        return self.state.model()
+        found: dict[str, Tensor] = self.state.model()
+        return found
 
     def _clip(self, parameters: Any, max_norm: float) -> Tensor:
         """Replaces ``Accelerator.clip_grad_norm_``: the norm is summed over gloo, the same on all ranks."""

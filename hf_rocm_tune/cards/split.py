@@ -91,20 +91,11 @@ class Split(Way):
         for name, tensor in tensors_of(model):
             held[mover.split.card_of(name)] += tensor.numel() * tensor.element_size()
         rows = []
-        for number, (layers, card, report) in enumerate(
-            zip(mover.split.ranges, mover.cards, mover.card_reports, strict=True)
-        ):
-            counted = report.to_dict()
-            rows.append(
-                {
-                    "card": number,
-                    "device": f"{card.device}{' (logical)' if mover.logical else ''}",
-                    "layers": [layers.start, layers.stop - 1],
-                    "model_bytes": held[number],
-                    "weights": counted["weights"],
-                    BETWEEN_CARDS: counted[BETWEEN_CARDS],
-                }
-            )
+        for number, (layers, card) in enumerate(zip(mover.split.ranges, mover.cards, strict=True)):
+            counted = mover.card_reports[number].to_dict()
+            row = {"card": number, "device": f"{card.device}{' (logical)' if mover.logical else ''}"}
+            row |= {"layers": [layers.start, layers.stop - 1], "model_bytes": held[number]}
+            rows.append(row | {name: counted[name] for name in ("weights", BETWEEN_CARDS)})
         split = {
             "layers": mover.split.stack,
             "way": "staged through the host",

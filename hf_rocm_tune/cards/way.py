@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,21 +42,6 @@ class CardSettings:
     pipeline: bool = False
 
 
-class Gatherable(Protocol):
-    """The full state of a model of which each rank has a part, gathered for a save."""
-
-    optimizer: Any
-
-    def model(self) -> dict[str, Tensor]:
-        """Full trained weights by name, on rank 0's host; empty on other ranks. Collective the first time."""
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """As `model`, for the optimizer: the ``state_dict`` of a single process."""
-
-    def forget(self) -> None:
-        """Drop what was gathered."""
-
-
 class Way:
     """One process with one card, and the interface of all ways. A way belongs to one trainer."""
 
@@ -70,7 +55,7 @@ class Way:
 
     def __init__(self, settings: CardSettings | None = None) -> None:
         self.settings = settings or CardSettings()
-        self.state: Gatherable | None = None  # gathers what is saved; None where each rank has the whole model
+        self.state: Any = None  # `sharded.FullState`, gathers what is saved; None where each rank has the whole model
         self.seconds = 0.0  # that `place` took to shard a model, with its verification
 
     @classmethod

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -227,23 +227,12 @@ def tell_of_devices(model: PreTrainedModel, mover: Mover) -> None:
 # ---- what crosses between cards ----------------------------------------------------------------------------------
 
 
-class Flight(Protocol):
-    """A micro-batch that crosses while others compute, see `cards.pipeline`: it is told of each crossing."""
-
-    def cross(self, place: int) -> AbstractContextManager[Callable[[int], tuple[Fetcher, Any]]]:
-        """Around all that crosses at one place (from 1 on, in order), while others may have their turn. Gives, by card,
-        what fetches from it, and the mark of what it has queued."""
-
-    def cut(self, tensor: Tensor, moved: Tensor, way: Crossing) -> Tensor:
-        """What goes on in the place of a tensor that needs a gradient: the graph ends at each crossing."""
-
-
 class _Pass(threading.local):
     def __init__(self) -> None:
         # The first of the two is held, so that no other tensor gets its identity meanwhile.
         self.carried: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.is_under_way = False
-        self.flight: Flight | None = None
+        self.flight: Any = None  # `cards.pipeline._Flight`: a micro-batch that crosses while others compute
 
 
 class Hops:
@@ -263,7 +252,7 @@ class Hops:
         self._pass = _Pass()
 
     @contextmanager
-    def flying(self, flight: Flight) -> Iterator[None]:
+    def flying(self, flight: Any) -> Iterator[None]:
         """Within the block what this thread computes is a flight."""
         self._pass.flight = flight
         try:

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone
-from hf_rocm_tune.cards.way import Gatherable, Way
+from hf_rocm_tune.cards.way import Way
 from hf_rocm_tune.cards.ways import way_of
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
@@ -673,7 +673,7 @@ class VerifiedTransferMixin(_Base):
         return bool(elsewhere or self.way.state)
 
     @property
-    def full_state(self) -> Gatherable | None:
+    def full_state(self) -> Any:
         """Gathers what is saved of a sharded model; None for a model that is not sharded."""
         return self.way.state
 
