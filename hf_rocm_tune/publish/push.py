@@ -30,7 +30,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
-from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, run_settings, unrecovered
+from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, run_settings, unrecovered
+from hf_rocm_tune.publish.page import PAGE_NAME, page_of
 from hf_rocm_tune.redaction import Private, find_in_file, local_paths, redact, remember, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import create_staging, read_plain
@@ -60,6 +61,7 @@ class PushSettings:
     private: bool | None = None  # True refuses a public repository, False makes a new one public, None a private one
     revision: str = "main"  # branch; created if it does not exist
     base_model_id: str | None = None  # the base model's id on the Hub, where it was loaded from a directory
+    report: bool = False  # the page of `hf-rocm-tune report`, too
     checkpoints: Checkpoints = "none"  # beside the result: the "last" one as ``last-checkpoint``, or "all"
 
     def __post_init__(self) -> None:
@@ -111,6 +113,9 @@ def push(
     private = private_here(directory, repo_id=repo_id, base_model_id=settings.base_model_id, token=token)
     repository = Repository(repo_id, settings, private, say, token=token)
     pieces = stage(_parts(directory, settings.checkpoints), private, settings.base_model_id, say)
+    if settings.report:
+        pieces[PAGE_NAME] = Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
+        say(f"to be uploaded, too: {PAGE_NAME}")
     return repository.send(pieces, "Upload with hf-rocm-tune")
 
 
@@ -555,6 +560,7 @@ def main(argv: Sequence[str]) -> int:
     seen("--public", action="store_false", dest="private", default=None, help="make a new repository public")
     add("--revision", default="main", metavar="BRANCH", help="created if it does not exist")
     add("--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory")
+    add("--report", action="store_true", help="upload the page of `hf-rocm-tune report`, too")
     more = "push checkpoints too: the newest as last-checkpoint, or all (default: none)"
     add("--checkpoints", choices=get_args(Checkpoints), default="none", help=more)
     wanted = vars(parser.parse_args(list(argv)))

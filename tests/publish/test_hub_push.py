@@ -408,9 +408,11 @@ def test_nothing_planted_gets_out(hub: LoopbackHub, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("USER", "planted-user")
     monkeypatch.setenv("SOME_API_KEY", "planted-key-0123456789")
     out = write_run(tmp_path / "planted-place" / "out", checkpoints=(4,))
+    (out / "report.html").write_text(f"<p>{out} planted-key-0123456789</p>")
     said: list[str] = []
-    push(out, f"{USER}/a", settings=PushSettings(checkpoints="all"), say=said.append)
+    push(out, f"{USER}/a", settings=PushSettings(checkpoints="all", report=True), say=said.append)
     there = on_hub(hub, f"{USER}/a")
+    assert b"training report</title>" in there["report.html"]
     leaks = {
         (path, planted)
         for path, content in there.items()

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import re
 import struct
+import sys
 import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_rocm_tune import cli
+from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.publish import page
 from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, RunFiles, collect, last, series, training_seconds
@@ -65,13 +65,15 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert code == 0
     assert out.splitlines() == [str(directory / "report.html")]
     seen = check_harmless((directory / "report.html").read_text(encoding="utf-8"))
-    assert seen.pictures == [
+    drawn = [dict(each)["aria-label"] for name, each in seen.tags if name == "svg"]
+    assert drawn == [
         "Loss (loss) from step 1 to 6; newest: training 0.5, evaluation 0.75",
         "Learning rate (learning rate) from step 1 to 6; newest: learning rate 0.0001",
     ]
     for words in (
         "base on rows",
         "Verified, with remarks",
+        "step 4: training 0.75",
         "What is a sum? step 6 A number.",
         "train 300 41,230 132 201 412 12 903 2 49.8 %",
         "100 % of the bytes on the device were verified. Corruption was found once and recovered",
@@ -93,6 +95,19 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert link_of("ROCm/ROCm#6603") in [dict(a).get("href") for n, a in seen.tags if n == "a"]
     assert [dict(a).get("open") for n, a in seen.tags if n == "details"][1:3] == ["", None]
     assert err.startswith("hf-rocm-tune: ") and "recovered before it was used" in err
+
+
+def test_runs_side_by_side_show_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    record = json.loads((runs[1] / "run.json").read_text())
+    record["settings"]["learning_rate"] = 1e-4
+    (runs[1] / "run.json").write_text(json.dumps(record))
+    code, out, err = run(capsys, "report", *runs, "--out", tmp_path / "both.html")
+    assert (code, out) == (0, f"{tmp_path / 'both.html'}\n") and "two: good: 100 %" in err
+    seen = check_harmless((tmp_path / "both.html").read_text())
+    for words in ("one and two", "Settings that differ one two learning_rate 0.0002 0.0001", "one, evaluation 0.75"):
+        assert words in seen.words, words
+    assert "lora_r" not in seen.words
 
 
 def test_the_page_goes_where_it_is_told_and_the_run_stays_as_it_is(
@@ -164,7 +179,8 @@ def test_hostile_strings_everywhere_stay_text(tmp_path: Path, monkeypatch: pytes
     )
     for link in (link_of, lambda _: "javascript:alert(1)", lambda _: 'https://x.example/"><script>'):
         monkeypatch.setattr(page, "link_of", link)
-        check_harmless(page.build(HOSTILE, worst))
+        check_harmless(page_of(worst))
+        check_harmless(page.build({HOSTILE: worst, "two": worst}))
 
 
 JSON = st.recursive(
@@ -206,16 +222,18 @@ def nonsense(tmp_path: Path) -> dict[str, list[object]]:
     (tmp_path / "photos" / "a.jpg").touch()
     (tmp_path / "file").touch()
     return {
+        "the following arguments are required: DIR": [],
         "does not exist": [tmp_path / "nowhere"],
         "is a file": [tmp_path / "file"],
         "empty has no file of a training run": [tmp_path / "empty"],
         "photos has no file of a training run": [tmp_path / "photos"],
         "does not exist: ": ["nul\0byte"],
         "xxx does not exist": ["x" * 5000],
-        "exists and is not of an earlier": [whole, "--out", tmp_path],
-        "cannot be written: No such file or directory": [whole, "--out", tmp_path / "no" / "page.html"],
+        "is a directory; name the file": [whole, "--out", tmp_path],
+        "there is no directory": [whole, "--out", tmp_path / "no" / "page.html"],
+        "unrecognized arguments: --nonsense": [whole, "--nonsense"],
         "cannot be written: File name too long": [whole, "--out", tmp_path / f"{'x' * 252}.htm"],
-        "cannot be written: Not a directory": [whole, "--out", tmp_path / "file" / "page.html"],
+        "there is no directory ": [whole, "--out", tmp_path / "file" / "page.html"],
     }
 
 
@@ -256,7 +274,7 @@ def test_a_harmed_file_is_told_and_never_good(
     directory = write_run(tmp_path / "run")
     harm(directory / name)
     files = collect(directory)
-    assert [line for line in files.missing if name in line]
+    assert [line for line in files.missing if name in line] or harm is Path.unlink
     seen = check_harmless(page_of(files))
     harmed = name if name != "run.json" else ""
     assert ("Verified" in seen.text) == (not harmed)
@@ -332,10 +350,6 @@ class Seen(HTMLParser):
     def words(self) -> str:
         return " ".join(" ".join(self.text).split())
 
-    @property
-    def pictures(self) -> list[str | None]:
-        return [attributes["alt"] for name, attributes in self.tags if name == "img"]
-
 
 def check_harmless(content: str) -> Seen:
     """A page that runs nothing and asks nobody for anything."""
@@ -343,12 +357,7 @@ def check_harmless(content: str) -> Seen:
     assert {name for name, _ in seen.tags}.isdisjoint({"script", "iframe", "object", "embed", "link", "form"})
     for name, attributes in seen.tags:
         assert not [key for key in attributes if key.startswith("on")]
-        assert "srcset" not in attributes and (name == "img" or not attributes.get("src"))
-        if name == "img":
-            kind, _, picture = str(attributes["src"]).partition(",")
-            assert kind == "data:image/svg+xml;base64"
-            drawn = [each.tag.rpartition("}")[2] for each in ElementTree.fromstring(base64.b64decode(picture)).iter()]
-            assert "path" in drawn and "script" not in drawn
+        assert "srcset" not in attributes and not attributes.get("src")
         address = attributes.get("href")
         if name == "a":
             assert address is not None and re.match(r"https?://", address)
@@ -363,7 +372,7 @@ def check_harmless(content: str) -> Seen:
 
 def page_of(files: RunFiles) -> str:
     """The page without the command around it."""
-    return page.build("a run", files)
+    return page.build({"a run": files})
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -379,15 +388,38 @@ NAN = math.nan
 
 
 def training(count: int = 20) -> list[dict[str, Any]]:
-    return [{"step": step, "loss": 2.0 / step, "grad_norm": 1.0, "gpu/power_w": 300.0} for step in range(1, count + 1)]
+    """A log with everything that can be logged."""
+    return [
+        {
+            "step": step,
+            "loss": 2.0 / step,
+            "grad_norm": 1.0,
+            "mean_token_accuracy": 0.5,
+            "learning_rate": 1e-4 / step,
+            "speed/tokens_per_second": 1000.0 + step,
+            "speed/seconds_per_step": 2.0,
+            "gpu/vram_used_gib": 16.0,
+            "gpu/torch_allocated_gib": 9.0,
+            "gpu/torch_reserved_gib": 10.0,
+            "gpu/hotspot_c": 90.0 + step,
+            "gpu/power_w": 300.0,
+        }
+        for step in range(1, count + 1)
+    ]
 
 
-def test_what_was_logged_has_its_panel_and_what_was_not_has_none() -> None:
+def test_every_metric_has_its_panel_and_what_was_not_logged_has_none() -> None:
+    everything = ["Loss", "Token accuracy", "Learning rate", "Gradient norm", "Throughput", "Time of a step"]
+    everything += ["Memory of the card", "Temperature", "Power of the card"]
+
     def titles(rows: list[dict[str, Any]]) -> list[str]:
-        nothing = manifest.Inspection(problems=[], unlisted=[], manifest=None)
-        return [panel.title for panel in panels(RunFiles(directory=Path("run"), rows=rows, inspection=nothing))]
+        run = RunFiles(
+            directory=Path("run"), rows=rows, inspection=manifest.Inspection(problems=[], unlisted=[], manifest=None)
+        )
+        return [panel.title for panel in panels({"run": run})]
 
-    assert titles(training()) == ["Loss", "Gradient norm", "Power of the card"]
+    assert titles(training()) == everything
+    assert titles([{"step": 1, "loss": 1.0}]) == ["Loss"]
     assert titles([]) == []
     assert titles([{"step": 1, "loss": NAN, "grad_norm": "high", "learning_rate": None}]) == []
 
@@ -433,3 +465,12 @@ def test_png_is_whole_the_same_each_time_and_leaves_nothing_beside(tmp_path: Pat
     assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.endswith(b"IEND\xaeB`\x82")
     assert struct.unpack(">II", content[16:24]) == (936, 520)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
+
+
+def test_without_matplotlib_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+
+    panel = loss_panel(training())
+    assert panel is not None
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match="pip install matplotlib"):
+        write_png(panel, tmp_path / "x.png")
