@@ -132,7 +132,7 @@ def _shipped(files: NamedFiles, verb: Verb, argv: Sequence[str], **others: str) 
         verbs.add_argument("name")
     verbs.add_argument("dest", help="a file, or a directory that exists")
     verbs.add_argument("--force", action="store_true", help="replace an existing file")
-    wanted = parser.parse_args(argv)
+    wanted = parser.parse_args(argv or ["ls"])
     if wanted.action == "cp":
         print(files.copy(wanted.name, wanted.dest, overwrite=wanted.force))
     return wanted

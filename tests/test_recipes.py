@@ -95,7 +95,7 @@ def test_batch_and_memory_of_recipes_are_what_the_planner_says_today(checkout: P
 
 def test_listed_with_purpose_and_memory(run: Run) -> None:
     code, out, _ = run("ls")
-    assert code == 0
+    assert (code, out) == run()[:2] and code == 0
     for name in NAMES:
         assert f"{name}\n  {recipes.describe(name)}\n  memory: {planned_memory(name)}\n" in out
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.errors import CorruptionError, UsageError, device_shortage
 from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import Read, mark_loaded, remember_read
@@ -58,6 +58,7 @@ def verified_loading(
         stack.enter_context(upstream.replaced("set_weight", lambda stock: _set_weight(stock, mover, streamed)))
         if streamed is not None or packed:
             stack.enter_context(upstream.replaced("reserve_memory", lambda stock: lambda *_: None))
+        stack.enter_context(upstream.replaced("conversion_errors", _raise_shortage))
         stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
         stack.enter_context(upstream.replaced("unquantised_layers", _and_routers))
         stack.enter_context(upstream.replaced("quantised_weights", _or_experts))
@@ -132,6 +133,24 @@ def _set_weight(stock: Callable[..., Any], mover: Mover, streamed: Streamed | No
             leave_device(model, target_name, mover)
 
     return set_weight
+
+
+def _raise_shortage(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    @contextmanager
+    def log_conversion_errors(*given: Any, **more: Any) -> Iterator[None]:
+        shortage: RuntimeError | None = None
+        with stock(*given, **more):
+            try:
+                yield
+            except RuntimeError as error:
+                if device_shortage(error) is None:
+                    raise
+                shortage = error
+        if shortage is not None:
+            raise shortage
+
+    return log_conversion_errors
 
 
 def _and_routers(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:

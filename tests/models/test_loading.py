@@ -166,6 +166,20 @@ def test_a_weight_that_cannot_be_brought_over_stops_the_loading(
     assert mover.report.incidents[-1]["outcome"] == "failed"
 
 
+@pytest.mark.parametrize("arch", ["llama3", "qwen3_moe"])
+def test_a_card_that_is_full_while_it_quantises_is_told_as_that(
+    model_of: Any, mover: Any, quantisation: Any, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers collects errors of conversions, and would end with a table of them."""
+
+    def full(*_: Any, **more: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("bitsandbytes.functional.quantize_4bit", full)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        load(model_of(arch), mover, quantisation(4))
+
+
 def test_every_seam_is_as_before_after_the_block_also_after_an_exception(mover: Any) -> None:
     names = [row.name for row in upstream.SEAMS]
     before = [upstream.resolve(name)[2] for name in names]
