@@ -167,15 +167,17 @@ def test_the_short_help_has_a_method_s_own_flags_and_none_that_it_refuses(verb: 
 
 
 @pytest.mark.parametrize("start", STARTS[1:3], ids=" ".join)
-def test_wrong_paths_and_numbers_are_told_before_anything_large_is_imported(
+def test_wrong_paths_columns_and_numbers_are_told_before_anything_large_is_imported(
     start: tuple[str, ...], tmp_path: Path
 ) -> None:
-    right, recipe = tmp_path / "right.jsonl", tmp_path / "mine.yaml"
+    wrong, right, recipe = tmp_path / "wrong.jsonl", tmp_path / "right.jsonl", tmp_path / "mine.yaml"
+    wrong.write_text('{"promt": "a", "completion": "b"}\n')
     right.write_text('{"text": "a"}\n')
     recipe.write_text("lora_r: 0\n")
     for argv, named in (
         (["--model", str(tmp_path / "no")], "does not exist"),
         (["--model", "x", "--dataset", str(tmp_path / "no.csv")], "no such file or folder"),
+        (["--model", "x", "--dataset", str(wrong)], "rename 'promt' to 'prompt'?"),
         (["--model", "x", "--dataset", str(right), "--lr=-1"], "--learning_rate must be 0 or more"),
         (["--model", "x", "--dataset", str(right), "--config", str(recipe)], "--lora_r must be 1 or more, got 0"),
     ):

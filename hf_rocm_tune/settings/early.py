@@ -1,18 +1,23 @@
-"""What can be refused before torch and TRL are imported, which takes seconds: values out of range, missing files.
+"""What can be refused before torch and TRL are imported, which takes seconds: values out of range, missing files,
+columns that fit no format.
 
 A value that cannot be read here is left to the parser.
 """
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from hf_rocm_tune.data.formats import Method, recognise
 from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.paths import require_model
+from hf_rocm_tune.paths import expand_user, require_model
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -57,7 +62,7 @@ def out_of_range(given: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check(given: Mapping[str, Any]) -> None:
+def check(method: Method, given: Mapping[str, Any]) -> None:
     """Refuses what is wrong in any case; ``given``: flags as typed, or a recipe's values, by name."""
     numbers = {name: _number(value) for name, value in given.items()}
     if faults := out_of_range(numbers):
@@ -65,8 +70,11 @@ def check(given: Mapping[str, Any]) -> None:
     model, data = given.get("model_name_or_path"), given.get("dataset_name")
     if isinstance(model, str):
         require_model(model)
-    if isinstance(data, str):
-        refuse_missing(data)
+    if not isinstance(data, str):
+        return
+    refuse_missing(data)
+    if given.get("datasets") is None and (row := _first_row(expand_user(data))) is not None:
+        recognise([*row], row, method, str(given.get("dataset_text_field") or "text"), "train")
 
 
 def _number(value: Any) -> float | int | None:
@@ -75,3 +83,15 @@ def _number(value: Any) -> float | int | None:
     except (TypeError, ValueError):
         return None
     return int(number) if number.is_integer() and not isinstance(value, float) else number
+
+
+def _first_row(file: Path) -> dict[str, Any] | None:
+    """The first row of a data file that a person would write; None where it is not plainly one."""
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            if file.suffix.lower() == ".csv":
+                return next(csv.DictReader(lines), None)
+            row = json.loads(next(lines)) if file.suffix.lower() == ".jsonl" else None
+    except (OSError, ValueError, StopIteration, csv.Error):
+        return None
+    return row if isinstance(row, dict) and row else None

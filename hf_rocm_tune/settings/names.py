@@ -109,7 +109,7 @@ def check(verb: Method, argv: Sequence[str]) -> None:
         if wrong := [key for key, name in keys.items() if name not in known]:
             raise UsageError(f"recipe {recipe.path}: {'; '.join(unknown(key, known, dashes='') for key in wrong)}")
         values = {name: recipe.values[key] for key, name in keys.items()} | values
-    early.check(values)
+    early.check(verb, values)
 
 
 def recipe_of(argv: Sequence[str]) -> tuple[RecipeFile | None, list[str]]:
