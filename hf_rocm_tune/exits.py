@@ -1,9 +1,8 @@
 """Exit codes: one line and a code for every error that we raise on purpose.
 
-``run_guarded`` is the only place that turns an exception into an exit code. Of the ranks that one agent started on a
-machine, the first one that records its exit beside the exit file, or in the temporary directory, prints the line. With
-this record a worker that torchrun restarts after wrong input (2), corruption (3) or an interruption (130) ends at once.
-Ranks without an agent (mpirun, srun, a shell) each print their own.
+Of the ranks that one agent started on a machine, the first one that records its exit beside the exit file, or in the
+temporary directory, prints the line. With this record a worker that torchrun restarts after wrong input (2), corruption
+(3) or an interruption (130) ends at once. Ranks without an agent (mpirun, srun, a shell) each print their own.
 
 SIGTERM and SIGHUP end a run like Ctrl-C, with 130. But torch's agent sends SIGTERM, too, to the remaining ranks after
 one has died, before it restarts the group. Before training a rank cannot distinguish the two; our launcher writes a
@@ -59,7 +58,7 @@ def run_guarded(
     main: Callable[[], int],
     *,
     argv: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     process_ends: bool = False,
 ) -> int:
     """Run an entry point and turn what it raises into an exit code.
@@ -70,7 +69,6 @@ def run_guarded(
     """
     global _process_ends
     _process_ends = process_ends
-    environ = os.environ if environ is None else environ
     redaction.remember({name: value for name, value in environ.items() if not value.startswith("/")})
     redaction.remember_arguments(argv)
     group = RankGroup.of(environ)
@@ -111,12 +109,11 @@ def run_guarded(
     return ending.code
 
 
-def complete(environ: Mapping[str, str] | None = None) -> None:
+def complete(environ: Mapping[str, str] = os.environ) -> None:
     """The job's result is complete: a later signal does not interrupt it.
 
     The launcher reads this from the record, and the process ignores signals until its end.
     """
-    environ = os.environ if environ is None else environ
     _ignore_signals()
     if (wanted := environ.get(EXIT_FILE_VARIABLE)) and number(environ, "RANK") == 0:
         with suppress(OSError):  # no room: the job is done all the same
@@ -153,13 +150,14 @@ def _tell_native_exits() -> None:
 def _native_error() -> TuneError:
     extension = getattr(sys.modules.get("bitsandbytes.cextension"), "lib", None)
     # A library of bitsandbytes finds the functions of the runtime that it is linked to.
-    libraries = [each for each in (getattr(extension, "_lib", None), ctypes.CDLL(None)) if each is not None]
-    peeks = [getattr(each, f"{runtime}PeekAtLastError", None) for each in libraries for runtime in ("hip", "cuda")]
-    if any(peek is not None and peek() == RUNTIME_OUT_OF_MEMORY for peek in peeks):
-        return OutOfMemoryError(
-            "a native library ran out of device memory and ended the process (its own message is above; bitsandbytes "
-            f"does so): {_OUT_OF_MEMORY_ADVICE}; the same command continues from the newest checkpoint"
-        )
+    for library in (getattr(extension, "_lib", None), ctypes.CDLL(None)):
+        for peek in (getattr(library, f"{runtime}PeekAtLastError", None) for runtime in ("hip", "cuda")):
+            if peek is not None and peek() == RUNTIME_OUT_OF_MEMORY:
+                return OutOfMemoryError(
+                    "a native library ran out of device memory and ended the process (its own message is above; "
+                    f"bitsandbytes does so): {_OUT_OF_MEMORY_ADVICE}; the same command continues from the newest "
+                    "checkpoint"
+                )
     return TuneError("a native library ended the process; its own message is above: see `hf-rocm-tune doctor`")
 
 
@@ -169,9 +167,8 @@ def _ignore_signals() -> None:
             signal.signal(ending, signal.SIG_IGN)
 
 
-def speak(error: TuneError, *, environ: Mapping[str, str] | None = None) -> None:
+def speak(error: TuneError, *, environ: Mapping[str, str] = os.environ) -> None:
     """Print and record an error as the exit of this process; the caller ends it (see the watchdog)."""
-    environ = os.environ if environ is None else environ
     ending = Ending(code=error.exit_code, message=str(error), rank=number(environ, "RANK"))
     _end(ending, RankGroup.of(environ), environ)
 
@@ -201,10 +198,8 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    said = f"stopped by {signal.Signals(number).name}"
-    if number == signal.SIGHUP:
-        raise KeyboardInterrupt(said)
-    raise _Terminated(said)
+    kind = KeyboardInterrupt if number == signal.SIGHUP else _Terminated
+    raise kind(f"stopped by {signal.Signals(number).name}")
 
 
 _interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the trainer may replace it

@@ -1,18 +1,13 @@
 """Start a training job through accelerate's own launcher, and end as the job ended.
 
-The launcher runs in this process (as in ``trl``). What it adds to a failure, a traceback of its own and exit code 1,
-is replaced by what our processes recorded (``exits``): they have printed their line, and their code is returned.
-
-Signals: SIGINT, SIGTERM and SIGHUP are passed on to the training processes once, and waited for without a limit,
-because they write a checkpoint first. torch's elastic agent would kill them 30 seconds later (torch 2.13,
-``launcher/api.py``), so these are taken from it. A process that shares this one's process group has a terminal's
-Ctrl-C already. Not covered: ``kill -INT`` of only this process in a terminal's foreground job looks like Ctrl-C and
-is not passed on to such a process; ``kill`` (SIGTERM) is.
+The launcher runs in this process (as in ``trl``). What it adds to a failure, a traceback and exit code 1, is replaced
+by what our processes recorded (``exits``). SIGINT, SIGTERM and SIGHUP are passed on to the training processes once,
+and waited for without a limit, because they write a checkpoint first; torch's elastic agent would kill them 30 seconds
+later (torch 2.13, ``launcher/api.py``). A process that shares this one's process group has a terminal's Ctrl-C already.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -22,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -46,6 +42,7 @@ from hf_rocm_tune.survive.atomic import write_text_atomic
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _NEVER_SEVERAL = ("NO", "MULTI_CPU")
+_CHOICE = {(False, False): "cpu", (False, True): "cpu_dual", (True, False): "single_rx7900xt"}  # GPU, several
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENDED_BY_REQUEST = frozenset({*(-number for number in _PASSED_ON), *(128 + number for number in _PASSED_ON)})
 
@@ -65,13 +62,10 @@ def split(argv: Sequence[str]) -> CommandLine:
     job: list[str] = []
     arguments = iter(rest)
     for argument in arguments:
-        name = names.bare(argument)
-        if not argument.startswith("--") or name not in names.launcher_flags():
-            job.append(argument)
-            continue
-        launcher.append(argument)
-        if names.launcher_flags()[name] and "=" not in argument:
-            launcher.extend(value for value in [next(arguments, None)] if value is not None)
+        takes_value = names.launcher_flags().get(names.bare(argument)) if argument.startswith("--") else None
+        (job if takes_value is None else launcher).append(argument)
+        if takes_value and "=" not in argument:
+            launcher += [value for value in [next(arguments, None)] if value is not None]
     return CommandLine(accelerate_config, launcher, job)
 
 
@@ -107,24 +101,28 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
         variables = _meeting(arguments, given, Path(directory))
         record, asked = Path(directory) / "exit.json", Path(directory) / ASKED_FILE
+
+        def recorded() -> dict[str, Any] | None:
+            return json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+
         try:
             with environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _signals_passed_on(asked):
                 status, rank = _run(arguments)
                 if status == 0:
-                    complete()
+                    complete()  # before signals end this process again
         except TuneError:
-            if not record.exists() or json.loads(record.read_text(encoding="utf-8"))["code"] not in REFUSED_CODES:
+            if (recorded() or {}).get("code") not in REFUSED_CODES:
                 raise
             status, rank = 1, None  # the processes could not meet again, and need not
-        told = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
-        done = told is not None and told["code"] == 0
-        if status == 0 or (done and asked.exists() and status in _ENDED_BY_REQUEST):
-            complete()
-            return 0
-        told = None if done else told
-        if told is None and asked.exists() and status in _ENDED_BY_REQUEST:
-            print(f"{PROGRAM}: interrupted: it had not begun to train", file=sys.stderr, flush=True)
-            return INTERRUPTED
+        told, ended_by_request = recorded(), asked.exists() and status in _ENDED_BY_REQUEST
+    if told is not None and told["code"] == 0:
+        status, told = 0 if ended_by_request else status, None
+    if status == 0:
+        complete()
+        return 0
+    if told is None and ended_by_request:
+        print(f"{PROGRAM}: interrupted: it had not begun to train", file=sys.stderr, flush=True)
+        return INTERRUPTED
     follows = told is not None and told.pop("follows", False)
     if told is None or (follows and status != told["code"]):
         return _unrecorded(status, "the training process" + ("" if rank is None else f" of rank {rank}"))
@@ -220,12 +218,12 @@ def _quieten() -> None:
 
 def _unrecorded(status: int, who: str) -> int:
     """Say how a process ended that could not say it itself, and give our exit code."""
+    code = 128 - status if status < 0 else 1
+    message = f"{who} ended with exit code {status}; its own message is above"
     if status < 0:
-        name = next((each.name for each in signal.Signals if each == -status), f"signal {-status}")
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         hint = "; the kernel sends it when host memory runs out, see `dmesg`" if name == "SIGKILL" else ""
-        message, code = f"{who} was ended by {name}{hint}", 128 - status
-    else:
-        message, code = f"{who} ended with exit code {status}; its own message is above", 1
+        message = f"{who} was ended by {name}{hint}"
     print_line(f"{PROGRAM}: error: {message}", sys.stderr)
     return code
 
@@ -239,20 +237,14 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[s
         flags = _parse_launcher_flags([*extra, "-m", "job"])
         several = "multi_gpu" in given or (flags.num_processes or 1) > 1
         gpu = process.has_accelerator()
-        accelerate_config = "multi_node" if (flags.num_machines or 1) > 1 else _CHOICE[gpu, several]
+        accelerate_config = (
+            "multi_node" if (flags.num_machines or 1) > 1 else _CHOICE.get((gpu, several), "dual_rx7900xt")
+        )
         found = "a GPU is visible" if gpu else "no GPU is visible"
         # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
         print_line(f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)")
     path = Path(accelerate_config) if os.path.isfile(accelerate_config) else configs.path(accelerate_config)
     return ["--config_file", str(path)]
-
-
-_CHOICE = {
-    (False, False): "cpu",
-    (False, True): "cpu_dual",
-    (True, False): "single_rx7900xt",
-    (True, True): "dual_rx7900xt",
-}
 
 
 def _parse_launcher_flags(argv: Sequence[str]) -> Any:
@@ -267,22 +259,21 @@ def _parse_launcher_flags(argv: Sequence[str]) -> Any:
     return parser.parse_args(list(argv))
 
 
-@contextlib.contextmanager
+@contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """``variables`` set for the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ.pop(name, None) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            del os.environ[name]
+            if value is not None:
                 os.environ[name] = value
 
 
-@contextlib.contextmanager
+@contextmanager
 def _signals_passed_on(asked: Path) -> Iterator[None]:
     """Pass `_PASSED_ON` to the children instead of dying before them; ``asked`` is made first."""
     if threading.current_thread() is not threading.main_thread():
@@ -297,7 +288,7 @@ def _signals_passed_on(asked: Path) -> Iterator[None]:
             raise SystemExit(128 + number)
         from_terminal = number == signal.SIGINT and _is_foreground_job()
         for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if not (from_terminal and os.getpgid(child.pid) == os.getpgrp()):
                     child.send_signal(number)
 
@@ -315,15 +306,10 @@ def _signals_passed_on(asked: Path) -> Iterator[None]:
 def _is_foreground_job() -> bool:
     """Whether the terminal sends Ctrl-C to this process and its process group."""
     try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:  # no terminal: a service, a pipeline, a cluster's job
         return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
 
 
 if __name__ == "__main__":  # for the supervisor: `accelerate launch` as given, with our signals and our endings

@@ -1,14 +1,10 @@
 """Directories and files that are written atomically.
 
-Everything is written beside its destination, on the same file system, under a name that says who is writing
-(``_staging.<final name>.<pid>-<start>-<n>``), flushed to the device, and renamed into place. A killed
-process leaves only such a name behind; `clean_leftovers` tells from the name whether its writer is gone.
-
-The names begin with an underscore, not a dot, because transformers uploads ``output_dir`` to the Hub with the ignore
-pattern ``_*``: an upload during the writing of a checkpoint must not include a part of it.
-
-Not covered: a file system that acknowledges fsync and loses the data, and writers on another host, whose processes
-cannot be seen from here (the run's lock file keeps them apart).
+Everything is written beside its destination under a name that says who is writing (``_staging.<final name>.<pid>-
+<start>-<n>``), flushed to the device, and renamed into place. A killed process leaves only such a name behind;
+`clean_leftovers` tells from the name whether its writer is gone. The names begin with an underscore, not a dot, because
+transformers uploads ``output_dir`` with the ignore pattern ``_*``. Not covered: a file system that acknowledges fsync
+and loses the data, and writers on another host (the run's lock file keeps them apart).
 """
 
 from __future__ import annotations
@@ -61,10 +57,7 @@ def replace_directory(staging: Path, final: Path) -> None:
     A kill between the two renames leaves the older one under a name from which `clean_leftovers` restores it.
     """
     flush_tree(staging)
-    older = None
-    if final.exists():
-        older = _private_name(_BEING_REPLACED, final)
-        final.rename(older)
+    older = final.rename(_private_name(_BEING_REPLACED, final)) if final.exists() else None
     try:
         staging.rename(final)
     except OSError:
@@ -89,9 +82,7 @@ def move_files(staging: Path, final: Path) -> None:
 
 def delete_directory(path: Path) -> None:
     """Delete a directory so that a kill halfway leaves nothing under its name."""
-    doomed = _private_name(_BEING_DELETED, path)
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(path.rename(_private_name(_BEING_DELETED, path)), ignore_errors=True)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -153,12 +144,12 @@ def clean_leftovers(parent: Path) -> list[str]:
         if match["kind"] == _BEING_REPLACED and not final.exists():
             path.rename(final)
             done.append(f"{path.name}: restored as {final.name}")
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
-        done.append(f"{path.name}: removed")
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            done.append(f"{path.name}: removed")
     return done
 
 

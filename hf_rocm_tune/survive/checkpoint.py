@@ -571,8 +571,7 @@ class Checkpoints:
         if self._trainer.is_world_process_zero() and not self._saves_shards:
             found |= saved_state.compare_model(directory, self._bare_model(), self._full_model(), plain)
         for name, state in states.items():
-            compare = saved_state.compare_trainer_state if name == TRAINER_STATE_NAME else saved_state.compare_state
-            found[name] = compare(directory / name, state)
+            found[name] = saved_state.compare_state(directory / name, state)
         verified = sum(not one.differing for one in found.values())
         self._trainer.transfer_report.count("files", verified=verified, mismatches=len(_differing(found)))
         return found

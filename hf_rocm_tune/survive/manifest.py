@@ -6,7 +6,7 @@ accepted and returns these bytes now. It does not show that they lie on the medi
 cache), nor anything on a file system that ignores the advice (tmpfs, some network mounts), and it says nothing about
 what the bytes *should* be: that comparison is `saved_state`, with the bytes of the same reading (`read_once`).
 
-``verify`` never raises on what it finds: a manifest is input like any other and may hold anything.
+A manifest is input like any other and may hold anything: reading and checking never raise on what they find.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
@@ -56,8 +56,7 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)  # whatever else the writer wanted to keep
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileProblem:
+class FileProblem(NamedTuple):
     """One thing that is wrong: the file, "missing", "truncated", "changed", "unreadable", "refused" or "damaged"."""
 
     file: str
@@ -68,8 +67,7 @@ class FileProblem:
         return f"{self.file} is {self.kind} ({self.detail})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
+class Inspection(NamedTuple):
     """The outcome of `inspect`."""
 
     problems: list[FileProblem]
@@ -111,26 +109,23 @@ def read(directory: Path) -> Manifest | FileProblem:
     try:
         details = path.stat()
         if not stat.S_ISREG(details.st_mode) or details.st_size > _LARGEST_MANIFEST_BYTES:
-            return FileProblem(
-                file=MANIFEST_NAME, kind="damaged", detail="not a manifest: no plain file, or far too large"
-            )
+            raise ValueError("not a manifest: no plain file, or far too large")
         return _from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return FileProblem(file=MANIFEST_NAME, kind="missing", detail="the directory was never completed, or not by us")
-    except (OSError, ValueError) as error:  # a NUL in the path, invalid UTF-8 and JSON are ValueErrors
-        return FileProblem(file=MANIFEST_NAME, kind="damaged", detail=str(error))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        return FileProblem(file=MANIFEST_NAME, kind="damaged", detail=f"not of the expected form: {error!r}")
+        return FileProblem(MANIFEST_NAME, "missing", "the directory was never completed, or not by us")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return FileProblem(
+            MANIFEST_NAME, "damaged", f"{error}" if isinstance(error, OSError | ValueError) else f"{error!r}"
+        )
 
 
 def inspect(directory: Path) -> Inspection:
     """Compare every listed file with its entry, and name the files that are not listed."""
     manifest = read(directory)
     if isinstance(manifest, FileProblem):
-        return Inspection(problems=[manifest], unlisted=[], manifest=None)
-    problems = compare(directory, manifest.files)
+        return Inspection([manifest], [], None)
     unlisted = [name for name in list_files(directory) if name not in manifest.files]
-    return Inspection(problems=problems, unlisted=unlisted, manifest=manifest)
+    return Inspection(compare(directory, manifest.files), unlisted, manifest)
 
 
 def compare(directory: Path, entries: Mapping[str, FileEntry]) -> list[FileProblem]:
@@ -145,23 +140,23 @@ def verify(directory: Path) -> list[FileProblem]:
 def _check(directory: Path, name: str, entry: FileEntry) -> FileProblem | None:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
-        return FileProblem(file=name, kind="refused", detail="the manifest names a path outside of its directory")
+        return FileProblem(name, "refused", "the manifest names a path outside of its directory")
     path = directory / name
     try:
         # A link is followed (the Hub's cache is made of links), but only to a plain file: a pipe would block for ever.
         details = path.stat()
         if not stat.S_ISREG(details.st_mode):
-            return FileProblem(file=name, kind="refused", detail="not a plain file")
+            return FileProblem(name, "refused", "not a plain file")
         if details.st_size != entry.bytes:
             kind = "truncated" if details.st_size < entry.bytes else "changed"
-            return FileProblem(file=name, kind=kind, detail=f"{details.st_size} bytes, {entry.bytes} were written")
+            return FileProblem(name, kind, f"{details.st_size} bytes, {entry.bytes} were written")
         found = _digest(path)
     except FileNotFoundError:
-        return FileProblem(file=name, kind="missing", detail=f"{entry.bytes} bytes were written")
+        return FileProblem(name, "missing", f"{entry.bytes} bytes were written")
     except (OSError, ValueError) as error:
-        return FileProblem(file=name, kind="unreadable", detail=str(error))
+        return FileProblem(name, "unreadable", str(error))
     if found != entry:
-        return FileProblem(file=name, kind="changed", detail="its bytes are not those that were written")
+        return FileProblem(name, "changed", "its bytes are not those that were written")
     return None
 
 

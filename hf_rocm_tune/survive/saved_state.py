@@ -15,7 +15,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,7 +54,7 @@ Place = Callable[..., Any]
 """Moves one host tensor to the device: ``place(tensor, name=..., stage=...)``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Readback:
     """Outcome of reading one file and comparing it with the live state."""
 
@@ -73,30 +73,18 @@ def compare_model(
     plain: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Readback]:
     """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model."""
-    stored = {file.name: _names(file) for file in sorted(directory.glob("*.safetensors"))}
-    found = {
-        file: _compare_tensors(directory, file, live, required)
-        for file, live, required in _expected(model, stored, trained, plain)
-    }
-    return found or {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
-
-
-def _expected(
-    model: nn.Module,
-    stored: Mapping[str, set[str]],
-    trained: Mapping[str, Tensor] | None,
-    plain: Mapping[str, Tensor] | None = None,
-) -> Iterator[tuple[str, Mapping[str, Tensor], set[str]]]:
-    """(file, live tensors by their names in that file, names that must be in it)."""
+    found = {}
     if hasattr(model, "peft_config"):
         for adapter in cast("PeftModel", model).peft_config:
             live, required = _live_adapter(model, adapter, trained) if plain is None else (plain, set(plain))
-            yield adapter_file(adapter), live, required
-        return
+            found[adapter_file(adapter)] = _compare_tensors(directory, adapter_file(adapter), live, required)
+        return found
+    stored = {file.name: _names(file) for file in sorted(directory.glob("*.safetensors"))}
     live, required = _live_model(model, set().union(*stored.values()))
     for file in stored:
         elsewhere = set().union(*(names for other, names in stored.items() if other != file))
-        yield file, live, required - elsewhere
+        found[file] = _compare_tensors(directory, file, live, required - elsewhere)
+    return found or {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
 
 
 def _live_adapter(
@@ -130,18 +118,17 @@ class HostCopy:
     """Host copies of tensors that are used much later; each use checks that they are still what was copied."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
-        self._digests = {name: digest(tensor) for name, tensor in tensors.items()}
+        self._tensors = {name: (tensor, digest(tensor)) for name, tensor in tensors.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors."""
-        for name, tensor in self._tensors.items():
-            if digest(tensor) != self._digests[name]:
+        for name, (tensor, before) in self._tensors.items():
+            if digest(tensor) != before:
                 raise MemoryFaultError(
                     f"the adapter's initial state changed in host memory: {name}",
                     "Nothing was saved since; the checkpoints already written are intact: start the same command again",
                 )
-        return dict(self._tensors)
+        return {name: tensor for name, (tensor, _) in self._tensors.items()}
 
 
 def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:
@@ -162,30 +149,28 @@ def _compare_tensors(directory: Path, file: str, live: Mapping[str, Tensor], req
     try:
         with read_once(directory / file) as (copy, entry), safe_open(copy, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                saved, now = opened.get_tensor(name), live.get(name)
-                label = f"{file}:{name}"
+                saved, now, label = opened.get_tensor(name), live.get(name), f"{file}:{name}"
                 digests[label] = digest(saved).hex()
-                if (
-                    now is None
-                    or (saved.dtype, saved.shape) != (now.dtype, now.shape)
-                    or digest(now.detach()).hex() != digests[label]
-                ):
+                same = now is not None and (saved.dtype, saved.shape) == (now.dtype, now.shape)
+                if now is None or not same or digest(now.detach()).hex() != digests[label]:
                     differing.append(label)
     except (OSError, SafetensorError) as error:
         return Readback(differing=[f"{file}: {_line(error)}"])
     differing += [f"{file}:{name}" for name in sorted(required) if f"{file}:{name}" not in digests]
-    return Readback(entry=entry, digests=digests, differing=differing)
+    return Readback(entry, digests, differing)
 
 
 def compare_state(path: Path, live: Any) -> Readback:
-    """Compare a file of ``torch.save`` with the live state of an optimizer, scheduler, scaler or random generator."""
+    """Compare a file of ``torch.save`` with the live state of an optimizer, scheduler, scaler or random generator, or
+    ``trainer_state.json`` with the trainer's."""
+    if isinstance(live, TrainerState):
+        return _compare_trainer_state(path, live)
     _, found = read_state(path)
     if found.entry is None or found.differing:
         return found
     wanted = state_digests(path.name, live)
-    labels = wanted.keys() | found.digests.keys()
-    differing = sorted(label for label in labels if wanted.get(label) != found.digests.get(label))
-    return Readback(entry=found.entry, digests=found.digests, differing=differing)
+    labels = sorted(wanted.keys() | found.digests.keys())
+    return replace(found, differing=[each for each in labels if wanted.get(each) != found.digests.get(each)])
 
 
 def read_state(path: Path) -> tuple[Any, Readback]:
@@ -193,20 +178,19 @@ def read_state(path: Path) -> tuple[Any, Readback]:
     try:
         with read_once(path) as (copy, entry), safe_globals():
             state = torch.load(copy, map_location="cpu", weights_only=True, mmap=True)
-            return state, Readback(entry=entry, digests=state_digests(path.name, state))
+            return state, Readback(entry, state_digests(path.name, state))
     except Exception as error:  # a damaged pickle or archive can raise anything
         return None, Readback(differing=[f"{path.name}: cannot be read ({_line(error)})"])
 
 
-def compare_trainer_state(path: Path, live: TrainerState) -> Readback:
-    """Compare ``trainer_state.json`` with the live state."""
+def _compare_trainer_state(path: Path, live: TrainerState) -> Readback:
     try:
         with read_once(path) as (copy, entry):
             found = json.loads(copy.read_bytes())
     except (OSError, ValueError) as error:
         return Readback(differing=[f"{path.name}: cannot be read ({_line(error)})"])
     same = json.dumps(found, sort_keys=True) == json.dumps(json.loads(json.dumps(asdict(live))), sort_keys=True)
-    return Readback(entry=entry, differing=[] if same else [path.name])
+    return Readback(entry, differing=[] if same else [path.name])
 
 
 def state_digests(file: str, state: Any) -> dict[str, str]:
@@ -267,28 +251,24 @@ def model_on_host(model: nn.Module) -> dict[str, Tensor]:
 
 def require_complete(directory: Path) -> None:
     """Refuse a checkpoint that upstream would load only in part, or fail on."""
+    instead = "choose another checkpoint or start a new run"
     if not directory.is_dir():
-        raise UsageError(f"Can't find a valid checkpoint at {directory}: choose another one or start a new run")
+        raise UsageError(f"Can't find a valid checkpoint at {directory}: {instead}")
     try:
         step = TrainerState.load_from_json(str(directory / TRAINER_STATE_NAME)).global_step
         if not isinstance(step, int):
             raise ValueError(f"global_step is {step!r}")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        text = " ".join(str(error).split())
-        raise UsageError(
-            f"{directory}: {TRAINER_STATE_NAME} cannot be read ({text}); choose another checkpoint or start a new run"
-        ) from error
-    parts = {name: (directory / name).is_file() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)}
-    parts["rng_state.pth"] = any(directory.glob("rng_state*.pth"))
-    missing = [name for name, there in parts.items() if not there]
+        raise UsageError(f"{directory}: {TRAINER_STATE_NAME} cannot be read ({_line(error)}); {instead}") from error
+    parts = {name: name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)} | {"rng_state.pth": "rng_state*.pth"}
+    missing = [name for name, form in parts.items() if not any(each.is_file() for each in directory.glob(form))]
     if len(missing) == len(parts):
         logger.warning(
             "%s holds weights only: optimizer, schedule and random state start from the beginning", directory
         )
     elif missing:
         raise UsageError(
-            f"{directory} has no {' and no '.join(missing)}: a run resumed from it would differ; choose another "
-            "checkpoint or start a new run"
+            f"{directory} has no {' and no '.join(missing)}: a run resumed from it would differ; {instead}"
         )
 
 
@@ -389,12 +369,8 @@ def load_optimizer(state: Any, optimizer: Any, place: Place) -> None:
         _place_paged(own, place)
         return
     # The rule of torch's `Optimizer._process_value_according_to_param_policy`, which would move them itself.
-    steps_on_device = {
-        number
-        for group in state["param_groups"]
-        if group.get("fused") or group.get("capturable")
-        for number in group["params"]
-    }
+    fused = [group["params"] for group in state["param_groups"] if group.get("fused") or group.get("capturable")]
+    steps_on_device = set().union(*fused)
     placed = {
         number: _placed(values, place, f"optimizer.state.{number}", steps=number in steps_on_device)
         for number, values in state["state"].items()
@@ -452,22 +428,16 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _check_fit(file: Path, saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
-    missing = sorted(live.keys() - saved.keys())
-    if missing:
+    instead = "use the settings it was trained with"
+    if missing := sorted(live.keys() - saved.keys()):
         raise UsageError(
             f"{file} is of another model or adapter: it lacks {len(missing)} of {len(live)} tensors, {missing[0]} "
-            "first; use the settings it was trained with"
+            f"first; {instead}"
         )
     for name, tensor in live.items():
-        if (saved[name].shape, saved[name].dtype) != (tensor.shape, tensor.dtype):
-            raise UsageError(
-                f"{file} does not fit: {name} is {_form(saved[name])} there and {_form(tensor)} in this run; "
-                "use the settings it was trained with"
-            )
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        there, here = (f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in (saved[name], tensor))
+        if there != here:
+            raise UsageError(f"{file} does not fit: {name} is {there} there and {here} in this run; {instead}")
 
 
 def adapter_file(adapter: str) -> str:
