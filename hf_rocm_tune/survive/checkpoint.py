@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -174,19 +175,17 @@ class Checkpoints:
             if not saved:
                 state.best_model_checkpoint = best_before
             self._close(stage)
-        if not saved:
-            if trainer.is_world_process_zero():
-                logger.warning(
-                    "No space left in %s: %s was not saved. Earlier checkpoints are intact, training continues, and "
-                    "the next save tries again: free some space.",
-                    final.parent,
-                    final.name,
-                )
-            return
-        if stage.push_wanted:
+        if saved and stage.push_wanted:
             self.push_checkpoint(final)
-        if trainer.is_world_process_zero():
+        if saved and self._first:
             rotate(final, limit=trainer.args.save_total_limit, best=state.best_model_checkpoint)
+        elif self._first:
+            logger.warning(
+                "No space left in %s: %s was not saved. Earlier checkpoints are intact, training continues, and the "
+                "next save tries again: free some space.",
+                final.parent,
+                final.name,
+            )
 
     def _publish_checkpoint(self, stage: StagedSave, final: Path) -> bool:
         """Verify what upstream wrote, each rank its own files, and rename it; False if the disk is full. Collective."""
@@ -198,7 +197,7 @@ class Checkpoints:
             return False
         for others in gather_object([found]):
             found |= others
-        if self._trainer.is_world_process_zero():
+        if self._first:
             stage.attempt(self._seal_checkpoint, staged, final, found)
         return not failed(stage)
 
@@ -209,7 +208,7 @@ class Checkpoints:
             best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             if best == final or best.is_dir():
                 state.best_model_checkpoint = str(best)
-        if trainer.is_world_process_zero():
+        if self._first:
             if not staged.is_dir():
                 raise SeamError(
                     f"transformers did not write {final.name} where Trainer._get_output_dir said: this version of "
@@ -234,18 +233,18 @@ class Checkpoints:
         replace_directory(staged, final)
 
     def _live_states(self) -> dict[str, Any]:
-        trainer = self._trainer
-        first = trainer.is_world_process_zero()
-        states: dict[str, Any] = {TRAINER_STATE_NAME: trainer.state} if first else {}
-        if first and (prompts := saved_state.prompts_of(self._bare_model())) is not None:
-            states[saved_state.PROMPTS_FILE] = prompts
+        trainer, states = self._trainer, dict[str, Any]()
+        if self._first:
+            states[TRAINER_STATE_NAME] = trainer.state
+            if (prompts := saved_state.prompts_of(self._bare_model())) is not None:
+                states[saved_state.PROMPTS_FILE] = prompts
         if trainer.args.save_only_model:
             return states
         states |= self._random_states()
-        if first and not self._saves_shards:
+        if self._first and not self._saves_shards:
             states[OPTIMIZER_NAME] = self._optimizer_state()
             states[SCHEDULER_NAME] = trainer.lr_scheduler.state_dict()
-        if first and (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+        if self._first and (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
             states[SCALER_NAME] = scaler.state_dict()
         return states
 
@@ -258,8 +257,7 @@ class Checkpoints:
 
     def _optimizer_state(self) -> dict[str, Any]:
         full = self._trainer.full_state
-        state: dict[str, Any] = self._trainer.optimizer.state_dict() if full is None else full.optimizer_state()
-        return state
+        return cast("dict[str, Any]", (full.optimizer_state if full else self._trainer.optimizer.state_dict)())
 
     def save_optimizer(self, stock: Callable[[str], None], directory: str) -> None:
         self.attempt(stock if self._trainer.full_state is None else self._write_full_optimizer, directory)
@@ -295,7 +293,7 @@ class Checkpoints:
         """
         trainer = self._trainer
         entries: dict[str, manifest.FileEntry] = {}
-        if trainer.is_world_process_zero():
+        if self._first:
             entries = {name: manifest.entry_of(directory / name) for name in also}
         for _ in range(_WRITES):
             saved = {name: entry for name, entry in self._saved.items() if name not in entries}
@@ -311,7 +309,7 @@ class Checkpoints:
                 f"{', '.join(changed)} in {directory} changed after {_WRITES} verified saves: find out what writes "
                 "there, check the disk, and start the same command again"
             )
-        if trainer.is_world_process_zero():
+        if self._first:
             manifest.write(
                 directory,
                 run_id=trainer.run_id,
@@ -331,7 +329,7 @@ class Checkpoints:
             if stage.usable:
                 stage.attempt(self._write_result, stage.root, destination)
             lost = failed(stage)
-            if not lost and self._trainer.is_world_process_zero():
+            if not lost and self._first:
                 stage.attempt(self._publish_result, stage.root, destination, keep)
             lost = lost or failed(stage)
         finally:
@@ -344,19 +342,19 @@ class Checkpoints:
 
     def _write_result(self, root: Path, destination: Path) -> None:
         card = destination / "README.md"
-        if self._trainer.is_world_process_zero() and card.is_file():
+        if self._first and card.is_file():
             shutil.copyfile(card, root / card.name)  # PEFT adds to an existing card
         self._trainer.write_model(str(root))
         self._convert(root)
 
     def _convert(self, directory: Path) -> None:
-        if self.start is not None and self._trainer.is_world_process_zero():
+        if self.start is not None and self._first:
             start = self.start.tensors()
             write_plain_lora(cast("PeftModel", self._bare_model()), directory, start, self._trainer.mover)
 
     def _plain_lora(self) -> dict[str, Tensor] | None:
         """What the result has to hold where it is plain LoRA; on rank 0."""
-        if self.start is None or self._saves_shards or not self._trainer.is_world_process_zero():
+        if self.start is None or self._saves_shards or not self._first:
             return None
         now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._full_model())
         return plain_lora(now, self.start.tensors())
@@ -378,7 +376,7 @@ class Checkpoints:
         trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
         self._require_publisher()
         trainer.save_model()
-        if self._publisher is None or not trainer.is_world_process_zero():
+        if self._publisher is None or not self._first:
             return None
         trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
         return self._publisher.result(output_dir)
@@ -388,7 +386,7 @@ class Checkpoints:
         trainer = self._trainer
         if self._stage is not None:
             self._stage.push_wanted = True
-        elif self._publisher is not None and trainer.is_world_process_zero():
+        elif self._publisher is not None and self._first:
             trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
             self._publisher.checkpoint(directory)
 
@@ -419,11 +417,8 @@ class Checkpoints:
 
         def load_once() -> list[str]:
             if (path := directory / saved_state.PROMPTS_FILE).is_file():
-                self._restore(
-                    path,
-                    lambda state: saved_state.load_prompts(state, model, place),
-                    lambda: saved_state.prompts_of(model),
-                )
+                prompts = partial(saved_state.prompts_of, model)
+                self._restore(path, partial(saved_state.load_prompts, model=model, place=place), prompts)
             else:
                 load(directory, model, place)
             return self._differing_from(directory)
@@ -462,15 +457,14 @@ class Checkpoints:
             if not torch.cuda.is_available():
                 states.pop("cuda", None)  # saved on a card
 
+        def set_all(states: Any) -> None:
+            for device, state in zip(self._trainer.devices, states, strict=True):
+                torch.cuda.set_rng_state(state, device)
+
         self._restore(path, set_here, lambda: self._random_states()[path.name])
-        devices, cards = self._trainer.devices, path.with_name(saved_state.RNG_OF_CARDS)
-        if len(devices) > 1 and cards.is_file():
-
-            def set_all(states: Any) -> None:
-                for device, state in zip(devices, states, strict=True):
-                    torch.cuda.set_rng_state(state, device)
-
-            self._restore(cards, set_all, lambda: self._random_states()[saved_state.RNG_OF_CARDS])
+        cards = path.with_name(saved_state.RNG_OF_CARDS)
+        if len(self._trainer.devices) > 1 and cards.is_file():
+            self._restore(cards, set_all, lambda: self._random_states()[cards.name])
 
     def _restore(self, path: Path, load: Callable[[Any], Any], live: Callable[[], Any]) -> None:
         """Read a saved state, check it against the manifest, load it, and compare the live state with it."""
@@ -504,12 +498,10 @@ class Checkpoints:
         """Names of live tensors that differ from a checkpoint, the same on every rank."""
         sharded, live = self._trainer.full_state is not None, self._full_model()
         found: list[str] = []
-        if not sharded or self._trainer.is_world_process_zero():
+        if not sharded or self._first:
             found = _differing(saved_state.compare_model(directory, self._bare_model(), live))
-        if not sharded:
-            return found
         self._forget_full()
-        return list(broadcast_object_list([found])[0])
+        return list(broadcast_object_list([found])[0]) if sharded else found
 
     # ---- reading back ---------------------------------------------------------------------------------------
 
@@ -553,7 +545,7 @@ class Checkpoints:
 
     def _write_again(self, directory: Path, states: Mapping[str, Any], *, fetched: bool) -> None:
         trainer = self._trainer
-        if trainer.is_world_process_zero() and not self._saves_shards:
+        if self._first and not self._saves_shards:
             if fetched and trainer.full_state is None:
                 trainer._save(str(directory), state_dict=saved_state.model_on_host(self._bare_model()))
             else:
@@ -568,13 +560,16 @@ class Checkpoints:
         self, directory: Path, states: Mapping[str, Any], plain: Mapping[str, Tensor] | None
     ) -> dict[str, Readback]:
         found: dict[str, Readback] = {}
-        if self._trainer.is_world_process_zero() and not self._saves_shards:
+        if self._first and not self._saves_shards:
             found |= saved_state.compare_model(directory, self._bare_model(), self._full_model(), plain)
-        for name, state in states.items():
-            found[name] = saved_state.compare_state(directory / name, state)
+        found |= {name: saved_state.compare_state(directory / name, state) for name, state in states.items()}
         verified = sum(not one.differing for one in found.values())
         self._trainer.transfer_report.count("files", verified=verified, mismatches=len(_differing(found)))
         return found
+
+    @property
+    def _first(self) -> bool:
+        return bool(self._trainer.is_world_process_zero())
 
     def _bare_model(self) -> nn.Module:
         model: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
@@ -621,7 +616,7 @@ class Checkpoints:
     def _close(self, stage: StagedSave) -> None:
         self._stage = None
         self._forget_full()
-        stage.drop(first=self._trainer.is_world_process_zero())
+        stage.drop(first=self._first)
 
 
 def _differing(found: Mapping[str, Readback]) -> list[str]:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import UntypedStorage, nn
-    from torch.optim import Optimizer
     from transformers import TrainerState
 
     from hf_rocm_tune.transfer import Mover
@@ -73,7 +72,7 @@ class _Watched:
             return None
 
 
-@dataclass(kw_only=True)
+@dataclass
 class FrozenSentinel:
     """Checks the frozen tensors of a model, each by the bytes of its whole storage."""
 
@@ -181,12 +180,10 @@ class TrainedSentinel:
         self,
         optimizer: Any,
         *,
-        local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         arrived_with: Callable[[Tensor], Digest | None] = lambda _: None,
         excuse_writes: bool = False,
     ) -> None:
-        self._optimizer, self._local, self._arrived_with = optimizer, local, arrived_with
-        self._excuse_writes = excuse_writes
+        self._optimizer, self._arrived_with, self._excuse_writes = optimizer, arrived_with, excuse_writes
         self.checks = self.rewritten = 0
         self._held: list[Any] = []
         self._held_ids: list[int] = []
@@ -210,7 +207,7 @@ class TrainedSentinel:
         held = [each for group in self._optimizer.param_groups for each in group["params"]]
         held += [each for state in self._optimizer.state.values() for each in state.values()]
         ids = list(map(id, held))
-        if ids != self._held_ids or any(group.pointers != group.find() for group in self._groups):
+        if ids != self._held_ids or any(group.moved for group in self._groups):
             self._held, self._held_ids, self._groups = held, ids, _grouped(self._list())
         chosen = self._turn()
         queued = QueuedDigests([group.bytes for group in chosen])
@@ -224,7 +221,7 @@ class TrainedSentinel:
         groups, versions, before = self._taken
         looked_at = []
         for at, group in enumerate(groups):
-            replaced = group.pointers != group.find()
+            replaced = group.moved
             if self._excuse_writes and (replaced or group.versions() != versions[at]):
                 self.rewritten += 1
             elif replaced:
@@ -235,7 +232,7 @@ class TrainedSentinel:
 
     def is_replaced(self) -> bool:
         """Whether a tensor has other memory than at the last `take`."""
-        return any(group.pointers != group.find() for group in self._groups)
+        return any(group.moved for group in self._groups)
 
     def adopt(self) -> None:
         """Record the current state, in which the model's own forward has replaced tensors; compare the others first."""
@@ -260,11 +257,11 @@ class TrainedSentinel:
 
     def _list(self) -> Iterator[tuple[str, Tensor]]:
         for group in self._optimizer.param_groups:
-            yield from (("trained weights", self._local(each)) for each in group["params"])
+            yield from (("trained weights", local(each)) for each in group["params"])
         for state in self._optimizer.state.values():
             for name, value in state.items():
                 if torch.is_tensor(value) and not getattr(value, "is_paged", False):
-                    yield f"optimizer state {name}", self._local(value)
+                    yield f"optimizer state {name}", local(value)
 
     def _turn(self) -> list[_Pack]:
         """The next groups to check: all, if they are not too large together."""
@@ -331,6 +328,10 @@ class _Pack:
 
     def find(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.tensors))
+
+    @property
+    def moved(self) -> bool:
+        return self.pointers != self.find()
 
     def versions(self) -> list[int]:
         return [tensor._version for tensor in self.tensors]
@@ -412,10 +413,10 @@ class SentinelCallback(TrainerCallback):
     ) -> None:
         self._model, self._mover, self._report, self._every = model, mover, mover.report, every
         self._excuse_writes, self._references = excuse_writes, references
-        self._optimizer: Optimizer | None = None
         self._sentinel: FrozenSentinel | None = None
         self._trained: TrainedSentinel | None = None
         self._batches: BatchSentinel | None = None
+        self._optimizer: Any = None
         self._scheduler: Any = None
         self._rates: Any = None
         self._was_replaced = False
@@ -427,23 +428,18 @@ class SentinelCallback(TrainerCallback):
         if self._every <= 0:
             return
         self._optimizer, self._scheduler = more.get("optimizer"), more.get("lr_scheduler")
+        arrived_with = self._mover.digest_of
         self._batches = BatchSentinel(self._mover.verdict_of)
-        self._sentinel = FrozenSentinel(
-            list_tensors=self._frozen, period=self._every, arrived_with=self._mover.digest_of, explain=self._explain
-        )
+        self._sentinel = FrozenSentinel(self._frozen, self._every, arrived_with, self._explain)
         changes = self._sentinel.changed_at_start
         if self._optimizer is not None and not _moves_weights_itself(self._optimizer):
-            self._trained = TrainedSentinel(
-                self._optimizer,
-                local=local,
-                arrived_with=self._mover.digest_of,
-                excuse_writes=self._excuse_writes or is_sharded(self._model),
-            )
+            excuse = self._excuse_writes or is_sharded(self._model)
+            self._trained = TrainedSentinel(self._optimizer, arrived_with=arrived_with, excuse_writes=excuse)
             changes = [*changes, *self._trained.begin()]
             self._follow_prompts()
         for each in self._trained_parameters():
-            if self._mover.was_verified(local(each)):
-                self._mover.mark_trained(local(each), TRAINED)
+            if self._mover.was_verified(each):
+                self._mover.mark_trained(each, TRAINED)
         self._judge(changes, "between the load and the first step", state.global_step)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
@@ -476,16 +472,14 @@ class SentinelCallback(TrainerCallback):
             encoder.register_forward_hook(lambda *_: self._prompts(adopt=True))
 
     def _prompts(self, *, adopt: bool) -> None:
-        trained = self._trained
-        if trained is None:
-            return
+        assert self._trained is not None
         if not adopt:
-            self._was_replaced = trained.is_replaced()
+            self._was_replaced = self._trained.is_replaced()
             if not self._was_replaced:
-                trained.look()  # what is projected now must be what the last update wrote
-        elif trained.is_replaced() and not self._was_replaced:
-            trained.adopt()
-            for each in map(local, self._trained_parameters()):
+                self._trained.look()  # what is projected now must be what the last update wrote
+        elif self._trained.is_replaced() and not self._was_replaced:
+            self._trained.adopt()
+            for each in self._trained_parameters():
                 if self._mover.provenance(each) is None:
                     self._mover.mark_trained(each, TRAINED)
 
@@ -514,13 +508,19 @@ class SentinelCallback(TrainerCallback):
         if self._sentinel is None:
             return
         changes = self._sentinel.collect(wait=True)
-        if self._trained is not None:
-            changes += self._trained.collect()
-        if self._batches is not None:
-            changes += self._batches.collect()
+        changes += self._trained.collect() if self._trained is not None else []
+        changes += self._batches.collect() if self._batches is not None else []
         if not self._excuse_writes and self._rates != self._read_rates():
             changes.append(_RATES)
         self._judge(changes, f"before the update of step {step}", step)
+
+    @contextmanager
+    def keeping_rates(self, step: int) -> Iterator[None]:
+        """Within the block nothing may change the learning rates; between steps, callbacks and schedulers do."""
+        before = self._read_rates()
+        yield
+        if self._sentinel is not None and not self._excuse_writes and before != self._read_rates():
+            self._judge([_RATES], f"during the evaluation after step {step}", step)
 
     def check_all(self, step: int, doing: str = "saving") -> None:
         """Check every frozen tensor and the trained state, before ``doing`` something with them."""
@@ -572,7 +572,7 @@ class SentinelCallback(TrainerCallback):
 
     def _trained_parameters(self) -> Iterator[Tensor]:
         groups = self._optimizer.param_groups if self._optimizer is not None else ()
-        return (each for group in groups for each in group["params"])
+        return (local(each) for group in groups for each in group["params"])
 
     def _explain(self, name: str, tensor: Tensor, same: bool) -> str | None:
         """The reason why a frozen tensor may differ, or None; with a reason it is marked derived and reported once."""
@@ -591,14 +591,6 @@ class SentinelCallback(TrainerCallback):
             self._explained.add((name, reason))
             self._report.rebaselined(name, reason, self._mover.step)
         return reason
-
-    @contextmanager
-    def keeping_rates(self, step: int) -> Iterator[None]:
-        """Within the block nothing may change the learning rates; between steps, callbacks and schedulers do."""
-        before = self._read_rates()
-        yield
-        if self._sentinel is not None and not self._excuse_writes and before != self._read_rates():
-            self._judge([_RATES], f"during the evaluation after step {step}", step)
 
     def _read_rates(self) -> Any:
         """What the optimizer computes the next update with besides tensors, and the scheduler's state."""
