@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 from pathlib import Path
 
@@ -11,11 +10,9 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.train.faults import (
-    COUNT_FILE,
     CRASH_VARIABLE,
     STEP_VARIABLE,
     Crashes,
-    CrashSpec,
     StepFaultSpec,
 )
 
@@ -40,12 +37,6 @@ def test_a_wrong_text_is_one_message(text: str, named: str) -> None:
     with pytest.raises(UsageError, match=CRASH_VARIABLE) as caught:
         Crashes({CRASH_VARIABLE: text})
     assert named in str(caught.value)
-
-
-def test_several_are_read_in_order() -> None:
-    crashes = Crashes({CRASH_VARIABLE: " kind=kill, step=4 ; at=save,kind=exit,times=3,rank=1 "})
-    assert crashes._specs == [CrashSpec(kind="kill", step=4), CrashSpec(kind="exit", at="save", times=3, rank=1)]
-    assert Crashes({}).text is None
 
 
 def start(place: Path, text: str, *, rank: int = 0, run_id: str = "a") -> tuple[int, str]:
@@ -74,13 +65,6 @@ def test_it_strikes_as_often_as_asked_over_all_starts(tmp_path: Path) -> None:
     assert start(tmp_path, text, run_id="b") == (-9, "save 2"), "another run counts again"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "a"}', '{"run_id": "a", "done": 3}'])
-def test_nonsense_in_the_counts_counts_as_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / COUNT_FILE).write_text(content)
-    assert start(tmp_path, "kind=segv,step=1")[0] == -11
-    assert json.loads((tmp_path / COUNT_FILE).read_text())["run_id"] == "a"
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -101,7 +85,3 @@ def test_a_step_fault_that_is_not_understood_is_refused(text: str, named: str) -
     with pytest.raises(UsageError, match=STEP_VARIABLE) as caught:
         StepFaultSpec.parse(text)
     assert named in str(caught.value)
-
-
-def test_no_fault_is_asked_for_by_an_empty_variable() -> None:
-    assert StepFaultSpec.from_environment({}) is StepFaultSpec.from_environment({STEP_VARIABLE: " "}) is None

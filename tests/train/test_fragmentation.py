@@ -42,19 +42,6 @@ def reading(**changed: int) -> AllocatorReading:
     return dataclasses.replace(recorded, **changed)
 
 
-def test_counters_are_read_by_torch_s_names() -> None:
-    found = reading()
-    assert (found.allocated, found.reserved) == (int(11.98 * GIB), int(19.08 * GIB))
-    assert found.inactive_split == int(3.2 * GIB) and found.never_in_use == int(19.08 * GIB) - int(12.4 * GIB)
-    assert found.largest_free == 300 * 2**20
-    assert found.for_log() == {
-        "memory/allocated_gib": 11.98,
-        "memory/reserved_gib": 19.08,
-        "memory/inactive_split_gib": 3.2,
-        "memory/largest_free_gib": 0.293,
-    }
-
-
 def test_a_pool_full_of_what_was_never_in_use_is_given_back_before_a_request_fails() -> None:
     reason = reason_to_empty(reading(), None)
     assert reason is not None and "6.7 GiB are reserved beyond" in reason and "0.4 GiB are left" in reason
@@ -116,13 +103,6 @@ def test_the_callback_acts_between_steps_and_then_lets_the_run_go_on(
     assert first["returned_bytes"] == reading().reserved - cured.reserved
     assert report.to_dict()["memory"]["cache_given_back"] == 2
     assert "--train_sampling_strategy group_by_length" in caplog.text
-
-
-def test_on_a_processor_nothing_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("hf_rocm_tune.train.device_memory.read", None)
-    callback = FragmentationCallback(torch.device("cpu"), TransferReport())
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    callback.on_step_end(args, TrainerState(global_step=LOOK_EVERY), TrainerControl())
 
 
 @pytest.mark.gpu

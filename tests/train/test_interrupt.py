@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,18 +123,6 @@ def step(callback: InterruptCallback, output: Path, number: int, *, write: bool)
     return True
 
 
-def test_a_request_that_found_no_space_waits_until_it_is_made_again(tmp_path: Path) -> None:
-    callback, request = InterruptCallback(StopRequests()), tmp_path / REQUEST_FILE
-    assert not step(callback, tmp_path, 1, write=True)
-    request.touch()
-    assert step(callback, tmp_path, 2, write=False)
-    assert request.exists(), "it was not fulfilled"
-    assert not step(callback, tmp_path, 3, write=False), "a full disk is not tried again at every step"
-    os.utime(request, ns=(1, 1))
-    assert step(callback, tmp_path, 4, write=True)
-    assert not request.exists()
-
-
 def test_a_file_of_the_users_that_has_the_name_stays(tmp_path: Path) -> None:
     (tmp_path / REQUEST_FILE).write_text("my notes")
     requests = StopRequests()
@@ -194,14 +181,6 @@ def test_whatever_the_save_strategy_the_checkpoint_is_written(
     assert all(manifest.verify(tmp_path / f"checkpoint-{number}") == [] for number in (2, 3))
     assert not (tmp_path / REQUEST_FILE).exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_training_in_a_thread_trains(model_path: Path, rows: Dataset, tmp_path: Path) -> None:
-    done = trainer(model_path, rows, tmp_path)
-    thread = threading.Thread(target=done.train)
-    thread.start()
-    thread.join()
-    assert done.state.global_step == 4
 
 
 def test_a_skipped_step_takes_its_batch_and_moves_nothing(model_path: Path, rows: Dataset, tmp_path: Path) -> None:

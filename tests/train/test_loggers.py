@@ -75,22 +75,6 @@ def test_tokens_a_second_are_those_since_the_last_log() -> None:
     assert "speed/tokens_per_second" not in run.log()  # a trainer that counts no tokens
 
 
-def test_no_pace_is_claimed_without_a_step() -> None:
-    run = Run()
-    assert not [name for name in run.log(num_tokens=10.0) if name.startswith("speed/")]
-    run.tell("on_step_end")  # an end without a beginning
-    assert not [name for name in run.log(num_tokens=20.0) if name.startswith("speed/")]
-
-
-def test_a_second_training_starts_anew() -> None:
-    run = Run()
-    run.step(2.0)
-    run.clock.now += 1000.0
-    run.tell("on_train_begin")
-    run.step(3.0)
-    assert run.log()["speed/seconds_per_step"] == 3.0
-
-
 def test_counters_are_the_reports() -> None:
     report = TransferReport()
     report.add("weights", tensors=2, bytes=3_000_000_000, verified_bytes=2_000_000_000, mismatches=3, recovered=3)
@@ -106,14 +90,6 @@ def test_counters_are_the_reports() -> None:
         "integrity/recovered": 5,
     }
     assert Run(report).log()["integrity/mismatches"] == 8
-
-
-def test_evaluation_logs_are_left_as_they_are() -> None:
-    run = Run()
-    logs = {"eval_loss": 1.0}
-    run.tell("on_log", logs=logs)
-    run.tell("on_log", logs=None)
-    assert logs == {"eval_loss": 1.0}
 
 
 def test_several_services_in_one_word_are_explained() -> None:

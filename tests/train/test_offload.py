@@ -32,20 +32,6 @@ def test_what_is_offloaded_past_the_mover_makes_the_coverage_incomplete() -> Non
     assert not with_offloads(COMPLETE, settings(optim="paged_lion_32bit")).complete
 
 
-def test_what_stays_on_the_device_or_has_none_does_not() -> None:
-    assert with_offloads(COMPLETE, settings(optim="adamw_8bit")) == COMPLETE
-    assert with_offloads(COMPLETE, settings("cpu", optim="paged_adamw_8bit")) == COMPLETE
-    assert with_offloads(COMPLETE, settings("cpu", optim="adafactor")) == COMPLETE
-
-
-def test_earlier_rows_stay() -> None:
-    row = {"tensor": "weight", "reason": "came another way"}
-    found = with_offloads(
-        Coverage(verified_bytes=1, device_bytes=2, unverified=[row]), settings(optim="paged_adamw_8bit")
-    )
-    assert found.unverified[0] == row and len(found.unverified) == 2 and found.verified_bytes == 1
-
-
 def test_the_optimizers_of_bitsandbytes_are_those_that_transformers_takes_from_it() -> None:
     from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 

@@ -214,13 +214,6 @@ def test_a_single_row_that_does_not_fit_ends_the_run_with_advice(
     assert len(shortages(trainer)) >= 1 if options else len(shortages(trainer)) == 3
 
 
-def test_advice_that_is_taken_already_is_not_given(make: Make) -> None:
-    trainer = make(fault="kind=oom", activation_checkpointing=True, max_length=None)
-    with pytest.raises(OutOfMemoryError) as caught:
-        trainer.train()
-    assert "--activation_checkpointing" not in str(caught.value) and "--max_length" not in str(caught.value)
-
-
 def test_a_shortage_is_described_and_a_state_that_cannot_be_written_is_no_reason_to_stop(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,19 +242,6 @@ def test_a_batch_that_must_stay_whole_ends_the_run_and_says_why(make: Make) -> N
     trainer = make(Ignoring, fault="kind=oom,count=1", extra={"data_collator": collate})
     with pytest.raises(OutOfMemoryError, match="how to split its labels_of_pairs"):
         trainer.train()
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_asked_to_stop_it_stops(make: Make, where: str) -> None:
-    trainer = make(fault=f"kind=oom,where={where},first=2", extra={"on_oom": "stop"})
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer.train()
-    assert trainer.state.global_step == 1
-    assert trainer.describe()["memory"] == {
-        "steps_down": False,
-        "micro_batch_divisor": 1,
-        "recompute_layers": None,
-    }
 
 
 def test_other_errors_are_not_taken_for_a_shortage(make: Make) -> None:

@@ -14,7 +14,6 @@ import torch
 from transformers import TrainerCallback
 
 from hf_rocm_tune.machine.sysfs import Files
-from hf_rocm_tune.settings.arguments import TuneArguments
 from hf_rocm_tune.train import telemetry
 from hf_rocm_tune.train.telemetry import SensorSample, Telemetry, of_device, sample
 
@@ -221,12 +220,6 @@ def test_a_card_is_found_by_the_address_of_its_device(card: Card, monkeypatch: p
     assert not [name for name in found if name.startswith("torch_")]
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("-inf")])
-def test_a_time_between_looks_that_is_none_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="--telemetry_every must be 0"):
-        TuneArguments(telemetry_every=seconds)
-
-
 @pytest.mark.gpu
 def test_on_an_accelerator_torch_s_own_memory_is_told() -> None:
     device = torch.device("cuda:0")
@@ -253,13 +246,6 @@ def test_what_cannot_be_read_is_left_out_and_never_zero(card: Card) -> None:
     assert len(seen.missing) == 7
     for name, address in (("of no card", "0000:99:00.0"), ("of no address", "../../../etc"), ("of nothing", "")):
         assert sample(Files(card.root), address).metrics == {}, name
-
-
-def test_a_true_zero_is_kept(card: Card) -> None:
-    card.say(busy=0, throttle=0)
-    seen = sample(Files(card.root), ADDRESS)
-    assert seen.metrics["utilisation_percent"] == 0.0
-    assert seen.limits == frozenset()
 
 
 def test_the_throttle_bits_are_told_apart(card: Card) -> None:
@@ -293,21 +279,6 @@ def test_the_power_limit_is_no_warning_of_heat() -> None:
     (line,) = script.lines
     assert line.startswith("note: ") and "usual under full load" in line
     assert script.telemetry.summary()["held_down"] == {"temperature": 0.0, "power": 1.0, "other": 0.0}
-
-
-def test_a_log_without_a_look_since_the_last_one_claims_nothing() -> None:
-    script = Script(*hot(80, 90))
-    script.play(1)
-    assert script.telemetry.since_last_log() == {"gpu/hotspot_c": 80.0, "gpu/hotspot_max_c": 80.0}
-    assert script.telemetry.since_last_log() == {}
-    script.play(1)
-    assert script.telemetry.since_last_log() == {"gpu/hotspot_c": 90.0, "gpu/hotspot_max_c": 90.0}
-
-
-def test_a_peak_between_two_logs_is_in_the_log() -> None:
-    script = Script(*hot(70, 103, 70, 70))
-    script.play(4)
-    assert script.telemetry.since_last_log() == {"gpu/hotspot_c": 78.25, "gpu/hotspot_max_c": 103.0}
 
 
 def test_a_figure_that_comes_and_goes_is_averaged_over_where_it_was() -> None:
