@@ -12,7 +12,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, NamedTuple, get_args
@@ -33,21 +33,8 @@ from hf_rocm_tune.errors import OutOfMemoryError, StallError, UsageError
 from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
 from hf_rocm_tune.machine.gpus import core_dumps
 from hf_rocm_tune.redaction import print_line, redact
-from hf_rocm_tune.survive import manifest
-from hf_rocm_tune.survive.heartbeat import (
-    BEGUN_FILE,
-    JOURNAL_FILE,
-    PULSE_FILE,
-    VARIABLE,
-    Begun,
-    Phase,
-    Pulse,
-    Supervised,
-    enter,
-    place_of,
-    read_begun,
-    read_pulse,
-)
+from hf_rocm_tune.survive import heartbeat, manifest
+from hf_rocm_tune.survive.heartbeat import Begun, Phase, Pulse, Supervised, place_of
 from hf_rocm_tune.survive.run_directory import list_checkpoints, read_record, skip_step
 
 ENTRIES = frozenset(get_args(Method))
@@ -99,14 +86,11 @@ def to_start(words: Sequence[str]) -> list[str]:
     launcher = [sys.executable, "-m", f"{_PACKAGE}.launch"]
     if program == PROGRAM and rest[:1] and rest[0] in ENTRIES:
         return [sys.executable, "-m", _PACKAGE, *rest]
-    if program == "accelerate" and rest[:1] == ["launch"] and trains:
-        return [*launcher, *rest[1:]]
-    if program == "accelerate-launch" and trains:
-        return [*launcher, *rest]
+    if trains and (program == "accelerate-launch" or (program == "accelerate" and rest[:1] == ["launch"])):
+        return [*launcher, *rest[program == "accelerate" :]]
     if (program == "torchrun" and trains) or (program.startswith("python") and (trains or verb in ENTRIES)):
-        if modules[0] == "accelerate.commands.launch":
-            return [*launcher, *words[words.index(modules[0]) + 1 :]]
-        return list(words)
+        through = modules[0] == "accelerate.commands.launch"
+        return [*launcher, *words[words.index(modules[0]) + 1 :]] if through else list(words)
     raise UsageError(
         "run supervises `accelerate launch ... -m hf_rocm_tune.sft ...`, `hf-rocm-tune sft ...`, `torchrun ... -m "
         "hf_rocm_tune.sft ...` or `python -m hf_rocm_tune.sft ...` (or another training verb); got: "
@@ -198,17 +182,12 @@ class Child:
     """A started command; ``mark`` is in the environment of all its processes."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], mark: str) -> None:
-        self._mark = mark
+        self._mark, environ = mark, {**environ, heartbeat.VARIABLE: mark}
         try:
-            self._process = subprocess.Popen(
-                list(argv), env={**environ, VARIABLE: mark}, start_new_session=True, stdin=subprocess.DEVNULL
-            )
+            self._process = Popen(list(argv), env=environ, start_new_session=True, stdin=DEVNULL)
         except OSError as error:
             raise UsageError(f"{argv[0]} cannot be started: {error.strerror}") from error
-
-    def poll(self) -> int | None:
-        """The exit code, or minus the signal's number; None while it runs."""
-        return self._process.poll()
+        self.poll = self._process.poll  # the exit code, or minus the signal's number; None while it runs
 
     def send(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -217,23 +196,22 @@ class Child:
     def end(self, grace_seconds: float) -> list[int]:
         """SIGTERM, then SIGKILL to its remaining processes. Returns the ids of processes that survived."""
         self.send(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(TimeoutExpired):
             self._process.wait(grace_seconds)
-        left = self._left()
-        for process in left:
+        for process in (left := self._left()):
             with suppress(psutil.Error):
                 process.kill()
         deadline = time.monotonic() + _KILL_SECONDS
         while (left := self._left() if left else []) and time.monotonic() < deadline:
             time.sleep(0.05)
-        self._process.poll()
+        self.poll()
         return [process.pid for process in left]
 
     def _left(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.environ().get(VARIABLE) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.environ().get(heartbeat.VARIABLE) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -246,7 +224,7 @@ class Watch:
 
     def __init__(self, directory: Path, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._settings, self._clock = directory, settings, clock
-        for name in (PULSE_FILE, BEGUN_FILE):
+        for name in (heartbeat.PULSE_FILE, heartbeat.BEGUN_FILE):
             (directory / name).unlink(missing_ok=True)
         self.begun: Begun | None = None
         self.pulse: Pulse | None = None
@@ -254,10 +232,10 @@ class Watch:
         self._silent, self._looked = 0.0, clock()
 
     def look(self) -> None:
-        self.begun = self.begun or read_begun(self._directory)
+        self.begun = self.begun or heartbeat.read_begun(self._directory)
         passed, self._looked = self._clock() - self._looked, self._clock()
         self._silent += min(passed, _LONGEST_LOOK_SECONDS)
-        pulse, stamp = read_pulse(self._directory / PULSE_FILE)
+        pulse, stamp = heartbeat.read_pulse(self._directory / heartbeat.PULSE_FILE)
         if pulse is not None and (pulse, stamp) != (self.pulse, self._stamp):
             self.pulse, self._stamp, self._silent = pulse, stamp, 0.0
 
@@ -294,7 +272,7 @@ class Ledger:
         try:
             while self._begun is not None and self._waiting:
                 if self._begun.leads:
-                    enter(Path(self._begun.output_dir), {"run_id": self._begun.run_id, **self._waiting[0]})
+                    heartbeat.enter(Path(self._begun.output_dir), {"run_id": self._begun.run_id, **self._waiting[0]})
                 self._waiting.pop(0)
         except OSError as error:
             self.failure = error
@@ -374,11 +352,10 @@ class _Supervision:
     def _look(self, watch: Watch) -> None:
         known = watch.begun
         watch.look()
-        if watch.begun is not None and known is None:
-            self._begun = watch.begun
-            self._ledger.belongs_to(watch.begun)
-            start = len(self._deaths) + 1
-            self._ledger.add("start", start=start, resumed_from=watch.begun.resumed_from or "the start")
+        if (begun := watch.begun) is not None and known is None:
+            self._begun = begun
+            self._ledger.belongs_to(begun)
+            self._ledger.add("start", start=len(self._deaths) + 1, resumed_from=begun.resumed_from or "the start")
 
     def _ending(self, status: int, record: Path) -> _End:
         number, message = -status if status < 0 else status - 128, None
@@ -419,12 +396,12 @@ class _Supervision:
         for line in evidence:
             _say(f"{line}, which it writes when it resets a GPU")
         if self._ledger.failure is not None:
-            _say(f"{JOURNAL_FILE} could not be written: {self._ledger.failure.strerror}")
+            _say(f"{heartbeat.JOURNAL_FILE} could not be written: {self._ledger.failure.strerror}")
 
     def _carry_out(self, decision: RestartDecision, end: _End) -> None:
         newest = self._deaths[-1].checkpoint
         if not decision.restart:
-            where = f"; see {Path(self._begun.output_dir) / JOURNAL_FILE}" if self._begun else ""
+            where = f"; see {Path(self._begun.output_dir) / heartbeat.JOURNAL_FILE}" if self._begun else ""
             kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
             _complain(f"run: stopped: {end.how}, {decision.reason}; {kept}{where}")
             return
@@ -455,11 +432,10 @@ def _asked_to_end() -> Iterator[list[int]]:
             asked.append(number)
             last = now
 
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
     numbers = (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
     before = {number: signal.signal(number, hear) for number in numbers}
     try:
         yield asked

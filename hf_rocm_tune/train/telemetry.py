@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_utils import has_length
 
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.machine.gpus import HOTSPOT_C, read_sensors, throttle_causes
 from hf_rocm_tune.machine.sysfs import Files
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from transformers import Trainer, TrainerState
 
     from hf_rocm_tune.transfer import TransferReport
@@ -275,35 +274,33 @@ class MetricsCallback(TrainerCallback):
         self._began: float | None = None
         self._ended: float | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._seconds, self._steps, self._began, self._ended = 0.0, 0, None, None
         if self._telemetry is not None:
             self._telemetry.start()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._telemetry is not None:
             self._telemetry.stop()
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """The time since the last step (fetching batches) counts, except after an evaluation or a save."""
         self._began = self._clock() if self._ended is None else self._ended
         self._ended = None
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         self._ended = self._clock()
         if self._began is not None:
             self._seconds += self._ended - self._began
             self._steps += 1
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
         """The time since the last step does not count."""
         self._ended = None
 
     on_save = on_evaluate
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         """Adds to training logs only: an evaluation at the same step would repeat them."""
         if logs is None or "loss" not in logs:
             return
@@ -326,8 +323,6 @@ class MetricsCallback(TrainerCallback):
 
 # ---- the terminal -------------------------------------------------------------------------------------------
 
-_REFRESH_S = 0.25
-_BESIDE_FIGURES = 33  # characters of the live line, but for the two numbers of steps
 _MEMORY = ("gpu/vram_used_gib", "gpu/torch_reserved_gib")  # of the card, else of this process
 _HOTSPOT = ("gpu/hotspot_max_c", "gpu/hotspot_c", "gpu/edge_c")
 
@@ -373,7 +368,7 @@ def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | Non
         return
     device = trainer.args.device
     memory = describe_device(device).get("memory_bytes")
-    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not trainer.args.disable_tqdm
+    live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not trainer.args.disable_tqdm
 
     def now() -> dict[str, float]:
         read = telemetry.latest() if telemetry is not None else torch_memory(device)
@@ -397,91 +392,64 @@ def quieten_bars() -> None:
     datasets.disable_progress_bars()
 
 
-class TerminalCallback(TrainerCallback):
-    """Prints a row for each log, and updates the live line."""
+class TerminalCallback(ProgressCallback):
+    """Prints a row for each log; ``live``: above upstream's progress bar, which shows the figures of the last one."""
+
+    training_bar: Any
+    prediction_bar: Any
 
     def __init__(self, *, live: bool, now: Callable[[], Mapping[str, float]], memory_gib: float | None) -> None:
+        super().__init__()
         self._live, self._now, self._memory_gib = live, now, memory_gib
         self._columns: list[_Column] = []
         self._width = self._rows_shown = 0  # of the terminal at the last titles, and since them
-        self._last: dict[str, Any] = {}  # the last training log
-        self._progress: Progress | None = None
-        self._refreshed = 0.0
-        self._evaluated = 0
 
     def close(self) -> None:
         _LIVE.discard(self)
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        for bar in filter(None, (self.prediction_bar, self.training_bar)):
+            bar.leave = False
+            bar.close()
+        self.training_bar = self.prediction_bar = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        if not self._live or self._progress is not None:
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
+        if self._live and self.training_bar is None:
+            super().on_train_begin(args, state, control, **more)
+            self.training_bar.initial = self.training_bar.n = self.current_step = state.global_step
+            _LIVE.add(self)
 
-        self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=12),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=Console(file=sys.stdout),
-            auto_refresh=False,
-            transient=True,
-            redirect_stderr=sys.stderr.isatty(),
-            speed_estimate_period=600,  # seconds: a step may take a minute
-        )
-        self._progress.add_task("", total=state.max_steps, completed=state.global_step, figures="")
-        self._progress.start()
-        _LIVE.add(self)
-        self._progress.console.show_cursor()  # a run that is killed cannot restore it
-        self._refresh(state, [""])
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
+        if self.training_bar is not None:
+            super().on_step_end(args, state, control, **more)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        if self._progress is not None and self._due():
-            self._refresh(state, self._figures())
+    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
+        if self._live:
+            super().on_prediction_step(args, state, control, **more)
 
-    def on_prediction_step(
-        self, args: Any, state: TrainerState, control: Any, eval_dataloader: Any = None, **_: Any
-    ) -> None:
-        self._evaluated += 1
-        if self._progress is not None and self._due():
-            total = f" of {len(eval_dataloader)}" if has_length(eval_dataloader) else ""
-            self._refresh(state, [f"evaluating: batch {self._evaluated}{total}"])
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """The next evaluation counts its batches from 0."""
-        self._evaluated = 0
-
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         if not logs:
             return
         step = f"{state.global_step}/{state.max_steps}"
         first = max(9, 2 * len(str(state.max_steps)) + 1)
         if "loss" in logs:
-            self._last = dict(logs)
             size = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((sys.maxsize, sys.maxsize))
             if size.columns != self._width or self._rows_shown >= size.lines - 3:
                 self._width, self._rows_shown = size.columns, 0
                 self._columns = self._chosen(logs, first)
                 self._put(["step", *(each.title for each in self._columns)], first)
-            self._put([step, *map(self._cell, self._columns)], first)
+            self._put([step, *(self._cell(logs, each) for each in self._columns)], first)
+            if self.training_bar is not None:
+                self.training_bar.set_postfix_str(self._figures(logs), refresh=False)
         else:
             self._put([step, _sentence(logs)], first)
-        if self._progress is not None:
-            self._refresh(state, self._figures())
 
     def _put(self, cells: list[str], first: int) -> None:
         """Show a row: the titles, figures below them, or a step and a sentence."""
         self._rows_shown += 1
         widths = [first, *(each.width for each in self._columns)] if len(cells) > 2 else [first, 0]
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
+        with tqdm.external_write_mode(file=sys.stdout):  # takes the bar away meanwhile
+            print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self.close()
 
     def _chosen(self, logs: Mapping[str, Any], first: int) -> list[_Column]:
@@ -491,40 +459,25 @@ class TerminalCallback(TrainerCallback):
             found.remove(min(found, key=lambda each: each.first_to_drop))
         return found
 
-    def _cell(self, column: _Column) -> str:
-        value = _first(self._last, column.keys)
-        if value is None:
+    def _cell(self, logs: Mapping[str, Any], column: _Column) -> str:
+        if (value := _first(logs, column.keys)) is None:
             return ""
         text = column.text(value)
         return f"{text}/{self._memory_gib:.1f}" if column.keys is _MEMORY and self._memory_gib else text
 
-    def _figures(self) -> list[str]:
+    def _figures(self, logs: Mapping[str, Any]) -> str:
+        """The figures of the bar; the most important come first, because a narrow terminal cuts it off."""
         now = self._now()
-        known = {**self._last, **now}
-        parts = [f"loss {known['loss']:.4f}"] if "loss" in known else []
-        if (rate := known.get("speed/tokens_per_second")) is not None:
+        faults, recovered = (int(now[f"integrity/{name}"]) for name in ("mismatches", "recovered"))
+        parts = [f"loss {logs['loss']:.4f}", f"{faults} faults{f', {recovered} recovered' * bool(faults)}"]
+        parts.append(f"{_size(now['integrity/verified_gb'])} verified")
+        if (rate := logs.get("speed/tokens_per_second")) is not None:
             parts.append(f"{rate:,.0f} tokens/s")
         if (used := _first(now, _MEMORY)) is not None:
             parts.append(f"{used:.1f}" + (f" of {self._memory_gib:.1f} GiB" if self._memory_gib else " GiB"))
         if (hot := _first(now, _HOTSPOT[1:])) is not None:
             parts.append(f"{hot:.0f} C")
-        faults = int(now["integrity/mismatches"])
-        recovered = f", {now['integrity/recovered']:.0f} recovered" if faults else ""
-        parts += [f"{_size(now['integrity/verified_gb'])} verified", f"{faults} faults{recovered}"]
-        return parts
-
-    def _due(self) -> bool:
-        return time.monotonic() - self._refreshed >= _REFRESH_S
-
-    def _refresh(self, state: TrainerState, figures: list[str]) -> None:
-        assert self._progress is not None
-        self._refreshed = time.monotonic()
-        first, *parts = figures
-        room = self._progress.console.width - 2 * len(str(state.max_steps)) - _BESIDE_FIGURES
-        while parts and len(" · ".join((first, *parts))) > room:
-            del parts[0]  # the table has it too
-        text = " · ".join((first, *parts))[: max(room, 0)]
-        self._progress.update(self._progress.task_ids[0], completed=state.global_step, figures=text, refresh=True)
+        return " · ".join(parts)
 
 
 _LIVE: set[TerminalCallback] = set()
