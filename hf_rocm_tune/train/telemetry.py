@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_rocm_tune.machine.child import pci_address
@@ -414,7 +413,8 @@ class TerminalCallback(ProgressCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self._live and self.training_bar is None:
             super().on_train_begin(args, state, control, **more)
-            self.training_bar.initial = self.training_bar.n = self.current_step = state.global_step
+            bar: Any = self.training_bar
+            bar.initial = bar.n = self.current_step = state.global_step
             _LIVE.add(self)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
@@ -446,8 +446,11 @@ class TerminalCallback(ProgressCallback):
         """Show a row: the titles, figures below them, or a step and a sentence."""
         self._rows_shown += 1
         widths = [first, *(each.width for each in self._columns)] if len(cells) > 2 else [first, 0]
-        with tqdm.external_write_mode(file=sys.stdout):  # takes the bar away meanwhile
-            print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), flush=True)
+        row = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        if self.training_bar is not None:
+            self.training_bar.write(row, file=sys.stdout)
+        else:
+            print(row, flush=True)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.close()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ def argv(messages: Path, tmp_path: Path, model_of: Callable[[str], Path]) -> lis
 def on_terminal(server: CommandServer, argv: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
     """Runs a command on a terminal of its own; its exit code, and all that the terminal was sent."""
     master, slave = os.openpty()
+    termios.tcsetwinsize(master, (40, 100))
     name = os.ttyname(slave)
     request = {"do": "start", "argv": argv, "env": {"TERM": "xterm", "COLUMNS": "100", **(env or {})}, "cwd": "/"}
     pid = server.ask({**request, "stdout": name, "stderr": name})["pid"]
@@ -114,7 +116,7 @@ def test_a_terminal_has_one_live_line_that_leaves_nothing_behind(server: Command
     code, sent = on_terminal(server, argv)
     left = screen(sent)
     assert code == 0, left
-    assert BAR in sent and "0 faults" in sent
+    assert BAR in sent and "0 faults" in sent, repr(sent[-3000:])
     assert [row["step"] for row in log_rows("\n".join(left))] == ["2/6", "4/6", "6/6"]
     assert not any(BAR in line for line in left), left
     assert "{'loss'" not in sent
