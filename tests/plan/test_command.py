@@ -50,7 +50,7 @@ def changed(small: Path) -> Callable[..., str]:
     return change
 
 
-QUICK = ("--seq", "64", "--effective_batch", "1", "--gpu", "rx7900xt")
+QUICK = ("--seq", "64", "--effective_batch", "1", "--checkpointing", "--gpu", "rx7900xt")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 
 def test_the_verdict_is_first_and_the_rest_is_asked_for(small: Path, run: Any) -> None:
-    words = ("--model", str(small), "--seq", "512", "--effective_batch", "4", "--gpu", "rx7900xt")
+    words = ("--model", str(small), "--seq", "512", "--effective_batch", "2", "--gpu", "rx7900xt")
     code, out, err = run(*words)
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -84,7 +84,7 @@ def test_the_verdict_is_first_and_the_rest_is_asked_for(small: Path, run: Any) -
     ("gpu", "shown"), [("rx7900xt", True), ("rx7900xtx", True), ("mi300x", False), ("9070xt", False)]
 )
 def test_a_speed_is_shown_only_where_a_rate_of_the_card_is_known(gpu: str, shown: bool, small: Path, run: Any) -> None:
-    words = ("--model", str(small), "--seq", "64", "--effective_batch", "1", "--method", "lora", "--gpu", gpu)
+    words = ("--model", str(small), *QUICK[:-1], gpu, "--method", "lora")
     assert (json.loads(run(*words, "--json")[1])["speed"] is not None) == shown
     assert ("tokens/s" in run(*words)[1]) == shown
 
@@ -96,7 +96,7 @@ def test_a_card_of_this_machine_is_planned_with_the_kernels_that_run_here(
     card = CardMemory(name="a card", usable=20 * GIB, desktop_source=source)
     monkeypatch.setattr(command, "card_memory", lambda **_: card)
     monkeypatch.setattr(command, "missing_for_triton", lambda: "no compiler")
-    out = run("--model", str(small), "--seq", "64", "--effective_batch", "1", "--method", "lora")[1]
+    out = run("--model", str(small), *QUICK[:-2], "--method", "lora")[1]
     assert ("planned without Triton's kernels" in out) == (source != "assumed")
 
 
@@ -128,7 +128,8 @@ def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(small: Path, run
 
 
 def test_hours_follow_from_rows_and_carry_their_uncertainty(small: Path, run: Any) -> None:
-    words = ("--model", str(small), "--seq", "256", "--effective_batch", "8", "--method", "lora", "--gpu", "rx7900xt")
+    words = ("--model", str(small), "--seq", "256", "--method", "lora", "--gpu", "rx7900xt")
+    words += ("--effective_batch", "8", "--micro_batch", "8", "--checkpointing")
     found = json.loads(run(*words, "--rows", "100000", "--json")[1])["speed"]
     low, most = (100_000 * 256 / 3600 / found[name] for name in ("most", "least"))
     assert found["least"] < found["tokens_per_second"] < found["most"]
@@ -240,21 +241,22 @@ def test_the_command_is_the_planned_job(method: str, small: Path, tmp_path: Path
     [
         (("--vram", "2", "--method", "full"), ("--method lora",)),
         (("--vram", "4.6", "--method", "lora", "--rank", "4096"), ("--rank 16",)),
-        (("--vram", "2.6", "--method", "lora", "--micro_batch", "16"), ("another micro-batch",)),
+        (("--vram", "1.45", "--method", "lora", "--micro_batch", "2"), ("another micro-batch",)),
         (("--vram", "1.0", "--method", "lora"), ("a smaller model",)),
     ],
 )
 def test_where_nothing_fits_only_what_would_is_advised(
-    words: tuple[str, ...], advised: tuple[str, ...], small: Path, run: Any
+    words: tuple[str, ...], advised: tuple[str, ...], changed: Any, run: Any
 ) -> None:
-    more = ("--model", str(small), "--seq", "512", "--desktop_gib", "0")
+    model = changed(num_hidden_layers=2)
+    more = ("--model", model, "--seq", "512", "--effective_batch", "2", "--desktop_gib", "0")
     code, out, err = run(*more, *words)
     assert code == 5 and out.startswith("DOES NOT FIT: ") and "hf-rocm-tune sft" not in out
     assert len(err.splitlines()) == 1 and all(each in err for each in advised), err
-    dropped = ("--method", "full", "lora", "--micro_batch", "16")
+    dropped, least = ("--method", "full", "lora", "--micro_batch", "2"), ("--micro_batch", "1", "--checkpointing")
     for flags in (each.strip() for each in err.partition("would fit: ")[2].partition("; or")[0].split("|")):
         if flags.startswith("--"):
-            assert run(*more, *[word for word in words if word not in dropped], *flags.split())[0] == 0
+            assert run(*more, *[word for word in words if word not in dropped], *least, *flags.split())[0] == 0
 
 
 @pytest.mark.parametrize(
