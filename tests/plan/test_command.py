@@ -239,7 +239,7 @@ def test_the_command_is_the_planned_job(method: str, small: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "advised"),
     [
-        (("--vram", "2", "--method", "full"), ("--method lora",)),
+        (("--vram", "2.0", "--method", "full"), ("--method lora",)),
         (("--vram", "4.6", "--method", "lora", "--rank", "4096"), ("--rank 16",)),
         (("--vram", "1.45", "--method", "lora", "--micro_batch", "2"), ("another micro-batch",)),
         (("--vram", "1.0", "--method", "lora"), ("a smaller model",)),
