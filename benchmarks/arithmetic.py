@@ -1,22 +1,29 @@
 """How often wrong products are found, and right ones accused, by the checks of products with frozen weights.
 
 clean    right products of all dtypes, shapes and inputs, outliers among them: none may be accused
+runs     likewise under the command line, over all small architectures and ways of computing
 faults   wrong ones by kind and dtype: found or missed, by the size of the error over the bound
 cost     CPU seconds of a training step with and without, interleaved; the share of an 8B step by counted bytes
 
+launches what the checks add to a step, as the simulated card of the tests counts it
+
 python benchmarks/arithmetic.py --part clean --checks 1000000 --json FILE
+SIMCARD=1 PYTHONPATH=$PWD:$PWD/tests/simcard/boot python benchmarks/arithmetic.py --part launches
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import shutil
 import statistics
+import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +169,78 @@ def clean(checks: int, seed: int) -> Figures:
     return {"clean": found}
 
 
+WAYS: dict[str, Figures] = {
+    "float32": {"dtype": "float32", "bf16": False},
+    "bf16": {"bf16": True},
+    "fp16": {"dtype": "float16", "bf16": False},
+    "NF4": {"load_in_4bit": True},
+    "int8": {"load_in_8bit": True},
+    "dropout": {"lora_dropout": 0.2},
+    "packing": {"packing": True},
+    "checkpointing": {"activation_checkpointing": True},
+    "recomputation": {"activation_checkpointing": True, "recompute_layers": "1,1"},
+    "streaming": {"stream_weights": 1},
+    "outliers": {"packing": True, "max_length": 256, "per_device_train_batch_size": 4},
+}
+"""Settings of a run, on top of bfloat16 autocast with a float32 base."""
+
+
+def with_outliers(model: Path, copy: Path) -> Path:
+    """A model whose norms give two features thirty times the size of the others."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, copy)
+    for file in copy.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if ("norm" in name or "ln_" in name) and name.endswith("weight") and weight.shape == (64,):
+                weight[[3, 17]] = 30.0
+        save_file(weights, file, {"format": "pt"})
+    return copy
+
+
+def runs(steps: int, seed: int) -> Figures:
+    """Clean runs of the real command line: no product, attention call or replay is accused."""
+    from tests import tiny
+    from tests.e2e.command import CommandServer
+    from tests.e2e.conftest import flags
+
+    found: dict[str, Any] = {}
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        data = tiny.write_dataset_dir(root / "data", train=48, test=4)
+        server = CommandServer(root / "server")
+        for arch in tiny.ARCHITECTURES:
+            plain = tiny.build(arch, root / "models")
+            for way, settings in WAYS.items():
+                model = with_outliers(plain, root / "models" / f"{arch}-outliers") if way == "outliers" else plain
+                out = root / f"{arch}-{way}"
+                common = {
+                    "model_name_or_path": model, "dataset_name": data, "output_dir": out, "seed": seed,
+                    "max_steps": steps, "per_device_train_batch_size": 2, "max_length": 128, "disable_tqdm": True,
+                    "save_strategy": "no", "check_arithmetic": "every", "doctor": "off", "logging_steps": steps,
+                }  # fmt: skip
+                result = server.run(*flags(**common | settings))
+                if result.code:
+                    found[f"{arch}, {way}"] = {"code": result.code, "error": result.error_lines[-1:]}
+                    continue
+                report = json.loads((out / "transfer_report.json").read_text())
+                counted = report["arithmetic"]
+                names = ("residuals", "replays", "attention", "disagreements", "cleared", "deterministic", "refusal")
+                found[f"{arch}, {way}"] = {name: counted[name] for name in names}
+        server.close()
+    for way in WAYS:
+        each = [row for name, row in found.items() if name.endswith(f", {way}")]
+        ran = [row for row in each if "code" not in row]
+        counts = [
+            sum(row[name] for row in ran) for name in ("residuals", "replays", "attention", "disagreements", "cleared")
+        ]
+        rows.append([way, f"{len(ran)} of {len(each)}", *counts])
+    print_table(["way", "architectures", "checks", "replays", "attention", "wrongly accused", "cleared"], rows)
+    return {"runs": found}
+
+
 def faults(runs: int, seed: int) -> Figures:
     """Wrong products in forward and backward, each at a random place."""
     from tests.train.faulty_products import DEQUANTISED, Faults
@@ -199,41 +278,72 @@ def faults(runs: int, seed: int) -> Figures:
     return {"faults": {kind: {name: dict(counts) for name, counts in rest.items()} for kind, rest in found.items()}}
 
 
-def cost(repeats: int) -> Figures:
-    """CPU seconds a step of a small model, off and sampled in turn, and the estimate for Llama 3.1 8B."""
+class AfterEachStep:
+    """What ``look`` gives after each step of a training."""
+
+    def __init__(self, trainer: Any, look: Callable[[], Any]) -> None:
+        from transformers import TrainerCallback
+
+        self.rows = rows = []  # type: list[Any]
+
+        class Looking(TrainerCallback):
+            """Looks."""
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+                rows.append(look())
+
+        trainer.add_callback(Looking())
+
+
+def trainers(length: int, batch: int, scratch: Path, **options: Any) -> Callable[[str], Any]:
+    """Makes a trainer of the smallest model, with rows of this length, by the mode of its checks."""
     from datasets import Dataset
 
-    from hf_rocm_tune.train.arithmetic import SHARE, share_of_step
     from tests import tiny
     from tests.train.trainers import VerifiedSFT, build
 
+    model = tiny.build("llama3", scratch)
+    tokens = torch.randint(5, 500, (256, length), generator=torch.Generator().manual_seed(1)).tolist()
+    data = Dataset.from_list([{"input_ids": row, "labels": row} for row in tokens])
+    settings = {"per_device_train_batch_size": batch, "logging_steps": 100, **options}
+
+    def make(mode: str) -> Any:
+        ours = {"consent_unverified": True, "check_arithmetic": mode, "sentinel_every": 0}
+        return build(VerifiedSFT, model, data, scratch / "out", ours=ours, **settings)
+
+    return make
+
+
+def cost(repeats: int) -> Figures:
+    """CPU seconds of steps without a replay, by mode in turn, and the estimate for Llama 3.1 8B."""
+    from hf_rocm_tune.train.arithmetic import SHARE, share_of_step
+    from hf_rocm_tune.train.replay import EVERY
+
     whole = share_of_step(LLAMA_8B)
     at_once = max(1, int(min(1.0, SHARE / whole) * len(LLAMA_8B)))
-    found: Figures = {
-        "llama_8b": {"share_of_all": whole, "layers_a_step": at_once, "share": whole * at_once / len(LLAMA_8B)}
-    }
+    share = {"all": whole, "layers_a_step": at_once, "sampled": whole * at_once / len(LLAMA_8B), "replays": 1 / EVERY}
+    found: Figures = {"llama_8b": share}
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        model = tiny.build("llama3", Path(scratch))
-        for name, length, batch, steps in (("short steps", 32, 4, 60), ("long steps", 256, 64, 6)):
-            tokens = torch.randint(5, 500, (256, length), generator=torch.Generator().manual_seed(1)).tolist()
-            data = Dataset.from_list([{"input_ids": row, "labels": row} for row in tokens])
+        for name, length, batch, steps in (("short steps", 32, 4, 60), ("long steps", 256, 64, 9)):
+            make = trainers(length, batch, Path(scratch), max_steps=steps)
             seconds: dict[str, list[float]] = {"off": [], "sampled": [], "every": []}
+            begin: dict[str, list[float]] = {mode: [] for mode in seconds}
             wall = []
             for _ in range(repeats):
-                for mode, taken in seconds.items():
-                    trainer = build(
-                        VerifiedSFT, model, data, Path(scratch) / "out",
-                        ours={"consent_unverified": True, "check_arithmetic": mode},
-                        max_steps=steps, per_device_train_batch_size=batch,
-                    )  # fmt: skip
-                    begun, clock = time.process_time(), time.perf_counter()
+                for mode in seconds:
+                    trainer = make(mode)
+                    begun = time.process_time()
+                    looked = AfterEachStep(trainer, lambda: (time.process_time(), time.perf_counter()))
                     trainer.train()
-                    taken.append((time.process_time() - begun) / steps)
-                    wall.append((time.perf_counter() - clock) / steps)
-            middle = {mode: statistics.median(taken) for mode, taken in seconds.items()}
+                    (early, clock), (late, end) = looked.rows[2], looked.rows[-1]
+                    seconds[mode].append((late - early) / (steps - 3))
+                    begin[mode].append(early - begun)
+                    wall.append((end - clock) / (steps - 3))
+            middle = {mode: statistics.median(each) for mode, each in seconds.items()}
             found[name] = {
                 "cpu_seconds_a_step": seconds,
+                "cpu_seconds_to_the_third_step": begin,
                 "median": middle,
                 "steps_a_second": 1 / statistics.median(wall),
             }
@@ -241,8 +351,39 @@ def cost(repeats: int) -> Figures:
                 [name, *(f"{1e3 * each:.1f}" for each in middle.values()), f"{1 / statistics.median(wall):.1f}"]
             )
     print_table(["", "off, CPU ms a step", "sampled", "every", "steps a second"], rows)
-    print(f"Llama 3.1 8B: all products {whole:.1%} of their time, sampled {found['llama_8b']['share']:.2%}")
+    print(
+        f"Llama 3.1 8B: all products {whole:.1%} of their time, sampled {share['sampled']:.2%}, replays {1 / EVERY:.2%}"
+    )
     return {"cost": found}
+
+
+def launches() -> Figures:
+    """Kernels, waits and bytes of a step on the simulated card, by mode; the third one has a replay."""
+    counts = sys.modules["simcard"].counts
+    names = {"kernels": ("kernels_async", "kernels_sync"), "waits": ("waits",), "bytes read": ("to_host_bytes",)}
+    found: dict[str, Any] = {"a step": {}, "the third step": {}, "products checked": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        make = trainers(32, 2, Path(scratch), max_steps=8, use_cpu=False)
+        for mode in ("off", "sampled", "every"):
+            trainer = make(mode)
+            looked = AfterEachStep(trainer, counts)
+            trainer.train()
+            pairs = list(zip(looked.rows, looked.rows[1:], strict=False))
+            for name, at in (("a step", slice(4, 7)), ("the third step", slice(1, 2))):
+                found[name][mode] = {
+                    title: statistics.median(
+                        sum(after[each] - before[each] for each in of) for before, after in pairs[at]
+                    )
+                    for title, of in names.items()
+                }
+            found["products checked"][mode] = trainer.transfer_report.to_dict()["arithmetic"]["checked"]
+    rows = [
+        [name, mode, *figures.values()]
+        for name in ("a step", "the third step")
+        for mode, figures in found[name].items()
+    ]
+    print_table(["", "mode", "kernels", "waits", "bytes read"], rows)
+    return {"launches": found}
 
 
 def run(wanted: Namespace) -> Figures:
@@ -250,6 +391,10 @@ def run(wanted: Namespace) -> Figures:
     logging.getLogger("hf_rocm_tune").setLevel(logging.ERROR)  # each fault found is a warning
     if wanted.part == "clean":
         return clean(wanted.checks, wanted.seed)
+    if wanted.part == "launches":
+        return launches()
+    if wanted.part == "runs":
+        return runs(wanted.steps, wanted.seed)
     return faults(wanted.runs, wanted.seed) if wanted.part == "faults" else cost(wanted.repeats)
 
 
@@ -258,8 +403,9 @@ if __name__ == "__main__":
         run,
         __doc__,
         {
-            "part": {"choices": ("clean", "faults", "cost"), "required": True},
+            "part": {"choices": ("clean", "runs", "faults", "cost", "launches"), "required": True},
             "checks": {"type": int, "default": 20_000, "help": "clean: how many products"},
+            "steps": {"type": int, "default": 120, "help": "runs: of each"},
             "runs": {"type": int, "default": 200, "help": "faults: products of each kind"},
             "repeats": {"type": int, "default": 5, "help": "cost: runs of each mode"},
             "seed": {"type": int, "default": 0},
