@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -357,9 +358,8 @@ _SHOWN_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
 
 
 def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> None:
-    """Replace transformers' progress and printer callbacks by ours, which on rank 0 shows the log; not in a notebook,
-    where the table of upstream stays."""
-    stock = (ProgressCallback.__name__, PrinterCallback.__name__)
+    """Replace transformers' progress and printer callbacks by ours, which on rank 0 show the log."""
+    stock = (ProgressCallback.__name__, PrinterCallback.__name__, "NotebookProgressCallback")
     theirs = [each for each in trainer.callback_handler.callbacks if type(each).__name__ in stock]
     for each in theirs:
         trainer.remove_callback(each)
@@ -373,7 +373,8 @@ def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | Non
         read = telemetry.latest() if telemetry is not None else torch_memory(device)
         return integrity_counters(report.to_dict()) | {f"gpu/{name}": value for name, value in read.items()}
 
-    trainer.add_callback(TerminalCallback(live=live, now=now, memory_gib=memory / _GIB if memory else None))
+    of_kind = NotebookCallback if type(theirs[0]).__name__ == stock[2] else TerminalCallback
+    trainer.add_callback(of_kind(live=live, now=now, memory_gib=memory / _GIB if memory else None))
 
 
 def clear_live_line() -> None:
@@ -481,6 +482,29 @@ class TerminalCallback(ProgressCallback):
         if (hot := _first(now, _HOTSPOT[1:])) is not None:
             parts.append(f"{hot:.0f} C")
         return " · ".join(parts)
+
+
+class NotebookCallback(TerminalCallback):
+    """The same as one table in the output of the cell, drawn again with each log."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """A table in the cell that trains."""
+        self._table: list[str] = []
+        self._drawn: Any = None
+        self._live, self._width = False, 0
+
+    def _put(self, cells: list[str], first: int) -> None:
+        from IPython.display import HTML, display
+
+        self._rows_shown += 1
+        tag, wide = ("th" if cells[0] == "step" else "td"), ""
+        if len(cells) < 3:  # a sentence
+            wide = f' colspan="{max(len(self._columns), 1)}" style="text-align: left"'
+        step, *others = (escape(cell) for cell in cells)
+        row = f"<{tag}>{step}</{tag}>{''.join(f'<{tag}{wide}>{each}</{tag}>' for each in others)}"
+        self._table.append(f"<tr>{row}</tr>")
+        self._drawn = self._drawn or display(HTML(""), display_id=True)
+        self._drawn.update(HTML(f"<table>{''.join(self._table)}</table>"))
 
 
 _LIVE: set[TerminalCallback] = set()
