@@ -188,8 +188,8 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
         publisher = _open_publisher(arguments)
         if plan.action == "finished":
             announce.say(
-                f"this run is finished in {plan.directory}; a larger --max_steps or --num_train_epochs extends it where "
-                "its learning rate is constant, --overwrite_output_dir trains again"
+                f"this run is finished in {plan.directory}; a larger --max_steps or --num_train_epochs extends it "
+                "where its learning rate is constant, --overwrite_output_dir trains again"
             )
             if publisher is not None:  # an earlier push may have failed; files already there are not sent again
                 publisher.result(plan.directory)
