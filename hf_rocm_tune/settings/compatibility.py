@@ -98,7 +98,7 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "--torch_compile": "it was never tried",
     },
     "--sample_every": dict.fromkeys(
-        ("FSDP", "DeepSpeed", "--split_layers", "--tensor_parallel", "--stream_weights"),
+        ("FSDP", "DeepSpeed", "--split_layers", "--tensor_parallel"),
         "no process can answer alone there; use `hf-rocm-tune generate` on a checkpoint",
     ),
     "--stream_weights": {

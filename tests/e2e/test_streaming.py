@@ -232,15 +232,19 @@ def test_each_of_two_ranks_streams_for_itself(job: Callable[[str], Job]) -> None
 
 
 @pytest.mark.long
-def test_the_parts_of_a_split_stream_in_training_and_while_they_generate(job: Callable[[str], Job]) -> None:
-    two, found = {"SIMCARD_DEVICES": "2"}, []
+@pytest.mark.parametrize(
+    ("cards", "more"), [("2", {"split_layers": "3,2"}), ("1", {"sample_every": 2, "sample_prompts": "Hello"})]
+)
+def test_the_parts_of_a_split_stream_and_a_streamed_model_answers(
+    cards: str, more: dict[str, Any], job: Callable[[str], Job]
+) -> None:
+    found = []
     for count in ("off", "4"):
-        samples = {"sample_every": 2, "sample_prompts": "Hello"}
-        output, _ = job("lora").run(f"split-{count}", two, stream_weights=count, split_layers="3,2", **samples)
+        output, _ = job("lora").run(f"stream-{count}", {"SIMCARD_DEVICES": cards}, stream_weights=count, **more)
         assert_covered(report_of(output))
         log = json.loads((output / "training_log.json").read_text())["log"]
         answers = [row["samples"] for row in log if "samples" in row]
-        assert len(answers) == STEPS // 2
+        assert len(answers) == STEPS // 2 * ("sample_every" in more)
         found.append((losses_of(output), (output / ADAPTER).read_bytes(), answers))
     assert found[0] == found[1]
 
