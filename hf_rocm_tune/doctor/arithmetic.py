@@ -22,6 +22,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -489,22 +490,25 @@ def _long(compare: Comparison, length: int, *, packed: bool) -> None:
 
 
 def _backend(compare: Comparison, kind: str) -> str:
-    """The first backend, in torch's order, that takes a small causal batch, or why none does."""
+    """The backend that torch chooses for a small causal batch, or why none runs."""
     step(f"asking for the backend of attention, {kind}")
     shape, mask = (2, 2, sum(_PACKED), 64), Batch.of(kind, compare.generator).on(compare).mask
     q, k, v = (compare.move(spread(shape, torch.bfloat16, compare.generator)).requires_grad_() for _ in range(3))
-    backends = ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]
-    why = ""
-    for name in backends[-1:] if compare.fault == "math" and compare.where in kind else backends:
-        with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, name)):
-            warnings.simplefilter("ignore")
-            try:
-                scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).sum().backward()
-            except RuntimeError as error:
-                why = one_line(error)
-            else:
-                return name.partition("_")[0].lower()
-    return f"none: {why}"
+    forced = compare.fault == "math" and compare.where in kind
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH) if forced else nullcontext():
+        warnings.simplefilter("ignore")
+        try:
+            output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        except RuntimeError as error:
+            return f"none: {one_line(error)}"
+    # The node of a fused backend is in the graph; the math path has no node of its own.
+    names, waiting = "", [output.grad_fn]
+    while waiting:
+        if (node := waiting.pop()) is not None:
+            names += node.name().lower()
+            waiting += [following for following, _ in node.next_functions]
+    fused = (name for name in ("flash", "efficient", "cudnn") if f"scaleddotproduct{name}attention" in names)
+    return next(fused, "math")
 
 
 def judge_backends(device: str, backends: Mapping[str, str]) -> Finding:
