@@ -12,7 +12,8 @@ In the first step, and whenever a longer batch comes, rows of each call of ``sca
 again in float32 by plain products, with the run's own masks and packing.
 
 Not found: a fault that one card repeats each time; attention's backward, unless it differs from run to run; attention
-with dropout; other attention functions. Not replayed: what `Replays.prepare` lists, pipelines, and steps whose micro-batches are split.
+with dropout; other attention functions. Not replayed: what `Replays.prepare` lists, pipelines, and steps whose
+micro-batches are split.
 """
 
 from __future__ import annotations
