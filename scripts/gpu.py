@@ -252,6 +252,9 @@ def _text(result: dict[str, Any]) -> str:
         lines.append(_line(row))
         if row["part"] == "methods" and row["result"]:
             lines += [f"  {each['method']}: {each['outcome']}" for each in row["result"]["methods"]]
+        if row["part"] == "doctor" and row["result"]:
+            found = (each for each in row["result"]["findings"] if each["status"] in ("fail", "warn"))
+            lines += [f"  {each['status'].upper()} {each['title']}: {each['text'][:160]}" for each in found]
         if "printed" in row:
             said = [line for line in row["printed"].splitlines() if line.strip() and line[0] != "{"]
             lines += [f"  {line[:240]}" for line in said[-3:]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import runpy
 import signal
 import subprocess
 import sys
@@ -62,3 +63,11 @@ def test_a_kill_leaves_the_results_so_far_and_no_process_on_the_card(tmp_path: P
     assert psutil.wait_procs(children, timeout=2)[1] == []
     (written,) = tmp_path.glob("*.json")
     assert [row["part"] for row in json.loads(written.read_text())["parts"]] == ["versions"]
+
+
+def test_the_text_names_what_the_doctor_found() -> None:
+    findings = [{"status": status, "title": f"a {status}", "text": "why"} for status in ("ok", "warn", "fail")]
+    row = {"part": "doctor", "outcome": "ok", "seconds": 1.0, "result": {"findings": findings}}
+    result = {"card": "a card", "date": "", "command": "", "minutes": 10, "versions": {}, "parts": [row]}
+    lines = runpy.run_path(str(SCRIPT))["_text"](result | {"left_out": []}).splitlines()
+    assert [line for line in lines if line.endswith(": why")] == ["  WARN a warn: why", "  FAIL a fail: why"]
