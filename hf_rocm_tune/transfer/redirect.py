@@ -4,8 +4,9 @@ PEFT, bitsandbytes and torch's optimizers move tensors to the device themselves:
 ``torch.tensor(..., device=...)``, ``parameter.copy_(host)``. Within `redirected` each such call goes through the mover
 and is verified, in both directions, whichever class makes it.
 
-Covered: the calling thread, and torch's Python functions in `_HANDLERS`. Not covered: copies made inside torch's own
-C++ code, by storages (``torch.load(map_location="cuda")``), and by other threads. Autograd history is lost: use it for
+Covered: the calling thread, and torch's Python functions in `_HANDLERS`. What any other function makes on the device
+from host tensors is marked unverified: torch has copied by itself. Not covered: copies made inside torch's own C++
+code, by storages (``torch.load(map_location="cuda")``), and by other threads. Autograd history is lost: use it for
 construction, loading and resuming, not for training.
 """
 
@@ -22,7 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from hf_rocm_tune.transfer.digest import digest
 from hf_rocm_tune.transfer.mover import Mover
+from hf_rocm_tune.transfer.raw_bytes import tree_tensors
 
+_VALUELESS = frozenset(
+    ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"]
+    + [f"{kind}_like" for kind in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")]
+)
+"""Functions that take a tensor for its shape, dtype and device, not for its values."""
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 READERS = (Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.tolist)
 """Calls that read numbers from the device, for which the caller waits."""
@@ -43,7 +50,15 @@ class _Redirect(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
-        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+        if handler is not None:
+            return handler(self, func, args, kwargs)
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        given = [] if name in _VALUELESS else tree_tensors((args, kwargs))
+        if name == "new_tensor" or any(each.dim() and each.device.type == "cpu" for each in given):
+            for each in filter(self._is_here, tree_tensors(result)):
+                self._mover.mark_unverified(each, f"copied to the device by torch itself ({name})")
+        return result
 
     def _up(self, tensor: Tensor, device: torch.device) -> Tensor:
         name = _described(tensor)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from transformers import AutoTokenizer
 from trl import SFTConfig
@@ -31,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "token indices": {"trainable_token_indices": [1, 2, 3]},
     "modules to save": {"modules_to_save": ["lm_head", "embed_tokens"]},
     "expert parameters": {"target_parameters": ["mlp.experts.gate_up_proj"]},
+    "new tensors": {},
     "flipped copy": {"modules_to_save": ["lm_head", "embed_tokens"]},
 }
 """LoRA in its kinds; everything else is a ``peft.PeftType`` with the smallest settings that fit a model of 64 units."""
@@ -73,6 +75,18 @@ def flip_copies() -> None:
     ModulesToSaveWrapper.update = update
 
 
+def place_as_new_tensors() -> None:
+    """From here on LoRA's weights are placed by ``new_tensor`` of the weight that they adapt: torch's own copy."""
+
+    def place(self: Any, adapter_name: str, device: Any = None) -> None:
+        for parts in (self.lora_A, self.lora_B):
+            if adapter_name in parts:
+                weight = parts[adapter_name].weight
+                weight.data = self.get_base_layer().weight.new_tensor(weight.data.cpu())
+
+    BaseTunerLayer._move_adapter_to_device_of_base_layer = place
+
+
 def build(model: str, name: str, output: str) -> dict[str, Any]:
     """Loads, builds the trainer, and says what is not verified; what upstream itself refuses is told too."""
     try:
@@ -101,10 +115,15 @@ def main() -> None:
     for name in names:
         if name == "flipped copy":
             flip_copies()
+        if name == "new tensors":
+            stock = BaseTunerLayer._move_adapter_to_device_of_base_layer
+            place_as_new_tensors()
         before = len(Log(Path(log)).events) if Path(log).exists() else 0
         found = build(model, name, f"{log}.out")
         moved = Log(Path(log)).events[before:]
         stray = sorted({event.caller for event in moved if event.kind == "to_card" and not event.engine})
+        if name == "new tensors":
+            BaseTunerLayer._move_adapter_to_device_of_base_layer = stock
         print(json.dumps({"name": name, "stray": stray, **found}), flush=True)
 
 
