@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -184,7 +185,7 @@ def test_whatever_the_save_strategy_the_checkpoint_is_written(
 
 
 def test_a_skipped_step_takes_its_batch_and_moves_nothing(model_path: Path, rows: Dataset, tmp_path: Path) -> None:
-    """The steps after it see the batches that they would have seen."""
+    """The steps after it see the batches that they would have seen; one that is computed twice counts once."""
 
     def batches(skip: frozenset[int]) -> list[list[int]]:
         seen: list[list[int]] = []
@@ -195,7 +196,7 @@ def test_a_skipped_step_takes_its_batch_and_moves_nothing(model_path: Path, rows
         )
         made.train()
         assert made.state.global_step == 4
-        return seen
+        return [batch for batch, _ in itertools.groupby(seen)]
 
     whole, without = batches(frozenset()), batches(frozenset({2}))
     assert without == [whole[0], whole[2], whole[3]]
