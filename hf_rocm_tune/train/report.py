@@ -25,7 +25,6 @@ from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
 if TYPE_CHECKING:
     from hf_rocm_tune.train.telemetry import Telemetry
-    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
 FILE_NAME = "transfer_report.json"
 SCHEMA = 1
@@ -49,7 +48,7 @@ class RunFacts:
     preflight: Mapping[str, Any] | None = None  # how several ranks average gradients, and the evidence
 
 
-def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
+def build(trainer: Any, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
     """Build the report; ``gather``: over all ranks (collective), False for this rank only, after a failure."""
     looked = facts.telemetry.summary() if facts.telemetry else None
     mine = (trainer.transfer_report.to_dict(), facts.findings, looked)
@@ -110,7 +109,7 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
     return target
 
 
-def write_report(trainer: VerifiedTransferMixin, directory: Path) -> list[str]:
+def write_report(trainer: Any, directory: Path) -> list[str]:
     """Write the report of a result that a user's own script saves; returns its name. Collective."""
     content = build(trainer, RunFacts(run_id=trainer.run_id), gather=True)
     if trainer.is_world_process_zero():
@@ -118,7 +117,7 @@ def write_report(trainer: VerifiedTransferMixin, directory: Path) -> list[str]:
     return [FILE_NAME]
 
 
-def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseException) -> None:
+def write_partial(trainer: Any, facts: RunFacts, error: BaseException) -> None:
     """After a failure: rank 0 writes what it knows, or adds a note to the error if it cannot."""
     if not trainer.is_world_process_zero():
         return
