@@ -2,13 +2,13 @@
 
 Freivalds' check: with a random ``v`` and ``c = W^T v``, computed on the host from the weight's verified bytes, each row
 of a product ``y = x W^T`` must have ``y . v = x . c`` up to rounding; in backward ``dX = dY W`` must have
-``dX . u = dY . r`` with ``r = W u``. Each side has two vectors, one of signs and one of normal numbers; a wrong product
-must escape both. A check reads x and y once, where the product reads all of W, and its result stays on the device until
-the step's loss and gradient norm are read, before the optimizer: no further wait.
+``dX . u = dY . r`` with ``r = W u``. Each side has three vectors, one of signs and two of normal numbers; a wrong
+product must escape all. A check reads x and y once, where the product reads all of W, and its result stays on the
+device until the step's loss and gradient norm are read, before the optimizer: no further wait.
 
 How large may a clean residual be? Let row i of y have the rounding errors ``e_ij``. They do not depend on v, so by
 Hoeffding's inequality ``|sum_j v_j e_ij| > t ||e_i||`` has at most the probability ``2 exp(-t^2 / 2)``: 4e-16 for
-t = 8.5, which is 4e-6 for a million products of 4,096 rows and two vectors. ``||e_i||`` is at most
+t = 8.5, which is 5e-6 for a million products of 4,096 rows and three vectors. ``||e_i||`` is at most
 
     u ||y_i||                          the output is rounded to its dtype (unit roundoff u); twice with a separate bias
     2^-24 sqrt(K) ||x_i|| ||W||        K float32 additions with roundings of random sign (Higham and Mary 2019)
@@ -28,7 +28,7 @@ norm. The forward product dequantises within its kernel: there a wrong block mus
 
 What is found: a single element that is off by more than the bound B (3.4 % of its row's norm in bfloat16, 0.4 % in
 float16; 0.007 % of a dequantised row of 4,096), always; an error of norm E spread over a row escapes with a probability
-of about (0.8 B / E)^2, and one in r rows with independent errors with the r-th power of that. What is not: smaller
+of about (0.8 B / E)^3, and one in r rows with independent errors with the r-th power of that. What is not: smaller
 errors such as one low mantissa bit, and a product in a step in which its layer is not checked.
 """
 
@@ -64,7 +64,7 @@ SHARE = 0.007
 """Of a step's time, as estimated by `share_of_step`, that the sampled checks may take."""
 
 _T = 8.5
-_VECTORS = 2
+_VECTORS = 3
 _FLOAT32 = 2.0**-24
 _LEVEL, _ENOUGH = 4.0, 20  # times the largest clean residual, after so many checks
 _FLOOR = 1e-3
@@ -99,9 +99,9 @@ class _Bound:
 class _Checked:
     """One side of a layer's products."""
 
-    vectors: Tensor  # [columns of the result, 2], float32 on the device
-    checksum: Tensor  # [columns of the operand, 2]
-    offset: Tensor | None  # [2]: the bias times the signs
+    vectors: Tensor  # [columns of the result, 3], float32 on the device
+    checksum: Tensor  # [columns of the operand, 3]
+    offset: Tensor | None  # [1, 3]: the bias times the vectors
     level: float = 1.0
     largest: float = 0.0  # clean residual over its bound, so far
     seen: int = 0
@@ -614,13 +614,13 @@ class _Hook:
 
 
 def _random_vectors(size: int, generator: torch.Generator) -> Tensor:
-    """Signs, which miss no single wrong element, and normal numbers, which tell swapped columns apart; [size, 2]."""
+    """Signs, which miss no single wrong element, and normal numbers, which tell swapped columns apart; [size, 3]."""
     signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1
-    return torch.stack([signs, torch.randn(size, generator=generator)], dim=1)
+    return torch.cat([signs[:, None], torch.randn(size, _VECTORS - 1, generator=generator)], dim=1)
 
 
 def _residuals(operand: Tensor, result: Tensor, checked: _Checked, bound: _Bound) -> Tensor:
-    """Of each row the larger of its two residuals over its bound, float32 [rows]; NaN where only the result has it."""
+    """Of each row the largest of its residuals over its bound, float32 [rows]; NaN where only the result has it."""
     found = torch.mm(result.float(), checked.vectors)
     if checked.offset is not None:
         found -= checked.offset
@@ -633,7 +633,7 @@ def _residuals(operand: Tensor, result: Tensor, checked: _Checked, bound: _Bound
 
 
 def _weight_residuals(weight: Tensor, checked: _Checked) -> Tensor:
-    """Of each row of a weight the larger of its two residuals over its bound, float32 [rows]."""
+    """Of each row of a weight the largest of its residuals over its bound, float32 [rows]."""
     step = max(1, _CHUNK // weight.shape[1])
     bound = _T * _FLOAT32 * 2 * math.sqrt(weight.shape[1])
     parts = []
