@@ -28,7 +28,7 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "version", "redaction"}),
-    frozenset({"configs", "paths", "upstream"}),
+    frozenset({"configs", "host_group", "paths", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
     frozenset({"data", "models"}),
@@ -40,7 +40,9 @@ ENTRY = len(LAYERS)
 ROOT = ENTRY + 1  # cli, __main__ and the package itself, whose lazy names point at anything
 
 HUGGING_FACE = frozenset({"transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "huggingface_hub"})
-NO_HUGGING_FACE = frozenset({"errors", "version", "redaction", "paths", "configs", "upstream", "machine", "transfer"})
+NO_HUGGING_FACE = frozenset(
+    {"errors", "version", "redaction", "paths", "configs", "host_group", "upstream", "machine", "transfer"}
+)
 NO_TORCH = re.compile(
     r"(errors|version|redaction|paths|configs)(\.\w+)*|cli|__main__|__init__"
     r"|machine(\.(?!process|software|child)\w+)?"

@@ -12,8 +12,8 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, TuneError, listed
+from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.transfer import QueuedDigests
-from hf_rocm_tune.transfer.host_group import host_group
 
 T = TypeVar("T")
 

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.host_group import averages_group
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.copies import Fetched, Fetcher
-from hf_rocm_tune.transfer.host_group import averages_group
 
 Way = Literal["ddp", "host"]
 Compression = Literal["none", "fp16", "bf16", "powersgd"]

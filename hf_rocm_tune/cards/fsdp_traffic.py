@@ -37,8 +37,8 @@ from hf_rocm_tune.cards.gradients import (
     verdicts,
 )
 from hf_rocm_tune.errors import CorruptionError, SeamError
+from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.transfer import Mover, digest
-from hf_rocm_tune.transfer.host_group import host_group
 
 GATHERED = "gathered"
 _READS = 3

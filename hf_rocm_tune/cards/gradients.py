@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_rocm_tune.cards.agree import exchange
 from hf_rocm_tune.cards.averaging import Averaging, GradBucket, GroupAveraging, HostAveraging, SyncSettings
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError, device_shortage
+from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.transfer import Mover, digest, digest_on_device
-from hf_rocm_tune.transfer.host_group import host_group
 
 STAGE = "gradients"
 _HEADER, _SENT, _AVERAGED = 3, 3, 2

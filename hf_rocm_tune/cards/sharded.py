@@ -25,10 +25,10 @@ from hf_rocm_tune.cards.agree import compare_replicas, everyone, highest
 from hf_rocm_tune.cards.fsdp_traffic import Gathers
 from hf_rocm_tune.cards.way import CardSettings, Way
 from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.shards import cut_of, is_sharded, reshard, shard_digest
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest, host_copy, map_tensors, named_tensors
-from hf_rocm_tune.transfer.host_group import host_group
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

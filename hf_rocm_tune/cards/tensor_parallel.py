@@ -29,9 +29,9 @@ from hf_rocm_tune.cards.gradients import digest_words
 from hf_rocm_tune.cards.sharded import Sharded, declare_accelerators
 from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.sharding import cut
 from hf_rocm_tune.transfer import Mover
-from hf_rocm_tune.transfer.host_group import host_group
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
 if TYPE_CHECKING:

@@ -34,12 +34,12 @@ from transformers import set_seed
 
 from hf_rocm_tune.cards.way import Stock
 from hf_rocm_tune.errors import CorruptionError, device_shortage
+from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.train.arithmetic import FIRST_STEPS, ArithmeticChecks, StepVerdict, roundoff
 from hf_rocm_tune.train.oom import StepWindow, local_gathers
 from hf_rocm_tune.train.sentinels import is_foreign
 from hf_rocm_tune.transfer import QueuedDigests
-from hf_rocm_tune.transfer.host_group import host_group
 
 logger = logging.getLogger(__name__)
 
