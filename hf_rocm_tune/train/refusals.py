@@ -121,6 +121,15 @@ def check_rows(trainer: Trainer) -> None:
         )
 
 
+def check_fused_head(model: Any) -> None:
+    """Refuse PEFT's CPT in TRL's SFTTrainer: its loss needs the logits, which TRL's fused head does not compute."""
+    if any(each.peft_type == "CPT" for each in getattr(model, "peft_config", {}).values()):
+        raise UsageError(
+            "PEFT's CPT computes its own loss from the logits, which TRL's SFTTrainer does not build: train it with "
+            "VerifiedTransferMixin in front of transformers' Trainer, or choose another method"
+        )
+
+
 def check_offloads(args: TrainingArguments) -> None:
     """Refuse optimizers of bitsandbytes where it has no library for this device."""
     if _of_bitsandbytes(args):
