@@ -107,6 +107,7 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
             model, seconds = load_model(source, mover)
         if not model.can_generate():
             raise UsageError(f"{source.name} is a {type(model).__name__}, which generates no text: give another model")
+        records = attest_files(source, mover)  # of the base: an adapter says by itself what it is
         if adapter is not None:
             say(adapter.described)
             model = attach(model, adapter, _placer(mover, model.dtype, quantised=settings.load_in_4bit))
@@ -114,7 +115,7 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
             if adapter.trained_in_bits == 4 and not settings.load_in_4bit:
                 say("it was trained on 4-bit weights and the base is loaded unquantised; --load_in_4bit quantises it")
         model.eval()
-        records, covered = attest_files(source, mover), coverage(model, mover)
+        covered = coverage(model, mover)
         share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
         missing = ", ".join(row["tensor"] for row in covered.unverified[:3])
         say(
