@@ -275,11 +275,11 @@ WEIGHTS = "model.safetensors"
 AWQ = '{"quantization_config": {"quant_method": "awq"},'
 SPOILS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated": (WEIGHTS, lambda file: os.truncate(file, file.stat().st_size - 100), "truncated"),
-    "emptied": (WEIGHTS, lambda file: file.write_bytes(b""), "0 bytes, damaged header"),
-    "header length": (WEIGHTS, lambda file: file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:]), "damaged header"),
+    "emptied": (WEIGHTS, lambda file: file.write_bytes(b""), "header too small"),
+    "header length": (WEIGHTS, lambda file: file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:]), "header too large"),
     "header text": (WEIGHTS, lambda file: file.write_bytes(file.read_bytes()[:8] + b"{" * 9999), "damaged"),
-    "header dtype": (WEIGHTS, _replace(b'"F32"', b'"Q32"'), "damaged safetensors header"),
-    "header shape": (WEIGHTS, _replace(b"[64", b"[63"), "damaged safetensors header"),
+    "header dtype": (WEIGHTS, _replace(b'"F32"', b'"Q32"'), "damaged or truncated"),
+    "header shape": (WEIGHTS, _replace(b"[64", b"[63"), "damaged or truncated"),
     "no weights": (WEIGHTS, Path.unlink, "has no model.safetensors"),
     "broken config": ("config.json", lambda file: file.write_text('{"model_type":'), "cannot be read as JSON"),
     "no config": ("config.json", Path.unlink, "has no config.json"),

@@ -129,7 +129,7 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
         [WEIGHTS, "not in its integrity.json"],
     ),
     "a truncated file": (
-        lambda here: (unseal(here), (here / "adapter" / WEIGHTS).write_bytes(b"x" * 99)), [], ["damaged header"]
+        lambda here: (unseal(here), (here / "adapter" / WEIGHTS).write_bytes(b"x" * 99)), [], ["damaged or truncated"]
     ),
     "an unknown method": (
         lambda here: (unseal(here), edit(here / "adapter" / "adapter_config.json", peft_type="MAGIC")),
