@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
+from rich.console import Console
+from rich.text import Text
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import get_peft_config
 
@@ -109,12 +112,16 @@ def _pieces(tokenizer: Any, ids: list[int], counts: list[bool]) -> list[dict[str
 
 
 def shown(trainer: Any, form: str, *, colour: bool) -> str:
-    """The preview as ``text`` or ``json``. Tokens that count are green, or in double brackets without colour."""
+    """The preview as ``text``, ``html`` or ``json``. Tokens that count are green, else between double brackets."""
     summaries = getattr(trainer, "data_summaries", {})
     rows = [row for split in ("train", "eval") for row in rows_of(trainer, split)]
     if form == "json":
         content = {"summaries": [one.to_dict() for one in summaries.values()], "rows": rows}
         return json.dumps(content, indent=2, ensure_ascii=False)
+    if form == "html":
+        page = Console(record=True, file=io.StringIO(), width=120)
+        page.print(Text.from_ansi(shown(trainer, "text", colour=True)), soft_wrap=True, highlight=False)
+        return page.export_html(inline_styles=True)
     lines: list[str] = []
     for summary in summaries.values():
         lines += [summary.line(), *filter(None, [summary.warning()])]

@@ -112,7 +112,7 @@ class TuneArguments:
     sample_prompts: list[str] | None = _option(None, "Prompts for --sample_every.")  # noqa: RUF009
     hub_base_model_id: str | None = _option(None, "Hub id to name as base model in what is pushed.")
     verbose: bool = _option(False, "Print each default that differs from TRL's, and why.", aliases=["-v"])
-    dry_run: Literal["text", "json"] | None = _option(
+    dry_run: Literal["text", "html", "json"] | None = _option(
         None, "Check all settings, show the rows as the model reads them with the tokens that count, and exit."
     )
     print_config: bool = _option(False, "Print the resolved configuration as a YAML recipe and exit.")
@@ -539,6 +539,8 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
     if not given.get("dataset_name") and not given.get("datasets"):
         faults.append("no data: give --dataset (--dataset_name), a Hub id, a directory or a file")
+    if given.get("load_in_4bit") and given.get("load_in_8bit"):
+        faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
     own = ", ".join(f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None)
     if own and given.get("adapter_name_or_path") is not None:
         faults.append(f"--adapter_name_or_path has its own {own}: drop them")
