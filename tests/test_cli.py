@@ -61,7 +61,6 @@ LONG = "x" * 300  # more than a file system takes
     [
         (["stf"], ["'stf'", "sft"]),
         (["--sft"], ["'--sft'"]),
-        (["configs"], ["ls|path|cp"]),
         (["configs", "path", "cpu_dul"], ["cpu_dul", "cpu_dual"]),
         (["configs", "cp", "cpu"], ["dest"]),
         (["version", "x"], ["x"]),
