@@ -32,7 +32,7 @@ from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.data import turns
 from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
-from hf_rocm_tune.data.summary import lengths_of, of_trained
+from hf_rocm_tune.data.summary import DataSummary, lengths_of, of_trained
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
@@ -422,17 +422,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     way = job.arguments.way()
     on_host = way.on_host and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host, streamed=job.streamed)
-    peft_config = get_peft_config(job.arguments.model)
-    if peft_config is not None:
-        targets = beside_experts(model, peft_config.target_modules)
-        if targets != peft_config.target_modules:
-            announce.say(announce.mixture(targets))
-        peft_config.target_modules = target_names(targets)
-        check_targets(model, peft_config.target_modules, saved=peft_config.modules_to_save)
-        if tune.init_lora_weights != "default":
-            peft_config.init_lora_weights = tune.init_lora_weights
-    if job.adapter is not None:
-        model, peft_config = attach_for_training(job.adapter, model, job.mover), None
+    model, peft_config = _adapted(job, model)
     extra: dict[str, Any] = {}
     if job.arguments.method in ("dpo", "kto") and not job.arguments.model.use_peft:
         extra["ref_model"] = load_model(job.source, job.mover)[0]
@@ -475,21 +465,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             **extra,
         )
     records = on_main_process(lambda: attest_files(job.source, job.mover))  # of models that TRL has loaded, too
-    if tune.mask_thinking:
-        for split in ("train", "eval"):
-            if (rows := getattr(trainer, f"{split}_dataset")) is not None:
-                rows, lost = without_thinking(rows, trainer.processing_class, split)
-                setattr(trainer, f"{split}_dataset", rows)
-                if lost:
-                    announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
-    check_rows(trainer)
-    summaries = preview.summaries(trainer, job.data)
-    if tune.mask_thinking:
-        summaries = {name: of_trained(getattr(trainer, f"{name}_dataset"), each) for name, each in summaries.items()}
-    for summary in summaries.values():
-        announce.say(summary.line())
-        if warning := summary.warning():
-            announce.say(f"warning: {warning}")
+    summaries = _rows_told(job, trainer)
     job.arguments = replace(job.arguments, training=trainer.args)  # the trainer's own, changed copy
     if job.publisher is not None:
         job.publisher.alive = partial(trainer.beat, "save")
@@ -504,6 +480,43 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         data=tuple(each.to_dict() for each in summaries.values()),
     )
     return trainer, facts
+
+
+def _adapted(job: Job, model: Any) -> tuple[Any, Any]:
+    """The model, with the adapter whose training continues; and PEFT's configuration of a new one."""
+    if job.adapter is not None:
+        return attach_for_training(job.adapter, model, job.mover), None
+    tune, config = job.arguments.tune, get_peft_config(job.arguments.model)
+    if config is not None:
+        targets = beside_experts(model, config.target_modules)
+        if targets != config.target_modules:
+            announce.say(announce.mixture(targets))
+        config.target_modules = target_names(targets)
+        check_targets(model, config.target_modules, saved=config.modules_to_save)
+        if tune.init_lora_weights != "default":
+            config.init_lora_weights = tune.init_lora_weights
+    return model, config
+
+
+def _rows_told(job: Job, trainer: Any) -> dict[str, DataSummary]:
+    """What is trained on, as told to the user; leaves out rows that only have thinking if that is masked."""
+    masked = job.arguments.tune.mask_thinking
+    if masked:
+        for split in ("train", "eval"):
+            if (rows := getattr(trainer, f"{split}_dataset")) is not None:
+                rows, lost = without_thinking(rows, trainer.processing_class, split)
+                setattr(trainer, f"{split}_dataset", rows)
+                if lost:
+                    announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
+    check_rows(trainer)
+    summaries = preview.summaries(trainer, job.data)
+    if masked:
+        summaries = {name: of_trained(getattr(trainer, f"{name}_dataset"), each) for name, each in summaries.items()}
+    for summary in summaries.values():
+        announce.say(summary.line())
+        if warning := summary.warning():
+            announce.say(f"warning: {warning}")
+    return summaries
 
 
 def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
