@@ -152,7 +152,8 @@ def test_what_a_crashed_start_left_running_is_ended_before_the_next(place: Path)
 
 
 def test_a_process_that_cannot_be_ended_stops_everything(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision.Child, "end", lambda self, grace: [4711])
+    end = supervision.Child.end
+    monkeypatch.setattr(supervision.Child, "end", lambda self, grace: [*end(self, grace), 4711])
     with pytest.raises(StallError, match=r"\[4711\].*restart the machine"):
         run(place, {"step": 3, "end": 1})
     assert attempts(place) == 1
@@ -163,7 +164,7 @@ def test_a_process_that_cannot_be_ended_stops_everything(place: Path, monkeypatc
 
 def supervisor(*command: str, **flags: str) -> list[str]:
     """`hf-rocm-tune run` of a command, without patience unless told."""
-    usual = {"backoff_seconds": "0", "stall_seconds": "1", "grace_seconds": "0.3"} | flags
+    usual = {"backoff_seconds": "0", "stall_seconds": "20", "grace_seconds": "0.3"} | flags
     given = [word for name, value in usual.items() for word in (f"--{name}", value)]
     return [sys.executable, "-m", "hf_rocm_tune", "run", *given, "--", *command]
 

@@ -487,11 +487,15 @@ class TerminalCallback(ProgressCallback):
 class NotebookCallback(TerminalCallback):
     """The same as one table in the output of the cell, drawn again with each log."""
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """A table in the cell that trains."""
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._live = False
         self._table: list[str] = []
         self._drawn: Any = None
-        self._live, self._width = False, 0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """A table in the cell that trains."""
+        self._table, self._drawn, self._width = [], None, 0
 
     def _put(self, cells: list[str], first: int) -> None:
         from IPython.display import HTML, display

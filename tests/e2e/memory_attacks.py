@@ -327,9 +327,8 @@ def _initial_adapter(rng: random.Random, step: int, tell: Callable[[str], None])
     """PiSSA's initial adapter, which is kept on the host for the result, changes."""
 
     def do(trainer: Any) -> None:
-        start = trainer._checkpoints.start
-        tensors = getattr(start, "_tensors", start)
-        flip(rng.choice(list(tensors.values())), rng)
+        kept = trainer._checkpoints.start._tensors.values()
+        flip(rng.choice([tensor for tensor, _ in kept]), rng)
         tell("initial adapter")
 
     _at("before forward", step, do)

@@ -169,7 +169,8 @@ def run(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
             with counted(trainer, census):
                 trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2") if resume else None)
         assert census.calls > 100
-        assert census.forwards == (5 if resume else 10)
+        twice = trainer_class is VerifiedSFTTrainer  # in the third step a micro-batch is computed twice
+        assert census.forwards == (5 if resume else 10 + twice)
         return census
 
     return go

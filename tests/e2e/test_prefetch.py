@@ -27,6 +27,7 @@ def test_every_depth_trains_the_same_run(
         logging_steps=1,
         save_steps=2,
         disable_tqdm=True,
+        check_arithmetic="off",  # a batch that is computed twice is sent twice unless it was on its way
     )
     for depth in (1, 0, 3):
         output = tmp_path / str(depth)
