@@ -354,6 +354,7 @@ class Fatal(Dataset[dict[str, Tensor]]):
 
 def test_a_worker_that_dies_ends_the_loop_and_leaves_the_mover_usable(prepare: Prepare, mover: Mover) -> None:
     loader = prepare(Fatal(), mover, num_workers=1, shuffle=False)
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+    # torch's own words, or if it notices while it receives a batch from the worker, the broken connection
+    with pytest.raises((RuntimeError, ConnectionError), match=r"exited unexpectedly|reset by peer"):
         mover.settle(list(loader))
     assert torch.equal(mover.move(torch.arange(9), name="after"), torch.arange(9))
