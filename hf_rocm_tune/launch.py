@@ -72,7 +72,8 @@ def split(argv: Sequence[str]) -> CommandLine:
 def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:
     """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says."""
     names.apply_environment(argv, os.environ)
-    arguments = _parse_launcher_flags([*_config_flags(accelerate_config, extra), *extra, "-m", entry, *argv])
+    flags = _config_flags(accelerate_config, extra, quiet=_prints_a_document(argv))
+    arguments = _parse_launcher_flags([*flags, *extra, "-m", entry, *argv])
     content = _content(arguments.config_file, required=True)
     kind = str(content.get("distributed_type", "")) if content else "NO"
     flagged = arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed or arguments.tpu
@@ -228,7 +229,13 @@ def _unrecorded(status: int, who: str) -> int:
     return code
 
 
-def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[str]:
+def _prints_a_document(argv: Sequence[str]) -> bool:
+    """Whether stdout will be JSON or HTML, in which no line of ours may stand."""
+    dry_runs = [at for at, argument in enumerate(argv) if names.bare(argument) == "dry_run"]
+    return any({argv[at].partition("=")[2], *argv[at + 1 : at + 2]} & {"json", "html"} for at in dry_runs)
+
+
+def _config_flags(accelerate_config: str | None, extra: Sequence[str], *, quiet: bool = False) -> list[str]:
     """``--config_file`` for the launcher, from a name, a path or the machine."""
     given = {names.bare(argument) for argument in extra if argument.startswith("--")}
     if accelerate_config is None:
@@ -242,7 +249,9 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str]) -> list[s
         )
         found = "a GPU is visible" if gpu else "no GPU is visible"
         # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
-        print_line(f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)")
+        line = f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)"
+        if not quiet:
+            print_line(line)
     path = Path(accelerate_config) if os.path.isfile(accelerate_config) else configs.path(accelerate_config)
     return ["--config_file", str(path)]
 

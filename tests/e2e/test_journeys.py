@@ -89,9 +89,11 @@ def test_own_data(user: User) -> None:
     assert wrong.code == 2 and len(wrong.error_lines) == 1 and "line 5" in wrong.stderr
     assert not (user.place / "out").exists()
     (user.place / "chats.jsonl").write_text("\n".join(lines) + "\n")
-    preview = done(user.train("out", "--assistant_only_loss", "--dry_run", "json"))
+    usual = flags(model="base", dataset="chats.jsonl", output_dir="out", **USUAL)
+    argv = [sys.executable, "-m", "hf_rocm_tune", "sft", *usual, "--assistant_only_loss", "--dry_run", "json"]
+    preview = subprocess.run(argv, cwd=user.place, check=True, capture_output=True, text=True, timeout=TIMEOUT)
     assert not (user.place / "out").exists()
-    (seen,) = json.loads(preview.stdout)["summaries"]
+    (seen,) = json.loads(preview.stdout)["summaries"]  # nothing else on stdout, by the launcher either
     done(user.train("out", "--assistant_only_loss"))
     (trained,) = report_of(user.place / "out")["data"]
     assert trained == seen and 0 < trained["trained"] < trained["tokens"]
