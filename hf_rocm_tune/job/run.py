@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import closing, nullcontext, redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -198,7 +198,7 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
         announce.say(*announce.settings(arguments, job.data.description, job.mover))
         job.findings = announce.check_machine(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
         try:
-            with job.mover, closing(publisher) if publisher else nullcontext():
+            with job.mover:
                 _complete(job)
                 if publisher is not None:
                     publisher.result(plan.directory)

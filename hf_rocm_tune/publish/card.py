@@ -71,16 +71,10 @@ def build(facts: CardFacts, private: Private) -> str:
     """The whole card, with metadata and hash."""
     base_id = published_name(facts.base_model, private, facts.base_model_id)
     ids = [published_name(name, private) for name in facts.datasets]
-    clean = replace(
-        facts,
-        name=" ".join(scrub_text(facts.name, private).split()) or "model",
-        base_model=base_id or Path(scrub_text(facts.base_model, private)).name,
-        base_model_id=base_id,
-        datasets=tuple(dict.fromkeys(name for name in ids if name)),
-        data=scrub_text(facts.data, private),
-        settings=scrub_json(facts.settings, private),
-        report=scrub_json(facts.report, private),
-    )
+    told = {name: scrub_json(getattr(facts, name), private) for name in ("data", "settings", "report")}
+    told["name"] = " ".join(scrub_text(facts.name, private).split()) or "model"
+    told["base_model"] = base_id or Path(scrub_text(facts.base_model, private)).name
+    clean = replace(facts, base_model_id=base_id, datasets=tuple(dict.fromkeys(filter(None, ids))), **told)
     whole = f"---\n{_metadata(clean)}\n---\n\n{_text(clean)}"
     signed = whole.encode("utf-8", "replace").decode().rstrip()
     return (
@@ -180,9 +174,6 @@ def _dtype(name: str) -> str:
 
 # ---- a card that a person may have edited, before it is published ----------------------------------------------------
 
-# The Hub's own, from huggingface_hub.repocard.
-_FRONT_MATTER = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---[ \t]*(\r\n|\n|$))")
-
 
 def published_name(name: str, private: Private, base_model_id: str | None = None) -> str | None:
     """The public id of a model or dataset on the Hub, or of a path in the Hub's cache; None if there is none."""
@@ -205,23 +196,18 @@ def clean_card(text: str, private: Private, *, base_model_id: str | None = None)
 
     The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is not an id of the Hub.
     """
-    found = _FRONT_MATTER.match(text)
-    front, body = ("", text) if found is None else (found[0], text[found.end() :])
     try:
-        metadata = dict(yaml.safe_load(found[2]) or {}) if found is not None else {}
-        given = {"base_model": base_model_id} if base_model_id and found is not None else {}
-        cleaned = {key: _cleaned(key, value, private, base_model_id) for key, value in {**given, **metadata}.items()}
+        card = ModelCard(text, ignore_metadata_errors=False)
+        before = card.data.to_dict()
+        given = {"base_model": base_model_id} if base_model_id and before else {}
+        cleaned = {key: _cleaned(key, value, private, base_model_id) for key, value in {**given, **before}.items()}
         cleaned = {key: value for key, value in cleaned.items() if value}
-        if cleaned != metadata:
+        front = text[: len(text) - len(card.text)]
+        if cleaned != before:
             front = f"---\n{yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True)}---\n"
-        result = front + scrub_text(body, private, names=False)
-        ModelCard(result)  # huggingface_hub's own reading; the Hub's is asked for when the card is uploaded
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
-        message = " ".join(str(error).split())
-        raise UsageError(
-            f"the metadata of README.md cannot be read ({message}): correct the lines between the --- marks"
-        ) from error
-    return result
+        raise UsageError(f"the metadata of README.md between the --- marks cannot be read: {error}") from error
+    return front + scrub_text(card.text, private, names=False)
 
 
 def _cleaned(key: str, value: Any, private: Private, base_model_id: str | None) -> Any:

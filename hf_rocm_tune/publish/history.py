@@ -50,31 +50,20 @@ def write_log(
     directory: Path, *, run_id: str, step: int, max_steps: int, trained: Trained | None, rows: Iterable[Row]
 ) -> Path:
     """Write ``training_log.json``, in which numbers that are not finite are null. It names no file and no directory."""
-
-    def storable(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    content = {
-        "schema": 1,
-        "run_id": run_id,
-        "step": step,
-        "max_steps": max_steps,
-        "trained": asdict(trained) if trained is not None else {},
-        "log": [{key: storable(value) for key, value in row.items()} for row in rows],
-    }
+    log = [
+        {key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in row.items()}
+        for row in rows
+    ]
+    told = asdict(trained) if trained is not None else {}
+    content = {"schema": 1, "run_id": run_id, "step": step, "max_steps": max_steps, "trained": told, "log": log}
     write_text_atomic(directory / LOG_NAME, json.dumps(content, indent=1) + "\n")
     return directory / LOG_NAME
 
 
 def series(rows: Iterable[Row], key: str) -> list[tuple[float, float]]:
     """(step, value) of one metric in the order of the steps; the newest of a step counts, NaN is a gap in a curve."""
-    found: dict[float, float] = {}
-    for row in rows:
-        step = number(row, "step")
-        if step is not None and key in row:
-            value = number(row, key)
-            found[step] = math.nan if value is None else value
-    return sorted(found.items())
+    values = ((number(row, "step"), number(row, key)) for row in rows if key in row)
+    return sorted({step: math.nan if value is None else value for step, value in values if step is not None}.items())
 
 
 def last(rows: Iterable[Row], key: str) -> float | None:
@@ -240,22 +229,21 @@ class RunFiles:
 
 def collect(directory: Path) -> RunFiles:
     """Read the files of a run; a ``UsageError`` if there are none."""
-    if not os.path.isdir(directory):  # unlike Path.is_dir, never raises
-        what = "is a file" if os.path.exists(directory) else "does not exist"
-        raise UsageError(f"{directory} {what}: name the --output_dir of a run")
     try:
         found = checkpoints(directory)
-    except OSError as error:
-        raise UsageError(f"{directory} cannot be read: {error.strerror}; name the --output_dir of a run") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        why = f"cannot be read ({error})" if os.path.isdir(directory) else "does not exist"
+        why = "is a file" if os.path.isfile(directory) else why
+        raise UsageError(f"{directory} {why}: name the --output_dir of a run") from error
     if not found and not any((directory / name).exists() for name in _TRACES):
         raise UsageError(f"{directory} has no file of a training run: name the --output_dir of a run")
     missing: list[str] = []
     inspection = manifest.inspect(directory)
-    record = _read(directory / "run.json", missing)
+    record = read_json(directory / "run.json", missing)
     run_id = text(record, "run_id") or (inspection.manifest.run_id if inspection.manifest else "")
-    report, log = (_read(directory / name, missing, run_id) for name in (REPORT_NAME, LOG_NAME))
+    report, log = (read_json(directory / name, missing, run_id) for name in (REPORT_NAME, LOG_NAME))
     for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:
-        state = _read(path, missing) if path.is_file() else {}
+        state = read_json(path, missing) if path.is_file() else {}
         if (number(state, "global_step") or 0) > (number(log, "step") or 0):
             # A trainer's state does not say what was trained, which does not change over a run.
             log = {**log, "max_steps": state.get("max_steps")}
@@ -277,7 +265,7 @@ def collect(directory: Path) -> RunFiles:
     )
 
 
-def _read(path: Path, missing: list[str], run_id: str = "") -> dict[str, Any]:
+def read_json(path: Path, missing: list[str] | None = None, run_id: str = "") -> dict[str, Any]:
     """A JSON object of this run, or nothing and a line about why."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -287,16 +275,16 @@ def _read(path: Path, missing: list[str], run_id: str = "") -> dict[str, Any]:
         if run_id and other and other != run_id:
             raise ValueError(f"it belongs to another run, {other}")
         return content
-    except FileNotFoundError:
-        missing.append(f"{path.name}: it is missing")
     except (OSError, ValueError, RecursionError) as error:
-        missing.append(f"{path.name}: it is not used ({error})")
-    return {}
+        why = "it is missing" if isinstance(error, FileNotFoundError) else f"it is not used ({error})"
+        if missing is not None:
+            missing.append(f"{path.name}: {why}")
+        return {}
 
 
 def run_settings(directory: Path) -> dict[str, Any]:
     """Of the run that wrote a directory, or the directory above a checkpoint; empty if unknown."""
-    found = (table(_read(place / "run.json", []), "settings") for place in (directory, directory.parent))
+    found = (table(read_json(folder / "run.json"), "settings") for folder in (directory, directory.parent))
     return next(filter(None, found), {})
 
 

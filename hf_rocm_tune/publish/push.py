@@ -15,14 +15,13 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoFile, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
@@ -30,11 +29,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
-from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, run_settings, unrecovered
+from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, judge, read_json, run_settings
 from hf_rocm_tune.publish.page import PAGE_NAME, page_of
 from hf_rocm_tune.redaction import Private, find_in_file, local_paths, redact, remember, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
-from hf_rocm_tune.survive.atomic import create_staging, read_plain
+from hf_rocm_tune.survive.atomic import read_plain
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest, read_once
 from hf_rocm_tune.version import __version__
 
@@ -69,8 +68,7 @@ class PushSettings:
             raise UsageError(f"--base_model_id must be an id on the Hub such as ORG/NAME, got {self.base_model_id!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pushed:
+class Pushed(NamedTuple):
     """A push that was checked."""
 
     url: str
@@ -81,10 +79,8 @@ class Pushed:
     @property
     def summary(self) -> str:
         """The push in one line."""
-        return (
-            f"pushed to {self.url} (commit {self.commit[:10]}): {self.files} files, {self.bytes / 1e6:.3g} MB; all "
-            "hashes on the Hub are correct"
-        )
+        what = f"pushed to {self.url} (commit {self.commit[:10]}): {self.files} files, {self.bytes / 1e6:.3g} MB"
+        return f"{what}; all hashes on the Hub are correct"
 
 
 def push(
@@ -110,51 +106,34 @@ def push(
         HubError: the Hub does not accept it now.
     """
     settings, directory = settings or PushSettings(), Path(directory)
-    private = private_here(directory, repo_id=repo_id, base_model_id=settings.base_model_id, token=token)
-    repository = Repository(repo_id, settings, private, say, token=token)
-    pieces = stage(_parts(directory, settings.checkpoints), private, settings.base_model_id, say)
+    repository = _Repository(directory, repo_id, settings, say, token=token)
+    pieces = repository.stage(_parts(directory, settings.checkpoints), say)
     if settings.report:
-        pieces[PAGE_NAME] = Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
+        pieces[PAGE_NAME] = _Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
         say(f"to be uploaded, too: {PAGE_NAME}")
     return repository.send(pieces, "Upload with hf-rocm-tune")
-
-
-def private_here(
-    directory: Path,
-    *,
-    repo_id: str,
-    base_model_id: str | None,
-    token: str | None,
-    others: Mapping[str, str] | None = None,
-) -> Private:
-    """Private names of this machine, and the paths that the run was given, each with its public replacement ("" for the
-    last part): ``repo_id`` for the directory, ``base_model_id`` for the base model.
-    """
-    settings = run_settings(directory)
-    bases: list[Any] = [settings.get("model_name_or_path")]
-    with suppress(OSError, ValueError, AttributeError):
-        bases.append(json.loads(read_plain(directory / "adapter_config.json")).get("base_model_name_or_path"))
-    paths = dict.fromkeys(local_paths(settings), "")
-    paths |= {path: public for path, public in (others or {}).items() if local_paths(path)}  # not ids of the Hub
-    paths |= {base: base_model_id or "" for base in bases if local_paths(base)}
-    paths[str(directory.absolute())] = repo_id
-    return Private.of_this_machine(os.environ, paths=paths, secrets=[token, get_token() if token is None else None])
 
 
 # ---- what is uploaded -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One file of an upload: its bytes, or where it is if it is large."""
+class _Piece:
+    """One file of an upload: its bytes, or an open descriptor of a large one, which may be deleted meanwhile."""
 
     entry: FileEntry  # of what is uploaded
-    content: bytes | None = None
-    source: Path | None = None
+    content: bytes = b""
+    opened: int | None = None
 
     @classmethod
-    def of(cls, content: bytes) -> Piece:
+    def of(cls, content: bytes) -> _Piece:
         return cls(entry=FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest()), content=content)
+
+    @classmethod
+    def large(cls, file: Path, entry: FileEntry) -> _Piece:
+        piece = cls(entry=entry, opened=os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+        weakref.finalize(piece, os.close, piece.opened)
+        return piece
 
     def is_stored(self, there: RepoFile | None) -> bool:
         """Whether the Hub states the hash of these bytes: SHA-256 in large file storage, Git's SHA-1 elsewhere."""
@@ -162,8 +141,7 @@ class Piece:
             return False
         if there.lfs is not None:
             return str(there.lfs.sha256) == self.entry.sha256
-        content = self.content or b""
-        return str(there.blob_id) == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        return str(there.blob_id) == hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
 
 
 def _parts(directory: Path, wanted: Checkpoints) -> dict[str, Path]:
@@ -174,33 +152,6 @@ def _parts(directory: Path, wanted: Checkpoints) -> dict[str, Path]:
     if wanted == "last":
         return {"": directory, _LAST: found[-1]}
     return {"": directory, **{f"{path.name}/": path for path in found}}
-
-
-def stage(parts: Mapping[str, Path], private: Private, base_model_id: str | None, say: Say) -> dict[str, Piece]:
-    """What is published of directories, by path on the Hub; files that only a resume needs go into folders only."""
-    pieces: dict[str, Piece] = {}
-    for prefix, directory in parts.items():
-        written = _sealed(directory)
-        own: dict[str, Piece] = {}
-        try:
-            for name, entry in sorted(written.files.items()):
-                deleted = name == CARD_NAME and not os.path.lexists(directory / name)
-                if name not in _LEFT_OUT and not deleted and (prefix or not name.startswith(_RESUME_ONLY)):
-                    own[name] = _piece(directory / name, entry, private, base_model_id)
-        except OSError as error:
-            reason = error.strerror or error
-            raise UsageError(f"{error.filename or directory} cannot be read ({reason}): nothing is uploaded") from error
-        changed = [name for name, piece in own.items() if piece.entry != written.files[name]]
-        extra = {**written.extra, "published": {"changed": changed, "left_out": sorted(set(written.files) - set(own))}}
-        public = replace(written, files={name: piece.entry for name, piece in own.items()}, extra=extra)
-        own[MANIFEST_NAME] = Piece.of(manifest.to_json(public).encode())
-        stay = (path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", ".")))
-        told = {"to be uploaded": own, "rewritten without local paths and names": changed}
-        for what, names in (told | {"not uploaded": sorted(set(stay) - set(own))}).items():
-            if names:
-                say(f"{what}{f' in {prefix}' if prefix else ''}: {', '.join(names)}")
-        pieces |= {prefix + name: piece for name, piece in own.items()}
-    return pieces
 
 
 def _sealed(directory: Path) -> Manifest:
@@ -214,77 +165,118 @@ def _sealed(directory: Path) -> Manifest:
             f"{directory} has no valid {MANIFEST_NAME} ({why}), so it is unknown whether its files are what was "
             "trained: let the run end, or name one of its checkpoints (checkpoint-N)"
         )
-    file = directory / REPORT_NAME
-    try:
-        wrong = unrecovered(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:  # a checkpoint
-        wrong = []
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{file} has an unknown form ({error!r}), so the run is not uploaded") from error
-    if wrong:
+    verdict = judge(read_json(directory / REPORT_NAME), finished=True)
+    if verdict.level == "bad":
         raise CorruptionError(
-            f"{file} reports corruption that was not recovered ({'; '.join(wrong[:3])}): this run is not uploaded. "
-            "Train again, or push a checkpoint from before it"
+            f"{directory}: {verdict.headline} It is not uploaded: train again, or push a checkpoint from before it"
         )
     return written
 
 
-def _piece(source: Path, entry: FileEntry, private: Private, base_model_id: str | None) -> Piece:
-    """One file as it is published."""
-    if source.name == CARD_NAME:  # the only file that may differ from the manifest
-        if source.is_symlink() or not source.is_file():
-            raise UsageError(f"{source} is a link or no plain file: replace it by the file")
-        try:
-            text = read_plain(source).decode()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{source} is not UTF-8 text: {error}") from error
-        return Piece.of(clean_card(text, private, base_model_id=base_model_id).encode())
-    if problems := manifest.compare(source.parent, {source.name: entry}):
-        raise UsageError(f"{source.parent}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
-    is_json = source.suffix == ".json" and source.name not in _VOCABULARIES
-    large = entry.bytes > _LARGE and not is_json
-    piece = Piece(entry=entry, source=source) if large else Piece.of(read_plain(source))
-    if piece.entry != entry:
-        raise UsageError(f"{source} differs from {MANIFEST_NAME}: it is damaged, or being written")
-    if is_json:
-        return _public_json(source, piece, private, base_model_id)
-    with open(source, "rb") if piece.content is None else io.BytesIO(piece.content) as stream:
-        what = find_in_file(stream, private, header_only=source.suffix == ".safetensors")
-    if what:
-        raise UsageError(f"{source} holds {what}, and files of this kind cannot be rewritten: remove it from the file")
-    return piece
-
-
-def _public_json(source: Path, piece: Piece, private: Private, base_model_id: str | None) -> Piece:
+def _card(file: Path, private: Private, base_model_id: str | None) -> _Piece:
+    """The only file that may differ from the manifest."""
+    if file.is_symlink() or not file.is_file():
+        raise UsageError(f"{file} is a link or no plain file: replace it by the file")
     try:
-        content = json.loads(piece.content or b"")
+        text = read_plain(file).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text: {error}") from error
+    return _Piece.of(clean_card(text, private, base_model_id=base_model_id).encode())
+
+
+def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | None) -> _Piece:
+    """One file as it is published."""
+    if problems := manifest.compare(file.parent, {file.name: entry}):
+        raise UsageError(f"{file.parent}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
+    is_json = file.suffix == ".json" and file.name not in _VOCABULARIES
+    large = entry.bytes > _LARGE and not is_json
+    piece = _Piece.large(file, entry) if large else _Piece.of(read_plain(file))
+    if piece.entry != entry:
+        raise UsageError(f"{file} differs from {MANIFEST_NAME}: it is damaged, or being written")
+    if not is_json:
+        with open(file, "rb") if large else io.BytesIO(piece.content) as stream:
+            found = find_in_file(stream, private, header_only=file.suffix == ".safetensors")
+        if found:
+            raise UsageError(f"{file} holds {found}, and files of this kind cannot be rewritten: remove it")
+        return piece
+    try:
+        content = json.loads(piece.content)
         public = dict(content)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{source} is not a JSON object: {error}") from error
+        raise UsageError(f"{file} is not a JSON object: {error}") from error
     for key in _BASE_KEYS:
         base = content.get(key)
         if isinstance(base, str) and base and private.is_local(base):
             public[key] = published_name(base, private, base_model_id) or Path(base).name
-    public = scrub_json(public, private, names=source.name == REPORT_NAME)
-    text = json.dumps(public, indent=2, ensure_ascii=False) + "\n"
-    return piece if public == content else Piece.of(text.encode())
+    public = scrub_json(public, private, names=file.name == REPORT_NAME)
+    return piece if public == content else _Piece.of((json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 # ---- the Hub --------------------------------------------------------------------------------------------------------
 
 
-class Repository:
-    """A branch of a repository; ``NAME`` alone is one of the token's owner, which `open` adds."""
+class _Repository:
+    """A branch of a repository; ``NAME`` alone is one of the token's owner, which `open` adds.
+
+    ``local`` has paths that the run was given, each with its public replacement ("" for the last part).
+    """
 
     def __init__(
-        self, repo_id: str, settings: PushSettings, private: Private, say: Say, *, token: str | None = None
+        self,
+        directory: Path,
+        repo_id: str,
+        settings: PushSettings,
+        say: Say,
+        *,
+        token: str | None,
+        local: Mapping[str, str] | None = None,
     ) -> None:
-        self.repo_id, self._settings, self._private, self._say = repo_id, settings, private, say
-        self._is_open = False
-        remember({"secret": list(private.secrets)})
+        self.repo_id, self._settings, self._say, self._is_open = repo_id, settings, say, False
+        given = run_settings(directory)
+        bases: list[Any] = [given.get("model_name_or_path")]
+        with suppress(OSError, ValueError, AttributeError):
+            bases.append(json.loads(read_plain(directory / "adapter_config.json")).get("base_model_name_or_path"))
+        paths = dict.fromkeys(local_paths(given), "")
+        paths |= {path: public for path, public in (local or {}).items() if local_paths(path)}  # not ids of the Hub
+        paths |= {base: settings.base_model_id or "" for base in bases if local_paths(base)}
+        paths[str(directory.absolute())] = repo_id
+        secrets = [token, get_token() if token is None else None]
+        self._private = Private.of_this_machine(os.environ, paths=paths, secrets=secrets)
+        remember({"secret": list(self._private.secrets)})
         for handler in logging.getLogger("huggingface_hub").handlers:
             handler.addFilter(_redact_record)  # adding it again changes nothing
         self._api = HfApi(token=token, library_name="hf-rocm-tune", library_version=__version__)
+
+    def stage(self, parts: Mapping[str, Path], say: Say) -> dict[str, _Piece]:
+        """What is published of directories, by path on the Hub; files that only a resume needs go into folders only."""
+        private, base_model_id = self._private, self._settings.base_model_id
+        pieces: dict[str, _Piece] = {}
+        for prefix, directory in parts.items():
+            written = _sealed(directory)
+            own: dict[str, _Piece] = {}
+            try:
+                for name, entry in sorted(written.files.items()):
+                    if name == CARD_NAME and os.path.lexists(directory / name):  # it may have been deleted
+                        own[name] = _card(directory / name, private, base_model_id)
+                    elif name not in (*_LEFT_OUT, CARD_NAME) and (prefix or not name.startswith(_RESUME_ONLY)):
+                        own[name] = _piece(directory / name, entry, private, base_model_id)
+            except OSError as error:
+                reason = error.strerror or error
+                raise UsageError(f"{error.filename or directory} cannot be read ({reason}): nothing is sent") from error
+            changed = [name for name, piece in own.items() if piece.entry != written.files[name]]
+            extra = {"published": {"changed": changed, "left_out": sorted(set(written.files) - set(own))}}
+            entries = {name: piece.entry for name, piece in own.items()}
+            public = replace(written, files=entries, extra={**written.extra, **extra})
+            own[MANIFEST_NAME] = _Piece.of(manifest.to_json(public).encode())
+            stay = (
+                path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", "."))
+            )
+            told = {"to be uploaded": own, "rewritten without local paths and names": changed}
+            for what, names in (told | {"not uploaded": sorted(set(stay) - set(own))}).items():
+                if names:
+                    say(f"{what}{f' in {prefix}' if prefix else ''}: {', '.join(names)}")
+            pieces |= {prefix + name: piece for name, piece in own.items()}
+        return pieces
 
     def open(self) -> None:
         """Create the repository and its branch where they do not exist; a public one where ``private`` is refused."""
@@ -306,19 +298,21 @@ class Repository:
             self._say(f"{self.repo_id} exists and is public: everyone can read what is pushed to it")
         self._is_open = True
 
-    def send(self, pieces: Mapping[str, Piece], message: str) -> Pushed:
+    def send(self, pieces: Mapping[str, _Piece], message: str) -> Pushed:
         """Upload in one commit, and check it: a ``CorruptionError`` if the Hub states other hashes."""
         if not self._is_open:
             self.open()
         revision = self._settings.revision
         with self._errors():
             head = str(self._api.repo_info(self.repo_id, revision=revision).sha)
-            there = self._files(head)
-            lacking = [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]
+            there, earlier = self._files(head), dict[str, FileEntry]()
+            if MANIFEST_NAME in there:
+                old = manifest.read(Path(self._api.hf_hub_download(self.repo_id, MANIFEST_NAME, revision=head)).parent)
+                earlier = dict(old.files) if isinstance(old, Manifest) else {}
             # Remaining files of an earlier push would be loaded together with the new ones.
-            earlier = self._listed(head) if MANIFEST_NAME in there else {}
             folders = {path.partition("/")[0] for path in pieces if "/" in path}
             stale = [path for path in there.keys() - pieces if path in earlier or path.partition("/")[0] in folders]
+            lacking = [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]
             changes: list[Any] = [self._addition(path, pieces[path]) for path in lacking]
             changes += [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in stale]
             if changes:
@@ -333,13 +327,13 @@ class Repository:
         size = sum(piece.entry.bytes for piece in pieces.values())
         return Pushed(url=f"{self._api.endpoint}/{self.repo_id}", commit=head, files=len(pieces), bytes=size)
 
-    def _addition(self, path: str, piece: Piece) -> CommitOperationAdd:
+    def _addition(self, path: str, piece: _Piece) -> CommitOperationAdd:
         """The operation for one file; the bytes of a large one, in memory that nobody can write to, are sent first."""
-        if piece.source is None:
-            return CommitOperationAdd(path_in_repo=path, path_or_fileobj=piece.content or b"")
-        with read_once(piece.source) as (copy, entry):
+        if piece.opened is None:
+            return CommitOperationAdd(path_in_repo=path, path_or_fileobj=piece.content)
+        with read_once(Path(f"/proc/self/fd/{piece.opened}")) as (copy, entry):
             if entry != piece.entry:
-                raise UsageError(f"{piece.source} has changed since it was checked: nothing is published")
+                raise UsageError(f"{path} has changed since it was checked: nothing is published")
             addition = CommitOperationAdd(path_in_repo=path, path_or_fileobj=str(copy))
             self._api.preupload_lfs_files(self.repo_id, additions=[addition], revision=self._settings.revision)
         return addition
@@ -348,23 +342,16 @@ class Repository:
         found = self._api.list_repo_tree(self.repo_id, recursive=True, revision=commit)
         return {one.path: one for one in found if isinstance(one, RepoFile)}
 
-    def _listed(self, commit: str) -> Mapping[str, FileEntry]:
-        """The files that the manifest on the Hub lists."""
-        with TemporaryDirectory() as folder:
-            self._api.hf_hub_download(self.repo_id, MANIFEST_NAME, revision=commit, local_dir=folder)
-            old = manifest.read(Path(folder))
-        return old.files if isinstance(old, Manifest) else {}
-
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Errors of the Hub's client become ours here."""
+        """Errors of the Hub's client become ours here: a UsageError if the user can fix it, else a HubError."""
         try:
             yield
         except (TuneError, AssertionError, AttributeError, NameError, TypeError):
             raise
         except Exception as error:
-            explained = _explained(error, self.repo_id)
-            raise type(explained)(scrub_text(str(explained), self._private, names=False)) from error
+            kind, what = _explained(error, self.repo_id)
+            raise kind(scrub_text(what, self._private, names=False)) from error
 
 
 def _redact_record(record: logging.LogRecord) -> bool:
@@ -374,45 +361,37 @@ def _redact_record(record: logging.LogRecord) -> bool:
 
 
 _TOKENS_PAGE = "https://huggingface.co/settings/tokens"
-_BY_STATUS = {
-    401: "the Hub does not accept the token {info}: make one with write access at {page}, then `hf auth login` or set "
-    "HF_TOKEN",
-    403: "the token may not write to {repo} {info}: give it write permission there at {page}, or name a repository of "
-    "your own",
-    404: "{repo} does not exist, or has no such branch, or the token has no access to it {info}: check the names, and "
-    "that you are a member of the organisation",
+_REFUSALS = {
+    401: f"the Hub does not accept the token: make one with write access at {_TOKENS_PAGE}, then `hf auth login`",
+    403: f"the token may not write to {{repo}}: give it write permission at {_TOKENS_PAGE}, or name one of yours",
+    404: "{repo} or its branch does not exist, or the token has no access to it: check the names",
 }
 
 
-def _explained(error: BaseException, repo_id: str) -> UsageError | HubError:
-    """A ``UsageError`` if the user can fix it, a ``HubError`` if the same may succeed later."""
-    causes = [error]
-    while (cause := causes[-1].__cause__) is not None:  # huggingface_hub wraps errors of uploads in a RuntimeError
-        causes.append(cause)
+def _explained(error: BaseException, repo_id: str) -> tuple[type[TuneError], str]:
     said = " ".join(str(error).split())
     if isinstance(error, ValueError) and CARD_NAME in said:
-        return UsageError(f"the Hub refuses the model card: {said}; correct it")
-    answer = next((one for one in causes if isinstance(one, HfHubHTTPError)), None)
-    in_words = re.search(r"HTTP status (?:client|server) error \((\d{3})\b", said)  # of hf_xet
-    if answer is not None or in_words:
-        status = answer.response.status_code if answer is not None else int(in_words[1]) if in_words else 0
-        info = f"({status}: {answer.server_message})" if answer is not None and answer.server_message else f"({status})"
+        return UsageError, f"the Hub refuses the model card: {said}; correct it"
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # huggingface_hub wraps those of uploads
+        error = error.__cause__
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        info = f"{status}: {error.server_message}" if error.server_message else str(status)
         if status >= 500 or status in (408, 409, 412, 425, 429):
-            return HubError(f"the Hub answers {info[1:-1]}: try again later")
-        words = _BY_STATUS.get(status, "the Hub refuses it {info}")
-        return UsageError(words.format(info=info, repo=repo_id, page=_TOKENS_PAGE))
-    if isinstance(causes[-1], HFValidationError):
-        return UsageError(f"{repo_id!r} is not a valid repository name: write USER/NAME")
-    if isinstance(causes[-1], OfflineModeIsEnabled):
-        return UsageError("HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it")
-    what = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split()).rstrip(": ")
-    return HubError(f"the Hub cannot be reached ({what}): check the network, or use another huggingface_hub")
+            return HubError, f"the Hub answers {info}: try again later"
+        refusal = _REFUSALS.get(status, "the Hub refuses the push to {repo}")
+        return UsageError, f"{refusal.format(repo=repo_id)} ({info})"
+    if isinstance(error, HFValidationError):
+        return UsageError, f"{repo_id!r} is not a valid repository name: write USER/NAME"
+    if isinstance(error, OfflineModeIsEnabled):
+        return UsageError, "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it"
+    what = f"{type(error).__name__}: {said}".rstrip(": ")
+    return HubError, f"the Hub cannot be reached ({what}): check the network, or use another huggingface_hub"
 
 
 # ---- while a run trains ----------------------------------------------------------------------------------------------
 
 _HEARTBEAT_S = 5.0
-_LAST_SECONDS = 10.0
 _WHOLE: dict[str, Checkpoints] = {"checkpoint": "last", "all_checkpoints": "all"}  # by ``hub_strategy``
 
 
@@ -421,9 +400,9 @@ class Publisher:
 
     ``hub_strategy`` as in transformers: "end" pushes only the result; "every_save" the model of each checkpoint;
     "checkpoint" also all of the newest one, as ``last-checkpoint``; "all_checkpoints" all of each. A checkpoint is
-    linked (or copied) beside the output directory, so that it can be rotated out, and uploaded by a thread; one that is
-    written meanwhile is not pushed, unless ``hub_always_push`` makes the training wait. A failed push is reported and
-    does not end the training; the push of the result must succeed.
+    checked at once and uploaded by a thread, for which it may be rotated out; one that is written meanwhile is not
+    pushed, unless ``hub_always_push`` makes the training wait. A failed push is reported and does not end the training;
+    the push of the result must succeed.
 
     ``local`` has paths that the run was given, each with its public replacement ("" for the last part); ``say`` is
     called from any thread, ``alive`` every few seconds while the training waits for a push.
@@ -438,7 +417,7 @@ class Publisher:
         token: str | None = None,
         say: Say = print,
     ) -> None:
-        self._output_dir, self._wait_for_each, self._say = Path(args.output_dir), bool(args.hub_always_push), say
+        directory, self._wait_for_each, self._say = Path(args.output_dir), bool(args.hub_always_push), say
         self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
         self._settings = PushSettings(
             private=args.hub_private_repo,
@@ -446,11 +425,8 @@ class Publisher:
             base_model_id=base_model_id,
             checkpoints=_WHOLE.get(self._strategy, "none"),
         )
-        name = args.hub_model_id or self._output_dir.absolute().name
-        self._private = private_here(
-            self._output_dir, repo_id=name, base_model_id=base_model_id, token=token, others=local
-        )
-        self._repository = Repository(name, self._settings, self._private, say, token=token)
+        name = args.hub_model_id or directory.absolute().name
+        self._repository = _Repository(directory, name, self._settings, say, token=token, local=local)
         self.alive: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
 
@@ -468,34 +444,53 @@ class Publisher:
 
     def checkpoint(self, directory: Path) -> None:
         """Push a complete checkpoint, by the strategy. Failures are reported."""
+        name, step = directory.name, directory.name.rpartition("-")[2]
         if self._strategy == "end":
             return
         if self._thread is not None and self._thread.is_alive():
-            self._say(f"{directory.name} is not pushed, because the push of an earlier checkpoint goes on")
+            self._say(f"{name} is not pushed, because the push of an earlier checkpoint goes on")
             return
-        root = create_staging(self._output_dir / "push")
-        try:
-            shutil.copytree(directory, root / directory.name, copy_function=_link)
-        except OSError as error:
-            self._say(f"{directory.name} could not be prepared for its push: {error}. Training continues")
-            shutil.rmtree(root, ignore_errors=True)
-            return
-        # A daemon: an upload that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._upload, args=(root / directory.name,), daemon=True)
-        self._thread.start()
+        folder = {"last": _LAST, "all": f"{name}/"}.get(self._settings.checkpoints, "")
+
+        def upload() -> None:
+            with self._failures_reported(name):
+                done = self._repository.send(pieces, f"Training in progress, step {step}")
+                self._say(f"{name} is on the Hub: {done.url}")
+
+        with self._failures_reported(name):
+            pieces = self._repository.stage({"": directory, folder: directory}, lambda _: None)
+            # A daemon: an upload that hangs must not keep the process from ending.
+            self._thread = threading.Thread(target=upload, daemon=True)
+            self._thread.start()
         if self._wait_for_each:
             self.wait()
 
+    @contextmanager
+    def _failures_reported(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except TuneError as error:
+            self._say(f"the push of {name} failed: {error}. Training continues; the next save tries again")
+
     def result(self, directory: Path) -> Pushed:
         """Push the finished run and the checkpoints of the strategy; an error says how to finish."""
+        settings = self._settings
+        words = ["hf-rocm-tune", "push", str(directory), self.repo_id]
+        words += [] if settings.private is None else ["--private"] if settings.private else ["--public"]
+        words += ["--revision", settings.revision] if settings.revision != "main" else []
+        words += ["--base_model_id", settings.base_model_id] if settings.base_model_id else []
+        words += ["--checkpoints", settings.checkpoints] if settings.checkpoints != "none" else []
+        finish = f"The result in {directory} is complete: `{shlex.join(words)}` finishes the push"
         try:
             self.wait()
-            wanted = self._settings.checkpoints if checkpoints(directory) else "none"
-            done = self._send(_parts(directory, wanted), "End of training", self._say)
+            wanted = settings.checkpoints if checkpoints(directory) else "none"
+            done = self._repository.send(
+                self._repository.stage(_parts(directory, wanted), self._say), "End of training"
+            )
         except KeyboardInterrupt as stop:
-            raise Interrupted(f"the push was stopped. {self._how_to_finish(directory)}") from stop
+            raise Interrupted(f"the push was stopped. {finish}") from stop
         except (UsageError, HubError, CorruptionError) as error:
-            raise type(error)(f"the push failed: {error}. {self._how_to_finish(directory)}") from error
+            raise type(error)(f"the push failed: {error}. {finish}") from error
         self._say(done.summary)
         return done
 
@@ -504,42 +499,6 @@ class Publisher:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_HEARTBEAT_S)
             self.alive()
-
-    def close(self) -> None:
-        """Wait some seconds for an upload. May be called twice."""
-        if self._thread is not None:
-            self._thread.join(_LAST_SECONDS)
-
-    def _upload(self, copy: Path) -> None:
-        folder = {"last": _LAST, "all": f"{copy.name}/"}.get(self._settings.checkpoints, "")
-        message = f"Training in progress, step {copy.name.rpartition('-')[2]}"
-        try:
-            done = self._send({"": copy, folder: copy}, message, lambda _: None)
-            self._say(f"{copy.name} is on the Hub: {done.url}")
-        except TuneError as error:
-            self._say(f"the push of {copy.name} failed: {error}. Training continues; the next save tries again")
-        finally:
-            shutil.rmtree(copy.parent, ignore_errors=True)
-
-    def _send(self, parts: Mapping[str, Path], message: str, say: Say) -> Pushed:
-        return self._repository.send(stage(parts, self._private, self._settings.base_model_id, say), message)
-
-    def _how_to_finish(self, directory: Path) -> str:
-        settings = self._settings
-        words = ["hf-rocm-tune", "push", str(directory), self.repo_id]
-        words += [] if settings.private is None else ["--private"] if settings.private else ["--public"]
-        words += ["--revision", settings.revision] if settings.revision != "main" else []
-        words += ["--base_model_id", settings.base_model_id] if settings.base_model_id else []
-        words += ["--checkpoints", settings.checkpoints] if settings.checkpoints != "none" else []
-        return f"The result in {directory} is complete: `{shlex.join(words)}` finishes the push"
-
-
-def _link(source: str, target: str) -> None:
-    real = os.path.realpath(source)
-    try:
-        os.link(real, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(real, target)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

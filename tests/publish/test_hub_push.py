@@ -244,7 +244,6 @@ STOPPED = {"step": 3, "stage": "weights", "tensor": "lm_head", "kind": "zeros", 
             CorruptionError,
             "batches: 1 of 3 mismatches",
         ),
-        (lambda out: _report(out, incidents=None), UsageError, "has an unknown form"),
     ],
 )
 def test_what_is_not_what_was_trained_is_refused_before_anything_is_asked(
