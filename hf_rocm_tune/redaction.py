@@ -7,7 +7,6 @@ secret of an unknown form under another name, output of libraries, relative path
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import platform
@@ -19,12 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from mmap import mmap
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 REDACTED = "REDACTED"
 _SHORTEST_VALUE = 8
-"""Shorter values are not searched in text: they occur by chance."""
 
 _WORDS = r"passw|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential|authorization"
 _NAME = re.compile(
@@ -69,8 +68,13 @@ def remember(value: Any, *, named: bool = False) -> None:
     elif isinstance(value, list | tuple):
         for each in value:
             remember(each, named=named)
-    elif named and isinstance(value, str) and len(value) >= _SHORTEST_VALUE and not value.isdigit():
+    elif named and isinstance(value, str) and _is_long(value):
         _remembered.add(value)
+
+
+def _is_long(value: str) -> bool:
+    """Whether a value may be searched in text: shorter ones, and numbers, occur by chance."""
+    return len(value) >= _SHORTEST_VALUE and not value.isdigit()
 
 
 def remember_arguments(argv: Sequence[str]) -> None:
@@ -80,12 +84,9 @@ def remember_arguments(argv: Sequence[str]) -> None:
         value = word
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
-        remember({name: value})
-        if value.lstrip()[:1] in ("{", "["):
-            try:
-                remember(json.loads(value))
-            except (ValueError, RecursionError):
-                remember({found["name"]: found["value"] for found in _PAIR.finditer(value)})
+        remember({name: value, **{found["name"]: found["value"] for found in _PAIR.finditer(value)}})
+        with suppress(ValueError, RecursionError):
+            remember(json.loads(value))
 
 
 def redact(text: str, *, also: Iterable[str] = ()) -> str:
@@ -139,7 +140,6 @@ def map_strings(value: Any, change: Callable[[str], str], change_key: Callable[[
 # ---- what is private in a publication ---------------------------------------------------------------------------
 
 _SHORTEST_NAME = 3
-_CHUNK_BYTES = 1 << 20
 
 # Directories of the system, the same on every machine.
 _PUBLIC_ROOTS = frozenset({"usr", "sys", "proc", "dev", "etc", "lib", "lib32", "lib64", "bin", "sbin", "boot"})
@@ -177,21 +177,14 @@ class Private:
                 if len(Path(spelling).parts) > 1:
                     known[spelling.rstrip("/")] = instead or _last_name(spelling)
         users = [environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER", "USERNAME")]
-        users += [Path(home).name for home in homes]
-        roots: set[str] = set()
-        with suppress(OSError, KeyError, ImportError):  # no entry for this user id, in containers
-            users.append(getpass.getuser())
-        with suppress(OSError):
-            roots = {entry.name for entry in os.scandir("/") if entry.is_dir()} - _PUBLIC_ROOTS
         hosts = [platform.node(), environ.get("HOSTNAME", "")]
         held = [value for name, value in environ.items() if is_secret_name(name) and not value.startswith("/")]
-        values = {value for value in (*held, *secrets) if value and len(value) >= _SHORTEST_VALUE}
         return cls(
             paths={path: known[path] for path in sorted(known, key=len, reverse=True)},
-            users=_names(users),
+            users=_names([*users, *(Path(home).name for home in homes)]),
             hosts=_names([*hosts, *(host.partition(".")[0] for host in hosts)]),
-            secrets=tuple(value for value in values if not value.isdigit()),
-            roots=_USUAL_ROOTS | roots,
+            secrets=tuple({value for value in (*held, *secrets) if value and _is_long(value)}),
+            roots=_USUAL_ROOTS | ({each.name for each in os.scandir("/") if each.is_dir()} - _PUBLIC_ROOTS),
         )
 
     def is_local(self, name: str) -> bool:
@@ -205,9 +198,8 @@ def local_paths(settings: Any) -> list[str]:
         is_path = os.path.isabs(settings) or (os.sep in settings and os.path.exists(settings))
         return [settings] if is_path else []
     inside = settings.values() if isinstance(settings, Mapping) else settings
-    return (
-        [path for each in inside for path in local_paths(each)] if isinstance(settings, Mapping | list | tuple) else []
-    )
+    several = isinstance(settings, Mapping | list | tuple)
+    return [path for each in inside for path in local_paths(each)] if several else []
 
 
 def hub_id_of(path: str) -> str | None:
@@ -234,27 +226,15 @@ def scrub_json(value: Any, private: Private, *, names: bool = True) -> Any:
     return map_strings(value, partial(scrub, names=names), partial(scrub, names=False))
 
 
-def find_in_file(stream: BinaryIO, private: Private, *, header_only: bool = False) -> str | None:
-    """What private content a file has, in words without it; None for none.
+def find_private(content: bytes | mmap, private: Private, *, end: int | None = None) -> str | None:
+    """What private content there is before ``end``, in words without it; None for none.
 
     Searched are the literal secrets and paths of `Private`: other patterns occur by chance in weights and vocabularies.
-    ``header_only`` is for safetensors.
     """
     paths = [known for known, instead in private.paths.items() if instead != "~" and len(Path(known).parts) > 2]
-    wanted = {secret.encode(): "a secret" for secret in private.secrets} | {p.encode(): f"the path {p}" for p in paths}
-    overlap = max(map(len, wanted), default=1) - 1
-    tail, left = b"", sys.maxsize
-    if header_only:
-        left = 8 + int.from_bytes(stream.read(8), "little")
-        stream.seek(0)
-    while chunk := stream.read(min(_CHUNK_BYTES, left)):
-        left -= len(chunk)
-        window = tail + chunk
-        for needle, what in wanted.items():
-            if needle in window:
-                return what
-        tail = window[-overlap:] if overlap else b""
-    return None
+    wanted = dict.fromkeys(private.secrets, "a secret") | {path: f"the path {path}" for path in paths}
+    stop = len(content) if end is None else end
+    return next((what for needle, what in wanted.items() if content.find(needle.encode(), 0, stop) >= 0), None)
 
 
 def _shortened(private: Private, found: re.Match[str]) -> str:

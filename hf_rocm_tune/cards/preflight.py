@@ -403,4 +403,4 @@ def choose(sums: Mapping[SyncWay, ReduceTrial], *, otherwise: SyncWay = "ddp") -
 
 
 if __name__ == "__main__":
-    sys.exit(answer(_measure))
+    answer(_measure)

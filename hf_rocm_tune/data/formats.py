@@ -12,7 +12,7 @@ import json
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -51,10 +51,10 @@ _ACCEPTED: dict[Method, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layout:
+class FormatInfo:
     """The format that all rows of a split must have, with the dataset's column names."""
 
-    kind: Kind
+    kind: Kind  # TRL's
     content: Mapping[str, str]  # TRL's name of each training column, and its name in the dataset
     messages: frozenset[str]  # those of them that hold lists of messages
     single: frozenset[str]  # those of them that hold one message, not in a list
@@ -65,31 +65,19 @@ class _Layout:
     needs_assistant: bool  # every row needs an assistant turn
     role_key: str
     content_key: str
+    conversational: bool = False  # a chat template is applied
+    mapping: str | None = None  # the changes that `as_trl` makes; None if TRL reads the rows as they are
+    unusual_roles: tuple[str, ...] = ()  # which a chat template may not support
 
     @property
     def columns(self) -> list[str]:
         """The columns that are checked."""
         return [*self.content.values(), *self.more, *self.beside]
 
-
-@dataclass(frozen=True, kw_only=True)
-class FormatInfo:
-    """The format that was recognised."""
-
-    layout: _Layout
-    conversational: bool  # a chat template is applied
-    mapping: str | None  # the changes that `as_trl` makes; None if TRL reads the rows as they are
-    unusual_roles: tuple[str, ...]  # which a chat template may not support
-
-    @property
-    def kind(self) -> Kind:
-        """TRL's format."""
-        return self.layout.kind
-
     @property
     def description(self) -> str:
         """One phrase, such as ``messages (conversational, with tools)``."""
-        traits = ["conversational"] * self.conversational + ["with tools"] * ("tools" in self.layout.beside)
+        traits = ["conversational"] * self.conversational + ["with tools"] * ("tools" in self.beside)
         return self.kind.replace("_", "/") + (f" ({', '.join(traits)})" if traits else "")
 
 
@@ -129,13 +117,15 @@ def check_format(
         )
     renamed = any(name != column for name, column in layout.content.items()) and layout.kind != "text"
     mixed = bool(layout.messages) and len(layout.messages) < len(layout.content)
-    others = bool(layout.single or layout.dropped or mixed or layout.role_key == "from" or roles & _ROLES.keys())
+    changed = renamed or bool(
+        layout.single or layout.dropped or mixed or layout.role_key == "from" or roles & {*_ROLES}
+    )
     conversational = bool(layout.messages) or (renamed and has_chat_template)
-    return FormatInfo(
-        layout=layout,
+    return replace(
+        layout,
         conversational=conversational,
-        mapping=_in_words(layout, conversational, roles) if renamed or others else None,
-        unusual_roles=tuple(sorted(roles - _KNOWN_ROLES - _ROLES.keys())),
+        mapping=_in_words(layout, conversational, roles) if changed else None,
+        unusual_roles=tuple(sorted(roles - _KNOWN_ROLES - {*_ROLES})),
     )
 
 
@@ -143,16 +133,12 @@ def as_trl(dataset: Rows, info: FormatInfo) -> Rows:
     """The rows with TRL's columns, in order; the same object if TRL reads them as they are."""
     if info.mapping is None:
         return dataset
-    layout = info.layout
-    old = {*layout.content.values(), *layout.more, *layout.dropped} - {*layout.content}
-    return dataset.map(
-        _converted,
-        fn_kwargs={"layout": layout, "conversational": info.conversational},
-        remove_columns=sorted(old | ({*layout.dropped} & {*layout.content})),
-    )
+    old = {*info.content.values(), *info.more, *info.dropped} - {*info.content}
+    dropped = {*info.dropped} & {*info.content}
+    return dataset.map(_converted, fn_kwargs={"layout": info}, remove_columns=sorted(old | dropped))
 
 
-def _converted(row: dict[str, Any], *, layout: _Layout, conversational: bool) -> dict[str, Any]:
+def _converted(row: dict[str, Any], *, layout: FormatInfo) -> dict[str, Any]:
     """One row in TRL's format."""
     new: dict[str, Any] = {}
     added = [row[name] for name in layout.more if name != _SYSTEM and row[name]]
@@ -161,13 +147,13 @@ def _converted(row: dict[str, Any], *, layout: _Layout, conversational: bool) ->
         value = row[column]
         if isinstance(value, str):
             if name == "prompt" and column != name:
-                value = "\n\n".join([value, *added]) + ("" if conversational else "\n")
-            if conversational:
+                value = "\n\n".join([value, *added]) + ("" if layout.conversational else "\n")
+            if layout.conversational:
                 value = [{"role": "user" if name == "prompt" else "assistant", "content": value}]
         else:
-            value = [_message(each, layout) for each in ([value] if isinstance(value, dict) else value)]
+            value = [_message(each, layout) for each in _turns(value)]
         if system and name in ("prompt", "messages"):
-            if not conversational:
+            if not layout.conversational:
                 value = f"{system}\n\n{value}"
             elif value[0]["role"] != "system":
                 value = [{"role": "system", "content": system}, *value]
@@ -175,17 +161,17 @@ def _converted(row: dict[str, Any], *, layout: _Layout, conversational: bool) ->
     return new
 
 
-def _message(message: dict[str, Any], layout: _Layout) -> dict[str, Any]:
+def _message(message: dict[str, Any], layout: FormatInfo) -> dict[str, Any]:
     role, content = message[layout.role_key], message.get(layout.content_key)
     rest = {key: value for key, value in message.items() if key not in ("from", "value", "role", "content")}
     return {"role": _ROLES.get(role, role), "content": content, **rest}
 
 
-def _in_words(layout: _Layout, conversational: bool, roles: set[str]) -> str:
+def _in_words(layout: FormatInfo, conversational: bool, roles: set[str]) -> str:
     said = [f"'{column}' is the {name}" for name, column in layout.content.items() if name != column]
     said += [f"'{name}' goes into it" for name in layout.more]
     said += [f"'{name}' is not used" for name in layout.dropped]
-    said += [f"{role} is {_ROLES[role]}" for role in sorted(roles & _ROLES.keys())]
+    said += [f"{role} is {_ROLES[role]}" for role in sorted(roles & {*_ROLES})]
     if layout.role_key == "from":
         said.append("from/value are role/content")
     if len(layout.messages) < len(layout.content):
@@ -208,7 +194,7 @@ def _layout(
     split: str,
     needs_assistant: bool,
     vocabulary: int | None,
-) -> _Layout:
+) -> FormatInfo:
     kind, content, dropped = recognise(columns, first, method, text_field, split)
     may_chat = kind not in ("text", "tokenized")
     messages = {each for each in content.values() if isinstance(first[each], list | dict) or each in _CHATS}
@@ -221,7 +207,7 @@ def _layout(
     beside = (*beside, *(("tools", _KWARGS) if messages else ()))
     probe: Any = next((turn for column in messages for turn in _turns(first[column])), {})
     sharegpt = isinstance(probe, dict) and probe.get("role") is None and probe.get("from") is not None
-    return _Layout(
+    return FormatInfo(
         kind=kind,
         content=content,
         messages=frozenset(messages),
@@ -301,7 +287,7 @@ def _refusal(columns: list[str], method: Method, text_field: str, split: str) ->
     return f"the columns of the '{split}' split fit no format of {method}: found {found}; accepted {accepted}; {hint}"
 
 
-def _check_flags(layout: _Layout, columns: list[str], completion_only_loss: bool | None, split: str) -> None:
+def _check_flags(layout: FormatInfo, columns: list[str], completion_only_loss: bool | None, split: str) -> None:
     if layout.needs_assistant and not layout.messages:
         anyway = ", of which only the completion counts anyway" if layout.kind == "prompt_completion" else ""
         raise UsageError(
@@ -316,7 +302,7 @@ def _check_flags(layout: _Layout, columns: list[str], completion_only_loss: bool
         )
 
 
-def _rows(dataset: Rows, layout: _Layout) -> Iterator[dict[str, Any]]:
+def _rows(dataset: Rows, layout: FormatInfo) -> Iterator[dict[str, Any]]:
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
@@ -330,7 +316,7 @@ def _rows(dataset: Rows, layout: _Layout) -> Iterator[dict[str, Any]]:
 # ---- what is wrong with one row -------------------------------------------------------------------------------------
 
 
-def _fault_in(row: dict[str, Any], layout: _Layout) -> str | None:
+def _fault_in(row: dict[str, Any], layout: FormatInfo) -> str | None:
     """What is wrong with this row, or None."""
     if layout.kind == "tokenized":
         return _fault_in_tokens(row, layout)
@@ -352,7 +338,7 @@ def _fault_in(row: dict[str, Any], layout: _Layout) -> str | None:
     return None
 
 
-def _fault_in_messages(value: Any, layout: _Layout, column: str) -> str | None:
+def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | None:
     if not isinstance(value, list) or not value:
         return f"column '{column}' holds {_named(value)}, not a list of messages"
     role, content = layout.role_key, layout.content_key
@@ -373,7 +359,7 @@ def _fault_in_messages(value: Any, layout: _Layout, column: str) -> str | None:
     return None
 
 
-def _fault_in_tokens(row: dict[str, Any], layout: _Layout) -> str | None:
+def _fault_in_tokens(row: dict[str, Any], layout: FormatInfo) -> str | None:
     count = len(row.get("input_ids") or ())
     for column in layout.columns:
         value, mask = row.get(column), column not in ("input_ids", "labels")

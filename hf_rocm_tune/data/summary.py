@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from trl import SFTTrainer
@@ -71,8 +71,8 @@ class DataSummary:
         if self.dropped:
             what = "of which nothing that counts is left" if self.lost else "too long or without tokens that count"
             parts.append(f"{_of(self.dropped, self.rows)} {self.split} rows are dropped, {what}")
-        cure = f": --max_length {self.longest} keeps all" if self.limit and self.longest > self.limit else ""
-        return "; ".join(parts) + cure
+        fix = f": --max_length {self.longest} keeps all" if self.limit and self.longest > self.limit else ""
+        return "; ".join(parts) + fix
 
 
 class CountedSFTTrainer(SFTTrainer):
@@ -96,7 +96,7 @@ class CountedSFTTrainer(SFTTrainer):
         cuts = not packing or args.packing_strategy == "bfd"  # the other strategies split long rows
         ends = args.truncation_mode == "keep_end" and not packing
         limit = args.max_length if cuts else None
-        counted = _summary(_of_labels(dataset), dataset_name, limit, ends=ends, drops=not packing)
+        counted = _of_rows(dataset, dataset_name, limit, ends=ends, drops=not packing)
         self.data_summaries = {**getattr(self, "data_summaries", {}), dataset_name: counted}
         return stock(dataset, processing_class, args, packing, None, dataset_name)
 
@@ -114,16 +114,36 @@ def of_pairs(dataset: Any, args: Any, before: Any, split: str) -> DataSummary | 
     kept = np.minimum(halves, limit)
     ends = getattr(args, "truncation_mode", "keep_start") == "keep_end"
     trained = np.minimum(halves - begun, limit) if ends else np.maximum(kept - begun, 0)
+    counts = _Counts(halves, kept, halves - begun, trained)
+    return _summary(split, args.max_length, counts, rows=len(before), dropped=len(before) - len(dataset))
+
+
+class _Counts(NamedTuple):
+    """Tokens, as arrays of shape (rows) or (answers, rows)."""
+
+    whole: Any
+    kept: Any
+    counted: Any  # those that count in the loss before anything is cut
+    trained: Any  # and after
+
+
+def _summary(split: str, limit: int | None, counts: _Counts, *, rows: int, dropped: int) -> DataSummary:
+    whole, kept, counted, trained = map(np.atleast_2d, counts)
+    lengths = whole.max(axis=0)
+    heights, edges = np.histogram(lengths, bins=min(10, int(lengths.max() - lengths.min()) + 1))
     return DataSummary(
         split=split,
-        rows=len(before),
-        tokens=int(halves.sum()),
-        **_lengths(halves.max(axis=0)),
-        limit=args.max_length,
-        cut=int((halves > limit).any(axis=0).sum()),
-        lost=int((halves - kept).sum()),
-        answers_cut=int((trained < halves - begun).any(axis=0).sum()),
-        dropped=len(before) - len(dataset),
+        rows=rows,
+        tokens=int(whole.sum()),
+        histogram=tuple((int(edge), int(count)) for edge, count in zip(edges[1:], heights, strict=True)),
+        median=int(np.median(lengths)),
+        p95=int(np.quantile(lengths, 0.95, method="higher")),
+        longest=int(lengths.max()),
+        limit=limit,
+        cut=int((whole > kept).any(axis=0).sum()),
+        lost=int((whole - kept).sum()),
+        answers_cut=int((trained < counted).any(axis=0).sum()),
+        dropped=dropped,
         trained=int(trained.sum()),
         kept=int(kept.sum()),
     )
@@ -152,47 +172,23 @@ def of_trained(dataset: Any, summary: DataSummary) -> DataSummary:
     pieces = list(_of_labels(dataset))
     trained = sum(int(after[-1]) for _, after in pieces)
     kept = sum(int(counts.sum()) for counts, _ in pieces)
-    return DataSummary(**{**asdict(summary), "trained": trained, "kept": kept})
+    return replace(summary, trained=trained, kept=kept)
 
 
-def _summary(
-    pieces: Iterator[tuple[Counts, Counts]], split: str, limit: int | None, *, ends: bool, drops: bool
-) -> DataSummary:
-    lengths, whole, left = [], [], []
-    for counts, before in pieces:
+def _of_rows(dataset: Dataset, split: str, limit: int | None, *, ends: bool, drops: bool) -> DataSummary:
+    pieces = []
+    for counts, before in _of_labels(dataset):
         stop = np.cumsum(counts)
         start = stop - counts
         kept = counts if limit is None else np.minimum(counts, limit)
         first, last = (stop - kept, stop) if ends else (start, start + kept)
-        lengths.append(counts)
-        whole.append(before[stop] - before[start])
-        left.append(before[last] - before[first])
-    counts, all_of_it, trained = (np.concatenate(each) for each in (lengths, whole, left))
-    kept = counts if limit is None else np.minimum(counts, limit)
-    gone = trained == 0 if drops and limit is not None else np.zeros(len(counts), dtype=bool)
-    return DataSummary(
-        split=split,
-        rows=len(counts),
-        tokens=int(counts.sum()),
-        **_lengths(counts),
-        limit=limit,
-        cut=int((counts > kept).sum()),
-        lost=int((counts - kept).sum()),
-        answers_cut=int((trained < all_of_it).sum()),
-        dropped=int(gone.sum()),
-        trained=int(trained.sum()),
-        kept=int(kept[~gone].sum()),
-    )
-
-
-def _lengths(counts: Counts) -> dict[str, Any]:
-    rows, edges = np.histogram(counts, bins=min(10, int(counts.max() - counts.min()) + 1))
-    return {
-        "histogram": tuple((int(edge), int(count)) for edge, count in zip(edges[1:], rows, strict=True)),
-        "median": int(np.median(counts)),
-        "p95": int(np.quantile(counts, 0.95, method="higher")),
-        "longest": int(counts.max()),
-    }
+        pieces.append((counts, kept, before[stop] - before[start], before[last] - before[first]))
+    whole, kept, counted, trained = map(np.concatenate, zip(*pieces, strict=True))
+    found = _summary(split, limit, _Counts(whole, kept, counted, trained), rows=len(whole), dropped=0)
+    gone = trained == 0
+    if limit is None or not drops or not gone.any():
+        return found
+    return replace(found, dropped=int(gone.sum()), kept=int(kept[~gone].sum()))
 
 
 def _lists(dataset: Dataset) -> Iterator[tuple[Counts, Any]]:

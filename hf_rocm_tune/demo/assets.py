@@ -15,6 +15,7 @@ import re
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -179,18 +180,11 @@ _TEST_SHARE = 20  # one pair in this many is held back for evaluation
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
+class Pair(NamedTuple):
     """A question about a name of the standard library, and the first paragraph of its docstring."""
 
     question: str
     answer: str
-
-    @property
-    def row(self) -> dict[str, list[dict[str, str]]]:
-        """The pair as a row in TRL's ``messages`` format."""
-        said = (("user", self.question), ("assistant", self.answer))
-        return {"messages": [{"role": role, "content": content} for role, content in said]}
 
     @property
     def held_back(self) -> bool:
@@ -204,43 +198,32 @@ def read_pairs(root: Path | None = None) -> list[Pair]:
     pairs: dict[str, Pair] = {}
     for path in sorted(root.rglob("*.py")):
         names = path.relative_to(root).with_suffix("").parts
-        if not _SKIPPED.intersection(names) and not any(name.startswith("_") and name != "__init__" for name in names):
-            for pair in _pairs_of_module(path, ".".join(name for name in names if name != "__init__")):
+        if _SKIPPED.intersection(names) or any(name.startswith("_") and name != "__init__" for name in names):
+            continue
+        with suppress(SyntaxError, ValueError):  # templates and samples that are not valid Python
+            module = ".".join(name for name in names if name != "__init__")
+            for pair in _pairs(ast.parse(path.read_bytes()), module, f"What is the module {module} for?"):
                 pairs.setdefault(pair.question, pair)
     return list(pairs.values())
+
+
+def _pairs(node: ast.Module | Definition, name: str, question: str) -> Iterator[Pair]:
+    text = ast.get_docstring(node) or ""
+    paragraph = " ".join(re.split(r"\n\s*\n", text.strip(), maxsplit=1)[0].split())
+    if _SHORTEST <= len(paragraph) <= _LONGEST:
+        yield Pair(question, paragraph)
+    for each in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
+        if isinstance(each, Definition) and not each.name.startswith("_"):
+            inner = f"{name}.{each.name}"
+            asked = f"What is {inner}?" if isinstance(each, ast.ClassDef) else f"What does {inner} do?"
+            yield from _pairs(each, inner, asked)
 
 
 def write_splits(folder: Path, pairs: list[Pair]) -> None:
     """Write ``train.jsonl`` and ``test.jsonl`` in TRL's ``messages`` format."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, wanted in (("train", False), ("test", True)):
-        rows = (json.dumps(pair.row, ensure_ascii=False) + "\n" for pair in pairs if pair.held_back is wanted)
-        (folder / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
-
-
-def _pairs_of_module(path: Path, module: str) -> Iterator[Pair]:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # templates and samples that are not valid Python
-        return
-    if answer := _first_paragraph(tree):
-        yield Pair(question=f"What is the module {module} for?", answer=answer)
-    yield from _pairs_of_body(tree, module)
-
-
-def _pairs_of_body(owner: ast.Module | ast.ClassDef, name: str) -> Iterator[Pair]:
-    for node in owner.body:
-        if not isinstance(node, Definition) or node.name.startswith("_"):
-            continue
-        qualified = f"{name}.{node.name}"
-        if answer := _first_paragraph(node):
-            verb = f"What is {qualified}?" if isinstance(node, ast.ClassDef) else f"What does {qualified} do?"
-            yield Pair(question=verb, answer=answer)
-        if isinstance(node, ast.ClassDef):
-            yield from _pairs_of_body(node, qualified)
-
-
-def _first_paragraph(node: ast.Module | Definition) -> str | None:
-    text = ast.get_docstring(node) or ""
-    paragraph = " ".join(re.split(r"\n\s*\n", text.strip(), maxsplit=1)[0].split())
-    return paragraph if _SHORTEST <= len(paragraph) <= _LONGEST else None
+        chats = [zip(("user", "assistant"), pair, strict=True) for pair in pairs if pair.held_back is wanted]
+        rows = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")

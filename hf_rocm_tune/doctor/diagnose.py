@@ -212,4 +212,4 @@ def _measure_what_is_named(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(answer(_measure_what_is_named))
+    answer(_measure_what_is_named)

@@ -2,7 +2,7 @@
 
 Each is ``python -m MODULE`` in its own session, whose process group is killed at a deadline. The request is JSON on
 stdin, the result one JSON object in a file, which output of native libraries cannot damage. The module ends in
-``sys.exit(answer(measure))``; by hand, the result is printed. Not covered: a process that left the group, and one that
+``answer(measure)``; by hand, the result is printed. Not covered: a process that left the group, and one that
 the kernel does not end (state D), which is reported and left running.
 """
 
@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from hf_rocm_tune.errors import TuneError, UsageError
+from hf_rocm_tune.errors import TuneError
 from hf_rocm_tune.machine.process import MARK, state_of
 
 if TYPE_CHECKING:
@@ -114,20 +114,18 @@ def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5
         except OSError as error:
             why = f"{type(error).__name__}: it could not be started: {error.strerror or error}"
             return [Outcome(status="died", error=why) for _ in tasks]
-        ends_at, one_failed = time.monotonic() + deadline_s, False
+        ends_at, graced = time.monotonic() + deadline_s, False
         while any(child.runs() for child in children) and time.monotonic() < ends_at:
-            if not one_failed and any(child.failed() for child in children):
-                one_failed, ends_at = True, min(ends_at, time.monotonic() + grace_s)
+            if not graced and any(not child.runs() and child.result()[0] != "done" for child in children):
+                graced, ends_at = True, min(ends_at, time.monotonic() + grace_s)
             time.sleep(_POLL_SECONDS)
-        late = [child for child in children if child.runs()]
+        late = {child: state_of(child.process.pid) for child in children if child.runs()}
         for child in late:
-            child.state = state_of(child.process.pid)
+            child.kill()
         patience = time.monotonic() + _KILL_SECONDS  # for all of them together
         for child in late:
-            child.send(signal.SIGKILL)
-        for child in late:
             child.wait(patience - time.monotonic())
-        return [child.outcome(late=child in late) for child in children]
+        return [child.outcome(late.get(child)) for child in children]
 
 
 class _Child:
@@ -136,8 +134,7 @@ class _Child:
     def __init__(self, task: Task) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hf-rocm-tune-child-", ignore_cleanup_errors=True)
         self._folder = Path(self._directory.name)
-        self._began, self._ended = time.monotonic(), 0.0
-        self.state = ""
+        self._began = self._ended = time.monotonic()
         try:
             request = self._folder / "request.json"
             request.write_text(json.dumps(dict(task.request)), encoding="utf-8")
@@ -160,7 +157,7 @@ class _Child:
 
     def __exit__(self, *_: object) -> None:
         if self.runs():  # Ctrl-C has ended the waiting, or the kernel does not end it
-            self.send(signal.SIGKILL)
+            self.kill()
             self.wait(0.1)
         self._directory.cleanup()
 
@@ -170,50 +167,48 @@ class _Child:
             # Before it is reaped: until then its pid is not reused.
             if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return True
-            self.send(signal.SIGKILL)
+            self.kill()
             self.wait(None)
         return False
 
-    def send(self, number: int) -> None:
+    def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def wait(self, seconds: float | None) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds if seconds is None else max(seconds, 0.01))
         self._ended = time.monotonic()
 
-    def failed(self) -> bool:
-        return not self.runs() and self._result()[0] != "done"
-
-    def outcome(self, *, late: bool) -> Outcome:
-        status, result, error = ("timeout", None, "") if late else self._result()
+    def outcome(self, state: str | None) -> Outcome:
+        """``state``: of one that was killed at the deadline; None for another."""
+        status, result, error = self.result() if state is None else ("timeout", None, "")
         with (self._folder / _OUTPUT).open("rb") as output:
             output.seek(-min(4 * _TAIL_CHARACTERS, output.seek(0, os.SEEK_END)), os.SEEK_END)
             text = output.read().decode("utf-8", errors="replace")
-        tail = "".join(c for c in text if c.isprintable() or c == "\n").strip()[-_TAIL_CHARACTERS:]
-        step = ""
-        with contextlib.suppress(OSError):
-            step = (self._folder / _STEP).read_text(encoding="utf-8", errors="replace")[:_STEP_CHARACTERS]
-        told = {"error": error, "step": step, "state": self.state, "tail": tail}
-        seconds = self._ended - self._began
-        return Outcome(status=status, result=result, code=self.process.returncode, seconds=seconds, **told)
+        step = self._folder / _STEP
+        return Outcome(
+            status=status,
+            result=result,
+            error=error,
+            code=self.process.returncode,
+            seconds=self._ended - self._began,
+            step=step.read_text(encoding="utf-8", errors="replace")[:_STEP_CHARACTERS] if step.exists() else "",
+            state=state or "",
+            tail="".join(c for c in text if c.isprintable() or c == "\n").strip()[-_TAIL_CHARACTERS:],
+        )
 
-    def _result(self) -> tuple[Status, dict[str, Any] | None, str]:
-        try:
-            with (self._folder / RESULT).open("rb") as file:
-                raw = file.read(_RESULT_BYTES + 1)
-        except FileNotFoundError:
+    def result(self) -> tuple[Status, dict[str, Any] | None, str]:
+        """Of one that has ended: the status, the result, and the exception that ended it."""
+        file = self._folder / RESULT
+        if not file.exists():
             return "died", None, ""
-        try:
-            found = json.loads(raw)
-        except (ValueError, RecursionError):
-            found = None
+        found = None
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(file.read_bytes()) if file.stat().st_size <= _RESULT_BYTES else None
         if self.process.returncode != 0:
-            error = str(found.get(_FAILED, "")) if isinstance(found, dict) else ""
-            return "died", None, " ".join(error.split())
-        sound = isinstance(found, dict) and len(raw) <= _RESULT_BYTES
-        return ("done", found, "") if sound else ("garbage", None, "")
+            return "died", None, " ".join(str(found.get(_FAILED, "")).split()) if isinstance(found, dict) else ""
+        return ("done", found, "") if isinstance(found, dict) else ("garbage", None, "")
 
 
 def _environ(task: Task, folder: Path) -> dict[str, str]:
@@ -231,15 +226,15 @@ def _environ(task: Task, folder: Path) -> dict[str, str]:
 _fault: Mapping[str, str] | None = None  # the ending that the request injects, and at which step
 
 
-def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
     """Read the request, measure, and write the result (JSON values); ends the process."""
     global _fault
     _follow_parent()
     faulthandler.enable()  # a crash in native code prints the Python stack
     try:
-        request = _request()
-        fault = request.get("fault")
-        _fault = fault if fault is not None and fault.get("kind") in ENDINGS else None
+        request = json.loads(sys.stdin.read() or "{}")
+        fault = request.get("fault") or {}
+        _fault = fault if fault.get("kind") in ENDINGS else None
         step("reading the request")
         result, code = measure(request), 0
     except Exception as error:  # any error of a device is a result for the parent
@@ -249,12 +244,10 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
-    if _leave(json.dumps(result)):
-        # The result is written: libraries may crash or hang in their cleanup.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    _leave(json.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the result is written: libraries may crash or hang in their cleanup
 
 
 def step(what: str) -> None:
@@ -294,21 +287,12 @@ def pci_address(index: int) -> str | None:
     return None if None in (domain, bus, slot) else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
-def _request() -> dict[str, Any]:
-    text = sys.stdin.read()
-    with contextlib.suppress(ValueError):
-        if isinstance(request := json.loads(text or "{}"), dict):
-            return request
-    raise UsageError(f"the request on stdin is {text[:40]!r}: give a JSON object")
-
-
-def _leave(text: str) -> bool:
-    """Write the result for the parent, or print it without one; whether there is a parent."""
+def _leave(text: str) -> None:
+    """Write the result for the parent, or print it without one."""
     if directory := os.environ.get(DIRECTORY):
         Path(directory, RESULT).write_text(text, encoding="utf-8")
-        return True
-    print(text)
-    return False
+    else:
+        print(text)
 
 
 def _follow_parent() -> None:

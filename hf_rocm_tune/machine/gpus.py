@@ -201,9 +201,8 @@ def read_upward(files: Files, address: str) -> Upward:
     while connector > 0 and ids[-1][0] == AMD == ids[connector - 1][0]:
         connector -= 1
     # From the root port down, ports alternate: root or downstream port, then upstream port or endpoint; a link has one
-    # of the latter at its lower end. Where the count does not fit that (a bridge to conventional PCI), every function
-    # is taken, which may list a link twice.
-    lower_ends = range(connector, 0, -2 if connector % 2 else -1) if connector else range(1)
+    # of the latter at its lower end.
+    lower_ends = range(connector, 0, -2) if connector else range(1)
     links = tuple(_link(files, chain[place], chain[place - 1] if place else None) for place in lower_ends)
     behind = any(vendor == 0x1022 and device in _CHIPSET for vendor, device in ids[:connector])
     return Upward(chain=chain, links=links, behind_chipset=behind)

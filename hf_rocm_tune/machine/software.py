@@ -7,10 +7,9 @@ hf_rocm_tune.machine.software``. A ROCm build of torch brings its own user space
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -82,9 +81,7 @@ def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -
     if versions["torch"] is None:
         problems["torch_version"] = reason or "torch states no version"
     directory = package_directory("bitsandbytes")
-    libraries = None
-    if directory is not None:
-        libraries = tuple(name for name in sorted(os.listdir(directory)) if name.startswith("libbitsandbytes"))
+    native = None if directory is None else sorted(file.name for file in directory.glob("libbitsandbytes*"))
     return Software(
         torch_version=versions["torch"],
         hip_version=versions.get("hip"),
@@ -93,7 +90,7 @@ def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -
         arch_list=None if said.get("arch_list") is None else tuple(said["arch_list"]),
         devices=None if said.get("devices") is None else tuple(TorchDevice(**one) for one in said["devices"]),
         packages=packages,
-        bitsandbytes_libraries=libraries,
+        bitsandbytes_libraries=None if native is None else tuple(native),
         rocm_wheels=_read_wheels(),
         missing_for_triton=missing_for_triton() if versions.get("hip") else "",
         problems=problems,
@@ -113,20 +110,16 @@ def _one_line(text: str) -> str:
 
 
 def _read_packages() -> tuple[dict[str, str | None], dict[str, str]]:
+    """The version of each package, and a sentence about those whose metadata is broken."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    problems: dict[str, str] = {}
+    problems = {}
     for package, distributions in PACKAGES.items():
         for distribution in distributions:
-            try:
-                versions[package] = (metadata.version(distribution) or "").strip() or None
-            except metadata.PackageNotFoundError:
-                continue
-            except (OSError, ValueError, KeyError):
-                pass
-            if versions[package]:
-                problems.pop(package, None)
-                break
-            problems[package] = f"metadata of {distribution} names no version"
+            with suppress(metadata.PackageNotFoundError):
+                try:
+                    versions[package] = versions[package] or metadata.version(distribution).strip() or None
+                except (OSError, ValueError, KeyError, AttributeError):
+                    problems[package] = f"metadata of {distribution} names no version"
     return versions, problems
 
 
@@ -134,18 +127,14 @@ def _read_wheels() -> dict[str, str]:
     """Installed distributions that carry ROCm itself or kernels for one architecture, with their versions.
 
     ``rocm-sdk-device-gfx1100`` and ``amd-torch-device-gfx1100`` are required by a multi-architecture torch wheel
-    (TheRock, docs/packaging/python_packaging.md). A distribution whose metadata cannot be read is left out.
+    (TheRock, docs/packaging/python_packaging.md).
     """
     found = {}
     for distribution in metadata.distributions():
-        try:
-            told = distribution.metadata  # each access parses the file
-            name, version = told["Name"], told["Version"]
-        except (OSError, ValueError, KeyError):
-            continue
-        plain = re.sub(r"[-_.]+", "-", name).lower() if isinstance(name, str) else ""
-        if re.fullmatch("rocm|rocm-sdk(-.*)?|amd-torch-device-.*", plain) and isinstance(version, str):
-            found[plain] = version
+        with suppress(OSError, ValueError, KeyError, AttributeError, TypeError):  # broken metadata
+            plain = re.sub(r"[-_.]+", "-", distribution.name).lower()
+            if re.fullmatch("rocm|rocm-sdk(-.*)?|amd-torch-device-.*", plain):
+                found[plain] = str(distribution.version)
     return dict(sorted(found.items()))
 
 
@@ -156,35 +145,29 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
 
     build = torch.version
     versions = {"torch": str(torch.__version__), "hip": build.hip, "rocm": getattr(build, "rocm", None)}
-    found: dict[str, Any] = {
-        "versions": versions | {"cuda": build.cuda},
-        "arch_list": torch.cuda.get_arch_list(),
-        "problems": {},
-    }
+    versions["cuda"] = build.cuda
+    found: dict[str, Any] = {"versions": versions, "arch_list": torch.cuda.get_arch_list(), "problems": {}}
     step("asking torch for its devices")
     try:
-        found["devices"] = _ask_devices()
+        devices = []
+        if build.hip or build.cuda or torch.cuda.is_available():
+            torch.cuda.init()  # `is_available()` would turn every error into False
+            devices = [_device(index) for index in range(torch.cuda.device_count())]
+        found["devices"] = devices
     except Exception as error:  # a runtime that does not start is a result, too
         found["problems"]["devices"] = f"torch: {type(error).__name__}: {error}"
     return found
 
 
-def _ask_devices() -> list[dict[str, Any]]:
+def _device(index: int) -> dict[str, Any]:
     import torch
 
-    if torch.version.hip is None and torch.version.cuda is None and not torch.cuda.is_available():
-        return []
-    torch.cuda.init()  # `is_available()` would turn every error into False
-    found = []
-    for index in range(torch.cuda.device_count()):
-        given = torch.cuda.get_device_properties(index)
-        # "gfx90a:sramecc+:xnack-": what stands behind the colon are features, not the architecture.
-        hip = torch.version.hip is not None
-        arch = given.gcnArchName.partition(":")[0] if hip else f"sm_{given.major}{given.minor}"
-        own = {"name": given.name, "arch": arch, "total_bytes": given.total_memory, "pci_address": pci_address(index)}
-        found.append({"index": index, **own})
-    return found
+    given = torch.cuda.get_device_properties(index)
+    # "gfx90a:sramecc+:xnack-": what stands behind the colon are features, not the architecture.
+    arch = given.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{given.major}{given.minor}"
+    own = {"name": given.name, "arch": arch, "total_bytes": given.total_memory, "pci_address": pci_address(index)}
+    return {"index": index, **own}
 
 
 if __name__ == "__main__":
-    sys.exit(answer(_probe))
+    answer(_probe)

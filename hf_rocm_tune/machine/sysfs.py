@@ -1,6 +1,6 @@
 """The kernel's small files below a root directory: ``/``, or one that a test has built. Imports no torch.
 
-No reader raises: what cannot be read (missing, forbidden, empty, binary, oversized) is None, and `Files.unread` holds
+No reader raises: what cannot be read (missing, forbidden, empty, binary) is None, and `Files.unread` holds
 the reason by path. A path has no leading slash (``sys/class/kfd``). Not covered: a well-formed file with a wrong value,
 and a driver that hangs inside a read.
 """
@@ -12,9 +12,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
-
-MAX_BYTES = 1 << 20
-"""The kernel hands out at most one page (4 KiB) per sysfs attribute; /proc files may be larger."""
 
 T = TypeVar("T")
 
@@ -30,21 +27,16 @@ class Files:
         self.unread[path] = f"/{path}: {reason or 'cannot be read'}"
 
     def content(self, path: str) -> bytes | None:
-        """A whole file of 1 to `MAX_BYTES` bytes."""
+        """A whole file, which is not empty."""
         try:
-            with open(self.root / path, "rb", buffering=0, opener=_open) as file:
-                content = b""
-                # One read of a sysfs or proc file may return less than there is.
-                while len(content) <= MAX_BYTES and (part := file.read(MAX_BYTES + 1 - len(content))):
-                    content += part
+            content = (self.root / path).read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a null byte in the path
             self._fail(path, getattr(error, "strerror", None))
             return None
-        if not content or len(content) > MAX_BYTES:
-            self._fail(path, "empty" if not content else f"more than {MAX_BYTES} bytes")
-            return None
         self.unread.pop(path, None)
-        return content
+        if not content:
+            self._fail(path, "empty")
+        return content or None
 
     def text(self, path: str) -> str | None:
         """The stripped text of a file."""
@@ -106,10 +98,6 @@ class Files:
     def last(self, path: str) -> str | None:
         """The last part of a symbolic link's target: a driver, a group."""
         return self.link(path).rstrip("/").rpartition("/")[2] or None
-
-
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # or opening a pipe would hang
 
 
 def parse_int(text: str) -> int | None:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -219,33 +219,26 @@ class Decision:
 
 DECISIONS: list[Decision] = []
 """The decisions of this process, each once."""
-_FACTS: dict[tuple[str | None, ...], MachineFacts] = {}  # the last, by the filters of visible GPUs
+_FACTS: list[MachineFacts] = []  # of the last `review`
+
+
+_NESTED = "these filters are nested: the others count from 0 among the GPUs that ROCR_VISIBLE_DEVICES leaves"
+_TWICE = "both filters have the same effect in HIP, which applies only one of them"
+_FIRST = "different values: torch 2.13 reads only the first that is set, in the order CUDA, HIP, ALLOC_CONF"
 
 
 def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
     """What the policy finds in ``environ``. Changes nothing."""
-    return [*_contradictions(environ), *_found(environ, facts)]
-
-
-def _contradictions(environ: Mapping[str, str]) -> Iterator[Decision]:
-    def warning(found: Mapping[str, str], reason: str, source: str) -> Decision:
-        names, values = ", ".join(found), " | ".join(found.values())
-        return Decision(
-            variable=names, action="warn", value=values, reason=reason, source=source, fix="set one of them"
-        )
-
+    made = []
     settings, filters = ({name: environ[name] for name in names if name in environ} for names in (ALLOCATOR, FILTERS))
-    if len({value.strip() for value in settings.values()}) > 1:
-        order = "different values: torch 2.13 reads only the first that is set, in the order CUDA, HIP, ALLOC_CONF"
-        yield warning(settings, order, "torch CUDAAllocatorConfig.h; pytorch#167659")
-    if len(filters) > 1:
-        nested = "these filters are nested: the others count from 0 among the GPUs that ROCR_VISIBLE_DEVICES leaves"
-        twice = "both filters have the same effect in HIP, which applies only one of them"
-        reason = nested if "ROCR_VISIBLE_DEVICES" in filters else twice
-        yield warning(filters, reason, "HIP environment variables page; clr flags.hpp")
-
-
-def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision]:
+    differ, nested = len({value.strip() for value in settings.values()}) > 1, "ROCR_VISIBLE_DEVICES" in filters
+    for found, wrong, reason, source in (
+        (settings, differ, _FIRST, "torch CUDAAllocatorConfig.h; pytorch#167659"),
+        (filters, len(filters) > 1, _NESTED if nested else _TWICE, "HIP environment variables page; clr flags.hpp"),
+    ):
+        if wrong:
+            told = {"variable": ", ".join(found), "value": " | ".join(found.values()), "fix": "set one of them"}
+            made.append(Decision(action="warn", reason=reason, source=source, **told))
     for name, value in environ.items():
         for rule in RULES:
             if not rule.covers(name) or (applies := rule.applies(value, facts)) is False:
@@ -254,8 +247,10 @@ def _found(environ: Mapping[str, str], facts: MachineFacts) -> Iterator[Decision
             if applies is None:
                 action = "warn" if action == "error" else action
                 reason += f" [uncertain here: {'; '.join(dict.fromkeys(facts.reasons.values()))}]"
-            yield Decision(variable=name, action=action, value=value, reason=reason, source=rule.source, fix=rule.fix)
+            told = {"variable": name, "value": value, "fix": rule.fix}
+            made.append(Decision(action=action, reason=reason, source=rule.source, **told))
             break
+    return made
 
 
 def too_late(decision: Decision) -> Decision:
@@ -270,15 +265,10 @@ def remember(decisions: Iterable[Decision]) -> None:
 
 
 def review(facts: MachineFacts | None = None) -> list[Decision]:
-    """Evaluate ``os.environ`` and append the decisions to `DECISIONS`; ``facts``: those of the last call with the same
-    filters of visible GPUs, else read now without architectures, unless given."""
-    filters = tuple(os.environ.get(name) for name in FILTERS)
-    if facts is None:
-        facts = _FACTS.get(filters) or read_facts()
-    else:
-        _FACTS.clear()
-        _FACTS[filters] = facts
-    made = evaluate(os.environ, facts)
+    """Evaluate ``os.environ`` and append the decisions to `DECISIONS`; ``facts``: those of the last call, unless given,
+    else read now without architectures."""
+    _FACTS[:] = [facts or (_FACTS[0] if _FACTS else read_facts())]
+    made = evaluate(os.environ, _FACTS[0])
     remember(made)
     return made
 
@@ -339,27 +329,23 @@ def read_spec(
     hints, values = get_type_hints(spec), dict[str, Any]()
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         key, separator, value = (piece.strip() for piece in item.partition("="))
-        if not separator or key not in hints:
-            raise UsageError(f"{variable}: '{item}' is not understood; valid keys: {' '.join(hints)}")
-        if key in values:
-            raise UsageError(f"{variable}: '{key}' is given twice; give it once")
+        if not separator or key not in hints or key in values:
+            what = f"'{key}' is given twice" if key in values else f"'{item}' is not understood"
+            raise UsageError(f"{variable}: {what}; valid keys: {' '.join(hints)}")
         kind = next(one for one in (bool, float, int, str) if one in (hints[key], *get_args(hints[key])))
+        low = least.get(key, 0)
+        expected = {bool: "0 or 1", float: "a number from 0 to 1", int: f"a whole number from {low} on"}
+        expected[str] = f"one of {' '.join(allowed.get(key, ()))}"
         try:
             found: Any = int(value) if kind is bool else kind(value)
+            high = found if kind is int else 1
+            right = value in allowed.get(key, (value,)) if kind is str else low <= found <= high
         except ValueError:
-            found = None
-        if kind is str:
-            expected, right = f"one of {' '.join(allowed.get(key, ()))}", key not in allowed or value in allowed[key]
-        elif kind is int:
-            low = least.get(key, -(1 << 63))
-            expected, right = f"a whole number from {low} on", found is not None and found >= low
-        else:
-            expected = "0 or 1" if kind is bool else "a number from 0 to 1"
-            right = found is not None and 0 <= found <= 1
+            right = False
         if not right:
-            raise UsageError(f"{variable}: {key}={value} is not valid; expected {expected}")
+            raise UsageError(f"{variable}: {key}={value} is not valid; expected {expected[kind]}")
         values[key] = kind(found)
-    for key, expected in (required or {"kind": f"kind= one of {' '.join(allowed.get('kind', ()))}"}).items():
+    for key, wanted in (required or {"kind": f"kind= one of {' '.join(allowed.get('kind', ()))}"}).items():
         if key not in values:
-            raise UsageError(f"{variable}: '{key}' is missing; give {expected}")
+            raise UsageError(f"{variable}: '{key}' is missing; give {wanted}")
     return spec(**values)

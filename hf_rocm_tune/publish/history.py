@@ -249,8 +249,8 @@ def collect(directory: Path) -> RunFiles:
             log = {**log, "max_steps": state.get("max_steps")}
             log |= {"step": state.get("global_step"), "log": state.get("log_history")}
     if inspection.manifest is None:
-        why = inspection.problems[0]
-        missing.append(f"{manifest.MANIFEST_NAME}: the run has not finished" if why.kind == "missing" else str(why))
+        bad = inspection.problems[0]
+        missing.append(f"{manifest.MANIFEST_NAME}: the run has not finished" if bad.kind == "missing" else str(bad))
     return RunFiles(
         directory=directory,
         run_id=run_id or text(log, "run_id") or text(report, "run_id"),

@@ -9,7 +9,6 @@ huggingface_hub retries requests; a push that fails is continued by the same com
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -31,7 +31,7 @@ from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
 from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, judge, read_json, run_settings
 from hf_rocm_tune.publish.page import PAGE_NAME, page_of
-from hf_rocm_tune.redaction import Private, find_in_file, local_paths, redact, remember, scrub_json, scrub_text
+from hf_rocm_tune.redaction import Private, find_private, local_paths, redact, remember, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import read_plain
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest, read_once
@@ -131,8 +131,9 @@ class _Piece:
 
     @classmethod
     def large(cls, file: Path, entry: FileEntry) -> _Piece:
-        piece = cls(entry=entry, opened=os.open(file, os.O_RDONLY | os.O_CLOEXEC))
-        weakref.finalize(piece, os.close, piece.opened)
+        opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        piece = cls(entry=entry, opened=opened)
+        weakref.finalize(piece, os.close, opened)
         return piece
 
     def is_stored(self, there: RepoFile | None) -> bool:
@@ -194,22 +195,23 @@ def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | 
     if piece.entry != entry:
         raise UsageError(f"{file} differs from {MANIFEST_NAME}: it is damaged, or being written")
     if not is_json:
-        with open(file, "rb") if large else io.BytesIO(piece.content) as stream:
-            found = find_in_file(stream, private, header_only=file.suffix == ".safetensors")
+        content: bytes | mmap = piece.content if piece.opened is None else mmap(piece.opened, 0, access=ACCESS_READ)
+        header = 8 + int.from_bytes(content[:8], "little") if file.suffix == ".safetensors" else None
+        found = find_private(content, private, end=header)
         if found:
             raise UsageError(f"{file} holds {found}, and files of this kind cannot be rewritten: remove it")
         return piece
     try:
-        content = json.loads(piece.content)
-        public = dict(content)
+        given = json.loads(piece.content)
+        public = dict(given)
     except (ValueError, TypeError) as error:
         raise UsageError(f"{file} is not a JSON object: {error}") from error
     for key in _BASE_KEYS:
-        base = content.get(key)
+        base = given.get(key)
         if isinstance(base, str) and base and private.is_local(base):
             public[key] = published_name(base, private, base_model_id) or Path(base).name
     public = scrub_json(public, private, names=file.name == REPORT_NAME)
-    return piece if public == content else _Piece.of((json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode())
+    return piece if public == given else _Piece.of((json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 # ---- the Hub --------------------------------------------------------------------------------------------------------

@@ -207,11 +207,7 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("stdin", "words"),
-    [(b"[1]", b"give a JSON object"), (b"{", b"give a JSON object"), (b'{"say": "hello"}', b'"said": "hello"')],
-)
-def test_a_measurement_can_be_tried_by_hand(stdin: bytes, words: bytes) -> None:
-    done = subprocess.run([sys.executable, "-m", MODULE], input=stdin, capture_output=True, timeout=60)
-    assert words in done.stdout and b"Traceback" not in done.stderr
-    assert done.returncode == (0 if b"hello" in stdin else 2)
+def test_a_measurement_can_be_tried_by_hand() -> None:
+    request = b'{"say": "hello"}'
+    done = subprocess.run([sys.executable, "-m", MODULE], input=request, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"") and b'"said": "hello"' in done.stdout
