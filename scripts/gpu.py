@@ -315,7 +315,7 @@ def _versions() -> int:
             packages[needed.name] = "missing"
         if not needed.specifier.contains(packages[needed.name].replace("missing", "0"), prereleases=True):
             lowered.append(f"{needed.name} {packages[needed.name]} instead of {needed.specifier}")
-    from hf_rocm_tune.machine.toolchain import missing_for_triton
+    from hf_rocm_tune.machine.software import missing_for_triton
     from hf_rocm_tune.transfer.digest import device_method
 
     properties, digest = torch.cuda.get_device_properties(0), device_method(torch.device("cuda", 0))

@@ -171,7 +171,7 @@ class Prefetch:
         if batches < 0:
             raise UsageError(f"prefetch_batches is {batches}; give 0 (no overlap) or more")
         self.mover = mover
-        self._batches = batches
+        self.batches = batches
         self._under_way: list[weakref.ref[Tensor]] = []
         self._waiting: Any = None  # the batch read last, when there was no room for it
         self._begun: tuple[Any, Any] | None = None  # that batch and its copy in flight, begun after it was read
@@ -181,9 +181,9 @@ class Prefetch:
         batch = self.mover.pack(batch)
         pending = (reference() for reference in self._under_way)
         self._under_way = [weakref.ref(one) for one in pending if one is not None and self.mover.is_pending(one)]
-        has_room = self._batches > 0 and len(self._under_way) <= self._batches
+        has_room = self.batches > 0 and len(self._under_way) <= self.batches
         self._waiting = None if has_room else batch
-        return self._begin(batch) if has_room else batch
+        return self.begin(batch) if has_room else batch
 
     def window(self, batches: list[Any]) -> AccumulationWindow:
         """The batches of an accumulation window, as a list that keeps the limit while it is iterated."""
@@ -194,22 +194,13 @@ class Prefetch:
             self._waiting = None  # nothing was read beyond the window
         return AccumulationWindow(self, batches)
 
-    def begin_all(self, window: list[Any]) -> None:
-        """Begins all remaining batches of a window, for concurrent use."""
-        for number, batch in enumerate(list.__iter__(window) if self._batches else ()):
-            window[number] = self._begin(batch)
+    def begin_waiting(self) -> None:
+        """Begins the batch that was read beyond a window."""
+        if self._waiting is not None:
+            self._begun, self._waiting = (self._waiting, self.begin(self._waiting)), None
 
-    def begin_ahead(self, window: list[Any], number: int) -> None:
-        """Begins batch `number` of a window, and as many after it as the limit allows."""
-        if self._batches == 0:
-            return
-        stop = number + 1 + self._batches
-        for later in range(number, min(stop, len(window))):
-            window[later] = self._begin(window[later])
-        if stop > len(window) and self._waiting is not None:
-            self._begun, self._waiting = (self._waiting, self._begin(self._waiting)), None
-
-    def _begin(self, batch: Any) -> Any:
+    def begin(self, batch: Any) -> Any:
+        """A batch with its transfer in flight; one that was begun already stays as it is."""
         first = next(tree_tensors(batch), None)
         if first is None or self.mover.provenance(first) is not None:
             return batch
@@ -226,11 +217,16 @@ class AccumulationWindow(list[Any]):
         self._prefetch = prefetch
 
     def begin_all(self) -> None:
-        """Begins the transfers of all remaining batches."""
-        self._prefetch.begin_all(self)
+        """Begins the transfers of all remaining batches, for concurrent use."""
+        if self._prefetch.batches:
+            self[:] = [self._prefetch.begin(batch) for batch in self[:]]
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(len(self)):
-            self._prefetch.begin_ahead(self, number)
+            stop = number + 1 + self._prefetch.batches
+            if self._prefetch.batches:
+                self[number:stop] = [self._prefetch.begin(batch) for batch in self[number:stop]]
+                if stop > len(self):
+                    self._prefetch.begin_waiting()
             batch, self[number] = self[number], None
             yield batch

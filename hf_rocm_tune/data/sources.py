@@ -111,11 +111,12 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     path = expand_user(name)
-    _check_readable(path, name)
+    if os.path.isfile(path) and _reader_of(path) is None:
+        raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
+    if os.path.exists(path) and (fault := _cannot_be_opened(path)):  # `datasets` often names its cache instead
+        raise UsageError(fault)
     with _explained(name):
         if os.path.isfile(path):
-            if path.stat().st_size == 0:
-                raise UsageError(f"{path} is empty (0 bytes)")
             # `datasets` treats a file name as a pattern: brackets must be escaped
             files = {"train": glob.escape(str(path.absolute()))}
             splits = dict(load_dataset(str(_reader_of(path)), data_files=files, streaming=streaming))
@@ -141,21 +142,6 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
 def _is_saved(path: Path) -> bool:
     """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote this folder."""
     return any(os.path.isfile(path / name) for name in ("dataset_dict.json", "state.json"))
-
-
-def _check_readable(path: Path, name: str) -> None:
-    """Checked before `datasets`, whose error often names its cache instead of the file."""
-    try:
-        if os.path.isfile(path):
-            path.open("rb").close()
-            if _reader_of(path) is None:
-                raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
-        elif os.path.isdir(path):
-            next(path.iterdir(), None)
-            if not path.absolute().name:  # `datasets` needs one
-                raise UsageError(f"'{name}' is the root of the file system: name a folder in it")
-    except PermissionError as error:
-        raise UsageError(f"'{name}' may not be read (permission denied)") from error
 
 
 def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[str, Rows]:
@@ -266,17 +252,24 @@ def _reader_of(path: Path) -> str | None:
     return _READERS.get(suffixes[-1]) if suffixes else None
 
 
+def _cannot_be_opened(path: Path) -> str | None:
+    try:
+        if os.path.isdir(path):
+            next(path.iterdir(), None)
+            return None
+        path.open("rb").close()
+    except PermissionError:
+        return f"'{path}' may not be read (permission denied)"
+    return None if path.stat().st_size else f"{path} is empty (0 bytes)"
+
+
 def _find_fault(path: Path) -> str | None:
     """What is wrong with a data file, with the line or byte offset (from 0); None if nothing was found."""
     try:
-        if path.stat().st_size == 0:
-            return f"{path} is empty (0 bytes)"
-        if _reader_of(path) == "parquet":
-            return None
+        if (fault := _cannot_be_opened(path)) or _reader_of(path) == "parquet":
+            return fault
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             return _fault_in_lines(path, file, _reader_of(path))
-    except PermissionError:
-        return f"{path} may not be read (permission denied)"
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         return f"{path} is cut off or damaged: {error}"
 

@@ -7,7 +7,11 @@ hf_rocm_tune.machine.software``. A ROCm build of torch brings its own user space
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sysconfig
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,7 +19,6 @@ from importlib import metadata
 from typing import Any
 
 from hf_rocm_tune.machine.child import answer, pci_address, run, step
-from hf_rocm_tune.machine.toolchain import missing_for_triton
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -26,6 +29,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 """Import name, and the distributions that may provide it (ROCm wheels provide triton under another name)."""
 DEADLINE_S = 60.0
 """A cold start of a ROCm build reads gigabytes of libraries."""
+_COMPILER_SECONDS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +140,29 @@ def _read_wheels() -> dict[str, str]:
             if re.fullmatch("rocm|rocm-sdk(-.*)?|amd-torch-device-.*", plain):
                 found[plain] = str(distribution.version)
     return dict(sorted(found.items()))
+
+
+def missing_for_triton() -> str:
+    """What Triton lacks to compile its driver at first use, and the package that has it; empty if nothing is missing.
+
+    The compiler is asked itself; it and the directory of headers are chosen as Triton chooses them.
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "there is no C compiler: install gcc"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's own has no headers
+    headers = sysconfig.get_paths(scheme=scheme)["include"]
+    command, program = [compiler, "-x", "c", "-fsyntax-only", f"-I{headers}", "-"], "#include <Python.h>\n"
+    try:
+        done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=_COMPILER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the C compiler {compiler} cannot be run: {error}"
+    if not done.returncode:
+        return ""
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        return f"{headers} has no Python.h: install python3-dev (python3-devel)"
+    said = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
+    return f"{compiler} does not compile a file that includes Python.h ({said[-200:]}): install gcc and libc6-dev"
 
 
 def _probe(request: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, checked
-from hf_rocm_tune.machine.toolchain import missing_for_triton
+from hf_rocm_tune.machine.software import missing_for_triton
 from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.models.streamed import FLAG as STREAM
 from hf_rocm_tune.models.streamed import parse as parse_streamed

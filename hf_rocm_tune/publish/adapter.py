@@ -174,13 +174,12 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
 def open_adapter(name: str, revision: str | None = None) -> Adapter:
     """Find an adapter, read its files once and check them, before anything is loaded."""
     directory = find_adapter(name, revision)
-    if directory is None and os.path.isdir(expand_user(name)):
-        raise UsageError(f"{name} is a whole model, not an adapter: give an adapter's directory or Hub id")
     if directory is None:
-        raise UsageError(
-            f"no {CONFIG_FILE} of {name} could be found on the Hub: check the spelling, the network and "
-            "HF_HUB_OFFLINE, or give a directory"
+        what = (
+            f"no {CONFIG_FILE} of {name} could be found on the Hub: check the spelling, the network and HF_HUB_OFFLINE"
         )
+        what = f"{name} is a whole model, not an adapter" if os.path.isdir(expand_user(name)) else what
+        raise UsageError(f"{what}; give an adapter's directory or Hub id")
     advice = "the adapter differs from what its run wrote and is not used; copy it again, or take an earlier checkpoint"
     found = manifest.read(directory)
     if isinstance(found, manifest.FileProblem) and found.kind != "missing":
@@ -192,12 +191,9 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
     used = [file for file in listed if file in (CONFIG_FILE, WEIGHTS_FILE) or TOKENIZER.fullmatch(file)]
     try:
         files = manifest.PrivateCopy(directory, used, written.files if written else None)
-    except FileNotFoundError as error:
-        raise UsageError(f"{name}: {Path(str(error.filename)).name} is missing: {advice}") from error
-    except ValueError as error:
-        raise UsageError(f"{name}: {error}: {advice}") from error
-    except OSError as error:
-        raise UsageError(f"{name} cannot be read ({error.strerror}): check the disk and permissions") from error
+    except (OSError, ValueError) as error:
+        what = f"{Path(str(error.filename)).name}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{name}: {what}: {advice}") from error
     if WEIGHTS_FILE not in files.entries:
         raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE} (pickles are not loaded): copy it again")
     check_safetensors(files.directory / WEIGHTS_FILE)

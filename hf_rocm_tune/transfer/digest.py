@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.toolchain import missing_for_triton
+from hf_rocm_tune.machine.software import missing_for_triton
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather
 from hf_rocm_tune.transfer.report import count_crossing
 
