@@ -113,7 +113,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
     path = expand_user(name)
     if os.path.isfile(path) and _reader_of(path) is None:
         raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
-    if os.path.exists(path) and (fault := _cannot_be_opened(path)):  # `datasets` often names its cache instead
+    if fault := _cannot_be_opened(path):  # `datasets` often names its cache instead
         raise UsageError(fault)
     with _explained(name):
         if os.path.isfile(path):
@@ -256,11 +256,12 @@ def _cannot_be_opened(path: Path) -> str | None:
     try:
         if os.path.isdir(path):
             next(path.iterdir(), None)
-            return None
-        path.open("rb").close()
+        elif os.path.isfile(path):
+            path.open("rb").close()
+            return None if path.stat().st_size else f"{path} is empty (0 bytes)"
     except PermissionError:
         return f"'{path}' may not be read (permission denied)"
-    return None if path.stat().st_size else f"{path} is empty (0 bytes)"
+    return None
 
 
 def _find_fault(path: Path) -> str | None:
