@@ -1,4 +1,4 @@
-"""Before a model is loaded: optimizers, adapters, GRPO's reward functions, and how several ranks average gradients."""
+"""Before a model is loaded: adapters, GRPO's reward functions, and how several ranks average gradients."""
 
 from __future__ import annotations
 
@@ -20,27 +20,6 @@ from hf_rocm_tune.settings.compatibility import launched_with
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.adapter import Adapter
-
-_OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
-    "adamw_anyprecision": "torchdistx",
-    "adamw_torch_4bit": "torchao",
-    "adamw_torch_8bit": "torchao",
-    "grokadamw": "grokadamw",
-    "schedule_free": "schedulefree",
-    "stable_adamw": "optimi",
-}
-
-
-def check_optimizer(name: str) -> None:
-    """Refuses an optimizer that was never tried here, or whose package is missing."""
-    instead = "choose adamw_torch_fused, adamw_8bit, paged_adamw_8bit or another of --help_all"
-    if name.startswith(("galore", "apollo", "lomo", "adalomo")):
-        raise UsageError(
-            f"--optim {name} is not supported: it was never tried with verified averages and checkpoints; {instead}"
-        )
-    package = next((package for family, package in _OF_PACKAGES.items() if name.startswith(family)), None)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
 
 
 def check_adapter(method: str, adapter: Adapter | None) -> None:

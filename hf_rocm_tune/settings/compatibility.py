@@ -101,6 +101,7 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         ("FSDP", "DeepSpeed", "--split_layers", "--tensor_parallel"),
         "no process can answer alone there; use `hf-rocm-tune generate` on a checkpoint",
     ),
+    "--save_on_each_node": {"several processes": "it splits checkpoints over the machines; share output_dir instead"},
     "--stream_weights": {
         "--use_peft false": "what is streamed cannot be trained",
         "--init_lora_weights": "it rewrites the weights",

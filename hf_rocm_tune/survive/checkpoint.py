@@ -1,25 +1,25 @@
 """Checkpoints that are verified before use: save, read back, rename, push, rotate, in that order.
 
-Upstream's ``Trainer._save_checkpoint`` runs inside a staging directory. Then every file is read once: its content is
-compared with the live state, and its SHA-256 goes into the manifest with the digests of the live tensors. A rank that
-fails must not leave a save at once, because the others wait for it in a barrier: the failure is kept in the
-`StagedSave`, and all ranks decide together in `failed`. Not covered: DeepSpeed's sharded files get a manifest but are
-not compared with the live state (``extra.compared``).
+Upstream saves the model into a staging directory, and each `State` its file. Then every file is read once: its content
+is compared with the live state, and its SHA-256 goes into the manifest. A rank that fails keeps the failure in the
+`StagedSave`, because the others wait in a barrier; all decide together in `failed`. Not covered: DeepSpeed's sharded
+files get a manifest but are not compared with the live state (``extra.compared``).
 """
 
 from __future__ import annotations
 
 import errno
 import gc
+import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -33,8 +33,7 @@ from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import create_staging, move_files, replace_directory
 from hf_rocm_tune.survive.run_directory import move_aside, rotate
-from hf_rocm_tune.survive.saved_state import Readback
-from hf_rocm_tune.transfer import host_copy, map_tensors
+from hf_rocm_tune.survive.saved_state import Place, Readback, State
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -50,16 +49,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _FULL = "disk full"
 
 
-class Uploader(Protocol):
-    """Uploads directories that have been verified and have their manifest; only `result` raises if that fails."""
-
-    def checkpoint(self, directory: Path) -> None: ...
-    def result(self, directory: Path) -> Any: ...
-
-
-# ---- one save in progress -----------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class StagedSave:
     """A staging directory and what happened in it."""
@@ -68,7 +57,6 @@ class StagedSave:
     usable: bool = False  # whether rank 0 could create it
     need_bytes: int  # approximate size of the weights on disk
     failure: Exception | None = None  # the first error on this rank
-    push_wanted: bool = False  # upstream asked for a push of the checkpoint
 
     def attempt(self, write: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         """Call ``write`` and keep the error that it raises. torch.save reports a full disk as a RuntimeError."""
@@ -125,11 +113,12 @@ def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool
 class Checkpoints:
     """Saves and loads the checkpoints and the result of a trainer; see the module's description."""
 
-    def __init__(self, trainer: Any, publisher: Uploader | None) -> None:
+    def __init__(self, trainer: Any, publisher: Any) -> None:
+        """``publisher`` uploads what has its manifest: a `checkpoint` or the `result`; only the latter raises."""
         self._trainer, self._publisher = trainer, publisher
-        self._stage: StagedSave | None = None
-        self._saved: Mapping[str, manifest.FileEntry] = {}
-        self._saved_digests: Mapping[str, str] = {}
+        self._stage: StagedSave | None = None  # while upstream writes
+        self._push_wanted = False
+        self._saved: Mapping[str, Readback] = {}  # the result's files
         self.start: saved_state.HostCopy | None = None
         """Initial state of an adapter whose result is saved as plain LoRA; None for all others."""
 
@@ -140,8 +129,10 @@ class Checkpoints:
             self._require_publisher()
         if resume_from is True:
             resume_from = get_last_checkpoint(args.output_dir) or True
-        if isinstance(resume_from, str | os.PathLike) and not self._saves_shards:
+        if isinstance(resume_from, str | os.PathLike) and not self.saves_shards:
             saved_state.require_complete(Path(resume_from))
+            if (Path(resume_from) / SCALER_NAME).is_file() and self._trainer.accelerator.scaler is None:
+                raise UsageError(f"{resume_from} was trained with a gradient scaler: resume it with --fp16 true")
         return resume_from
 
     @property
@@ -156,26 +147,55 @@ class Checkpoints:
         else:
             self._stage.attempt(write, *arguments)
 
+    def _staged(self, final: Path, *steps: Callable[[Path], object]) -> bool:
+        """Take steps, the first of them upstream's, in a directory beside ``final``; False if the disk is full. After
+        each step all ranks agree that it did not fail. Collective."""
+        stage = self._open_stage(final)
+        try:
+            for step in steps:
+                self._stage = stage if step is steps[0] else None
+                if stage.usable:
+                    stage.attempt(step, stage.root)
+                if failed(stage):
+                    return False
+            return True
+        finally:
+            self._stage = None
+            self._forget_full()
+            stage.drop(first=self._first)
+
+    def _write_manifest(self, directory: Path, status: manifest.Status, found: Mapping[str, Readback]) -> None:
+        manifest.write(
+            directory,
+            run_id=self._trainer.run_id,
+            step=self._trainer.state.global_step,
+            status=status,
+            files=found if status == "final" else None,  # a result may lie beside other files
+            entries=_entries(found),
+            tensors={label: value for one in found.values() for label, value in one.digests.items()},
+            extra={"compared": not self.saves_shards},
+        )
+
     # ---- a checkpoint ---------------------------------------------------------------------------------------
 
     def save(self, write: Callable[[], None], final: Path) -> None:
         """Save a checkpoint in ``final`` with upstream's ``write``. Collective."""
-        trainer, state = self._trainer, self._trainer.state
+        trainer, state, found = self._trainer, self._trainer.state, dict[str, Readback]()
         saved_state.settle_prompts(self._bare_model())
         trainer.before_save()
-        best_before, saved = state.best_model_checkpoint, False
-        stage = self._open_stage(final)
+        best_before, saved, self._push_wanted = state.best_model_checkpoint, False, False
         try:
-            if stage.usable:
-                self._stage = stage
-                stage.attempt(write)
-            self._stage = None
-            saved = not failed(stage) and self._publish_checkpoint(stage, final)
+            saved = self._staged(
+                final,
+                lambda _: write(),
+                lambda root: self._write_states(root / final.name, final),
+                lambda root: found.update(self._verified(root / final.name, self._own_states())),
+                lambda root: self._seal_checkpoint(root / final.name, final, found),
+            )
         finally:
             if not saved:
                 state.best_model_checkpoint = best_before
-            self._close(stage)
-        if saved and stage.push_wanted:
+        if saved and self._push_wanted:
             self.push_checkpoint(final)
         if saved and self._first:
             rotate(final, limit=trainer.args.save_total_limit, best=state.best_model_checkpoint)
@@ -187,93 +207,103 @@ class Checkpoints:
                 final.name,
             )
 
-    def _publish_checkpoint(self, stage: StagedSave, final: Path) -> bool:
-        """Verify what upstream wrote, each rank its own files, and rename it; False if the disk is full. Collective."""
-        staged = stage.root / final.name
-        stage.attempt(self._record_best, staged, final)
-        found: dict[str, Readback] = {}
-        stage.attempt(lambda: found.update(self._verified(staged, self._live_states())))
-        if failed(stage):
-            return False
-        for others in gather_object([found]):
-            found |= others
-        if self._first:
-            stage.attempt(self._seal_checkpoint, staged, final, found)
-        return not failed(stage)
-
-    def _record_best(self, staged: Path, final: Path) -> None:
-        """Set the best checkpoint in the state: upstream looks for it beside the staged one, where it is not."""
+    def _write_states(self, staged: Path, final: Path) -> None:
+        """Write what belongs to a checkpoint beside the model, each rank its own files. Collective."""
         trainer, state = self._trainer, self._trainer.state
+        if trainer.full_state is not None and not trainer.args.save_only_model:
+            trainer.full_state.optimizer_state()
+        # upstream looks for the best checkpoint beside the staged one, where it is not
         if state.best_global_step and trainer.args.save_strategy != SaveStrategy.NO:
             best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             if best == final or best.is_dir():
                 state.best_model_checkpoint = str(best)
-        if self._first:
-            if not staged.is_dir():
-                raise SeamError(
-                    f"transformers did not write {final.name} where Trainer._get_output_dir said: this version of "
-                    "transformers is not supported, install the one named in pyproject.toml"
-                )
-            state.save_to_json(str(staged / TRAINER_STATE_NAME))
-            if (prompts := saved_state.prompts_of(self._bare_model())) is not None:
-                torch.save(prompts, staged / saved_state.PROMPTS_FILE)
+        if not staged.is_dir():
+            raise SeamError(
+                f"transformers did not write {final.name} where Trainer._get_output_dir said: this version of "
+                "transformers is not supported, install the one named in pyproject.toml"
+            )
+        for each in self._own_states():
+            each.write(staged)
 
-    def _seal_checkpoint(self, staged: Path, final: Path, found: Mapping[str, Readback]) -> None:
-        manifest.write(
-            staged,
-            run_id=self._trainer.run_id,
-            step=self._trainer.state.global_step,
-            status="checkpoint",
-            entries={name: one.entry for name, one in found.items() if one.entry is not None},
-            tensors={label: value for one in found.values() for label, value in one.digests.items()},
-            extra={"compared": not self._saves_shards},
-        )
+    def _seal_checkpoint(self, staged: Path, final: Path, found: dict[str, Readback]) -> None:
+        for others in gather_object([found]):
+            found |= others
+        if not self._first:
+            return
+        self._write_manifest(staged, "checkpoint", found)
         if (aside := move_aside(final, self._trainer.run_id)) is not None:
             logger.warning("%s exists and is not from this run: renamed to %s", final.name, aside.name)
         replace_directory(staged, final)
 
-    def _live_states(self) -> dict[str, Any]:
-        trainer, states = self._trainer, dict[str, Any]()
-        if self._first:
-            states[TRAINER_STATE_NAME] = trainer.state
-            if (prompts := saved_state.prompts_of(self._bare_model())) is not None:
-                states[saved_state.PROMPTS_FILE] = prompts
-        if trainer.args.save_only_model:
-            return states
-        states |= self._random_states()
-        if self._first and not self._saves_shards:
-            states[OPTIMIZER_NAME] = self._optimizer_state()
-            states[SCHEDULER_NAME] = trainer.lr_scheduler.state_dict()
-        if self._first and (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
-            states[SCALER_NAME] = scaler.state_dict()
-        return states
+    def _own_states(self) -> list[State]:
+        """The files that this rank writes."""
+        only_model = self._trainer.args.save_only_model
+        return [
+            each for each in self._states() if (each.every_rank or self._first) and (each.of_model or not only_model)
+        ]
 
-    def _random_states(self) -> dict[str, Any]:
-        args, cards = self._trainer.args, self._trainer.devices
-        states: dict[str, Any] = {saved_state.rng_file(args): saved_state.random_states(all_cards=args.world_size > 1)}
-        if len(cards) > 1:
-            states[saved_state.RNG_OF_CARDS] = [torch.cuda.get_rng_state(card) for card in cards]
-        return states
+    def _states(self) -> list[State]:
+        """All files of a checkpoint beside the model; a new one is one row."""
+        trainer, args, cards = self._trainer, self._trainer.args, self._trainer.devices
+        full, several = trainer.full_state, self._trainer.args.world_size > 1
+        rows = [
+            State(
+                name=TRAINER_STATE_NAME,
+                live=lambda: json.loads(json.dumps(asdict(trainer.state))),
+                save=lambda _, path: trainer.state.save_to_json(str(path)),
+                of_model=True,
+            ),
+            State(
+                name=f"rng_state_{args.process_index}.pth" if several else "rng_state.pth",
+                live=partial(saved_state.random_states, all_cards=several),
+                load=partial(saved_state.set_random_states, all_cards=several),
+                every_rank=True,
+            ),
+        ]
+        if len(cards) > 1:  # upstream would save the current card's only
+            rows += [
+                State(
+                    name="rng_state_cards.pth",
+                    live=lambda: [torch.cuda.get_rng_state(card) for card in cards],
+                    load=lambda states: list(map(torch.cuda.set_rng_state, states, cards)),
+                    every_rank=True,
+                )
+            ]
+        if not self.saves_shards:
+            rows += [
+                State(
+                    name=OPTIMIZER_NAME,
+                    live=lambda: (full.optimizer_state if full else trainer.optimizer.state_dict)(),
+                    load=lambda state: saved_state.load_optimizer(state, trainer.optimizer, self._place()),
+                    loaded=lambda: trainer.optimizer.state_dict(),
+                ),
+                State(
+                    name=SCHEDULER_NAME,
+                    live=lambda: trainer.lr_scheduler.state_dict(),
+                    load=lambda state: trainer.lr_scheduler.load_state_dict(state),
+                ),
+            ]
+        if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+            rows += [State(name=SCALER_NAME, live=scaler.state_dict, load=scaler.load_state_dict)]
+        if (prompts := self._prompts()) is not None:
+            rows += [prompts]
+        return rows
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        full = self._trainer.full_state
-        return cast("dict[str, Any]", (full.optimizer_state if full else self._trainer.optimizer.state_dict)())
+    def _prompts(self) -> State | None:
+        """What PEFT's prompt methods train: an adapter file has only the prompts that their encoders compute."""
+        model = self._bare_model()
+        if not getattr(model, "prompt_encoder", None):
+            return None
+        load = partial(saved_state.load_prompts, model=model, place=self._place())
+        return State(name="prompt_encoder.pt", live=partial(saved_state.prompts_of, model), load=load, of_model=True)
 
-    def save_optimizer(self, stock: Callable[[str], None], directory: str) -> None:
-        self.attempt(stock if self._trainer.full_state is None else self._write_full_optimizer, directory)
-
-    def _write_full_optimizer(self, directory: str) -> None:
-        state = self._optimizer_state()  # collective
-        if self._trainer.args.should_save:
-            torch.save(state, Path(directory) / OPTIMIZER_NAME)
-            torch.save(self._trainer.lr_scheduler.state_dict(), Path(directory) / SCHEDULER_NAME)
-
-    def save_random_state(self, stock: Callable[[str], None], directory: str) -> None:
-        """Write the random state as upstream does, and those of all cards of a split model."""
-        self.attempt(stock, directory)
-        if len(self._trainer.devices) > 1:
-            states = self._random_states()[saved_state.RNG_OF_CARDS]
-            self.attempt(torch.save, states, Path(directory) / saved_state.RNG_OF_CARDS)
+    def _place(self) -> Place:
+        """Moves one tensor of a checkpoint to the device: its part, where the model is sharded."""
+        if self._trainer.full_state is None:
+            return cast("Place", self._trainer.place_tensor)
+        groups = self._trainer.optimizer.param_groups if self._trainer.optimizer is not None else ()
+        parameters = [each for group in groups for each in group["params"]]
+        return placer(self._bare_model(), self._trainer.place_tensor, parameters)
 
     # ---- the result -----------------------------------------------------------------------------------------
 
@@ -292,55 +322,35 @@ class Checkpoints:
         verified, and saved again if they differ. Collective.
         """
         trainer = self._trainer
-        entries: dict[str, manifest.FileEntry] = {}
-        if self._first:
-            entries = {name: manifest.entry_of(directory / name) for name in also}
+        beside = {name: Readback(manifest.entry_of(directory / name)) for name in also} if self._first else {}
         for _ in range(_WRITES):
-            saved = {name: entry for name, entry in self._saved.items() if name not in entries}
-            changed = [problem.file for problem in manifest.compare(directory, saved)]
+            saved = {name: one for name, one in self._saved.items() if name not in beside}
+            changed = [problem.file for problem in manifest.compare(directory, _entries(saved))]
             changed = broadcast_object_list([changed])[0]
             if not changed:
                 break
             logger.warning("%s changed after it was verified: saved again", ", ".join(changed))
             trainer.transfer_report.count("files", mismatches=len(changed))
-            self._save_result(directory, keep=entries)
+            self._save_result(directory, keep=beside)
         else:
             raise CorruptionError(
                 f"{', '.join(changed)} in {directory} changed after {_WRITES} verified saves: find out what writes "
                 "there, check the disk, and start the same command again"
             )
         if self._first:
-            manifest.write(
-                directory,
-                run_id=trainer.run_id,
-                step=trainer.state.global_step,
-                status="final",
-                files=[*saved, *entries],
-                entries=saved | entries,
-                tensors=self._saved_digests,
-                extra={"compared": not self._saves_shards},
-            )
+            self._write_manifest(directory, "final", saved | beside)
         trainer.accelerator.wait_for_everyone()
 
     def _save_result(self, destination: Path, *, keep: Collection[str] = ()) -> None:
         self._trainer.before_save()
-        stage = self._open_stage(destination / "model")
-        try:
-            if stage.usable:
-                stage.attempt(self._write_result, stage.root, destination)
-            lost = failed(stage)
-            if not lost and self._first:
-                stage.attempt(self._publish_result, stage.root, destination, keep)
-            lost = lost or failed(stage)
-        finally:
-            self._close(stage)
-        if lost:
+        write, publish = partial(self._write_result, destination), partial(self._publish_result, destination, keep)
+        if not self._staged(destination / "model", write, publish):
             raise UsageError(
                 f"no space left in {destination}: the result was not saved. The checkpoints are intact: free some "
                 "space and start the same command again"
             )
 
-    def _write_result(self, root: Path, destination: Path) -> None:
+    def _write_result(self, destination: Path, root: Path) -> None:
         card = destination / "README.md"
         if self._first and card.is_file():
             shutil.copyfile(card, root / card.name)  # PEFT adds to an existing card
@@ -354,18 +364,19 @@ class Checkpoints:
 
     def _plain_lora(self) -> dict[str, Tensor] | None:
         """What the result has to hold where it is plain LoRA; on rank 0."""
-        if self.start is None or self._saves_shards or not self._first:
+        if self.start is None or self.saves_shards or not self._first:
             return None
         now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._full_model())
         return plain_lora(now, self.start.tensors())
 
-    def _publish_result(self, root: Path, destination: Path, keep: Collection[str]) -> None:
-        found = self._verified(root, {}, plain=self._plain_lora())
+    def _publish_result(self, destination: Path, keep: Collection[str], root: Path) -> None:
+        if not self._first:
+            return
+        found = self._verified(root, (), plain=self._plain_lora())
         for name in keep:
             (root / name).unlink(missing_ok=True)
-        known = {name: one.entry for name, one in found.items()}
-        self._saved = {name: known.get(name) or manifest.entry_of(root / name) for name in manifest.list_files(root)}
-        self._saved_digests = {label: value for one in found.values() for label, value in one.digests.items()}
+        rest = [name for name in manifest.list_files(root) if name not in found]
+        self._saved = found | {name: Readback(manifest.entry_of(root / name)) for name in rest}
         (destination / manifest.MANIFEST_NAME).unlink(missing_ok=True)
         move_files(root, destination)
 
@@ -385,7 +396,7 @@ class Checkpoints:
         """Have the publisher upload a checkpoint; during a save the push is delayed to its end."""
         trainer = self._trainer
         if self._stage is not None:
-            self._stage.push_wanted = True
+            self._push_wanted = True
         elif self._publisher is not None and self._first:
             trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
             self._publisher.checkpoint(directory)
@@ -407,92 +418,62 @@ class Checkpoints:
         problems = manifest.verify(directory) if (directory / manifest.MANIFEST_NAME).exists() else []
         if problems:
             raise UsageError(f"{directory}: {problems[0]}; choose an older checkpoint, or start a new run")
-        if self._saves_shards:
+        if self.saves_shards:
             stock()
             return
-        model, place = self._bare_model(), self._trainer.place_tensor
-        if self._trainer.full_state is not None:
-            place = placer(model, place)
+        model, prompts = self._bare_model(), self._prompts()
         load = saved_state.load_adapters if hasattr(model, "peft_config") else saved_state.load_model
 
         def load_once() -> list[str]:
-            if (path := directory / saved_state.PROMPTS_FILE).is_file():
-                prompts = partial(saved_state.prompts_of, model)
-                self._restore(path, partial(saved_state.load_prompts, model=model, place=place), prompts)
+            if prompts is not None and (directory / prompts.name).is_file():
+                self._restore(directory, prompts)
             else:
-                load(directory, model, place)
+                load(directory, model, self._place())
             return self._differing_from(directory)
 
         _until_equal(load_once, str(directory))
 
-    def load_optimizer(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
-        trainer, path = self._trainer, Path(checkpoint or "") / OPTIMIZER_NAME
-        if checkpoint is None or self._saves_shards or not path.is_file():
+    def load_states(self, checkpoint: str | None, stock: Callable[[str | None], None], *prefixes: str) -> None:
+        """Load, verified, the states whose files begin so; upstream's way where a checkpoint has none, or shards."""
+        directory = Path(checkpoint or "")
+        found = [
+            each for each in self._states() if each.name.startswith(prefixes) and (directory / each.name).is_file()
+        ]
+        if checkpoint is None or not found:
             stock(checkpoint)
             return
-        optimizer, scheduler, place = trainer.optimizer, trainer.lr_scheduler, trainer.place_tensor
-        if trainer.full_state is not None:
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            place = placer(self._bare_model(), place, parameters)
-        self._restore(path, lambda state: saved_state.load_optimizer(state, optimizer, place), optimizer.state_dict)
-        self._restore(path.with_name(SCHEDULER_NAME), scheduler.load_state_dict, scheduler.state_dict)
+        for each in found:
+            self._restore(directory, each)
 
-    def load_scaler(self, checkpoint: str | None) -> None:
-        path = Path(checkpoint or "") / SCALER_NAME
-        if checkpoint is None or not path.is_file():
-            return
-        scaler = getattr(self._trainer.accelerator, "scaler", None)
-        if scaler is None:
-            raise UsageError(f"{path.parent} was trained with a gradient scaler: resume it with --fp16 true")
-        self._restore(path, scaler.load_state_dict, scaler.state_dict)
-
-    def load_random_state(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
-        path = Path(checkpoint or "") / saved_state.rng_file(self._trainer.args)
-        if checkpoint is None or not path.is_file():  # upstream warns of a checkpoint of another number of ranks
-            stock(checkpoint)
-            return
-
-        def set_here(states: Any) -> None:
-            stock(checkpoint)
-            if not torch.cuda.is_available():
-                states.pop("cuda", None)  # saved on a card
-
-        def set_all(states: Any) -> None:
-            for device, state in zip(self._trainer.devices, states, strict=True):
-                torch.cuda.set_rng_state(state, device)
-
-        self._restore(path, set_here, lambda: self._random_states()[path.name])
-        cards = path.with_name(saved_state.RNG_OF_CARDS)
-        if len(self._trainer.devices) > 1 and cards.is_file():
-            self._restore(cards, set_all, lambda: self._random_states()[cards.name])
-
-    def _restore(self, path: Path, load: Callable[[Any], Any], live: Callable[[], Any]) -> None:
+    def _restore(self, directory: Path, wanted: State) -> None:
         """Read a saved state, check it against the manifest, load it, and compare the live state with it."""
-        found = manifest.read(path.parent)
-        wanted = found.tensors if isinstance(found, manifest.Manifest) else {}
-        recorded = {label: value for label, value in wanted.items() if label.startswith(f"{path.name}:")}
+        path, found = directory / wanted.name, manifest.read(directory)
+        tensors = found.tensors if isinstance(found, manifest.Manifest) else {}
+        recorded = {label: value for label, value in tensors.items() if label.startswith(f"{path.name}:")}
 
         def load_once() -> list[str]:
             state, read = saved_state.read_state(path)
             if read.entry is None and not recorded:
-                raise UsageError(f"{path.parent}: {read.differing[0]}; choose an older checkpoint, or start a new run")
+                raise UsageError(f"{directory}: {read.differing[0]}; choose an older checkpoint, or start a new run")
             differing = [label for label in recorded if read.digests.get(label) != recorded[label]]
             if differing:
                 return read.differing or differing
             try:
-                load(state)
+                wanted.load(state)
             except (TuneError, torch.OutOfMemoryError):
                 raise
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UsageError(
                     f"{path} cannot be resumed from: {error}; choose another checkpoint or start a new run"
                 ) from error
-            differing = [f"{path.name}:{name}" for name in saved_state.not_loaded(state, live())]
+            differing = [
+                f"{path.name}:{name}" for name in saved_state.not_loaded(state, (wanted.loaded or wanted.live)())
+            ]
             # Last: what was loaded and compared must still be what was read.
             again = saved_state.state_digests(path.name, state)
             return differing or [label for label in again if read.digests.get(label) != again[label]]
 
-        _until_equal(load_once, str(path.parent))
+        _until_equal(load_once, str(directory))
 
     def _differing_from(self, directory: Path) -> list[str]:
         """Names of live tensors that differ from a checkpoint, the same on every rank."""
@@ -506,7 +487,7 @@ class Checkpoints:
     # ---- reading back ---------------------------------------------------------------------------------------
 
     def _verified(
-        self, directory: Path, states: Mapping[str, Any], *, plain: Mapping[str, Tensor] | None = None
+        self, directory: Path, states: Sequence[State], *, plain: Mapping[str, Tensor] | None = None
     ) -> dict[str, Readback]:
         """Compare this rank's files in ``directory`` with the live state; files that differ are written again.
 
@@ -543,26 +524,23 @@ class Checkpoints:
         self._trainer.before_manifest(directory)
         return found
 
-    def _write_again(self, directory: Path, states: Mapping[str, Any], *, fetched: bool) -> None:
+    def _write_again(self, directory: Path, states: Sequence[State], *, fetched: bool) -> None:
         trainer = self._trainer
-        if self._first and not self._saves_shards:
+        if self._first and not self.saves_shards:
             if fetched and trainer.full_state is None:
                 trainer._save(str(directory), state_dict=saved_state.model_on_host(self._bare_model()))
             else:
                 trainer.write_model(str(directory))
-        for name, state in states.items():
-            if name == TRAINER_STATE_NAME:
-                trainer.state.save_to_json(str(directory / name))
-            else:
-                torch.save(map_tensors(state, host_copy) if fetched else state, directory / name)
+        for each in states:
+            each.write(directory, fetched=fetched)
 
     def _compare(
-        self, directory: Path, states: Mapping[str, Any], plain: Mapping[str, Tensor] | None
+        self, directory: Path, states: Sequence[State], plain: Mapping[str, Tensor] | None
     ) -> dict[str, Readback]:
         found: dict[str, Readback] = {}
-        if self._first and not self._saves_shards:
+        if self._first and not self.saves_shards:
             found |= saved_state.compare_model(directory, self._bare_model(), self._full_model(), plain)
-        found |= {name: saved_state.compare_state(directory / name, state) for name, state in states.items()}
+        found |= {each.name: saved_state.compare_state(directory / each.name, each.live()) for each in states}
         verified = sum(not one.differing for one in found.values())
         self._trainer.transfer_report.count("files", verified=verified, mismatches=len(_differing(found)))
         return found
@@ -576,7 +554,7 @@ class Checkpoints:
         return model
 
     @property
-    def _saves_shards(self) -> bool:
+    def saves_shards(self) -> bool:
         """Whether each rank writes its own files, in upstream's format."""
         return self._trainer.is_sharded and self._trainer.full_state is None
 
@@ -592,10 +570,6 @@ class Checkpoints:
     def _open_stage(self, final: Path) -> StagedSave:
         """Create a staging directory beside ``final`` on rank 0; every rank checks that it sees it. Collective."""
         args = self._trainer.args
-        if args.save_on_each_node and args.world_size > 1:
-            raise UsageError(
-                "--save_on_each_node splits checkpoints over the machines: leave it out and share output_dir instead"
-            )
         adapter = hasattr(self._bare_model(), "peft_config")
         written = (p for p in self._trainer.model.parameters() if p.requires_grad or not adapter)
         stage = StagedSave(root=final.parent, need_bytes=sum(each.nbytes for each in written))
@@ -613,10 +587,9 @@ class Checkpoints:
                 stage.failure = UsageError(f"{who} does not see {name}: put output_dir on a disk that all nodes share")
         return stage
 
-    def _close(self, stage: StagedSave) -> None:
-        self._stage = None
-        self._forget_full()
-        stage.drop(first=self._first)
+
+def _entries(found: Mapping[str, Readback]) -> dict[str, manifest.FileEntry]:
+    return {name: one.entry for name, one in found.items() if one.entry is not None}
 
 
 def _differing(found: Mapping[str, Readback]) -> list[str]:

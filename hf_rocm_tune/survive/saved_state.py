@@ -15,7 +15,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,28 +30,41 @@ from transformers.trainer_pt_utils import safe_globals
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.survive.manifest import FileEntry, read_once
-from hf_rocm_tune.transfer import digest, host_copy
+from hf_rocm_tune.transfer import digest, host_copy, map_tensors
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
-    from transformers import TrainingArguments
 
     from hf_rocm_tune.transfer import Mover
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_FILE = "adapter_model.safetensors"
-RNG_OF_CARDS = "rng_state_cards.pth"
-"""Random states of all cards of a split model; upstream saves the current card's only."""
-PROMPTS_FILE = "prompt_encoder.pt"
-"""What PEFT's prompt methods train: an adapter file has only the prompts that their encoders compute."""
 # bitsandbytes 0.50.2, ``Optimizer8bit.get_state_buffer``: the state that it pages, and the fewest elements.
 _PAGED = frozenset({"state1", "state2"})
 _PAGED_FROM = 100_000
 
 Place = Callable[..., Any]
 """Moves one host tensor to the device: ``place(tensor, name=..., stage=...)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """One file beside the weights: what belongs in it, how it is written, and how a resumed run sets it."""
+
+    name: str
+    live: Callable[[], Any]
+    load: Callable[[Any], Any] = lambda _: None
+    loaded: Callable[[], Any] | None = None  # what `load` has set, where `live` is something else
+    save: Callable[[Any, Path], Any] | None = None  # None: torch.save
+    every_rank: bool = False  # or the first rank only
+    of_model: bool = False  # written with --save_only_model, too
+
+    def write(self, directory: Path, *, fetched: bool = False) -> None:
+        """``fetched``: from copies on the host that were compared with the device."""
+        save = self.save or torch.save
+        save(map_tensors(self.live(), host_copy) if fetched else self.live(), directory / self.name)
 
 
 @dataclass(frozen=True)
@@ -161,12 +174,9 @@ def _compare_tensors(directory: Path, file: str, live: Mapping[str, Tensor], req
 
 
 def compare_state(path: Path, live: Any) -> Readback:
-    """Compare a file of ``torch.save`` with the live state of an optimizer, scheduler, scaler or random generator, or
-    ``trainer_state.json`` with the trainer's."""
-    if isinstance(live, TrainerState):
-        return _compare_trainer_state(path, live)
+    """Compare the file of a `State` with what is live."""
     _, found = read_state(path)
-    if found.entry is None or found.differing:
+    if found.entry is None:
         return found
     wanted = state_digests(path.name, live)
     labels = sorted(wanted.keys() | found.digests.keys())
@@ -174,23 +184,16 @@ def compare_state(path: Path, live: Any) -> Readback:
 
 
 def read_state(path: Path) -> tuple[Any, Readback]:
-    """Load a file of ``torch.save`` to the host: content and digests; a file that cannot be read is ``differing``."""
+    """Load the file of a `State` to the host: content and digests; a file that cannot be read is ``differing``."""
     try:
         with read_once(path) as (copy, entry), safe_globals():
-            state = torch.load(copy, map_location="cpu", weights_only=True, mmap=True)
+            if path.suffix == ".json":
+                state = json.loads(copy.read_bytes())
+            else:
+                state = torch.load(copy, map_location="cpu", weights_only=True, mmap=True)
             return state, Readback(entry, state_digests(path.name, state))
     except Exception as error:  # a damaged pickle or archive can raise anything
         return None, Readback(differing=[f"{path.name}: cannot be read ({_line(error)})"])
-
-
-def _compare_trainer_state(path: Path, live: TrainerState) -> Readback:
-    try:
-        with read_once(path) as (copy, entry):
-            found = json.loads(copy.read_bytes())
-    except (OSError, ValueError) as error:
-        return Readback(differing=[f"{path.name}: cannot be read ({_line(error)})"])
-    same = json.dumps(found, sort_keys=True) == json.dumps(json.loads(json.dumps(asdict(live))), sort_keys=True)
-    return Readback(entry, differing=[] if same else [path.name])
 
 
 def state_digests(file: str, state: Any) -> dict[str, str]:
@@ -272,17 +275,25 @@ def require_complete(directory: Path) -> None:
         )
 
 
-def rng_file(args: TrainingArguments) -> str:
-    """The file to which ``Trainer._save_rng_state`` writes this rank's random states."""
-    return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
-
-
 def random_states(*, all_cards: bool) -> dict[str, Any]:
+    """As ``Trainer._save_rng_state`` saves them."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
     if torch.cuda.is_available():
         read = torch.cuda.random.get_rng_state_all if all_cards else torch.cuda.random.get_rng_state
         states["cuda"] = read()
     return states
+
+
+def set_random_states(states: dict[str, Any], *, all_cards: bool) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.random.set_rng_state(states["cpu"])
+    if not torch.cuda.is_available():
+        states.pop("cuda", None)  # saved on a card
+    elif all_cards:
+        torch.cuda.random.set_rng_state_all(states["cuda"])
+    else:
+        torch.cuda.random.set_rng_state(states["cuda"])
 
 
 def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
@@ -299,10 +310,8 @@ def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
         set_peft_model_state_dict(model, placed, adapter_name=adapter)
 
 
-def prompts_of(model: nn.Module) -> dict[str, Tensor] | None:
-    """Prompt encoders of a PEFT model and all that is trained; None if its method has none."""
-    if not getattr(model, "prompt_encoder", None):
-        return None
+def prompts_of(model: nn.Module) -> dict[str, Tensor]:
+    """Prompt encoders of a PEFT model and all that is trained."""
     wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     state = model.state_dict()
     return {name: state[name] for name in state if name in wanted or name.startswith("prompt_encoder.")}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import TemplateError
 from transformers import TrainerCallback, get_scheduler
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
@@ -40,7 +41,8 @@ _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 @contextmanager
 def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]:
     """Within the block errors that upstream raises itself about settings become a ``UsageError``, and so do a template
-    that cannot render the rows and a Hub that cannot be reached. One raised elsewhere is a bug."""
+    that cannot render the rows, a metric that is not there and a Hub that cannot be reached. One raised elsewhere is a
+    bug."""
     try:
         yield
     except (TemplateError, TypeError) as error:
@@ -50,6 +52,10 @@ def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]
             f"the chat template cannot render these rows: {error}; change the rows, or give another template with "
             "--chat_template_path"
         ) from error
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise UsageError(f"--metric_for_best_model: {error.args[0]}") from error
     except ConnectionError as error:
         raise UsageError(f"{error}; check the network, or leave --push_to_hub out") from error
     except (ValueError, ImportError) as error:
@@ -62,17 +68,6 @@ def _in_template(error: BaseException) -> bool:
     return any(frame.f_code.co_filename == "<template>" for frame, _ in walk_tb(error.__traceback__))
 
 
-@contextmanager
-def metric_as_usage_error() -> Iterator[None]:
-    """Within the block upstream's ``KeyError`` about ``--metric_for_best_model`` becomes a ``UsageError``."""
-    try:
-        yield
-    except KeyError as error:
-        if "metric_for_best_model" not in str(error):
-            raise
-        raise UsageError(f"--metric_for_best_model: {error.args[0]}") from error
-
-
 def _raised_by(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -81,27 +76,54 @@ def _raised_by(error: BaseException) -> str:
     return str(name).partition(".")[0]
 
 
+_OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
+    "adamw_anyprecision": "torchdistx",
+    "adamw_torch_4bit": "torchao",
+    "adamw_torch_8bit": "torchao",
+    "grokadamw": "grokadamw",
+    "schedule_free": "schedulefree",
+    "stable_adamw": "optimi",
+}
+
+
+def check_settings(args: TrainingArguments) -> None:
+    """Refuse what upstream would find only while it trains: an optimizer, a schedule, a logger, a compiled kernel."""
+    check_optimizer(args)
+    check_loggers(args.report_to)
+    check_compiled(args)
+    optimizer, schedule = torch.optim.SGD([torch.zeros(1)]), args.lr_scheduler_type
+    try:
+        get_scheduler(schedule, optimizer, 0, 1000, args.lr_scheduler_kwargs)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--lr_scheduler_type {getattr(schedule, 'value', schedule)} does not work with --lr_scheduler_kwargs "
+            f"{args.lr_scheduler_kwargs}: {error}"
+        ) from error
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Refuse an optimizer that was never tried here, or whose package is missing or does not run on this device."""
+    name = optimizer_name(args)
+    instead = "choose adamw_torch_fused, adamw_8bit, paged_adamw_8bit or another of --help_all"
+    if name.startswith(("galore", "apollo", "lomo", "adalomo")):
+        raise UsageError(
+            f"--optim {name} is not supported: it was never tried with verified averages and checkpoints; {instead}"
+        )
+    package = next((package for family, package in _OF_PACKAGES.items() if name.startswith(family)), None)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
+    if _of_bitsandbytes(args):
+        require_bitsandbytes(args.device, f"--optim {name}")
+
+
 def check_loggers(names: str | Iterable[str] | None) -> None:
     """Check that transformers can report to each of these services (``report_to``)."""
-    from transformers.integrations.integration_utils import get_available_reporting_integrations
-
     available = get_available_reporting_integrations()
     wanted = [names] if isinstance(names, str) else list(names or ())
     if lacking := [name for name in wanted if name not in (*available, "none", "all")]:
         there = ", ".join(available) or "none"
         fix = "give several as a list in a --config file; `pip install 'hf-rocm-tune[loggers]'` brings two"
         raise UsageError(f"--report_to {' '.join(lacking)}: unknown or not installed; installed here: {there}; {fix}")
-
-
-def check_scheduler(args: TrainingArguments) -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    try:
-        get_scheduler(args.lr_scheduler_type, optimizer, 0, 1000, args.lr_scheduler_kwargs)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"--lr_scheduler_type {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)} does not work "
-            f"with --lr_scheduler_kwargs {args.lr_scheduler_kwargs}: {error}"
-        ) from error
 
 
 def check_rows(trainer: Trainer) -> None:
@@ -128,12 +150,6 @@ def check_fused_head(model: Any) -> None:
             "PEFT's CPT computes its own loss from the logits, which TRL's SFTTrainer does not build: train it with "
             "VerifiedTransferMixin in front of transformers' Trainer, or choose another method"
         )
-
-
-def check_offloads(args: TrainingArguments) -> None:
-    """Refuse optimizers of bitsandbytes where it has no library for this device."""
-    if _of_bitsandbytes(args):
-        require_bitsandbytes(args.device, f"--optim {optimizer_name(args)}")
 
 
 def check_compiled(args: TrainingArguments) -> None:

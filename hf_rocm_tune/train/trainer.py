@@ -55,8 +55,8 @@ from hf_rocm_tune.models.quantised import (
 from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.models.streaming import streamer_of
-from hf_rocm_tune.survive.checkpoint import Checkpoints, Uploader
-from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase, PulseListener
+from hf_rocm_tune.survive.checkpoint import Checkpoints
+from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
 from hf_rocm_tune.train.arithmetic import ArithmeticChecks, Mode
 from hf_rocm_tune.train.device_memory import FragmentationCallback, read
@@ -69,7 +69,6 @@ from hf_rocm_tune.train.refusals import (
     OptimizerTablesCallback,
     as_usage_errors,
     check_fused_head,
-    metric_as_usage_error,
     new_mover,
     own_arguments,
     with_offloads,
@@ -169,11 +168,11 @@ class VerifiedTransferMixin(_Base):
         way: Way | None = None,
         run_id: str = "",
         skip_steps: Collection[int] = (),
-        publisher: Uploader | None = None,
+        publisher: Any = None,
         card_writer: Callable[[Path], None] | None = None,
         result_writer: Callable[[Path], Iterable[str]] | None = None,
         telemetry: Telemetry | None = None,
-        listener: PulseListener | None = None,
+        listener: Callable[..., None] | None = None,
         plain_lora: bool = False,
         rates: LearningRates | None = None,
         **keywords: Any,
@@ -344,15 +343,15 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self._checkpoints.load_optimizer(checkpoint, super()._load_optimizer_and_scheduler)
+        self._checkpoints.load_states(checkpoint, super()._load_optimizer_and_scheduler, "optimizer", "scheduler")
 
     @override
     def _load_scaler(self, checkpoint: str | None) -> None:
-        self._checkpoints.load_scaler(checkpoint)
+        self._checkpoints.load_states(checkpoint, super()._load_scaler, "scaler")
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        self._checkpoints.load_random_state(checkpoint, super()._load_rng_state)
+        self._checkpoints.load_states(checkpoint, super()._load_rng_state, "rng_state")
 
     # ---- batches --------------------------------------------------------------------------------------------
 
@@ -557,12 +556,12 @@ class VerifiedTransferMixin(_Base):
     @override
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         # With save_strategy="best" this alone decides whether to save, and would cancel a requested save.
-        with metric_as_usage_error():
+        with as_usage_errors(()):
             return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
 
     @override
     def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        with metric_as_usage_error():  # from a scheduler that follows a metric
+        with as_usage_errors(()):  # from a scheduler that follows a metric
             return super()._evaluate(*arguments, **keywords)
 
     # ---- saving ---------------------------------------------------------------------------------------------
@@ -582,15 +581,16 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._checkpoints.save_optimizer(super()._save_optimizer_and_scheduler, output_dir)
+        if self._checkpoints.saves_shards:
+            self._checkpoints.attempt(super()._save_optimizer_and_scheduler, output_dir)
 
     @override
     def _save_scaler(self, output_dir: str) -> None:
-        self._checkpoints.attempt(super()._save_scaler, output_dir)
+        """Written with the other states, see `Checkpoints`."""
 
     @override
     def _save_rng_state(self, output_dir: str) -> None:
-        self._checkpoints.save_random_state(super()._save_rng_state, output_dir)
+        """Likewise."""
 
     @override
     def create_model_card(self, *arguments: Any, **keywords: Any) -> None:

@@ -55,7 +55,7 @@ SAVED = {
     "train/replay.py:_outcome": "loss, norms and sums of what was computed twice, in one read",
     "train/metrics.py:settle": "what TRL's trainer has noted since the last log, in one read",
     "safetensors/torch.py:_to_ndarray": "an adapter or a model, compared with its file afterwards",
-    "transformers/trainer.py:Trainer._save_optimizer_and_scheduler": "likewise",
+    "survive/saved_state.py:State.write": "likewise",
 }
 GROUP = "simcard/ranks.py:"
 """Collectives of cards' tensors, where there are two ranks: RCCL's or gloo's own business. The adapters of rank 0 go

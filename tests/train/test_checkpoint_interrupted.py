@@ -24,21 +24,12 @@ from hf_rocm_tune.survive.checkpoint import StagedSave, is_disk_full
 from tests.train.trainers import Make, VerifiedPlain, names, two_ranks
 
 
-@pytest.mark.parametrize("writer", ["_save", "_save_optimizer_and_scheduler", "_save_rng_state"])
+@pytest.mark.parametrize("file", ["model", "optimizer.pt", "rng_state.pth"])
 def test_a_full_disk_is_survived_at_a_checkpoint(
-    saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, writer: str
+    saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
-    honest, calls = getattr(Trainer, writer), []
-
-    @functools.wraps(honest)
-    def sometimes_full(self: Any, *arguments: Any, **keywords: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        honest(self, *arguments, **keywords)
-
-    monkeypatch.setattr(Trainer, writer, sometimes_full)
     trainer = saver(save_steps=1, max_steps=3, save_total_limit=1)
+    _full_disk(monkeypatch.setattr, file, lambda: trainer.state.global_step == 2)
     trainer.train()
     said = [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()]
     assert len(said) == 1 and "checkpoint-2 was not saved" in said[0] and "\n" not in said[0]
@@ -48,11 +39,10 @@ def test_a_full_disk_is_survived_at_a_checkpoint(
 def test_another_failure_is_not_taken_for_a_full_disk(
     saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @functools.wraps(Trainer._save_scaler)
-    def failing(*_: Any) -> None:
+    def failing(*_: Any, **__: Any) -> None:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(Trainer, "_save_scaler", failing)
+    monkeypatch.setattr(torch, "save", failing)
     with pytest.raises(RuntimeError, match="something else"):
         saver().train()
     assert names(tmp_path / "out") == []
@@ -160,21 +150,28 @@ def _save_with_full_disks(rank: int, model_path: Path, tmp_path: Path) -> None:
         dataloader_pin_memory=False,
     )  # fmt: skip
     assert args.world_size == 2
-    _full_disk(Trainer, "_save", lambda trainer: rank == 0 and trainer.state.global_step == 2)
-    _full_disk(Trainer, "_save_rng_state", lambda trainer: rank == 1 and trainer.state.global_step == 3)
     model = AutoModelForCausalLM.from_pretrained(model_path)
     trainer = VerifiedPlain(model=model, args=args, train_dataset=rows, eval_dataset=rows, run_id="run-2")
+    _full_disk(setattr, "model", lambda: rank == 0 and trainer.state.global_step == 2)
+    _full_disk(setattr, "rng_state_1.pth", lambda: rank == 1 and trainer.state.global_step == 3)
     trainer.train()
     trainer.save_model()
 
 
-def _full_disk(owner: type, name: str, when: Callable[[Any], bool]) -> None:
-    honest = getattr(owner, name)
+def _full_disk(patch: Callable[..., None], file: str, when: Callable[[], bool]) -> None:
+    """From now on the disk is full for ``file`` whenever that holds."""
+    honest_save, honest_model = torch.save, Trainer._save
 
-    @functools.wraps(honest)
-    def write(self: Any, *arguments: Any, **keywords: Any) -> None:
-        if when(self):
+    def save(state: Any, target: Any, **keywords: Any) -> None:
+        if Path(str(target)).name == file and when():
             raise OSError(errno.ENOSPC, "No space left on device")
-        honest(self, *arguments, **keywords)
+        honest_save(state, target, **keywords)
 
-    setattr(owner, name, write)
+    @functools.wraps(honest_model)
+    def save_model(self: Any, *arguments: Any, **keywords: Any) -> None:
+        if file == "model" and when():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        honest_model(self, *arguments, **keywords)
+
+    patch(torch, "save", save)
+    patch(Trainer, "_save", save_model)
