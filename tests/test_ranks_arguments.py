@@ -11,7 +11,7 @@ from hf_rocm_tune.cards.preflight import GradSyncChoice, Preflight, SyncWay
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.job import refusals
 from hf_rocm_tune.settings.arguments import RanksArguments, parse
-from hf_rocm_tune.survive.run_directory import fingerprint
+from hf_rocm_tune.survive.run_directory import deciding_settings
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_the_flags_reach_the_training_arguments(tmp_path: object) -> None:
 
 def test_a_run_may_go_on_with_its_gradients_averaged_in_another_way_but_not_otherwise_compressed() -> None:
     base = {"learning_rate": 1e-3, "grad_sync": "auto", "ddp_backend": None, "grad_compression": "none"}
-    assert fingerprint(base) == fingerprint({**base, "grad_sync": "host", "ddp_backend": "gloo"})
-    assert fingerprint(base) != fingerprint({**base, "grad_compression": "bf16"})
+    assert deciding_settings(base) == deciding_settings({**base, "grad_sync": "host", "ddp_backend": "gloo"})
+    assert deciding_settings(base) != deciding_settings({**base, "grad_compression": "bf16"})
 
 
 # ---- the preflight ---------------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """Directories and files that are written atomically.
 
 Everything is written beside its destination under a name that says who is writing (``_staging.<final name>.<pid>-
-<start>-<n>``), flushed to the device, and renamed into place. A killed process leaves only such a name behind;
-`clean_leftovers` tells from the name whether its writer is gone. The names begin with an underscore, not a dot, because
-transformers uploads ``output_dir`` with the ignore pattern ``_*``. Not covered: a file system that acknowledges fsync
-and loses the data, and writers on another host (the run's lock file keeps them apart).
+<start>-<n>``; transformers does not upload ``_*``), flushed, and renamed into place. A killed process leaves only such
+a name behind. Not covered: a file system that loses data after fsync, and writers on another host (the run's lock file
+keeps them apart).
 """
 
 from __future__ import annotations

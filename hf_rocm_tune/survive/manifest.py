@@ -1,12 +1,9 @@
 """``integrity.json``: which files belong to a checkpoint or a finished run, their sizes and SHA-256 digests.
 
-Each digest is taken of the file as it lies on disk: it is flushed (fsync), dropped from the page cache where the system
-allows it (posix_fadvise), and read again. On a local disk that read comes from the device and shows that the device
-accepted and returns these bytes now. It does not show that they lie on the medium (a drive may answer from its own
-cache), nor anything on a file system that ignores the advice (tmpfs, some network mounts), and it says nothing about
-what the bytes *should* be: that comparison is `saved_state`, with the bytes of the same reading (`read_once`).
-
-A manifest is input like any other and may hold anything: reading and checking never raise on what they find.
+Each digest is of the file as it lies on disk: flushed, dropped from the page cache where the system allows it, and read
+again. It does not show that the bytes lie on the medium (a drive may answer from its cache), nor what they *should* be:
+that comparison is `saved_state`, with the bytes of the same reading. A manifest is input like any other and may hold
+anything: reading and checking never raise on what they find.
 """
 
 from __future__ import annotations
@@ -85,7 +82,6 @@ def write(
     entries: Mapping[str, FileEntry] | None = None,
     tensors: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,
-    created: str | None = None,
 ) -> Manifest:
     """Digest the files of ``directory`` as they lie on disk and write its ``integrity.json``, last and atomically."""
     names = sorted(set(files)) if files is not None else list_files(directory)
@@ -94,7 +90,7 @@ def write(
         run_id=run_id,
         step=step,
         status=status,
-        created=created or datetime.now(UTC).isoformat(timespec="seconds"),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
         files={name: known.get(name) or entry_of(directory / name) for name in names},
         tensors=dict(tensors or {}),
         extra=dict(extra or {}),
@@ -117,6 +113,12 @@ def read(directory: Path) -> Manifest | FileProblem:
         return FileProblem(
             MANIFEST_NAME, "damaged", f"{error}" if isinstance(error, OSError | ValueError) else f"{error!r}"
         )
+
+
+def run_of(directory: Path) -> str | None:
+    """The id of the run that has written ``directory``; None without a manifest that can be read."""
+    found = read(directory)
+    return found.run_id if isinstance(found, Manifest) else None
 
 
 def inspect(directory: Path) -> Inspection:

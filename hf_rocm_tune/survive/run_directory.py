@@ -1,10 +1,8 @@
 """Decides what a start does in its output directory: begin a run, resume it, or nothing because it is finished.
 
-Two runs are the same if the settings that determine the trained model are the same, and local files that they name
-have the same content; all others (`IGNORED`) may change, and a run with a constant learning rate may get longer
-(`_LENGTH`). A directory that has files and no record of ours is refused.
-In a run's directory only what its manifests list is ever deleted, and nothing changes before `StartPlan.commit`, except
-that half-written files of killed processes are removed. Nothing here imports torch. Only rank 0 prepares a directory.
+Two runs are the same if the settings that determine the trained model, and the content of the local files that they
+name, are the same. In a run's directory only what its manifests list is ever deleted, and nothing changes before
+`StartPlan.commit`, except that half-written files of killed processes are removed. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -77,8 +75,7 @@ class RunRecord:
     """Content of ``run.json``."""
 
     run_id: str  # also in every manifest that the run writes
-    fingerprint: str
-    settings: Mapping[str, Any]  # the fingerprinted settings, to name differences
+    settings: Mapping[str, Any]  # `deciding_settings`, redacted: another run has others
     started: str  # UTC time, ISO 8601
     skipped_steps: tuple[int, ...] = ()  # optimizer steps that are left out; see `skip_step`
     auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit, kept when the run resumes
@@ -86,10 +83,9 @@ class RunRecord:
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:
-    now, kept = datetime.now(UTC), deciding_settings(settings)
+    now, kept = datetime.now(UTC), redact_json(deciding_settings(settings))
     run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
-    started = now.isoformat(timespec="seconds")
-    return RunRecord(run_id=run_id, fingerprint=fingerprint(settings), settings=kept, started=started)
+    return RunRecord(run_id=run_id, settings=kept, started=now.isoformat(timespec="seconds"))
 
 
 def write_record(directory: Path, record: RunRecord) -> None:
@@ -121,12 +117,6 @@ def skip_step(directory: Path, step: int) -> None:
     """Leave an optimizer step (from 1) out of this run, at this and every later start."""
     if (record := read_record(directory)) is not None:
         write_record(directory, replace(record, skipped_steps=tuple(sorted({*record.skipped_steps, step}))))
-
-
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """SHA-256 (64 hexadecimal digits) of the settings that affect the trajectory, in any order."""
-    text = json.dumps(deciding_settings(settings), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def deciding_settings(settings: Mapping[str, Any], *, by_content: bool = True) -> dict[str, Any]:
@@ -165,8 +155,7 @@ def _content(text: str) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """ "learning_rate 0.0002 -> 0.001, seed 1 -> 2 and 3 more": differences between two `deciding_settings`."""
-    old, new = redact_json(old), redact_json(new)  # as in ``run.json``
+    """ "learning_rate 0.0002 -> 0.001, seed 1 -> 2 and 3 more": differences between two records' settings."""
     rows = []
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
@@ -192,7 +181,11 @@ class RunLock:
             content = os.pread(self._descriptor, 400, 0)
             if content and not _LOCK_HOLDER.fullmatch(content):
                 raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock file of this program: move it elsewhere")
-            self._lock(self._descriptor, content.decode("utf-8", "replace") or "another process")
+            if self._is_taken(self._descriptor):
+                holder = content.decode("utf-8", "replace") or "another process"
+                raise UsageError(
+                    f"{directory} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
+                )
             # Permission bits do not show whether a disk takes this (quotas, read-only mounts).
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -201,18 +194,16 @@ class RunLock:
             self._close()
             raise
 
-    def _lock(self, descriptor: int, holder: str) -> None:
+    def _is_taken(self, descriptor: int) -> bool:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(descriptor), os.lstat(self._path)):
-                raise BlockingIOError  # two starts and an end at once
-        except (BlockingIOError, PermissionError, FileNotFoundError) as error:
-            raise UsageError(
-                f"{self._path.parent} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
-            ) from error
+            return not os.path.samestat(os.fstat(descriptor), os.lstat(self._path))  # two starts and an end at once
+        except (BlockingIOError, PermissionError, FileNotFoundError):
+            return True
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                raise  # some network file systems have no locks
+                raise
+            return False  # some network file systems have no locks
 
     def release(self) -> None:
         """Release the lock. May be called more than once."""
@@ -246,11 +237,11 @@ def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
 
     ``newest`` has just been verified and identifies the run; it is kept whatever its number, and so is ``best``.
     """
-    written = manifest.read(newest)
-    if limit is None or limit < 1 or not isinstance(written, manifest.Manifest):
+    run_id = manifest.run_of(newest)
+    if limit is None or limit < 1 or run_id is None:
         return
     protected = {newest.name, Path(best or newest).name}
-    checkpoints = [path for _, path in list_checkpoints(newest.parent) if is_wholly_of(path, written.run_id)]
+    checkpoints = [path for _, path in list_checkpoints(newest.parent) if is_wholly_of(path, run_id)]
     surplus = max(len(checkpoints) - max(limit, len(protected)), 0)
     for path in [path for path in checkpoints if path.name not in protected][:surplus]:
         delete_directory(path)
@@ -259,8 +250,9 @@ def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
 def is_wholly_of(directory: Path, run_id: str) -> bool:
     """Whether a run has written all that is in a directory, by its manifest."""
     found = manifest.read(directory)
-    ours = isinstance(found, manifest.Manifest) and found.run_id == run_id and not directory.is_symlink()
-    return ours and {*manifest.list_files(directory)} <= {*found.files}  # type: ignore[union-attr]
+    if directory.is_symlink() or isinstance(found, manifest.FileProblem) or found.run_id != run_id:
+        return False
+    return {*manifest.list_files(directory)} <= {*found.files}
 
 
 def move_aside(final: Path, run_id: str) -> Path | None:
@@ -308,8 +300,7 @@ class StartPlan:
                 _renamed(path, "damaged")
             write_record(self.directory, self.record)
             # A damaged result must not look finished while it is trained again.
-            found = manifest.read(self.directory)
-            if isinstance(found, manifest.Manifest) and found.run_id == self.run_id:
+            if manifest.run_of(self.directory) == self.run_id:
                 (self.directory / manifest.MANIFEST_NAME).unlink()
         except OSError as error:
             raise _unusable(self.directory, error) from error
@@ -318,10 +309,6 @@ class StartPlan:
         """Release the lock, and remove empty directories that were created for a run that never began."""
         self.lock.release()
         _remove_empty(self.made)
-
-
-def _is_longer(had: Any, wanted: Any) -> bool:
-    return isinstance(had, int | float) and isinstance(wanted, int | float) and 0 < had < wanted
 
 
 def prepare_output_dir(
@@ -366,18 +353,16 @@ class _Start:
     """One start in a directory: the request, and what is found there."""
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], lock: RunLock, resume: str | bool | None) -> None:
-        self._directory, self._settings, self._lock = directory, settings, lock
+        self._directory, self._lock, self._new = directory, lock, new_record(settings)
         value = str(resume or False).strip().lower()
         self._newest_wanted = value in ("true", "yes", "1")
         self._named = None if self._newest_wanted or value in ("false", "no", "0", "") else Path(str(resume))
-        self._notes: list[str] = []
-        self._is_extended = False
+        left = clean_leftovers(directory)
+        self._notes = [f"{directory}: {line} (left by a process that was killed)" for line in left]
 
     def decide(self, overwrite: bool, restarted: bool | None) -> StartPlan:
         directory, record = self._directory, read_record(self._directory)
-        left = clean_leftovers(directory)
-        self._notes += [f"{directory}: {line} (left by a process that was killed)" for line in left]
-        same = record is not None and record.fingerprint == fingerprint(self._settings)
+        same = record is not None and record.settings == self._new.settings
         if restarted is None:
             supervised = Supervised.of()
             restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (
@@ -385,34 +370,31 @@ class _Start:
             )
         if overwrite and not (same and restarted):
             return self._begin_again(record)
-        if record is not None and not same and (longer := self._extended(record)) is not None:
-            record = longer
-        elif record is not None and not same:
+        extended = None if record is None or same else self._extended(record)
+        if record is not None and not same and extended is None:
             checkpoints = list_checkpoints(directory)
             onward = f", with --resume_from_checkpoint {checkpoints[-1][1]} to go on from there" if checkpoints else ""
             raise UsageError(
                 f"{directory} holds another run, which differs in "
-                f"{differences(record.settings, deciding_settings(self._settings))}: choose another --output_dir"
+                f"{differences(record.settings, self._new.settings)}: choose another --output_dir"
                 f"{onward}, or give --overwrite_output_dir to delete that run"
             )
-        record = record or new_record(self._settings)
-        if self._named is None:
-            return self._continue(record)
-        if restarted and (continued := self._continue(record)).action != "fresh":
-            return continued
-        return self._resume(self._named, record)
+        record = extended or record or self._new
+        if self._named is not None and not restarted:
+            return self._resume(self._named, record)
+        plan = self._continue(record, may_be_finished=extended is None)
+        return self._resume(self._named, record) if self._named is not None and plan.action == "fresh" else plan
 
     def _extended(self, record: RunRecord) -> RunRecord | None:
         """The record of this run with more steps; None if it is another run, or its rates depend on their number."""
-        before, now = record.settings, deciding_settings(self._settings)
+        before, now = record.settings, self._new.settings
         longer = {name: now[name] for name in _LENGTH if name in now and _is_longer(before.get(name), now[name])}
         schedule, warmup = now.get("lr_scheduler_type"), now.get("warmup_steps") or 0  # below 1: a share of all steps
         constant = schedule == "constant" or (schedule == "constant_with_warmup" and warmup >= 1)
         if {**before, **longer} != now or not constant or now.get("grad_compression") == "powersgd":
             return None
-        self._is_extended = True
         self._notes.append(f"the run is extended: {differences(before, now)}")
-        return replace(record, fingerprint=fingerprint(self._settings), settings=now)
+        return replace(record, settings=now)
 
     def _plan(self, action: Literal["fresh", "resume", "finished"], record: RunRecord, **more: Any) -> StartPlan:
         if record.skipped_steps and action != "finished":
@@ -422,24 +404,11 @@ class _Start:
             directory=self._directory, action=action, record=record, notes=(*self._notes,), lock=self._lock, **more
         )
 
-    def _continue(self, record: RunRecord) -> StartPlan:
+    def _continue(self, record: RunRecord, *, may_be_finished: bool) -> StartPlan:
         """Plan for the same command: finished, or from the newest verified checkpoint, or from the beginning."""
-        if not (self._newest_wanted or self._is_extended) and self._is_finished(record):
+        if may_be_finished and not self._newest_wanted and self._is_finished(record):
             return self._plan("finished", record)
-        damaged: list[Path] = []
-        newest = self._newest_verified(record, damaged)
-        if newest is None and self._newest_wanted:
-            raise UsageError(
-                f"--resume_from_checkpoint true: {self._directory} holds no intact checkpoint of this run"
-                f"{''.join(f'; {note}' for note in self._notes)}; leave the flag out to start at step 0"
-            )
-        if damaged:
-            kept = f"continuing from {newest.name}" if newest else "no intact checkpoint is left: starting at step 0"
-            self._notes.append(kept)
-        return self._plan("resume" if newest else "fresh", record, checkpoint=newest, damaged=tuple(damaged))
-
-    def _newest_verified(self, record: RunRecord, damaged: list[Path]) -> Path | None:
-        """The newest intact checkpoint; adds those that are newer to ``damaged``, with a note on each skipped one."""
+        damaged, newest = list[Path](), None
         for _, path in reversed(list_checkpoints(self._directory)):
             found = manifest.inspect(path)
             if found.manifest is None and found.problems[0].kind == "missing":
@@ -451,8 +420,17 @@ class _Start:
                 self._notes.append(f"{path.name} belongs to run {found.manifest.run_id} and is renamed")
                 damaged.append(path)
             else:
-                return path
-        return None
+                newest = path
+                break
+        if newest is None and self._newest_wanted:
+            raise UsageError(
+                f"--resume_from_checkpoint true: {self._directory} holds no intact checkpoint of this run"
+                f"{''.join(f'; {note}' for note in self._notes)}; leave the flag out to start at step 0"
+            )
+        if damaged:
+            kept = f"continuing from {newest.name}" if newest else "no intact checkpoint is left: starting at step 0"
+            self._notes.append(kept)
+        return self._plan("resume" if newest else "fresh", record, checkpoint=newest, damaged=tuple(damaged))
 
     def _is_finished(self, record: RunRecord) -> bool:
         found = manifest.inspect(self._directory)
@@ -489,10 +467,9 @@ class _Start:
         if deleted:
             what = ", ".join(path.relative_to(self._directory).as_posix() for path in deleted)
             self._notes.append(f"--overwrite_output_dir deletes in {self._directory}: {what}")
-        record = new_record(self._settings)
         if self._named is None:
-            return self._plan("fresh", record, overwritten=deleted)
-        return self._resume(self._named, record, overwritten=deleted)
+            return self._plan("fresh", self._new, overwritten=deleted)
+        return self._resume(self._named, self._new, overwritten=deleted)
 
     def _written_by(self, run_id: str) -> Iterator[Path]:
         """What a run has written. Its result's manifest comes first, so that a half-deleted result does not look
@@ -508,6 +485,10 @@ class _Start:
             name = re.sub(r"^(damaged|kept)-|\.\d+$", "", path.name)
             if path.is_dir() and CHECKPOINT_NAME.match(name) and is_wholly_of(path, run_id):
                 yield path
+
+
+def _is_longer(had: Any, wanted: Any) -> bool:
+    return isinstance(had, int | float) and isinstance(wanted, int | float) and 0 < had < wanted
 
 
 def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:

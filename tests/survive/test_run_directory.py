@@ -18,7 +18,7 @@ from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.heartbeat import VARIABLE, Supervised
 from hf_rocm_tune.survive.run_directory import (
     StartPlan,
-    fingerprint,
+    deciding_settings,
     prepare_output_dir,
     read_record,
     skip_step,
@@ -189,8 +189,8 @@ def test_what_is_only_shown_or_kept_may_change_and_secrets_are_not_written(tmp_p
     assert "hf_secret" not in (out / "run.json").read_text()
     other = {"logging_steps": 1, "report_to": "wandb", "output_dir": "x", "save_steps": 7, "verify": "off"}
     assert _start(out, {**SETTINGS, **secret, **other, "push_to_hub": True}).action == "resume"
-    assert fingerprint({"a": (1, 2), "b": {"y": 1, "x": 2}}) == fingerprint({"b": {"x": 2, "y": 1}, "a": [1, 2]})
-    assert fingerprint({"a": 1}) != fingerprint({"a": "1"})
+    assert deciding_settings({"a": (1, 2), "b": {1: {2}}}) == {"a": [1, 2], "b": {"1": [2]}}
+    assert deciding_settings({"a": 1}) != deciding_settings({"a": "1"})
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "notes.txt", "checkpoint-5/x"])
@@ -438,6 +438,6 @@ def test_a_step_that_is_left_out_stays_so_in_this_run_and_is_said(tmp_path: Path
     again.commit()
     record = read_record(out)
     assert record is not None and record.skipped_steps == again.record.skipped_steps == (3, 7)
-    assert record.run_id == first.run_id and record.fingerprint == first.record.fingerprint, "it is the same run"
+    assert record.run_id == first.run_id and record.settings == first.record.settings, "it is the same run"
     assert any("steps 3, 7" in note for note in again.notes)
     assert _start(out, overwrite=True).record.skipped_steps == (), "another run leaves nothing out"
