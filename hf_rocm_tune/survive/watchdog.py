@@ -1,9 +1,9 @@
 """The watchdog: a thread that ends a job without progress, names the rank that hangs, and exits with code 4.
 
-Time counts only while this thread itself runs, so a suspended machine, or a job that was stopped as a whole, does not
-count as stalled. The ranks of one machine share small files in a private directory: a rank declares a stall when it and
-every other rank that can answer have exceeded their limits; those that cannot are ended with SIGKILL. Not covered: a
-call that hangs while it holds the interpreter's lock, in a job of one process (the supervisor detects that).
+Time counts only while this thread itself runs, so a suspended machine does not count as stalled. The ranks of one
+machine share small files: a rank declares a stall when it and every other rank that can answer have exceeded their
+limits; the others are ended with SIGKILL. Not covered: a call that hangs while it holds the interpreter's lock, in a
+job of one process (the supervisor detects that).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_rocm_tune.errors import StallError
 from hf_rocm_tune.machine.process import is_alive, make_private, start_ticks, state_of
 
 _TICK_SECONDS = 3.0
-"""A rank whose tick has not changed for this long is not waited for."""
+"""A rank whose tick has not changed for this long is stopped, dead, or held by a call: it is not waited for."""
 _VERDICT_SECONDS = 40.0
 """How long the other ranks wait for the one that declares a stall."""
 LAST_SECONDS = 60.0
@@ -56,11 +56,6 @@ class Rank:
     def alive(self) -> bool:
         return is_alive(self.pid, self.born)
 
-    @property
-    def can_answer(self) -> bool:
-        """Not if it is stopped or held by a debugger; while the main thread hangs in a driver (D), the watchdog can."""
-        return self.alive and state_of(self.pid) not in "Tt"
-
 
 class Board:
     """One rank's access to the directory of the watchdogs of one machine; the last rank to leave deletes it.
@@ -70,50 +65,35 @@ class Board:
 
     def __init__(self, directory: Path, rank: int) -> None:
         make_private(directory)
-        self._directory, self.rank = directory, rank
-        self._me = {"rank": rank, "pid": os.getpid(), "born": start_ticks(os.getpid())}
+        self.directory = directory
+        self.me = Rank(rank=rank, pid=os.getpid(), born=start_ticks(os.getpid()))
         self._file = os.open(directory / f"rank-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.show(tick=0, overdue=False)
 
     def show(self, *, tick: int, overdue: bool) -> None:
-        text = json.dumps({**self._me, "tick": tick, "overdue": overdue})
+        text = json.dumps({**vars(self.me), "tick": tick, "overdue": overdue})
         os.pwrite(self._file, text.encode("ascii").ljust(_BLOCK_BYTES), 0)
 
     def others(self) -> list[Rank]:
         """The other ranks that have joined and not left, alive or not."""
         found = []
-        for file in sorted(self._directory.glob("rank-*")):
+        for file in sorted(self.directory.glob("rank-*")):
             with suppress(OSError, ValueError, TypeError):  # gone, or being written
                 found.append(Rank(**json.loads(file.read_bytes())))
-        return [each for each in found if each.rank != self.rank]
+        return [each for each in found if each.rank != self.me.rank]
 
     def claim(self, name: str) -> bool:
         """Create a file of this name; False if it exists."""
         with suppress(FileExistsError):
-            os.close(os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            (self.directory / name).touch(0o600, exist_ok=False)
             return True
         return False
 
-    def has(self, name: str) -> bool:
-        return (self._directory / name).exists()
-
-    def leave_stacks(self) -> None:
-        """Write this rank's stacks for the others; on a full disk they do not get them."""
-        with suppress(OSError):
-            (self._directory / f"stacks-{self.rank}").write_text(json.dumps(stacks()), encoding="utf-8")
-
-    def stacks_of(self, rank: Rank) -> dict[str, str]:
-        """What an overdue rank has left, see `stacks`; empty without."""
-        with suppress(OSError, ValueError):
-            found: dict[str, str] = json.loads((self._directory / f"stacks-{rank.rank}").read_text(encoding="utf-8"))
-            return found if rank.overdue else {}
-        return {}
-
     def leave(self) -> None:
         """Remove this rank; if no other living rank is left, delete the directory."""
-        (self._directory / f"rank-{self.rank}").unlink(missing_ok=True)
+        (self.directory / f"rank-{self.me.rank}").unlink(missing_ok=True)
         if not any(each.alive for each in self.others()):
-            shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class Watchdog:
@@ -145,40 +125,38 @@ class Watchdog:
             limit_s = self._progress.limit_s
             silent_s = silent_s + passed if self._progress.beats == beats else 0.0
             beats = self._progress.beats
-            overdue = limit_s is not None and silent_s > limit_s
-            others: list[Rank] = []
+            overdue, others = limit_s is not None and silent_s > limit_s, list[Rank]()
             if board is not None:
                 if overdue and not was_overdue:
-                    board.leave_stacks()  # before the others may read them
+                    with suppress(OSError):  # on a full disk the others do not get them
+                        (board.directory / f"stacks-{board.me.rank}").write_text(json.dumps(stacks()))
                 board.show(tick=tick, overdue=overdue)
-                if board.has("declared"):
-                    self._await_verdict(board)
                 others = board.others()
             was_overdue = overdue
             for each in others:
                 last, seconds = seen.get(each.rank, (-1, 0.0))
                 seen[each.rank] = each.tick, seconds + passed if each.tick == last else 0.0
-            waited_for = [each for each in others if each.can_answer and seen[each.rank][1] < patience]
+            waited_for = [each for each in others if seen[each.rank][1] < patience]
             # Another rank that may still make progress is rightly waited for.
-            if overdue and all(each.overdue for each in waited_for):
-                if board is not None and not board.claim("declared"):
-                    self._await_verdict(board)
+            is_stall = overdue and all(each.overdue for each in waited_for)
+            if is_stall or (board is not None and (board.directory / "declared").exists()):
                 self._conclude(others, [each for each in others if each not in waited_for], silent_s)
 
-    def _await_verdict(self, board: Board) -> NoReturn:
-        """Another rank has declared a stall: end when it has reported."""
-        _end_in_any_case(LAST_SECONDS)
-        _wait(lambda: board.has("finished") or not board.has("declared"), _VERDICT_SECONDS)
-        self._end([])
-
     def _conclude(self, others: Sequence[Rank], mute: Sequence[Rank], silent_s: float) -> NoReturn:
-        """Name the cause, and end the job."""
+        """Name the cause, or wait until the rank that was first has done so, and end the job."""
         _end_in_any_case(LAST_SECONDS)
+        board = self._board
+        if board is not None and not board.claim("declared"):
+            _wait((board.directory / "finished").exists, _VERDICT_SECONDS)
+            self._end([])
         try:
-            mine = Rank(rank=self._board.rank if self._board is not None else 0, pid=os.getpid(), born=0)
-            ranks = sorted([mine, *others], key=lambda each: each.rank)
-            answers = {mine.rank: stacks()}
-            answers |= {each.rank: self._board.stacks_of(each) for each in others if self._board and each not in mute}
+            me = board.me if board is not None else Rank(rank=0, pid=os.getpid(), born=0)
+            ranks = sorted([me, *others], key=lambda each: each.rank)
+            answers = {me.rank: stacks()}
+            for each in others:
+                with suppress(OSError, ValueError):
+                    if board is not None and each.overdue and each not in mute:
+                        answers[each.rank] = json.loads((board.directory / f"stacks-{each.rank}").read_text())
             cause = explain(ranks, answers)
             page = f"no progress for {silent_s:.0f} s {self._progress.where}\n{cause}\n"
             for each in ranks:
@@ -257,14 +235,14 @@ def stacks() -> dict[str, str]:
     )
     inner_first = traceback.extract_stack(frames[0][1])[::-1]
     last, ours = inner_first[0], next((each for each in inner_first if "/hf_rocm_tune/" in each.filename), None)
-    called = f" (called by {_place(ours)})" if ours is not None and ours is not last else ""
+    called = f" (called by {_position(ours)})" if ours is not None and ours is not last else ""
     waits = "the backward pass" if last.name == "_engine_run_backward" else ""
     if "torch/distributed/" in last.filename:
         waits = next(each.name for each in inner_first if each.name != "wrapper") + called
-    return {"text": text, "waits": waits, "at": f"{_place(last)}{called}"}
+    return {"text": text, "waits": waits, "at": f"{_position(last)}{called}"}
 
 
-def _place(frame: traceback.FrameSummary) -> str:
+def _position(frame: traceback.FrameSummary) -> str:
     file = re.sub(r".*/(?:(?:site|dist)-packages/|(?=hf_rocm_tune/))", "", frame.filename)
     return f"{frame.name}() in {file}:{frame.lineno}"
 

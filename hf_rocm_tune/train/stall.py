@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.survive.atomic import write_text_atomic
-from hf_rocm_tune.survive.heartbeat import Phase, Supervised, place_of, touch_pulse
+from hf_rocm_tune.survive.heartbeat import Phase, Supervised, phase_name, touch_pulse
 from hf_rocm_tune.survive.watchdog import Board, Watchdog, briefly
 from hf_rocm_tune.train import report
 from hf_rocm_tune.train.telemetry import clear_live_line
@@ -100,7 +100,7 @@ class TrainingProgress:
     @property
     def where(self) -> str:
         """The current phase, for people."""
-        return place_of(self.phase, self.step)
+        return phase_name(self.phase, self.step)
 
     @property
     def limit_s(self) -> float | None:
@@ -119,39 +119,14 @@ class StallGuard:
     """The watchdog of one job and the evidence that it writes."""
 
     def __init__(self, progress: TrainingProgress, board: Board | None, tell: Callable[[TuneError], None]) -> None:
-        self._progress, self._board, self._tell = progress, board, tell
+        self._progress, self._tell, self.beat = progress, tell, progress.beat
         self._running: tuple[VerifiedTransferMixin, report.RunFacts, Path] | None = None
-        self.beat = progress.beat
-        self._watchdog: Watchdog | None = None
-        if not progress.off:
-            tick_s = min(max(min(progress.floor_s, progress.most_s) / 20, 0.05), 1.0)
-            self._watchdog = Watchdog(progress=progress, on_stall=self._leave_evidence, board=board, tick_s=tick_s)
-            self._watchdog.start()
-
-    def starting(self) -> None:
-        """Call before a trainer is created, which sends no heartbeats."""
-        self.beat(step=0, phase="start", fresh=True)
+        tick_s = min(max(min(progress.floor_s, progress.most_s) / 20, 0.05), 1.0)
+        self.watchdog = Watchdog(progress=progress, on_stall=self._leave_evidence, board=board, tick_s=tick_s)
 
     def watch(self, trainer: VerifiedTransferMixin, facts: report.RunFacts, directory: Path) -> None:
         """Call before training: from now on a stall is recorded in ``directory``, with the report of ``trainer``."""
         self._running = trainer, facts, directory
-
-    def close(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        if self._board is not None:
-            self._board.leave()
-
-    def lost_peer(self) -> PeerLostError:
-        """The error for a broken connection to another rank."""
-        others, deadline = self._board.others() if self._board is not None else [], time.monotonic() + 1.0
-        while others and all(each.alive for each in others) and time.monotonic() < deadline:
-            time.sleep(0.02)  # a connection breaks before its process has ended
-        gone = ", ".join(each.name for each in others if not each.alive)
-        cause = "another rank has ended, or did not join a collective within --ddp_timeout: see its own message"
-        if gone:
-            cause = f"{gone} ended without a message: killed (see `dmesg` for lack of memory), or crashed"
-        return PeerLostError(f"the connection to another rank broke {self._progress.where}: {cause}. {_INTACT}")
 
     def _leave_evidence(self, cause: str, silent_s: float, page: str) -> None:
         touch_pulse()  # the supervisor waits for this
@@ -172,8 +147,8 @@ class StallGuard:
             return
         trainer, facts, directory = self._running
         step = self._progress.step + (self._progress.phase == "step")
-        place = {"step": step, "stage": "progress", "tensor": "", "kind": "stall"}
-        trainer.transfer_report.incident({**place, "cause": cause, "silent_seconds": silent_s, "outcome": "stopped"})
+        where = {"step": step, "stage": "progress", "tensor": "", "kind": "stall"}
+        trainer.transfer_report.incident({**where, "cause": cause, "silent_seconds": silent_s, "outcome": "stopped"})
         report.write(report.build(trainer, facts, gather=False), directory)
 
 
@@ -181,15 +156,17 @@ class StallGuard:
 def watched(
     setting: str,
     *,
-    place: Path | None,
+    rendezvous: Path | None,
     tell: Callable[[TuneError], None],
     collective_s: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[StallGuard]:
     """Run the watchdog within the block, and report a lost connection to another rank in one line."""
     progress = TrainingProgress(setting, Supervised.of(environ), collective_s=collective_s)
-    board = Board(place, rank=int(environ.get("RANK", "0"))) if place is not None else None
+    board = Board(rendezvous, rank=int(environ.get("RANK", "0"))) if rendezvous is not None else None
     guard = StallGuard(progress, board, tell)
+    if not progress.off:
+        guard.watchdog.start()
     try:
         yield guard
     except (RuntimeError, KeyboardInterrupt) as error:
@@ -200,15 +177,29 @@ def watched(
         if threading.current_thread() is threading.main_thread():
             # The launcher's SIGTERM to the remaining ranks is not a request of the user to end the run.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise guard.lost_peer() from error
+        raise _lost_peer(progress.where, board) from error
     finally:
-        guard.close()
+        if not progress.off:
+            guard.watchdog.stop()
+        if board is not None:
+            board.leave()
 
 
 class PeerLostError(StallError):
     """The connection to another rank broke; reported only if the reason for which that rank ended is unknown."""
 
     follows = True
+
+
+def _lost_peer(where: str, board: Board | None) -> PeerLostError:
+    others, deadline = board.others() if board is not None else [], time.monotonic() + 1.0
+    while others and all(each.alive for each in others) and time.monotonic() < deadline:
+        time.sleep(0.02)  # a connection breaks before its process has ended
+    gone = ", ".join(each.name for each in others if not each.alive)
+    cause = "another rank has ended, or did not join a collective within --ddp_timeout: see its own message"
+    if gone:
+        cause = f"{gone} ended without a message: killed (see `dmesg` for lack of memory), or crashed"
+    return PeerLostError(f"the connection to another rank broke {where}: {cause}. {_INTACT}")
 
 
 def is_lost_peer(error: BaseException) -> bool:
