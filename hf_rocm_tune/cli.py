@@ -9,14 +9,13 @@ import argparse
 import difflib
 import errno
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TextIO, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, UsageError
@@ -50,45 +49,12 @@ def _until_read(argv: Sequence[str]) -> int:
         return code
     except OSError as error:
         full = error.errno == errno.ENOSPC and error.filename is None
-        if not full and not (isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout)):
-            raise  # of another pipe or file
+        if not full and not isinstance(error, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         if full:
             raise UsageError("no space is left on the disk that the output goes to: free some") from error
         return 128 + signal.SIGPIPE
-
-
-def _has_lost_its_reader(stream: TextIO) -> bool:
-    output = select.poll()
-    output.register(stream.fileno(), 0)
-    return any(event & select.POLLERR for _, event in output.poll(0))
-
-
-def run(argv: Sequence[str]) -> int:
-    """supervise a training command: after a crash or a stall it goes on from its newest checkpoint"""
-    from hf_rocm_tune.supervisor import Settings
-
-    usual = Settings()
-    parser = CommandParser(prog=f"{PROGRAM} run", description=run.__doc__, usage="%(prog)s [flags] -- COMMAND ...")
-    flags = {
-        "max_restarts": "restarts without a new checkpoint between them",
-        "max_skips": "optimizer steps that may be skipped because the run dies in them",
-        "stall_seconds": "without a heartbeat after which the job is restarted; 0: never",
-        "start_seconds": "the same before the first step",
-        "backoff_seconds": "before the first restart, doubled for each further one",
-        "grace_seconds": "from SIGTERM to SIGKILL for a stalled job",
-    }
-    for name, meaning in flags.items():
-        default = getattr(usual, name)
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default:g})")
-    split = list(argv).index("--") if "--" in argv else len(argv)
-    wanted, stray = parser.parse_known_args(argv[:split])
-    if stray or split == len(argv):
-        got = f"; got {stray[0]}" if stray else ""
-        raise UsageError(f"give the training command after `--`: `{PROGRAM} run -- accelerate launch ...`{got}")
-    from hf_rocm_tune.supervisor import supervise
-
-    return supervise(argv[split + 1 :], Settings(**vars(wanted)))
 
 
 def configs(argv: Sequence[str]) -> int:
@@ -144,13 +110,13 @@ def _validate(name: str) -> None:
 
     process.prepare_process(os.environ)  # before the libraries that what follows imports
     from hf_rocm_tune.settings import arguments
-    from hf_rocm_tune.train.refusals import check_loggers, check_offloads
+    from hf_rocm_tune.train.refusals import check_loggers, check_optimizer
 
     recipe = names.read_recipe(name)
     left_out = [name for name in ("bf16", "fp16") if recipe.values.get(name) and not process.has_accelerator()]
     job = arguments.parse([names.CONFIG, str(recipe.path), *(f"--{name}=false" for name in left_out)])  # sets its `env`
     check_loggers(job.training.report_to)
-    check_offloads(job.training)
+    check_optimizer(job.training)
     paths = {
         "model_name_or_path": job.model.model_name_or_path,
         "dataset_name": job.script.dataset_name,
@@ -258,7 +224,9 @@ VERBS: dict[str, Verb] = {
     "sft": _training("sft"),
     "train": _training("sft"),
     **{verb: _training(verb) for verb in names.VERBS if verb != "sft"},
-    "run": run,
+    "run": _module(
+        "supervisor", "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"
+    ),
     "doctor": _module("doctor.command", "check whether this machine is ready to train, and how to fix it"),
     "plan": plan,
     "configs": configs,

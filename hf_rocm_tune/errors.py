@@ -40,9 +40,11 @@ class TuneError(Exception):
 
     Attributes:
         exit_code: of a process that this error ends.
+        follows: whether it is only a consequence of another rank's end.
     """
 
     exit_code: int = 1
+    follows: bool = False
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))

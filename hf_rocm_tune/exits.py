@@ -1,12 +1,9 @@
 """Exit codes: one line and a code for every error that we raise on purpose.
 
-Of the ranks that one agent started on a machine, the first one that records its exit beside the exit file, or in the
-temporary directory, prints the line. With this record a worker that torchrun restarts after wrong input (2), corruption
-(3) or an interruption (130) ends at once. Ranks without an agent (mpirun, srun, a shell) each print their own.
-
-SIGTERM and SIGHUP end a run like Ctrl-C, with 130. But torch's agent sends SIGTERM, too, to the remaining ranks after
-one has died, before it restarts the group. Before training a rank cannot distinguish the two; our launcher writes a
-file if it got the signal itself. Without that file the rank ends with 143 and records nothing.
+Of the ranks that one agent started on a machine, the first one that records its exit prints the line, and a worker that
+torchrun restarts after wrong input (2), corruption (3) or an interruption (130) ends at once. SIGTERM and SIGHUP end a
+run like Ctrl-C, with 130; but torch's agent sends SIGTERM, too, to the ranks that are left after one has died. Our
+launcher writes a file if it got the signal itself: without that, a rank before its training ends with 143, silently.
 """
 
 from __future__ import annotations
@@ -20,15 +17,15 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from hf_rocm_tune import redaction
-from hf_rocm_tune.errors import RUNTIME_OUT_OF_MEMORY, OutOfMemoryError, TuneError, device_shortage
+from hf_rocm_tune.errors import RUNTIME_OUT_OF_MEMORY, Interrupted, OutOfMemoryError, TuneError, device_shortage
 from hf_rocm_tune.machine.process import start_ticks
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
@@ -44,7 +41,7 @@ REFUSED_CODES = FINAL_CODES | {INTERRUPTED}
 #: In the directory of the exit file: the launcher got a signal to end.
 ASKED_FILE = "asked"
 _TERMINATED = 128 + signal.SIGTERM
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _process_ends = False
 """Whether the process ends after the entry point of `run_guarded`."""
 
@@ -77,7 +74,6 @@ def run_guarded(
     if number(environ, "TORCHELASTIC_RESTART_COUNT") and not number(environ, "LOCAL_RANK"):
         with suppress(OSError):  # what an earlier attempt recorded is not how this one ends
             Path(environ.get(EXIT_FILE_VARIABLE, "")).unlink()
-    rank = number(environ, "RANK")
     if process_ends:
         _tell_native_exits()
     try:
@@ -88,25 +84,24 @@ def run_guarded(
     except KeyboardInterrupt as stop:
         if isinstance(stop, _Terminated) and _is_the_agents(environ):
             return _TERMINATED
-        ending = Ending(code=INTERRUPTED, message=str(stop) or "stopped by Ctrl-C", rank=rank)
+        ended: TuneError = Interrupted(str(stop) or "stopped by Ctrl-C")
     except Exception as error:
         if type(error).__module__.startswith("torch.distributed.elastic") and hasattr(error, "sigval"):
             return 128 + int(error.sigval)  # `SignalException`: in a notebook the agent's handler raises it
         known = error if isinstance(error, TuneError) else None
         if known is None and (said := device_shortage(error)) is not None:
             known = OutOfMemoryError(f"{said}; {_OUT_OF_MEMORY_ADVICE}")
-        follows = getattr(known, "follows", False)
         # The communication backends raise RuntimeError for a lost peer.
-        from_a_peer = (known is None or follows) and isinstance(error, RuntimeError | TuneError)
+        from_a_peer = isinstance(error, RuntimeError) if known is None else known.follows
         if from_a_peer and group is not None and (first := group.ending()) is not None:
             return first.code  # only the lost connection to a rank that has reported its error
         if known is None:
             lines = "".join(traceback.format_exception(error))
             print(redaction.redact(lines), file=sys.stderr, end="", flush=True)
             return 1
-        ending = Ending(code=known.exit_code, message=str(known), rank=rank, follows=follows)
-    _end(ending, group, environ)
-    return ending.code
+        ended = known
+    speak(ended, environ=environ)
+    return ended.exit_code
 
 
 def complete(environ: Mapping[str, str] = os.environ) -> None:
@@ -163,34 +158,51 @@ def _native_error() -> TuneError:
 
 def _ignore_signals() -> None:
     if _process_ends and threading.current_thread() is threading.main_thread():
-        for ending in _ENDING_SIGNALS:
+        for ending in ENDING_SIGNALS:
             signal.signal(ending, signal.SIG_IGN)
 
 
 def speak(error: TuneError, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Print and record an error as the exit of this process; the caller ends it (see the watchdog)."""
-    ending = Ending(code=error.exit_code, message=str(error), rank=number(environ, "RANK"))
-    _end(ending, RankGroup.of(environ), environ)
+    """Print and record an error as the exit of this process, unless another rank of its group has done so; the caller
+    ends it."""
+    ending = Ending(error.exit_code, str(error), number(environ, "RANK"), error.follows)
+    group, wanted = RankGroup.of(environ), environ.get(EXIT_FILE_VARIABLE)
+    if group is not None and not group.claim(ending):
+        return
+    if not (wanted and ending.follows):
+        redaction.print_line(ending.line(), sys.stderr)
+    if wanted:
+        told = {"code": ending.code, "message": redaction.one_line(ending.message)}
+        with suppress(OSError):  # no room: the line is printed, and the process ends with its code
+            write_text_atomic(Path(wanted), json.dumps(told | ({"follows": True} if ending.follows else {})))
+
+
+@contextmanager
+def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Within the block ``handler`` gets these signals, SIGHUP only if it is not ignored (``nohup``). It has no effect
+    outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    before = {each: signal.signal(each, handler) for each in numbers if each != signal.SIGHUP or not ignored}
+    try:
+        yield
+    finally:
+        for each, earlier in before.items():
+            if signal.getsignal(each) is handler:  # not ignored since, see `complete` and `train.stall`
+                signal.signal(each, earlier)
 
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
     """Within the block SIGTERM and SIGHUP raise ``KeyboardInterrupt`` instead of killing the process.
 
-    The trainer replaces this during training, so that a checkpoint is written. It has no effect outside the main thread
-    and on a signal that is already handled or ignored (``nohup``).
+    The trainer replaces this during training, so that a checkpoint is written. It has no effect on a signal that is
+    already handled or ignored.
     """
-    taken = []
-    if threading.current_thread() is threading.main_thread():
-        taken = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
-    for one in taken:
-        signal.signal(one, _interrupt)
-    try:
+    deadly = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    with handling(deadly, _interrupt):
         yield
-    finally:
-        for one in taken:
-            if signal.getsignal(one) is _interrupt:  # not ignored since, see `complete` and `train.stall`
-                signal.signal(one, signal.SIG_DFL)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -205,27 +217,13 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 _interrupt.ends_the_process = True  # type: ignore[attr-defined]  # so the trainer may replace it
 
 
-def _end(ending: Ending, group: RankGroup | None, environ: Mapping[str, str]) -> None:
-    """Print and record an exit, unless another rank of the group has recorded one."""
-    if group is not None and not group.claim(ending):
-        return
-    wanted = environ.get(EXIT_FILE_VARIABLE)
-    if not (wanted and ending.follows):
-        redaction.print_line(ending.line(), sys.stderr)
-    if wanted:
-        told = {"code": ending.code, "message": redaction.one_line(ending.message)}
-        with suppress(OSError):  # no room: the line is printed, and the process ends with its code
-            write_text_atomic(Path(wanted), json.dumps(told | ({"follows": True} if ending.follows else {})))
-
-
 def _is_the_agents(environ: Mapping[str, str]) -> bool:
     """Whether a SIGTERM came from torch's agent: this process has one, and the launcher got no signal."""
     asked = Path(environ.get(EXIT_FILE_VARIABLE, os.devnull)).with_name(ASKED_FILE)
     return "TORCHELASTIC_RESTART_COUNT" in environ and not asked.exists()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ending:
+class Ending(NamedTuple):
     """How a process ended."""
 
     code: int
@@ -240,6 +238,7 @@ class Ending:
         return f"{PROGRAM}: {who}{kind}: {self.message}"
 
 
+@dataclass(frozen=True)
 class RankGroup:
     """The ranks that one launcher started on this machine, and the record of their exit (see `of`).
 
@@ -248,8 +247,10 @@ class RankGroup:
     the agent's count and the port of its ranks: either alone may repeat.
     """
 
-    def __init__(self, directory: Path, key: str, attempt: str, *, has_agent: bool) -> None:
-        self._directory, self._key, self._attempt, self._has_agent = directory, key, attempt, has_agent
+    _directory: Path
+    _key: str
+    _attempt: str
+    _has_agent: bool
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankGroup | None:
@@ -267,7 +268,7 @@ class RankGroup:
         wanted = environ.get(EXIT_FILE_VARIABLE)
         directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
         count = number(environ, "TORCHELASTIC_RESTART_COUNT")
-        return cls(directory, key, f"{count}.{number(environ, 'MASTER_PORT')}", has_agent=has_agent)
+        return cls(directory, key, f"{count}.{number(environ, 'MASTER_PORT')}", has_agent)
 
     def claim(self, ending: Ending) -> bool:
         """Record ``ending`` as the group's; False if another rank of this attempt was first."""
@@ -275,7 +276,7 @@ class RankGroup:
             return True
         try:
             with tempfile.NamedTemporaryFile("w", prefix=f"{self._path.name}-", dir=self._directory) as file:
-                json.dump(asdict(ending), file)
+                json.dump(ending._asdict(), file)
                 file.flush()
                 os.link(file.name, self._path)
         except FileExistsError:
@@ -290,19 +291,15 @@ class RankGroup:
 
     def final_ending(self) -> Ending | None:
         """The final exit of an earlier attempt, or None."""
-        return next((ending for ending in self._earlier() if ending.code in REFUSED_CODES), None)
+        return next((ending for ending in self.earlier() if ending.code in REFUSED_CODES), None)
 
-    def last_message(self) -> str | None:
-        """The message of the previous attempt."""
-        return next((ending.message for ending in self._earlier()), None)
-
-    def _earlier(self) -> list[Ending]:
+    def earlier(self) -> list[Ending]:
         """What earlier attempts have recorded, the newest first."""
         found = [path for path in self._directory.glob(f"{self._key}-*.json") if path != self._path]
         found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
         return [_read(path) for path in found]
 
-    def meeting_place(self) -> Path:
+    def rendezvous(self) -> Path:
         """The path of a common directory of this attempt's ranks on this machine (not created)."""
         return self._directory / f"{self._key}-{self._attempt}-ranks"
 

@@ -1,9 +1,8 @@
-"""Start a training job through accelerate's own launcher, and end as the job ended.
+"""Start a training job through accelerate's own launcher, in this process, and end as the job ended.
 
-The launcher runs in this process (as in ``trl``). What it adds to a failure, a traceback and exit code 1, is replaced
-by what our processes recorded (``exits``). SIGINT, SIGTERM and SIGHUP are passed on to the training processes once,
-and waited for without a limit, because they write a checkpoint first; torch's elastic agent would kill them 30 seconds
-later (torch 2.13, ``launcher/api.py``). A process that shares this one's process group has a terminal's Ctrl-C already.
+A failure is reported as our processes recorded it (``exits``), without the launcher's traceback and exit code 1.
+Signals are passed on to the training processes once, and waited for without a limit, because they write a checkpoint
+first; torch's elastic agent would kill them 30 seconds later (torch 2.13, ``launcher/api.py``).
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -28,11 +26,13 @@ from hf_rocm_tune import configs
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.exits import (
     ASKED_FILE,
+    ENDING_SIGNALS,
     EXIT_FILE_VARIABLE,
     INTERRUPTED,
     PROGRAM,
     REFUSED_CODES,
     complete,
+    handling,
     run_guarded,
 )
 from hf_rocm_tune.machine import process
@@ -43,8 +43,7 @@ from hf_rocm_tune.survive.atomic import write_text_atomic
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _NEVER_SEVERAL = ("NO", "MULTI_CPU")
 _CHOICE = {(False, False): "cpu", (False, True): "cpu_dual", (True, False): "single_rx7900xt"}  # GPU, several
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ENDED_BY_REQUEST = frozenset({*(-number for number in _PASSED_ON), *(128 + number for number in _PASSED_ON)})
+_ENDED_BY_REQUEST = frozenset(code for number in ENDING_SIGNALS for code in (-number, 128 + number))
 
 
 class CommandLine(NamedTuple):
@@ -87,11 +86,6 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     return _launch(arguments, extra)
 
 
-def launch_as_given(argv: Sequence[str]) -> int:
-    """``accelerate launch ARGV`` as accelerate reads it, with its own choice of a configuration, but our endings."""
-    return _launch(_parse_launcher_flags(argv), argv)
-
-
 def _launch(arguments: Any, argv: Sequence[str]) -> int:
     """Run a job and give its code. A launcher above this one (the supervisor) is told what the job told us."""
     _quieten()
@@ -100,22 +94,21 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
     given = {names.bare(argument) for argument in argv if argument.startswith("--")}
     above = os.environ.get(EXIT_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
-        variables = _meeting(arguments, given, Path(directory))
+        variables = _rendezvous(arguments, given, Path(directory))
         record, asked = Path(directory) / "exit.json", Path(directory) / ASKED_FILE
 
-        def recorded() -> dict[str, Any] | None:
-            return json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
-
+        failure: TuneError | None = None
         try:
-            with environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _signals_passed_on(asked):
+            with environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _passing_on(asked):
                 status, rank = _run(arguments)
                 if status == 0:
                     complete()  # before signals end this process again
-        except TuneError:
-            if (recorded() or {}).get("code") not in REFUSED_CODES:
-                raise
-            status, rank = 1, None  # the processes could not meet again, and need not
-        told, ended_by_request = recorded(), asked.exists() and status in _ENDED_BY_REQUEST
+        except TuneError as error:
+            failure, status, rank = error, 1, None
+        told: dict[str, Any] | None = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+        if failure is not None and (told is None or told["code"] not in REFUSED_CODES):
+            raise failure  # else the processes could not meet again, and need not
+        ended_by_request = asked.exists() and status in _ENDED_BY_REQUEST
     if told is not None and told["code"] == 0:
         status, told = 0 if ended_by_request else status, None
     if status == 0:
@@ -165,13 +158,13 @@ def _run(arguments: Any) -> tuple[int, int | None]:
     return 0, None
 
 
-def _meeting(arguments: Any, given: Collection[str], directory: Path) -> dict[str, str]:
+def _rendezvous(arguments: Any, given: Collection[str], directory: Path) -> dict[str, str]:
     """Have the processes of one machine meet through a file, which opens no port; variables for them.
 
     torch's own store listens on every interface, and what is sent to its agent's is unpickled. The ranks' own store is
     at a free port of the loopback interface, see `process.prepare_process`. Every try has a store of its own: in one
     that lives over several, a new try meets the addresses of the last (pytorch#135712). The launcher's flags in
-    `arguments` are changed, unless the user has `given` a meeting of his own; nobody else may read `directory`.
+    `arguments` are changed, unless the user has `given` one; nobody else may read `directory`.
     """
     file = _content(arguments.config_file)
     if (arguments.num_machines or file.get("num_machines") or 1) > 1:
@@ -282,12 +275,8 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@contextmanager
-def _signals_passed_on(asked: Path) -> Iterator[None]:
-    """Pass `_PASSED_ON` to the children instead of dying before them; ``asked`` is made first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python gives signals to the main thread only
-        return
+def _passing_on(asked: Path) -> AbstractContextManager[None]:
+    """Pass signals on to the children instead of dying before them; ``asked`` is made first."""
     import psutil  # a dependency of accelerate
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -301,15 +290,7 @@ def _signals_passed_on(asked: Path) -> Iterator[None]:
                 if not (from_terminal and os.getpgid(child.pid) == os.getpgrp()):
                     child.send_signal(number)
 
-    hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup
-    numbers = [number for number in _PASSED_ON if number != signal.SIGHUP or hung_up]
-    before = {number: signal.signal(number, pass_on) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is pass_on:  # not ignored since: the job may be complete
-                signal.signal(number, handler)
+    return handling(ENDING_SIGNALS, pass_on)
 
 
 def _is_foreground_job() -> bool:
@@ -322,4 +303,5 @@ def _is_foreground_job() -> bool:
 
 
 if __name__ == "__main__":  # for the supervisor: `accelerate launch` as given, with our signals and our endings
-    sys.exit(run_guarded(lambda: launch_as_given(sys.argv[1:]), argv=sys.argv[1:], process_ends=True))
+    words = sys.argv[1:]
+    sys.exit(run_guarded(lambda: _launch(_parse_launcher_flags(words), words), argv=words, process_ends=True))

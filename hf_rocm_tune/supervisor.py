@@ -1,9 +1,8 @@
 """``hf-rocm-tune run -- COMMAND``: watches a training job and restarts it from its newest verified checkpoint.
 
-The command runs in its own session, so Ctrl-C in the terminal reaches only the supervisor, which passes it on once.
-Every process of the job inherits `heartbeat.VARIABLE` with a unique value, by which remaining processes of an attempt
-are found: they would hold the card's memory and the output directory. Not covered: a process that hangs in the driver,
-which no signal ends; it is named. Nothing here imports torch, whose failures must not affect the supervisor.
+The command runs in its own session: Ctrl-C in the terminal reaches only the supervisor, which passes it on once. All
+processes of an attempt are found by the unique value of `heartbeat.VARIABLE` in their environment, and ended with it.
+Not covered: a process that hangs in the driver, which no signal ends; it is named. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,12 +27,12 @@ from typing import Any, NamedTuple, get_args
 import psutil
 
 from hf_rocm_tune.data.formats import Method
-from hf_rocm_tune.errors import OutOfMemoryError, StallError, UsageError
-from hf_rocm_tune.exits import EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM
+from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, StallError, UsageError, checked
+from hf_rocm_tune.exits import ENDING_SIGNALS, EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM, handling
 from hf_rocm_tune.machine.gpus import core_dumps
 from hf_rocm_tune.redaction import print_line, redact
 from hf_rocm_tune.survive import heartbeat, manifest
-from hf_rocm_tune.survive.heartbeat import Begun, Phase, Pulse, Supervised, place_of
+from hf_rocm_tune.survive.heartbeat import Begun, Phase, Pulse, Supervised, phase_name
 from hf_rocm_tune.survive.run_directory import list_checkpoints, read_record, skip_step
 
 ENTRIES = frozenset(get_args(Method))
@@ -52,7 +50,7 @@ _AGENT_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The flags of ``hf-rocm-tune run``."""
+    """The flags of ``hf-rocm-tune run``; their meanings are in `FLAGS`."""
 
     max_restarts: int = 8
     max_skips: int = 3
@@ -61,17 +59,37 @@ class Settings:
     backoff_seconds: float = 5.0
     grace_seconds: float = 60.0
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value >= 0:
-                raise UsageError(f"--{name} must be 0 or more, got {value}")
+
+FLAGS = {
+    "max_restarts": "restarts without a new checkpoint between them",
+    "max_skips": "optimizer steps that may be skipped because the run dies in them",
+    "stall_seconds": "without a heartbeat after which the job is restarted; 0: never",
+    "start_seconds": "the same before the first step",
+    "backoff_seconds": "before the first restart, doubled for each further one",
+    "grace_seconds": "from SIGTERM to SIGKILL for a stalled job",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """``hf-rocm-tune run``."""
+    what = "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"
+    parser = CommandParser(prog=f"{PROGRAM} run", description=what, usage="%(prog)s [flags] -- COMMAND ...")
+    for name, default in vars(Settings()).items():
+        kind = checked(type(default), lambda value: value >= 0, "0 or more")
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{FLAGS[name]} (default: {default:g})")
+    split = list(argv).index("--") if "--" in argv else len(argv)
+    wanted, stray = parser.parse_known_args(argv[:split])
+    if stray or split == len(argv):
+        got = f"; got {stray[0]}" if stray else ""
+        raise UsageError(f"give the training command after `--`: `{PROGRAM} run -- accelerate launch ...`{got}")
+    return supervise(argv[split + 1 :], Settings(**vars(wanted)))
 
 
 def supervise(words: Sequence[str], settings: Settings) -> int:
     """Run a training command to its end, through crashes and stalls."""
     argv = to_start(words)
     with TemporaryDirectory(prefix=f"{PROGRAM}-run-") as directory, _asked_to_end() as asked:
-        return _Supervision(argv, shown(words), settings, Path(directory), asked).run()
+        return _Supervision(argv, settings, Path(directory), asked).run(shown(words))
 
 
 def to_start(words: Sequence[str]) -> list[str]:
@@ -106,7 +124,7 @@ def shown(words: Sequence[str]) -> str:
 # ---- what to do after a death -------------------------------------------------------------------------------
 
 
-_AT_THE_START = place_of("start", 0)
+_AT_THE_START = phase_name("start", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +150,10 @@ class Death:
         return None if self.code == OutOfMemoryError.exit_code else self.in_step
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         if self.in_step is not None:
             return f"in step {self.in_step}"
-        return place_of(None if self.phase == "between" else self.phase, self.step)
+        return phase_name(None if self.phase == "between" else self.phase, self.step)
 
 
 class RestartDecision(NamedTuple):
@@ -154,24 +172,24 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
     first step: stop; the fourth death at the same place, or more restarts without a new checkpoint than allowed: stop;
     the second death at the same step: skip that step from now on. Only deaths since the newest checkpoint count.
     """
-    last, place = deaths[-1], deaths[-1].place
+    last, where = deaths[-1], deaths[-1].where
     if last.phase == "publish":
         return RestartDecision("the result is complete on disk, only its upload failed")
     recent = [death for death in deaths if death.checkpoint == last.checkpoint]
-    here = sum(death.place == place for death in recent)
-    raised = sum(death.code == 1 and death.place == _AT_THE_START for death in recent)
+    here = sum(death.where == where for death in recent)
+    raised = sum(death.code == 1 and death.where == _AT_THE_START for death in recent)
     if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
-        return RestartDecision(f"died {here} times {place}{', although it is skipped' * (last.suspect in skipped)}")
+        return RestartDecision(f"died {here} times {where}{', although it is skipped' * (last.suspect in skipped)}")
     if len(recent) > settings.max_restarts:
         return RestartDecision(f"{settings.max_restarts} restarts without a new checkpoint")
     wait = min(settings.backoff_seconds * 2 ** (len(recent) - 1), _LONGEST_WAIT_SECONDS)
     if here < DEATHS_TO_SKIP or last.suspect is None or last.suspect in skipped:
-        return RestartDecision(f"died {place}", restart=True, wait_seconds=wait)
+        return RestartDecision(f"died {where}", restart=True, wait_seconds=wait)
     if len(skipped) >= settings.max_skips:
         steps = ", ".join(map(str, sorted(skipped)))
         why = f"steps {steps} are skipped already" if skipped else "no step may be skipped"
-        return RestartDecision(f"died {here} times {place}, and {why} (--max_skips)")
-    reason = f"died {here} times {place}: the step is skipped, its batches are not trained on"
+        return RestartDecision(f"died {here} times {where}, and {why} (--max_skips)")
+    reason = f"died {here} times {where}: the step is skipped, its batches are not trained on"
     return RestartDecision(reason, restart=True, skip=last.suspect, wait_seconds=wait)
 
 
@@ -249,30 +267,23 @@ class Watch:
 
 class Ledger:
     """The journal, kept in memory until the job has begun, because a refused job must not write into the directory of
-    another run. Of several machines the supervisor of rank 0 writes. ``failure``: of the last write.
+    another run. Of several machines the supervisor of rank 0 writes.
     """
 
     def __init__(self) -> None:
-        self._begun: Begun | None = None
+        self.begun: Begun | None = None
+        self.failure: OSError | None = None  # of the last write
         self._waiting: list[dict[str, Any]] = []
-        self.failure: OSError | None = None
 
     def add(self, event: str, **details: Any) -> None:
         """Add an entry, without None values."""
         told = {key: value for key, value in details.items() if value is not None}
         self._waiting.append({"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
-        self._write()
-
-    def belongs_to(self, begun: Begun) -> None:
-        self._begun = begun
-        self._write()
-
-    def _write(self) -> None:
         self.failure = None
         try:
-            while self._begun is not None and self._waiting:
-                if self._begun.leads:
-                    heartbeat.enter(Path(self._begun.output_dir), {"run_id": self._begun.run_id, **self._waiting[0]})
+            while self.begun is not None and self._waiting:
+                if self.begun.leads:
+                    heartbeat.enter(Path(self.begun.output_dir), {"run_id": self.begun.run_id, **self._waiting[0]})
                 self._waiting.pop(0)
         except OSError as error:
             self.failure = error
@@ -291,15 +302,14 @@ class _End(NamedTuple):
 
 
 class _Supervision:
-    def __init__(self, argv: list[str], shown: str, settings: Settings, directory: Path, asked: list[int]) -> None:
-        self._argv, self._shown, self._settings, self._directory, self._asked = argv, shown, settings, directory, asked
+    def __init__(self, argv: list[str], settings: Settings, directory: Path, asked: list[int]) -> None:
+        self._argv, self._settings, self._directory, self._asked = argv, settings, directory, asked
         self._ledger = Ledger()
         self._deaths: list[Death] = []
-        self._begun: Begun | None = None
 
-    def run(self) -> int:
+    def run(self, command: str) -> int:
         while True:
-            _say(f"start {len(self._deaths) + 1}: {self._shown}")
+            _say(f"start {len(self._deaths) + 1}: {command}")
             dumps = core_dumps()
             watch = Watch(self._directory, self._settings)
             end = self._see_through(watch)
@@ -323,7 +333,7 @@ class _Supervision:
         """Start the job and wait for its end, or end it where it stalls or the user insists."""
         record, limits = self._directory / "exit.json", self._settings
         record.unlink(missing_ok=True)
-        before = self._begun.run_id if self._begun else None
+        before = self._ledger.begun.run_id if self._ledger.begun else None
         told = Supervised(str(self._directory), limits.start_seconds, limits.stall_seconds, before)
         child = Child(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, told.to_json())
         passed_on, stalled = 0, None
@@ -353,8 +363,7 @@ class _Supervision:
         known = watch.begun
         watch.look()
         if (begun := watch.begun) is not None and known is None:
-            self._begun = begun
-            self._ledger.belongs_to(begun)
+            self._ledger.begun = begun
             self._ledger.add("start", start=len(self._deaths) + 1, resumed_from=begun.resumed_from or "the start")
 
     def _ending(self, status: int, record: Path) -> _End:
@@ -372,12 +381,14 @@ class _Supervision:
 
     def _judge(self, end: _End, watch: Watch) -> RestartDecision:
         pulse, resumed = (watch.pulse, watch.begun.resumed_from or "") if watch.begun else (None, "")
-        at = resumed.rpartition("-")[2]
         phase, step = (pulse.phase, pulse.step) if pulse else (None, 0)
-        resumed_at, newest = int(at) if at.isdecimal() else 0, self._newest_checkpoint()
-        death = Death(code=end.code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=newest)
-        self._deaths.append(death)
-        record = read_record(Path(self._begun.output_dir)) if self._begun else None
+        at, newest, record = resumed.rpartition("-")[2], 0, None
+        if (begun := self._ledger.begun) is not None:
+            record = read_record(Path(begun.output_dir))
+            for saved, path in list_checkpoints(Path(begun.output_dir)):
+                newest = saved if manifest.run_of(path) == begun.run_id else newest
+        resumed_at = int(at) if at.isdecimal() else 0
+        self._deaths.append(Death(code=end.code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=newest))
         return decide(self._deaths, record.skipped_steps if record else (), self._settings)
 
     def _enter(self, end: _End, watch: Watch, decision: RestartDecision | None, dumps: Sequence[str]) -> None:
@@ -399,23 +410,18 @@ class _Supervision:
             _say(f"{heartbeat.JOURNAL_FILE} could not be written: {self._ledger.failure.strerror}")
 
     def _carry_out(self, decision: RestartDecision, end: _End) -> None:
-        newest = self._deaths[-1].checkpoint
+        newest, begun = self._deaths[-1].checkpoint, self._ledger.begun
         if not decision.restart:
-            where = f"; see {Path(self._begun.output_dir) / heartbeat.JOURNAL_FILE}" if self._begun else ""
+            where = f"; see {Path(begun.output_dir) / heartbeat.JOURNAL_FILE}" if begun else ""
             kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
             _complain(f"run: stopped: {end.how}, {decision.reason}; {kept}{where}")
             return
-        if decision.skip is not None and self._begun is not None and self._begun.leads:
-            skip_step(Path(self._begun.output_dir), decision.skip)
-        place = f"checkpoint-{newest}" if newest else "the start, because there is no checkpoint yet (see --save_steps)"
-        _say(f"{end.how}; {decision.reason}; restarting in {decision.wait_seconds:.0f} s from {place}")
-
-    def _newest_checkpoint(self) -> int:
-        for step, path in reversed(list_checkpoints(Path(self._begun.output_dir)) if self._begun else []):
-            found = manifest.read(path)
-            if isinstance(found, manifest.Manifest) and self._begun and found.run_id == self._begun.run_id:
-                return step
-        return 0
+        if decision.skip is not None and begun is not None and begun.leads:
+            skip_step(Path(begun.output_dir), decision.skip)
+        onward = (
+            f"checkpoint-{newest}" if newest else "the start, because there is no checkpoint yet (see --save_steps)"
+        )
+        _say(f"{end.how}; {decision.reason}; restarting in {decision.wait_seconds:.0f} s from {onward}")
 
 
 @contextmanager
@@ -432,16 +438,8 @@ def _asked_to_end() -> Iterator[list[int]]:
             asked.append(number)
             last = now
 
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
-    numbers = (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    before = {number: signal.signal(number, hear) for number in numbers}
-    try:
+    with handling(ENDING_SIGNALS, hear):
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

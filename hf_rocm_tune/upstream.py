@@ -1,15 +1,9 @@
 """The private places of upstream libraries on which verification depends.
 
-A place that upstream has moved is a `SeamError` with a clear line, never a transfer that is silently not verified.
-
-- Trainer methods that our classes override are marked there with ``@override``. `check_overrides` compares them with
-  upstream's: a marked method that overrides nothing, or has other parameters, is an error.
-- The table lists all other places: each `Seam` names one function or method, the parameters on which we rely, the
-  reason, and the version with which it was checked. Those marked ``patched`` are replaced in a `replaced` block or by
-  `replace_for_good`.
-
-Names and parameters do not show whether upstream still calls a place: `pyproject.toml` bounds the versions, and a run
-says which of them are newer than `TESTED`.
+A place that upstream has moved is a `SeamError` with a clear line, never a transfer that is silently not verified:
+`check_overrides` compares trainer methods that ours replace (``@override``) with upstream's, and the table lists all
+other places. Names and parameters do not show whether upstream still calls a place: `pyproject.toml` bounds the
+versions, and a run says which of them are newer than `TESTED`.
 """
 
 from __future__ import annotations
@@ -35,13 +29,18 @@ class Seam:
     module: str
     attribute: str  # dotted, inside the module
     leading: str  # the parameters that our replacement or override relies on, in order
-    checked: str  # distribution and version with which it was read and tried
     why: str  # what passes there
     patched: bool = False  # replaced in place (otherwise it is overridden in a subclass)
 
     @property
     def parameters(self) -> tuple[str, ...]:
         return tuple(self.leading.split())
+
+    @property
+    def checked(self) -> str:
+        """The library and the version with which this was read and tried."""
+        library = self.module.partition(".")[0]
+        return f"{library} {TESTED[library]}"
 
 
 TESTED = {
@@ -56,87 +55,77 @@ TESTED = {
 
 _TRAINER = "transformers.trainer"
 _LOADING = "transformers.core_model_loading"
-_TRANSFORMERS = f"transformers {TESTED['transformers']}"
-_ACCELERATE = f"accelerate {TESTED['accelerate']}"
-_PEFT = f"peft {TESTED['peft']}"
-_TORCH = f"torch {TESTED['torch']}"
 _FSDP = "accelerate.utils.fsdp_utils"
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 SEAMS = (
-    Seam("materialize_weight", _LOADING, "_materialize_copy", "tensor device dtype", _TRANSFORMERS, patched=True,
+    Seam("materialize_weight", _LOADING, "_materialize_copy", "tensor device dtype", patched=True,
          why="every weight of from_pretrained is read and placed here, quantised models too"),
-    Seam("open_weights", "transformers.modeling_utils", "safe_open", "filename framework", _TRANSFORMERS, patched=True,
+    Seam("open_weights", "transformers.modeling_utils", "safe_open", "filename framework", patched=True,
          why="opens the weight files: what is loaded are the mapped file's bytes, not what its reader returns"),
     Seam("load_state_dict", "transformers.modeling_utils", "convert_and_load_state_dict_in_model",
-         "model state_dict load_config", _TRANSFORMERS, patched=True,
+         "model state_dict load_config", patched=True,
          why="maps checkpoint tensors to parameters"),
-    Seam("set_weight", _LOADING, "set_param_for_module", "model target_name param_value", _TRANSFORMERS, patched=True,
+    Seam("set_weight", _LOADING, "set_param_for_module", "model target_name param_value", patched=True,
          why="every weight is set here once it is cast, fused or quantised: it gets its digest at this moment"),
     Seam("missing_keys", "transformers.modeling_utils", "PreTrainedModel._move_missing_keys_from_meta_to_device",
-         "self missing_keys device_map device_mesh hf_quantizer", _TRANSFORMERS, patched=True,
+         "self missing_keys device_map device_mesh hf_quantizer", patched=True,
          why="weights and buffers that no file holds are initialised here; we keep them on the host until they move"),
     Seam("reserve_memory", "transformers.modeling_utils", "caching_allocator_warmup",
-         "model expanded_device_map hf_quantizer", _TRANSFORMERS, patched=True,
+         "model expanded_device_map hf_quantizer", patched=True,
          why="reserves memory for the whole model, of which a streamed one has only a part on the card"),
     Seam("conversion_errors", "transformers.core_model_loading", "log_conversion_errors",
-         "first_target_key loading_info extras op", _TRANSFORMERS, patched=True,
+         "first_target_key loading_info extras op", patched=True,
          why="collects the errors of a load, a shortage of memory among them, which ends it at once here"),
     Seam("unquantised_layers", "transformers.quantizers.base", "HfQuantizer.get_modules_to_not_convert",
-         "model skip_modules keep_in_fp32_modules", _TRANSFORMERS, patched=True,
+         "model skip_modules keep_in_fp32_modules", patched=True,
          why="names the layers that are not quantised: routers are added"),
     Seam("quantised_weights", "transformers.quantizers.quantizer_bnb_4bit",
-         "Bnb4BitHfQuantizer.param_needs_quantization", "self model param_name", _TRANSFORMERS, patched=True,
+         "Bnb4BitHfQuantizer.param_needs_quantization", "self model param_name", patched=True,
          why="chooses the weights that are quantised as they arrive: fused experts are added"),
     Seam("quantise", "transformers.integrations.bitsandbytes", "Bnb4bitQuantize.convert",
-         "self input_dict full_layer_name model", _TRANSFORMERS, patched=True,
+         "self input_dict full_layer_name model", patched=True,
          why="quantises a weight that has arrived: fused experts are added"),
     Seam("dequantise_mxfp4", "transformers.integrations.mxfp4", "Mxfp4Dequantize.convert",
-         "self input_dict model full_layer_name missing_keys", _TRANSFORMERS, patched=True,
+         "self input_dict model full_layer_name missing_keys", patched=True,
          why="would turn gpt-oss's experts into bfloat16: they stay packed"),
-    Seam("expert_weights", "peft.tuners.lora.layer", "ParamWrapper.get_param", "self", _PEFT, patched=True,
+    Seam("expert_weights", "peft.tuners.lora.layer", "ParamWrapper.get_param", "self", patched=True,
          why="an adapter of experts asks here for their weights: packed ones are described"),
     Seam("expert_adapters", "peft.tuners.lora.layer", "ParamWrapper._activate_lora",
-         "self active_adapters", _PEFT, patched=True,
+         "self active_adapters", patched=True,
          why="adds an adapter's product to the experts' weights: to packed ones it is not added"),
-    Seam("dequantise", "bitsandbytes.functional", "dequantize_4bit", "A quant_state",
-         f"bitsandbytes {TESTED['bitsandbytes']}", patched=True,
+    Seam("dequantise", "bitsandbytes.functional", "dequantize_4bit", "A quant_state", patched=True,
          why="dequantises a 4-bit weight for backward: it is checked there"),
     Seam("dispatch", "transformers.modeling_utils", "accelerate_dispatch",
-         "model hf_quantizer device_map", _TRANSFORMERS, patched=True,
+         "model hf_quantizer device_map", patched=True,
          why="puts hooks on a model of several devices that copy activations between them unverified"),
-    Seam("send_to_device", "accelerate.data_loader", "send_to_device",
-         "tensor device non_blocking", _ACCELERATE, patched=True,
+    Seam("send_to_device", "accelerate.data_loader", "send_to_device", "tensor device non_blocking", patched=True,
          why="DataLoaderDispatcher places its batches through this, whatever its device is"),
-    Seam("skip_first_batches", _TRAINER, "skip_first_batches", "dataloader num_batches", _TRANSFORMERS, patched=True,
+    Seam("skip_first_batches", _TRAINER, "skip_first_batches", "dataloader num_batches", patched=True,
          why="the loader of a resumed epoch is a new stock object made here"),
-    Seam("shard_iteration", "accelerate.data_loader", "DataLoaderShard.__iter__", "self", _ACCELERATE,
+    Seam("shard_iteration", "accelerate.data_loader", "DataLoaderShard.__iter__", "self",
          why="reads one batch ahead of the one it delivers: the transfer of the next batch starts there"),
     Seam("prepare_model", "accelerate.accelerator", "Accelerator.prepare_model",
-         "self model device_placement evaluation_mode", _ACCELERATE,
+         "self model device_placement evaluation_mode",
          why="would move the whole model again; called with device_placement off"),
-    Seam("gather", "accelerate.accelerator", "Accelerator.gather", "self tensor", _ACCELERATE,
+    Seam("gather", "accelerate.accelerator", "Accelerator.gather", "self tensor",
          why="trainers gather metrics in a micro-step: no rank may wait there for one that is out of memory"),
-    Seam("gather_for_metrics", "accelerate.accelerator", "Accelerator.gather_for_metrics",
-         "self input_data", _ACCELERATE,
+    Seam("gather_for_metrics", "accelerate.accelerator", "Accelerator.gather_for_metrics", "self input_data",
          why="trainers gather metrics in a micro-step: those only logged wait until they are"),
-    Seam("fsdp2_prepare", _FSDP, "fsdp2_prepare_model", "accelerator model", _ACCELERATE,
+    Seam("fsdp2_prepare", _FSDP, "fsdp2_prepare_model", "accelerator model",
          why="decides which modules FSDP2 gathers together, and shards them"),
-    Seam("fsdp2_load", _FSDP, "fsdp2_load_full_state_dict",
-         "accelerator model full_sd cpu_offload", _ACCELERATE, patched=True,
+    Seam("fsdp2_load", _FSDP, "fsdp2_load_full_state_dict", "accelerator model full_sd cpu_offload", patched=True,
          why="broadcasts every weight from rank 0: each rank brings its own rows through the mover instead"),
-    Seam("fsdp2_gather", _COLLECTIVES, "foreach_all_gather", "fsdp_params group async_op", _TORCH,
+    Seam("fsdp2_gather", _COLLECTIVES, "foreach_all_gather", "fsdp_params group async_op",
          why="weights come from the other cards here, in each forward and backward"),
-    Seam("fsdp2_reduce", _COLLECTIVES, "foreach_reduce", "fsdp_params unsharded_grads reduce_scatter_group", _TORCH,
+    Seam("fsdp2_reduce", _COLLECTIVES, "foreach_reduce", "fsdp_params unsharded_grads reduce_scatter_group",
          why="gradients of all cards are averaged here, each card's part of them"),
-    Seam("fsdp2_norm", "accelerate.accelerator", "Accelerator.clip_grad_norm_",
-         "self parameters max_norm norm_type", _ACCELERATE,
+    Seam("fsdp2_norm", "accelerate.accelerator", "Accelerator.clip_grad_norm_", "self parameters max_norm norm_type",
          why="computes the norm of sharded gradients over the cards"),
-    Seam("full_state", "accelerate.accelerator", "Accelerator.get_state_dict", "self model unwrap", _ACCELERATE,
+    Seam("full_state", "accelerate.accelerator", "Accelerator.get_state_dict", "self model unwrap",
          why="gathers a sharded model over the cards to save it, frozen weights too"),
     Seam("ddp_ignore", "torch.nn.parallel.distributed",
-         "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-         "module params_and_buffers_to_ignore", _TORCH,
+         "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model", "module params_and_buffers_to_ignore",
          why="keeps frozen weights out of the start-up broadcast"),
 )  # fmt: skip
 

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.supervisor import (
     ENTRIES,
+    FLAGS,
     Death,
     Ledger,
     RestartDecision,
     Settings,
     Watch,
     decide,
+    main,
     shown,
     to_start,
 )
@@ -134,7 +136,7 @@ def test_where_no_batch_can_be_the_cause_no_step_is_left_out(phase: str | None) 
 
 
 def test_between_steps_the_last_ones_kernels_may_have_been_running() -> None:
-    assert death(6, "between").place == death(5, "step").place
+    assert death(6, "between").where == death(5, "step").where
     assert death(4, "between", resumed_at=4).suspect is None, "this process has computed no step yet"
 
 
@@ -182,9 +184,9 @@ def test_restarts_are_limited_and_wait_longer_and_longer_but_not_for_ever() -> N
     assert len(made) == 21 and "20 restarts without a new checkpoint" in made[-1].reason
     waits = [each.wait_seconds for each in made[:-1]]
     assert waits[:4] == [5, 10, 20, 40] and max(waits) == 300 and all(each.skip is None for each in made)
-    for name in Settings.__dataclass_fields__:
+    for name in FLAGS:
         with pytest.raises(UsageError, match=f"--{name}"):
-            Settings(**{name: -1})
+            main([f"--{name}=-1", "--", "hf-rocm-tune", "sft"])
 
 
 def test_of_two_supervisors_that_of_rank_0_enters_each_start_also_one_that_never_began(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_of_two_supervisors_that_of_rank_0_enters_each_start_also_one_that_never
     for leader in (0, 1):
         for number, ledger in enumerate(ledgers):
             leads = number == leader
-            ledger.belongs_to(Begun(run_id="run", output_dir=str(tmp_path), resumed_from=None, leads=leads))
+            ledger.begun = Begun(run_id="run", output_dir=str(tmp_path), resumed_from=None, leads=leads)
             ledger.add("start")
     entries = [json.loads(line)["event"] for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()]
     assert entries == ["end", "start", "start"]

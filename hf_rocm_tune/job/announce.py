@@ -40,6 +40,7 @@ from hf_rocm_tune.train.telemetry import describe_device
 from hf_rocm_tune.transfer import triton_refusal
 
 if TYPE_CHECKING:
+    from hf_rocm_tune.data.sources import Splits
     from hf_rocm_tune.settings.arguments import Arguments
     from hf_rocm_tune.train.trainer import VerifiedTransferMixin
     from hf_rocm_tune.transfer import Mover
@@ -199,12 +200,11 @@ _BUILDERS = frozenset({"json", "csv", "parquet", "arrow", "text", "xml", "webdat
 
 
 @dataclass(kw_only=True)
-class Cards:
-    """The cards of one run."""
+class RunFiles:
+    """The log, the picture and the model card of one run."""
 
     arguments: Arguments
-    data: str
-    columns: tuple[str, ...]
+    data: Splits
     trainer: VerifiedTransferMixin
     facts: report.RunFacts
     content: Mapping[str, Any] = field(default_factory=dict)  # of the final report
@@ -280,8 +280,8 @@ class Cards:
             base_model_id=self.arguments.tune.hub_base_model_id,
             revision=model.model_revision,
             datasets=self._datasets(),
-            data=self.data,
-            columns=self.columns,
+            data=self.data.description,
+            columns=tuple(self.data.train.column_names or ()),
             trained=self._trained(),
             settings=deciding_settings(resolved, by_content=False),
             rows=state.log_history,
@@ -318,25 +318,20 @@ class Cards:
 
     @contextmanager
     def _failures_reported(self, what: str) -> Iterator[None]:
-        """Reports a failure of the block in one line, once, with a traceback if it is our bug; raises a full disk."""
+        """Reports a failure of the block in one line, once; raises our own errors and a full disk."""
         try:
             yield
-        except UsageError as error:
-            line = f"{what} could not be made: {error}"
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if full or (isinstance(error, TuneError) and not isinstance(error, UsageError)):
                 raise
             line = f"{what} could not be written: {error}"
-        except TuneError:
-            raise
-        except Exception as error:
-            traceback.print_exc()
-            line = f"{what} could not be made, which is a bug: {type(error).__name__}: {error}. Please report it"
-        else:
-            return
-        if line not in self._reported:
-            self._reported.add(line)
-            say(line)
+            if not isinstance(error, OSError | UsageError):
+                traceback.print_exc()
+                line += f" ({type(error).__name__}), which is a bug: please report it"
+            if line not in self._reported:
+                self._reported.add(line)
+                say(line)
 
 
 def _adapter_dtype(model: Any) -> str:

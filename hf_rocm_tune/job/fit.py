@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
@@ -50,50 +50,42 @@ _LOGICAL_CARDS = 2
 # ---- --auto_fit -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demand:
+class Demand(NamedTuple):
     """What the user's settings require of the choice."""
 
     each: int  # sequences of one optimizer step on one rank
-    ranks: int  # the effective batch is ``each * ranks``
+    effective_batch: int  # on all ranks
     micro_batch: int | None  # as the user set it; None: to be chosen
     checkpointing: bool | None  # likewise
 
-    @property
-    def effective_batch(self) -> int:
-        """Sequences to one optimizer step over all ranks."""
-        return self.each * self.ranks
+
+_MICRO_BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+_CHECKPOINTING = {f"{name}_checkpointing{more}" for name in ("activation", "gradient") for more in ("", "_kwargs")}
 
 
 def demand(arguments: Arguments) -> Demand:
     """What the user requires, from the flags' values and the names of those that the user set."""
-    tune, training, names = arguments.tune, arguments.training, frozenset(arguments.given)
+    tune, training, ranks = arguments.tune, arguments.training, arguments.training.world_size
     micro_batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    keeps_micro, keeps_steps = "per_device_train_batch_size" in names, "gradient_accumulation_steps" in names
-    ranks = training.world_size
+    given = {name: getattr(training, name) for name in (_MICRO_BATCH, _ACCUMULATION) if name in arguments.given}
     if tune.effective_batch is None:
-        kept = micro_batch if keeps_micro or keeps_steps else None
-        each = micro_batch * accumulation
+        each, kept = micro_batch * accumulation, micro_batch if given else None
     else:
         each, rest = divmod(tune.effective_batch, ranks)
         if rest:
             raise UsageError(
                 f"--effective_batch {tune.effective_batch} cannot be divided evenly over {ranks} processes"
             )
-        kept = micro_batch if keeps_micro else max(1, each // accumulation) if keeps_steps else None
-        steps = accumulation if keeps_steps else max(1, each // kept) if kept else each
+        kept = given.get(_MICRO_BATCH) or (max(1, each // accumulation) if given else None)
+        steps = given.get(_ACCUMULATION) or max(1, each // (kept or 1))
         if kept is not None and kept * steps != each:
-            set_flags = [f"--per_device_train_batch_size {micro_batch}"] * keeps_micro
-            set_flags += [f"--gradient_accumulation_steps {accumulation}"] * keeps_steps
+            flags = [f"--{name} {value}" for name, value in given.items()]
             raise UsageError(
                 f"--effective_batch {tune.effective_batch} over {ranks} process{'es' if ranks > 1 else ''} cannot be "
-                f"made with {' and '.join(set_flags)}; drop {'one of them' if len(set_flags) > 1 else 'it'}"
+                f"made with {' and '.join(flags)}; drop {'one of them' if len(flags) > 1 else 'it'}"
             )
-    flags = {f"{name}_checkpointing{more}" for name in ("activation", "gradient") for more in ("", "_kwargs")}
-    checkpointing = bool(training.activation_checkpointing) if flags & names else None
-    return Demand(
-        each=each, ranks=ranks, micro_batch=kept, checkpointing=checkpointing if tune.recompute is None else True
-    )
+    checkpointing = bool(training.activation_checkpointing) if _CHECKPOINTING & {*arguments.given} else None
+    return Demand(each, each * ranks, kept, checkpointing if tune.recompute is None else True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +169,7 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
     platform, evaluates = _platform(training.device), training.eval_strategy != "no"
     given = evaluates and "per_device_eval_batch_size" in arguments.given
     request = replace(
-        from_training(arguments.resolved(), trainer=arguments.method, cards=wanted.ranks, platform=platform),
+        from_training(arguments.resolved(), trainer=arguments.method, cards=training.world_size, platform=platform),
         effective_batch=wanted.effective_batch,
         micro_batch=wanted.micro_batch,
         checkpointing=wanted.checkpointing,
@@ -280,7 +272,7 @@ def streamed_layers(
             return None
         size, on = training.per_device_train_batch_size, bool(training.activation_checkpointing)
         each = size * training.gradient_accumulation_steps
-        wanted = Demand(each=each, ranks=training.world_size, micro_batch=size, checkpointing=on)
+        wanted = Demand(each, each * training.world_size, size, on)
         planned, _ = on_main_process(lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto"))
         count = planned.streamed
         say(f"predicted peak {_gib(planned.predicted_bytes)} GiB of {_gib(budget)} GiB available")

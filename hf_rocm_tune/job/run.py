@@ -11,9 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import (
@@ -36,7 +35,7 @@ from hf_rocm_tune.data.summary import DataSummary, lengths_of, of_trained
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
-from hf_rocm_tune.job.refusals import check_adapter, check_optimizer, check_rewards, decide, reward_functions
+from hf_rocm_tune.job.refusals import check_adapter, check_rewards, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, target_names
 from hf_rocm_tune.models.factory import (
@@ -62,14 +61,7 @@ from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
 from hf_rocm_tune.train import report, stall, telemetry
 from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
-from hf_rocm_tune.train.refusals import (
-    as_usage_errors,
-    check_compiled,
-    check_loggers,
-    check_offloads,
-    check_rows,
-    check_scheduler,
-)
+from hf_rocm_tune.train.refusals import as_usage_errors, check_rows, check_settings
 from hf_rocm_tune.train.samples import SampledAnswers
 from hf_rocm_tune.train.stall import StallGuard
 from hf_rocm_tune.train.telemetry import Telemetry
@@ -101,22 +93,13 @@ class Job:
     adapter: Adapter | None = None  # to continue training
     rewards: list[Any] | None = None  # GRPO's reward functions, and the name of a reward model
     findings: tuple[dict[str, Any], ...] = ()
-    cards: announce.Cards | None = None  # made with the trainer
-
-    def write_card(self, directory: Path) -> None:
-        """Write the model card into a directory that is being saved."""
-        if self.cards is not None:
-            self.cards.write_card(directory)
-
-    def write_result(self, directory: Path) -> list[str]:
-        """Write what belongs to the result besides the model; returns the names of the files. Collective."""
-        return [] if self.cards is None else self.cards.write_result(directory)
+    files: announce.RunFiles = field(init=False)  # made with the trainer
 
 
 def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     """Runs one job."""
     group = exits.RankGroup.of(os.environ)
-    met_at = group.meeting_place() if group else None
+    rendezvous = group.rendezvous() if group else None
     preflight = partial(decide, environ=os.environ, say=announce.say)
     arguments = command_line.parse(argv, method=method, before_meeting=preflight)
     if arguments.tune.print_config:
@@ -137,7 +120,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         )
     collective_s = arguments.training.ddp_timeout if arguments.training.world_size > 1 else None
     limit = arguments.ranks.stall_timeout
-    with stall.watched(limit, place=met_at, tell=exits.speak, collective_s=collective_s) as guard:
+    with stall.watched(limit, rendezvous=rendezvous, tell=exits.speak, collective_s=collective_s) as guard:
         return _run(arguments, guard)
 
 
@@ -175,13 +158,14 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
     world_size = arguments.training.world_size
     asked = {**arguments.resolved(), "world_size": world_size, "method": arguments.method}
     restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
-    plan = _plan(arguments, asked, restarted=restarted)
+    plan = _plan(arguments, asked, restarted=restarted or None)
     with closing(plan):
         announce.say(*plan.notes)
         if restarted:
             where = plan.checkpoint.name if plan.checkpoint else "the start"
             group = exits.RankGroup.of(os.environ)
-            why = ((group and group.last_message()) or "a process ended without a message").partition(". ")[0]
+            before = group.earlier() if group else []
+            why = before[0].message.partition(". ")[0] if before else "a process ended without a message"
             announce.say(f"the launcher has restarted all processes ({why}): the run continues from {where}")
         elif plan.checkpoint is not None:
             announce.say(announce.resumption(plan.checkpoint))
@@ -223,7 +207,7 @@ def _complete(job: Job) -> None:
             return
         release_memory()
         job.plan.close()
-        job.plan = _plan(job.arguments, job.asked, rolling_back=True)
+        job.plan = _plan(job.arguments, job.asked, restarted=True)
         where = job.plan.checkpoint.name if job.plan.checkpoint else "the start"
         announce.say(f"{fault}", f"all weights are loaded again and the run goes back to {where}")
         job.mover.report.settle_incidents(("frozen", "trained", "batches", "streamed"), "recovered")
@@ -231,44 +215,40 @@ def _complete(job: Job) -> None:
 
 def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     """Load, train and save once; returns the message of a memory fault that a rollback may recover."""
-    job.guard.starting()
+    job.guard.beat(step=0, phase="start", fresh=True)  # a trainer that is being made sends none
     trainer, facts = _make_trainer(job)
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()
-    if job.fit is not None:
-        facts = replace(facts, auto_fit=dict(vars(job.fit)))
     record = replace(job.plan.record, auto_fit=facts.auto_fit, data=facts.data)  # the choice is for a resumed run
     job.plan = replace(job.plan, record=record)
     if trainer.is_world_process_zero():
         job.plan.commit()
     if trainer.is_local_process_zero():  # each machine may have a supervisor
-        resumed_from = job.plan.checkpoint.name if job.plan.checkpoint else None
-        leads, directory = trainer.is_world_process_zero(), job.plan.directory
-        tell_begun(run_id=job.plan.run_id, output_dir=directory, resumed_from=resumed_from, leads=leads)
+        tell_begun(
+            run_id=job.plan.run_id,
+            output_dir=job.plan.directory,
+            resumed_from=job.plan.checkpoint.name if job.plan.checkpoint else None,
+            leads=trainer.is_world_process_zero(),
+        )
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
-    columns = tuple(job.data.train.column_names or ())
-    cards = job.cards = announce.Cards(
-        arguments=job.arguments, data=job.data.description, columns=columns, trainer=trainer, facts=facts
-    )
+    job.files = announce.RunFiles(arguments=job.arguments, data=job.data, trainer=trainer, facts=facts)
     try:
         with trainer.stop_requests.installed():  # so that Ctrl-C does not interrupt the final save
-            _train(job, trainer, cards)
+            _train(job, trainer)
             if not job.arguments.training.push_to_hub:
                 exits.complete()
     except BaseException as error:
         telemetry.clear_live_line()
         report.write_partial(trainer, facts, error)
-        cards.leave_log(error)
+        job.files.leave_log(error)
         if may_roll_back and isinstance(error, MemoryFaultError):
             return error.what
         raise
     return None
 
 
-def _plan(
-    arguments: Arguments, asked: dict[str, Any], *, rolling_back: bool = False, restarted: bool = False
-) -> StartPlan:
+def _plan(arguments: Arguments, asked: dict[str, Any], *, restarted: bool | None) -> StartPlan:
     """What to do in the output directory, decided by rank 0 for all ranks."""
     return on_main_process(
         lambda: prepare_output_dir(
@@ -276,12 +256,12 @@ def _plan(
             asked,
             overwrite=arguments.tune.overwrite_output_dir,
             resume=arguments.training.resume_from_checkpoint,
-            restarted=rolling_back or restarted or None,
+            restarted=restarted,
         )
     )
 
 
-def _train(job: Job, trainer: VerifiedTransferMixin, cards: announce.Cards) -> None:
+def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
     training = job.arguments.training
     trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
     if not trainer.state.global_step:
@@ -290,7 +270,7 @@ def _train(job: Job, trainer: VerifiedTransferMixin, cards: announce.Cards) -> N
         )
     trainer.save_model(training.output_dir)
     what = "adapter" if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config") else "model"
-    announce.say(f"{what} and report are in {training.output_dir}", report.closing_line(cards.content))
+    announce.say(f"{what} and report are in {training.output_dir}", report.closing_line(job.files.content))
     if training.push_to_hub:
         trainer.beat("publish")  # everything is on disk and verified before the push
     trainer.end()
@@ -331,12 +311,8 @@ def _prepare(
     check_recomputation(arguments, source)
     adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
     check_adapter(arguments.method, adapter)
-    check_optimizer(training.optim.value)
-    check_scheduler(training)
+    check_settings(training)
     rewards = reward_functions(arguments.script) if arguments.method == "grpo" else None
-    check_loggers(training.report_to)
-    check_offloads(training)
-    check_compiled(training)
     if crashes := Crashes().text:
         announce.say(f"crashes are injected on request: {crashes}")
     if step_faults := StepFaultSpec.from_environment():
@@ -347,7 +323,10 @@ def _prepare(
     data = _data(arguments, tokenizer, known)
     check_rewards(rewards or (), data.train.column_names)
     mover = make_mover(arguments, source, say=announce.say)
-    libraries = _warm_up(mover, source)
+    # libraries are initialised on each card before memory is short
+    bits = None if source.quantization is None else 4 if source.quantization.load_in_4bit else 8
+    libraries = sum(warm_up(device, bits=bits) for device in sorted(set(device_map(mover).values()), key=str))
+    mover.report.count("memory", libraries_bytes=libraries)
     fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
     watched = telemetry.of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return Job(
@@ -392,15 +371,6 @@ def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizer
     if path in named_templates() and not os.path.exists(path):
         training.chat_template_path = None
     return tokenizer
-
-
-def _warm_up(mover: Mover, source: ModelSource) -> int:
-    """Initialises libraries on each card before memory is short; returns the bytes they took."""
-    quantised = source.quantization
-    bits = None if quantised is None else 4 if quantised.load_in_4bit else 8
-    taken = sum(warm_up(device, bits=bits) for device in sorted(set(device_map(mover).values()), key=str))
-    mover.report.count("memory", libraries_bytes=taken)
-    return taken
 
 
 class _EarlyStopping(EarlyStoppingCallback):
@@ -456,8 +426,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             run_id=job.plan.run_id,
             skip_steps=job.plan.record.skipped_steps,
             publisher=job.publisher,
-            card_writer=job.write_card,
-            result_writer=job.write_result,
+            card_writer=lambda directory: job.files.write_card(directory),
+            result_writer=lambda directory: job.files.write_result(directory),
             telemetry=job.telemetry,
             listener=job.guard.beat,
             plain_lora=tune.rewrites_base,
@@ -477,6 +447,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         findings=job.findings,
         preflight=job.arguments.preflight.to_dict() if job.arguments.preflight else None,
         telemetry=job.telemetry,
+        auto_fit=dict(vars(job.fit)) if job.fit is not None else None,
         data=tuple(each.to_dict() for each in summaries.values()),
     )
     return trainer, facts
@@ -522,19 +493,20 @@ def _rows_told(job: Job, trainer: Any) -> dict[str, DataSummary]:
 def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
     if method == "sft":
         return VerifiedSFTTrainer
-    name, library = names.VERBS[method].trainer, names.VERBS[method].library
-    # GRPO makes its batches from prompts; they pass the mover in `_prepare_inputs`
-    return type(
-        f"Verified{name}", (VerifiedTransferMixin, getattr(importlib.import_module(library or "trl"), name)), {}
-    )
+    verb = names.VERBS[method]
+    stock = getattr(importlib.import_module(verb.library or "trl"), verb.trainer)
+    return type(f"Verified{verb.trainer}", (VerifiedTransferMixin, stock), {})
 
 
 def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> Splits:
     """The rows, checked, with the columns that the trainer reads; a change of columns is printed."""
     script, training = arguments.script, arguments.training
-    splits: dict[str, Any] = {"train_split": script.dataset_train_split, "test_split": script.dataset_test_split}
-    splits |= {"need_eval": training.eval_strategy != "no"}
-    splits |= {"seed": training.seed if training.data_seed is None else training.data_seed}
+    splits: dict[str, Any] = {
+        "train_split": script.dataset_train_split,
+        "test_split": script.dataset_test_split,
+        "need_eval": training.eval_strategy != "no",
+        "seed": training.seed if training.data_seed is None else training.data_seed,
+    }
     if arguments.mixture.datasets:
         found = load_mixture(arguments.mixture, **splits)
     else:

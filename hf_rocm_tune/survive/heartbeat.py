@@ -1,9 +1,8 @@
 """Communication of a supervised job with its supervisor, through files in a directory that the supervisor names.
 
-The job writes ``begun.json`` once, when the run is committed to its output directory, and ``pulse`` at every
-micro-step. The pulse is rewritten in place: its disk block is allocated at the start, so a full disk does not make a
-healthy job look dead. Nothing here imports torch. On several machines the first local rank of each reports to the
-supervisor there; the one with rank 0 leads.
+The job writes ``begun.json`` once, when the run is committed to its output directory, and ``pulse`` in each micro-step,
+in place, so that a full disk does not make a healthy job look dead. On several machines the first local rank of each
+reports to the supervisor there; the one with rank 0 leads. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.survive.atomic import open_in_place, read_plain, write_text_atomic
@@ -35,7 +34,7 @@ Phase = Literal["start", "step", "between", "evaluate", "save", "end", "publish"
 in an evaluation or a save after a step, in the final save, in an upload."""
 
 
-def place_of(phase: Phase | None, step: int) -> str:
+def phase_name(phase: Phase | None, step: int) -> str:
     """A phase, for people; ``step``: completed steps."""
     between = f"between steps {step} and {step + 1}" if step else "before step 1"
     return {
@@ -99,16 +98,10 @@ def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None, leads
         write_text_atomic(Path(supervised.directory) / BEGUN_FILE, json.dumps(begun._asdict()))
 
 
-class PulseListener(Protocol):
-    """Receives the heartbeats of a trainer; see `Heartbeat.beat`."""
-
-    def __call__(self, *, step: int, phase: Phase, fresh: bool) -> None: ...
-
-
 class Heartbeat:
     """Writes the pulse file on the first local rank of a supervised job; ``listener`` gets each beat on every rank."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ, listener: PulseListener | None = None) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ, listener: Callable[..., None] | None = None) -> None:
         self._listener = listener
         self._file: int | None = None
         if (supervised := Supervised.of(environ)) is not None and environ.get("LOCAL_RANK", "0") == "0":

@@ -167,7 +167,7 @@ def test_the_journal_is_never_somebody_elses_file(place: Place) -> None:
     begun = heartbeat.Begun(run_id="run", output_dir=str(place.out), resumed_from=None)
     ledger = Ledger()
     ledger.add("start")
-    ledger.belongs_to(begun)
+    ledger.begun = begun
     assert ledger.failure is not None and place.thesis.read_text() == THESIS
 
 
