@@ -343,16 +343,16 @@ def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | Non
         return f"column '{column}' holds {_named(value)}, not a list of messages"
     role, content = layout.role_key, layout.content_key
     for number, message in enumerate(value, start=1):
-        place = f"column '{column}', message {number}"
+        where = f"column '{column}', message {number}"
         if not isinstance(message, dict):
-            return f"{place} is {_named(message)}, not an object with '{role}' and '{content}'"
+            return f"{where} is {_named(message)}, not an object with '{role}' and '{content}'"
         if not isinstance(message.get(role), str):
             keys = ", ".join(f"'{key}'" for key, entry in message.items() if entry is not None) or "nothing"
-            return f"{place} has no '{role}' of type text (it has {keys})"
+            return f"{where} has no '{role}' of type text (it has {keys})"
         said = message.get(content)
         parts = isinstance(said, list) and said and all(isinstance(each, dict) and "type" in each for each in said)
         if not (isinstance(said, str) or parts or (said is None and message.get("tool_calls"))):
-            return f"{place} has {_named(said)} as '{content}', not text"
+            return f"{where} has {_named(said)} as '{content}', not text"
     roles = [_ROLES.get(message[role], message[role]) for message in value]
     if layout.needs_assistant and layout.content.get("prompt") != column and "assistant" not in roles:
         return f"column '{column}' has no message of the role 'assistant', which --assistant_only_loss needs"
@@ -439,7 +439,7 @@ def _without_thinking(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
                 continue
             end = text.find(_END, at)
             at = len(text) if end < 0 else end + len(_END)
-            for place in range(start + first, start + bisect_left(ends, at) + 1):
-                labels[min(place, start + length - 1)] = _NOT_LEARNT
+            for token in range(start + first, start + bisect_left(ends, at) + 1):
+                labels[min(token, start + length - 1)] = _NOT_LEARNT
         start += length
     return {"labels": labels}

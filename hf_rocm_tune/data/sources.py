@@ -284,8 +284,8 @@ def _fault_in_lines(path: Path, file: Any, reader: str | None) -> str | None:
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            place = f"byte 0x{line[error.start]:02x} in line {number}, byte offset {offset + error.start}"
-            return f"{path} is not UTF-8: {place}; convert it, for example with `iconv -f latin1 -t utf-8`"
+            where = f"byte 0x{line[error.start]:02x} in line {number}, byte offset {offset + error.start}"
+            return f"{path} is not UTF-8: {where}; convert it, for example with `iconv -f latin1 -t utf-8`"
         offset += len(line)
         if reader == "json" and not array and line.strip():
             fault = fault or _fault_in_json(text, number)
@@ -307,6 +307,6 @@ def _fault_in_json(text: str, line: int | None) -> str | None:
         return "line 1: no rows, an empty list"
     for count, row in enumerate([found] if line else found, start=1):
         if not isinstance(row, dict):
-            place = f"line {line}" if line else f"row {count}"
-            return f"{place}: a row has to be a JSON object, this is a {type(row).__name__}"
+            where = f"line {line}" if line else f"row {count}"
+            return f"{where}: a row has to be a JSON object, this is a {type(row).__name__}"
     return None

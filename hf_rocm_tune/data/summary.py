@@ -199,7 +199,7 @@ def _lists(dataset: Dataset) -> Iterator[tuple[Counts, Any]]:
 
 
 def _of_labels(dataset: Dataset) -> Iterator[tuple[Counts, Counts]]:
-    """Lengths of rows, and how many of the tokens before each place count in the loss, batch by batch."""
+    """Lengths of rows, and how many of the tokens before each position count in the loss, batch by batch."""
     for counts, values in _lists(dataset.select_columns(["labels"])):
         counted = values.to_numpy(zero_copy_only=False) != MASKED
         yield counts, np.concatenate([[0], np.cumsum(counted)])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Rows: TypeAlias = Dataset | IterableDataset
 
-_CURE = "train on all tokens without --assistant_only_loss, or give a template with marks by --chat_template_path"
+_FIX = "train on all tokens without --assistant_only_loss, or give a template with marks by --chat_template_path"
 
 
 def template_is_marked(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -36,7 +36,7 @@ def template_is_marked(tokenizer: PreTrainedTokenizerBase) -> bool:
 def with_labels(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> Rows:
     """Conversations as ``input_ids`` and ``labels`` that count in the assistant's turns only."""
     if not tokenizer.is_fast:
-        raise UsageError(f"--assistant_only_loss needs marks in the chat template or a fast tokenizer: {_CURE}")
+        raise UsageError(f"--assistant_only_loss needs marks in the chat template or a fast tokenizer: {_FIX}")
     arguments = {"tokenizer": tokenizer, "split": split}
     columns = dataset.column_names or [*next(iter(dataset))]
     return dataset.map(_labelled, fn_kwargs=arguments, with_indices=True, remove_columns=columns)
@@ -57,19 +57,19 @@ def _labelled(row: dict[str, Any], index: int, *, tokenizer: PreTrainedTokenizer
     whole = text(messages)
     encoded = tokenizer(whole, add_special_tokens=False)
     labels = [MASKED] * len(encoded["input_ids"])
-    for place, message in enumerate(messages):
+    for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, after = text(messages[:place], prompt=True), text(messages[: place + 1])
+        before, after = text(messages[:turn], prompt=True), text(messages[: turn + 1])
         if not (after.startswith(before) and whole.startswith(after) and len(after) > len(before)):
             raise UsageError(
-                f"row {index + 1} of the '{split}' split: the chat template has no marks, and message {place + 1} does "
-                f"not stand in the whole conversation as the model would write it; {_CURE}"
+                f"row {index + 1} of the '{split}' split: the chat template has no marks, and message {turn + 1} does "
+                f"not stand in the whole conversation as the model would write it; {_FIX}"
             )
         first, last = encoded.char_to_token(len(before)), encoded.char_to_token(len(after) - 1)
         if first is None or last is None:
             raise UsageError(
-                f"row {index + 1} of the '{split}' split: the tokenizer leaves out part of message {place + 1}; {_CURE}"
+                f"row {index + 1} of the '{split}' split: the tokenizer leaves out part of message {turn + 1}; {_FIX}"
             )
         labels[first : last + 1] = encoded["input_ids"][first : last + 1]
     return {"input_ids": encoded["input_ids"], "labels": labels}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hf_rocm_tune.demo import assets
 from hf_rocm_tune.errors import CommandParser, UsageError
+from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, series
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,37 +70,18 @@ def _run(argv: Sequence[str] | None) -> int:
     _say(" ".join(["running python", *command]))
     if code := subprocess.run([sys.executable, *command], check=False).returncode:
         return code
-    _show_answers(adapter, made.data / "test.jsonl")
-    _report(adapter)
-    return 0
-
-
-def _show_answers(adapter: Path, test_file: Path) -> None:
-    """Two questions that were not trained on, with the base's answers, the adapter's, and Python's own."""
-    from hf_rocm_tune.publish.generate import LoadSettings, Sampling, answer, loaded_model, render
-
-    rows = [json.loads(line)["messages"] for line in test_file.read_text(encoding="utf-8").splitlines()]
-    likeliest = Sampling(max_new_tokens=40, temperature=0)
-    with loaded_model(LoadSettings(model=str(adapter)), _say) as loaded:
-        for question, truth in (rows[len(rows) // 3], rows[2 * len(rows) // 3]):
-            ids = render(loaded, question["content"])
-            with loaded.without_adapter():
-                before = answer(loaded, ids, likeliest).text
-            after = answer(loaded, ids, likeliest).text
-            _say(f"question  {question['content']}")
-            for who, text in (("before", before), ("after", after), ("Python", truth["content"])):
-                _say(f"  {who:<6}  {' '.join(text.split()) or '(nothing)'}")
-
-
-def _report(adapter: Path) -> None:
-    from hf_rocm_tune.publish.history import LOG_NAME, series
-    from hf_rocm_tune.train.report import FILE_NAME, closing_line
-
     losses = [loss for _, loss in series(json.loads((adapter / LOG_NAME).read_text())["log"], "eval_loss")]
     _say(f"evaluation loss on pairs that were not trained on: {losses[0]:.2f} before, {losses[-1]:.2f} after")
-    _say(f"adapter in {adapter}: {', '.join(sorted(file.name for file in adapter.iterdir() if file.is_file()))}")
-    _say(closing_line(json.loads((adapter / FILE_NAME).read_text(encoding="utf-8"))))
-    _say(f"the full report is in {adapter / FILE_NAME}")
+    rows = [json.loads(line)["messages"] for line in (made.data / "test.jsonl").read_text("utf-8").splitlines()]
+    asked = [rows[len(rows) // 3], rows[2 * len(rows) // 3]]  # not trained on
+    prompts = [part for question, _ in asked for part in ("--prompt", question["content"])]
+    likeliest = ["--max_new_tokens", "40", "--temperature", "0"]
+    command = ["-m", "hf_rocm_tune", "generate", str(adapter), "--compare", *likeliest, *prompts]
+    code = subprocess.run([sys.executable, *command], check=False).returncode
+    for question, answer in asked:
+        _say(f"{question['content']} Python itself says: {answer['content']}")
+    _say(f"the adapter and {REPORT_NAME} are in {adapter}")
+    return code
 
 
 def _say(line: str) -> None:

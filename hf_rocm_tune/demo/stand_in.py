@@ -64,23 +64,20 @@ def _why_not(model: str) -> str | None:
     return None
 
 
-def main() -> int:
+def main() -> None:
     """Decide; print the reason and, as the last line, the paths of the small model and its data as JSON, or null."""
     model, folder = sys.argv[1:]
-    reason = _why_not(model)
-    if reason is None:
+    made = None
+    if reason := _why_not(model):
+        print(f"{reason}: a small model and its data stand in, made on this machine")
+        try:
+            made = assets.prepare(Path(folder) / "assets", recipe=RECIPE, say=print)
+        except UsageError as error:
+            sys.exit(str(error))
+    else:
         print(f"model: {model}")
-        print(json.dumps(None))
-        return 0
-    print(f"{reason}: a small model and its data stand in, made on this machine")
-    try:
-        made = assets.prepare(Path(folder) / "assets", recipe=RECIPE, say=print)
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    print(json.dumps({"model": str(made.model), "data": str(made.data)}))
-    return 0
+    print(json.dumps(made and {"model": str(made.model), "data": str(made.data)}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

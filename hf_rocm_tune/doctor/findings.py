@@ -17,7 +17,7 @@ from typing import Any, Literal
 from hf_rocm_tune.cards.preflight import DEVICE_ERRORS
 from hf_rocm_tune.machine.child import Outcome
 from hf_rocm_tune.machine.gpus import GpuNode
-from hf_rocm_tune.machine.process import choose, users_environ, visible_nodes
+from hf_rocm_tune.machine.process import users_environ, visible_nodes
 from hf_rocm_tune.machine.software import Software, TorchDevice, read_software
 from hf_rocm_tune.machine.survey import Gpu, Machine, join, survey
 from hf_rocm_tune.machine.variables import MachineFacts
@@ -109,10 +109,7 @@ class Evidence:
     @property
     def joined(self) -> list[tuple[TorchDevice, Gpu | None]]:
         """torch's devices, each with its card in the kernel's list."""
-        topology = self.machine.topology
-        # Torch was queried by a process of this package, which sees all discrete cards unless the user filters them.
-        shown = choose(topology.nodes, self.environ, complete=topology.complete, split=True).variables
-        return list(zip(self.devices, join(self.machine, self.devices, {**self.environ, **shown}), strict=True))
+        return list(zip(self.devices, join(self.machine, self.devices), strict=True))
 
     @property
     def seen_cards(self) -> tuple[TorchDevice, ...]:

@@ -8,10 +8,12 @@ documentation ``gpu/amdgpu/thermal``, ``driver-misc``.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from hf_rocm_tune.machine.sysfs import Files, parse_hex, parse_int
@@ -44,7 +46,7 @@ _CAUSES = ((range(8), "power"), (range(16, 24), "current"), (range(32, 48), "tem
 class GpuNode:
     """One GPU of the KFD topology."""
 
-    index: int  # place among the GPU nodes, from 0
+    index: int  # among the GPU nodes, from 0
     node: int  # number of the topology node; CPUs are nodes too
     arch: str  # as LLVM spells it, for example gfx1100
     vram_bytes: int | None  # None where a bank could not be read
@@ -203,7 +205,7 @@ def read_upward(files: Files, address: str) -> Upward:
     # From the root port down, ports alternate: root or downstream port, then upstream port or endpoint; a link has one
     # of the latter at its lower end.
     lower_ends = range(connector, 0, -2) if connector else range(1)
-    links = tuple(_link(files, chain[place], chain[place - 1] if place else None) for place in lower_ends)
+    links = tuple(_link(files, chain[at], chain[at - 1] if at else None) for at in lower_ends)
     behind = any(vendor == 0x1022 and device in _CHIPSET for vendor, device in ids[:connector])
     return Upward(chain=chain, links=links, behind_chipset=behind)
 
@@ -248,32 +250,31 @@ def read_sensors(files: Files, address: str) -> Sensors:
     # Which of temp1 to temp3 is which is read from their labels.
     labels = {files.text(f"{hwmon}/temp{n}_label"): f"{hwmon}/temp{n}_input" for n in (1, 2, 3)} if monitors else {}
     power = "power1_average" if "power1_average" in (files.names(hwmon) or ()) else "power1_input"
-    places: dict[str, tuple[str, Callable[[str], float | None]]] = {
-        f"{name}_c": (labels.get(label, f"{hwmon}/temperature labelled {label}"), _celsius)
-        for name, label in (("edge", "edge"), ("hotspot", "junction"), ("memory", "mem"))
+    # Where, the divisor to the unit, and bounds: outside of them a sensor is missing or asleep.
+    wanted: dict[str, tuple[str, int, float, float]] = {
+        "power_w": (f"{hwmon}/{power}", 1_000_000, 0, math.inf),
+        "power_cap_w": (f"{hwmon}/power1_cap", 1_000_000, 0, math.inf),
+        "utilisation": (f"{device}/gpu_busy_percent", 100, 0, 1),
+        "vram_used_bytes": (f"{device}/mem_info_vram_used", 1, 0, 1 << 64),
+        "vram_total_bytes": (f"{device}/mem_info_vram_total", 1, 0, 1 << 64),
     }
-    places |= {"power_w": (f"{hwmon}/{power}", _watts), "power_cap_w": (f"{hwmon}/power1_cap", _watts)}
-    places |= {f"vram_{name}_bytes": (f"{device}/mem_info_vram_{name}", parse_int) for name in ("used", "total")}
-    places["utilisation"] = (f"{device}/gpu_busy_percent", _share)
-    found = {name: files.parsed(path, parse, "no such value") for name, (path, parse) in places.items()}
-    missing = {name: files.unread[places[name][0]] for name, value in found.items() if value is None}
+    for name, label in (("edge", "edge"), ("hotspot", "junction"), ("memory", "mem")):
+        path = labels.get(label, f"{hwmon}/temperature labelled {label}")
+        wanted[f"{name}_c"] = path, 1000, -60, 200
+    found = {n: files.parsed(path, partial(_scaled, scale), "no such value") for n, (path, *scale) in wanted.items()}
+    missing = {name: files.unread[wanted[name][0]] for name, value in found.items() if value is None}
     metrics = files.content(f"{device}/gpu_metrics")
     throttle, reason = (None, files.unread[f"{device}/gpu_metrics"]) if metrics is None else parse_throttle(metrics)
     missing |= {"throttle": reason} if reason else {}
     return Sensors(**found, throttle=throttle, missing=missing)  # type: ignore[arg-type]
 
 
-def _celsius(text: str) -> float | None:
-    celsius = int(text) / 1000 if re.fullmatch("-?[0-9]{1,7}", text, re.ASCII) else -300.0
-    return celsius if -60.0 <= celsius <= 200.0 else None  # outside of this range a sensor is missing or asleep
-
-
-def _watts(text: str) -> float | None:
-    return None if (microwatts := parse_int(text)) is None else microwatts / 1_000_000
-
-
-def _share(text: str) -> float | None:
-    return None if (percent := parse_int(text)) is None or percent > 100 else percent / 100
+def _scaled(scale: Sequence[float], text: str) -> float | None:
+    divisor, low, high = scale
+    if not re.fullmatch("-?[0-9]{1,20}", text, re.ASCII):
+        return None
+    value = int(text) / divisor if divisor > 1 else int(text)
+    return value if low <= value <= high else None
 
 
 def parse_throttle(metrics: bytes) -> tuple[int | None, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from hf_rocm_tune.machine import gpus
 from hf_rocm_tune.machine.cards import Card, identify
 from hf_rocm_tune.machine.gpus import GpuNode, Sensors, Topology, Upward
-from hf_rocm_tune.machine.process import is_integrated, visible_nodes
+from hf_rocm_tune.machine.process import is_integrated
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.sysfs import Files, parse_int
 
@@ -130,9 +130,9 @@ def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
     names = [name for name in files.names("dev/dri") or [] if re.fullmatch("renderD[0-9]{1,6}", name)]
     found = {}
     for path in ("dev/kfd", *(f"dev/dri/{name}" for name in names)):
-        place = files.root / path
+        node = files.root / path
         try:
-            number = place.stat().st_gid
+            number = node.stat().st_gid
         except OSError:
             continue
         group = str(number)
@@ -140,7 +140,7 @@ def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
             import grp
 
             group = grp.getgrgid(number).gr_name
-        found[f"/{path}"] = os.access(place, os.R_OK | os.W_OK), group
+        found[f"/{path}"] = os.access(node, os.R_OK | os.W_OK), group
     return found
 
 
@@ -178,13 +178,7 @@ def _gpu(files: Files, topology: Topology, address: str, vendor_id: int, device_
     )
 
 
-def join(machine: Machine, devices: Sequence[TorchDevice], environ: Mapping[str, str]) -> list[Gpu | None]:
-    """The GPU of each device of torch (None: unknown): by PCI address, or by order if torch gives none.
-
-    Torch counts the devices that pass the filters in `environ`; the kernel lists all cards.
-    """
+def join(machine: Machine, devices: Sequence[TorchDevice]) -> list[Gpu | None]:
+    """The GPU of each device of torch, by PCI address; None: unknown."""
     found = {gpu.address: gpu for gpu in machine.gpus}
-    nodes = visible_nodes(machine.topology.nodes, environ) if machine.topology.complete else None
-    by_order = nodes if nodes is not None and len(nodes) == len(devices) else None
-    addresses = [one.pci_address or (by_order[one.index].pci_address if by_order else None) for one in devices]
-    return [found.get((address or "").lower()) for address in addresses]
+    return [found.get((device.pci_address or "").lower()) for device in devices]

@@ -142,7 +142,7 @@ def base_of(adapter: Adapter, name: str | None = None) -> Base:
     if not base:
         raise UsageError(f"{adapter.name} does not say which model it was trained on: name it with --base")
     if name is None and not os.path.isdir(expand_user(base)):
-        above = (place / base for place in adapter.origin.resolve().parents)
+        above = (folder / base for folder in adapter.origin.resolve().parents)
         base = next((str(path) for path in above if (path / "config.json").is_file()), base)
     if base.startswith((".", "/", "~")) and not os.path.isdir(expand_user(base)):
         raise UsageError(f"the base {base} does not exist: name a directory or a Hub id with --base")

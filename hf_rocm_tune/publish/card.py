@@ -30,8 +30,6 @@ _SIGNED = re.compile(
     r"\A(?P<text>.*)\n\n<!-- hf-rocm-tune wrote this card \((?P<sha256>[0-9a-f]{64})\)[^\n]*-->\s*\Z", re.S
 )
 _ACTIVE = re.compile(r"([\\`*_\[\]<>|#~$])")
-_QUANTIZATION = ("load_in_4bit", "load_in_8bit")
-_QUANTIZATION_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 _DTYPES = frozenset({"float32", "float16", "bfloat16"})
 
 
@@ -144,8 +142,8 @@ def _text(facts: CardFacts) -> str:
     environment.filters |= {"prose": _prose, "code": _code, "json": json.dumps, "dtype": _dtype, "plain": plain}
     auto = "AutoModelForCausalLM" if trained.model_class.endswith("ForCausalLM") else trained.model_class
     auto = "AutoModelForSequenceClassification" if facts.gives_scores else auto
-    names = [*_QUANTIZATION, *(_QUANTIZATION_4BIT if config.get("load_in_4bit") else ())]
-    given = [(name, _literal(name, config[name])) for name in names if config.get(name) not in (None, False)]
+    wanted = [name for name in config if config.get("load_in_4bit") or not name.startswith("bnb_4bit_")]
+    given = [(name, _literal(name, config[name])) for name in wanted if config[name] not in (None, False)]
     text = environment.get_template("card.md.j2").render(
         facts=facts,
         trained=trained,

@@ -45,8 +45,8 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
         raise UsageError(f"--gguf {kind}: give a type of llama.cpp's, such as q4_k_m, q8_0 or f16")
 
     def find(name: str) -> Path:
-        places = os.pathsep.join(str(folder / each) for each in ("", "build/bin", "bin")) if folder else None
-        found = shutil.which(name, mode=os.F_OK, path=places)
+        folders = os.pathsep.join(str(folder / each) for each in ("", "build/bin", "bin")) if folder else None
+        found = shutil.which(name, mode=os.F_OK, path=folders)
         if found is None and folder is None and (package := importlib.util.find_spec(Path(name).stem)):
             found = package.origin  # the converter is on PyPI, too
         if found is None:

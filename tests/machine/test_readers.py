@@ -290,7 +290,6 @@ def test_without_a_pci_id_cards_are_told_apart_by_memory(arch: str | None, gib: 
     assert (found.name if found else None) == name
 
 
-HIP = "HIP_VISIBLE_DEVICES"
 ONE, OTHER = "0000:03:00.0", "0000:06:00.0"
 
 
@@ -303,19 +302,16 @@ def two() -> Built:
 
 
 @pytest.mark.parametrize(
-    ("built", "devices", "environ", "found"),
+    ("built", "devices", "found"),
     [
-        (two(), [device(0, OTHER), device(1, ONE)], {}, [OTHER, ONE]),  # by the address, not by the index
-        (two(), [device(0, None), device(1, None)], {}, [ONE, OTHER]),  # without one, by the order of the kernel
-        (two(), [device(0, None)], {HIP: "1"}, [OTHER]),
-        (two(), [device(0, None)], {}, [None]),  # a list of another length tells nothing
-        (two(), [device(0, None), device(1, None)], {HIP: "GPU-abc"}, [None, None]),
-        (Built("invented").card(XT), [device(0, "0000:7f:00.0")], {}, [None]),
-        (Built("invented").nvidia(), [device(0, "0000:01:00.0", "sm_89")], {}, ["0000:01:00.0"]),
+        (two(), [device(0, OTHER), device(1, ONE)], [OTHER, ONE]),  # by the address, not by the index
+        (two(), [device(0, None), device(1, ONE)], [None, ONE]),
+        (Built("invented").card(XT), [device(0, "0000:7f:00.0")], [None]),
+        (Built("invented").nvidia(), [device(0, "0000:01:00.0", "sm_89")], ["0000:01:00.0"]),
     ],
 )
-def test_a_device_is_told_by_its_address_else_by_a_certain_order(
-    built: Built, devices: list[TorchDevice], environ: dict[str, str], found: list[str | None], tmp_path: Path
+def test_a_device_is_told_by_its_address(
+    built: Built, devices: list[TorchDevice], found: list[str | None], tmp_path: Path
 ) -> None:
-    joined = join(built.survey(tmp_path), devices, environ)
+    joined = join(built.survey(tmp_path), devices)
     assert [gpu.address if gpu else None for gpu in joined] == found

@@ -42,7 +42,7 @@ def test_with_a_gpu_and_a_model_that_is_there_nothing_stands_in(
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(sys, "argv", ["stand_in", str(tmp_path), str(tmp_path / "folder")])
-    assert stand_in.main() == 0
+    stand_in.main()
     assert capsys.readouterr().out.splitlines()[-1] == "null"
     assert not (tmp_path / "folder").exists()
 
