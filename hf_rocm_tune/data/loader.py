@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
@@ -97,23 +97,17 @@ def _feeding(stock: Any) -> Any:
     return Feeding
 
 
-class _Frozen:
-    """A worker's start: what it inherited is kept from its collector, which would copy every page of it."""
-
-    def __init__(self, stock: Callable[[int], None] | None) -> None:
-        self._stock = stock
-
-    def __call__(self, worker: int) -> None:
-        gc.freeze()
-        if self._stock is not None:
-            self._stock(worker)
+def _start_worker(stock: Callable[[int], None] | None, worker: int) -> None:
+    gc.freeze()  # what a worker inherited is kept from its collector, which would copy every page of it
+    if stock is not None:
+        stock(worker)
 
 
 def _feed(loader: Any, prefetch: Prefetch) -> Any:
     # The mover's ring is the pinned memory; pinning in the loader would allocate and copy once more per batch.
     vars(loader)["pin_memory"] = False
-    if getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, _Frozen):
-        vars(loader)["worker_init_fn"] = _Frozen(loader.worker_init_fn)
+    if getattr(loader, "num_workers", 0):
+        vars(loader)["worker_init_fn"] = partial(_start_worker, loader.worker_init_fn)
     stock: Any = type(loader)
     return _adopt(loader, _feeding(stock), prefetch)
 

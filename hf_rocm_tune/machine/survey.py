@@ -6,9 +6,11 @@ hangs inside a read hangs the survey.
 
 from __future__ import annotations
 
+import grp
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,10 +38,7 @@ class Process:
 
     @classmethod
     def of_this(cls) -> Process:
-        shm = None
-        if hasattr(os, "statvfs") and os.path.isdir("/dev/shm"):
-            found = os.statvfs("/dev/shm")
-            shm = found.f_blocks * found.f_frsize
+        shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
         system = "windows" if sys.platform in {"win32", "cygwin"} else sys.platform
         return cls(platform=system, release=platform.release() or None, shm_bytes=shm)
 
@@ -131,16 +130,11 @@ def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
     found = {}
     for path in ("dev/kfd", *(f"dev/dri/{name}" for name in names)):
         node = files.root / path
-        try:
-            number = node.stat().st_gid
-        except OSError:
-            continue
-        group = str(number)
-        with suppress(ImportError, KeyError):  # Windows; a group that a container's image does not have
-            import grp
-
-            group = grp.getgrgid(number).gr_name
-        found[f"/{path}"] = os.access(node, os.R_OK | os.W_OK), group
+        with suppress(OSError):
+            group = str(node.stat().st_gid)
+            with suppress(KeyError):  # a group that a container's image does not have
+                group = grp.getgrgid(int(group)).gr_name
+            found[f"/{path}"] = os.access(node, os.R_OK | os.W_OK), group
     return found
 
 

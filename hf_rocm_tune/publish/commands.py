@@ -172,15 +172,12 @@ def read_prompts(given: list[str], file: Path | None, stdin: IO[str]) -> list[Pr
         raise UsageError("--prompt and --file exclude each other: give one")
     if not given and file is None and stdin.isatty():
         raise UsageError("no prompt: give --prompt TEXT, --file FILE, or text on standard input")
-    prompts: list[Prompt] = list(given)
     try:
-        if file is not None:
-            text = file.read_text(encoding="utf-8")
-            rows = enumerate(text.split("\n"), start=1)  # not splitlines: JSON texts may have U+2028
-            named = ((row, f"--file {file}, line {at}") for at, row in rows if row.strip())
-            prompts = [_of_row(*row) for row in named] if file.suffix == ".jsonl" else [text]
-        elif not given:
-            prompts = [stdin.read()]
+        if file is not None and file.suffix == ".jsonl":
+            lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)  # JSON texts may have U+2028
+            prompts = [_of_row(line, f"--file {file}, line {at}") for at, line in lines if line.strip()]
+        else:
+            prompts = [*given] or [file.read_text(encoding="utf-8") if file is not None else stdin.read()]
     except OSError as error:
         raise UsageError(f"--file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

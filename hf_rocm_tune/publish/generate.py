@@ -16,7 +16,6 @@ from transformers import TextStreamer, set_seed
 
 from hf_rocm_tune.errors import UsageError, shortage_advice
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
-from hf_rocm_tune.models.loading import cast_verified
 from hf_rocm_tune.models.placement import Coverage, coverage, place
 from hf_rocm_tune.publish import quiet_unless_terminal
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, open_adapter
@@ -163,12 +162,11 @@ def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[T
     prefixes = (*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "trainable_tokens")
 
     def to_device(tensor: Tensor, name: str) -> Tensor:
-        moved = mover.move(tensor, name=name, stage="adapter", source=WEIGHTS_FILE)
-        whole = not any(prefix in name for prefix in prefixes)
-        wanted = dtype if whole else moved.dtype if quantised else torch.promote_types(moved.dtype, torch.float32)
-        if not moved.is_floating_point() or moved.dtype == wanted:
-            return moved
-        return cast_verified(moved, tensor, wanted, name=name, mover=mover)
+        if tensor.is_floating_point():
+            whole = not any(prefix in name for prefix in prefixes)
+            kept = tensor.dtype if quantised else torch.promote_types(tensor.dtype, torch.float32)
+            tensor = tensor.to(dtype if whole else kept)
+        return mover.move(tensor, name=name, stage="adapter", source=WEIGHTS_FILE)
 
     return to_device
 

@@ -125,8 +125,9 @@ def merge(
             texts = dict(_texts(directory, adapter))
             texts["README.md"] = merged_card(named.hub_id, adapter.method, reward=adapter.is_reward).encode()
             stored = _write(merged, staging, texts, max_shard_size, adapter.written, origin)
-    except OSError as error:
-        raise UsageError(f"{out} cannot be written: {error.strerror or error}; nothing is left there") from error
+    except (OSError, SafetensorError) as error:  # safetensors has the system's error in words only
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"{out} cannot be written: {why}; nothing is left there") from error
     say(
         f"merged {count} layers in float32, stored {stored / 1e9:.3g} GB in {time.perf_counter() - started:.1f} s; "
         "every file was read back and equals what was computed"
@@ -279,13 +280,7 @@ def _write(
 ) -> int:
     """Write and seal the merged model: bytes of its tensors. Every entry of the manifest is of compared bytes."""
     model.generation_config = GenerationConfig()  # the base's own file follows, as it is
-    try:
-        model.save_pretrained(staging, max_shard_size=max_shard_size)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))  # it has the system's error in words only
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    model.save_pretrained(staging, max_shard_size=max_shard_size)
     found = saved_state.compare_model(staging, model)
     wrong = [label for one in found.values() for label in one.differing]
     digests = {label: value for one in found.values() for label, value in one.digests.items()}

@@ -174,19 +174,12 @@ def _sealed(directory: Path) -> Manifest:
     return written
 
 
-def _card(file: Path, private: Private, base_model_id: str | None) -> _Piece:
-    """The only file that may differ from the manifest."""
-    if file.is_symlink() or not file.is_file():
-        raise UsageError(f"{file} is a link or no plain file: replace it by the file")
-    try:
-        text = read_plain(file).decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 text: {error}") from error
-    return _Piece.of(clean_card(text, private, base_model_id=base_model_id).encode())
-
-
 def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | None) -> _Piece:
-    """One file as it is published."""
+    """One file as it is published; an OSError or a ValueError if it cannot be read."""
+    if file.name == CARD_NAME:  # the only file that may differ from the manifest
+        if file.is_symlink() or not file.is_file():
+            raise UsageError(f"{file} is a link or no plain file: replace it by the file")
+        return _Piece.of(clean_card(read_plain(file).decode(), private, base_model_id=base_model_id).encode())
     if problems := manifest.compare(file.parent, {file.name: entry}):
         raise UsageError(f"{file.parent}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
     is_json = file.suffix == ".json" and file.name not in _VOCABULARIES
@@ -201,11 +194,8 @@ def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | 
         if found:
             raise UsageError(f"{file} holds {found}, and files of this kind cannot be rewritten: remove it")
         return piece
-    try:
-        given = json.loads(piece.content)
-        public = dict(given)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{file} is not a JSON object: {error}") from error
+    given = json.loads(piece.content)
+    public = dict(given)
     for key in _BASE_KEYS:
         base = given.get(key)
         if isinstance(base, str) and base and private.is_local(base):
@@ -258,13 +248,11 @@ class _Repository:
             own: dict[str, _Piece] = {}
             try:
                 for name, entry in sorted(written.files.items()):
-                    if name == CARD_NAME and os.path.lexists(directory / name):  # it may have been deleted
-                        own[name] = _card(directory / name, private, base_model_id)
-                    elif name not in (*_LEFT_OUT, CARD_NAME) and (prefix or not name.startswith(_RESUME_ONLY)):
+                    deleted = name == CARD_NAME and not os.path.lexists(directory / name)
+                    if name not in _LEFT_OUT and not deleted and (prefix or not name.startswith(_RESUME_ONLY)):
                         own[name] = _piece(directory / name, entry, private, base_model_id)
-            except OSError as error:
-                reason = error.strerror or error
-                raise UsageError(f"{error.filename or directory} cannot be read ({reason}): nothing is sent") from error
+            except (OSError, ValueError) as error:
+                raise UsageError(f"{directory} cannot be read ({error}): nothing is sent") from error
             changed = [name for name, piece in own.items() if piece.entry != written.files[name]]
             extra = {"published": {"changed": changed, "left_out": sorted(set(written.files) - set(own))}}
             entries = {name: piece.entry for name, piece in own.items()}

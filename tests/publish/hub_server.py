@@ -54,7 +54,7 @@ class Fault:
     status: int = 0  # answer with it, instead of doing the work
     headers: dict[str, str] = field(default_factory=dict)  # of that answer
     body: bytes = b""  # of that answer; a message where it is empty
-    # Close the connection, "before" the work, in the "middle" of the request's body, or "after" the work.
+    # Close the connection, "before" or "after" the work.
     drop: str = ""
     hold: bool = False  # stop in the middle of the body, or at once without one, until `LoopbackHub.release`; no answer
     first: Callable[[], None] | None = None  # called before anything else is done
@@ -165,14 +165,13 @@ class _Handler(BaseHTTPRequestHandler):
             body = b"".join(parts)
         else:
             size = int(request.headers.get("content-length") or 0)
-            size = size // 2 if fault.drop == "middle" or fault.hold else size
+            size = size // 2 if fault.hold else size
             body = self.rfile.read(size)
             if len(body) < size:
                 raise _Dropped  # the client has gone
         if fault.hold:
             self.server.held.set()
             self.server.release.wait()
-        if fault.drop == "middle" or fault.hold:
             raise _Dropped
         return body
 
