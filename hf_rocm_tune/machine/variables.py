@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.process import FILTERS
 from hf_rocm_tune.machine.sources import links_of
+from hf_rocm_tune.redaction import one_line
 
 Spec = TypeVar("Spec")
 Action = Literal["set", "keep", "info", "warn", "error"]
@@ -95,7 +96,7 @@ def _off(value: str, facts: MachineFacts) -> bool:
 
 
 def _on(value: str, facts: MachineFacts) -> bool:
-    return bool(value.strip()) and not _off(value, facts)
+    return not _off(value, facts)
 
 
 def _own_arch(value: str, facts: MachineFacts) -> bool | None:
@@ -107,8 +108,7 @@ def _own_arch(value: str, facts: MachineFacts) -> bool | None:
 
 
 def _other_arch(value: str, facts: MachineFacts) -> bool | None:
-    own = _own_arch(value, facts)
-    return False if not value.strip() else None if own is None else not own
+    return None if (own := _own_arch(value, facts)) is None else not own
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,7 @@ class Decision:
     @property
     def assignment(self) -> str:
         """``NAME=value`` as one line of printable text, of at most 200 letters."""
-        text = self.variable + ("" if self.value is None else f"={self.value}")
-        plain = "".join(letter if letter.isprintable() else " " for letter in text)
-        return plain if len(plain) <= 200 else plain[:200] + "..."
+        return one_line(self.variable + ("" if self.value is None else f"={self.value}"))[:200]
 
 
 DECISIONS: list[Decision] = []
@@ -240,7 +238,7 @@ def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
             told = {"variable": ", ".join(found), "value": " | ".join(found.values()), "fix": "set one of them"}
             made.append(Decision(action="warn", reason=reason, source=source, **told))
     for name, value in environ.items():
-        for rule in RULES:
+        for rule in RULES if value.strip() else ():
             if not rule.covers(name) or (applies := rule.applies(value, facts)) is False:
                 continue
             action, reason = rule.action, rule.reason
