@@ -227,10 +227,7 @@ def scrub_json(value: Any, private: Private, *, names: bool = True) -> Any:
 
 
 def find_private(content: bytes | mmap, private: Private, *, end: int | None = None) -> str | None:
-    """What private content there is before ``end``, in words without it; None for none.
-
-    Searched are the literal secrets and paths of `Private`: other patterns occur by chance in weights and vocabularies.
-    """
+    """The literal secrets and paths of `Private` in bytes, in words; None for none. Patterns would occur by chance."""
     paths = [known for known, instead in private.paths.items() if instead != "~" and len(Path(known).parts) > 2]
     wanted = dict.fromkeys(private.secrets, "a secret") | {path: f"the path {path}" for path in paths}
     stop = len(content) if end is None else end

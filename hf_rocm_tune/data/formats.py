@@ -93,10 +93,7 @@ def check_format(
     split: str = "train",
     vocabulary: int | None = None,
 ) -> FormatInfo:
-    """Recognise the format of the rows and check them. Flags are TRL's; ``model_name`` and ``split`` are for messages.
-
-    ``vocabulary`` is the number of the model's token ids; None: unknown.
-    """
+    """Recognise the format of the rows and check them. Flags are TRL's; ``vocabulary``: number of token ids, if known."""
     first = next(iter(dataset), None)
     if first is None:
         raise UsageError(f"the '{split}' split is empty: there are no rows to check or to train on")
@@ -406,11 +403,7 @@ _BEGIN, _END, _NOT_LEARNT = "<think>", "</think>", -100
 
 
 def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> tuple[Rows, int]:
-    """Masks the labels from ``<think>`` to ``</think>``; the model still reads the text.
-
-    Returns the rows with unmasked labels, and the number of the others (0 for a stream). A span that was cut off ends
-    with its example; one that begins in masked labels (a question) is ignored.
-    """
+    """Masks the labels from ``<think>`` to ``</think>``; returns the rows with other labels, and how many have none."""
     from datasets import Dataset
 
     masked = dataset.map(_without_thinking, fn_kwargs={"tokenizer": tokenizer})

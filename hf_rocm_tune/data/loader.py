@@ -1,10 +1,9 @@
 """Loaders that begin the verified transfer of a batch one batch ahead of the one in use.
 
-Accelerate still shards, seeds and resumes; it places nothing. A prepared loader becomes a *true subclass of its own
-class that shares its state*, so the object that is iterated is the one that Accelerate knows as the active loader.
-``DataLoaderShard`` reads one batch ahead: its inner loader starts the transfer of each batch as it is read.
-``DataLoaderDispatcher`` slices what ``send_to_device`` has transferred: there it is verified on the spot. Else batches
-are handed out with the transfer in flight: :meth:`hf_rocm_tune.transfer.Mover.settle` must come before any use.
+Accelerate still shards, seeds and resumes. A prepared loader becomes a *true subclass of its own class that shares its
+state*, so the object that is iterated is the one that Accelerate knows as the active loader. ``DataLoaderShard`` reads
+one batch ahead: its inner loader starts the transfers, and `Mover.settle` must come before any use.
+``DataLoaderDispatcher`` slices what ``send_to_device`` has transferred: there it is verified on the spot.
 """
 
 from __future__ import annotations

@@ -52,11 +52,7 @@ def load_source(
     eval_split_size: float | int | None = None,
     seed: int = 42,
 ) -> Splits:
-    """Load the dataset that the user has named: a file or a folder that exists, else a dataset on the Hub.
-
-    ``eval_split_size`` splits this part off the training rows instead of using ``test_split``: a share below 1 or a
-    number of rows (streaming: a number only, and the first ones). A single file is one split, called ``train``.
-    """
+    """Load a file or a folder that exists, else a dataset on the Hub; ``eval_split_size``: a share below 1, or rows."""
     splits = _load_splits(name, config=config, streaming=streaming)
     train = _pick(splits, train_split, flag="--dataset_train_split", name=name)
     if not need_eval:

@@ -136,11 +136,7 @@ def _new_model(tokenizer: PreTrainedTokenizerFast, recipe: BaseRecipe) -> LlamaF
 def _pretrain(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str], recipe: BaseRecipe
 ) -> float:
-    """Next-token training on the concatenated texts, on the CPU; gives the mean loss of the last tenth of the steps.
-
-    On one thread, so that the weights do not depend on the number of cores; on a busy machine several threads would
-    also be slower (measured: two cores, load 3, half the speed of one).
-    """
+    """Next-token training on the CPU, on one thread: the weights do not depend on the machine. Gives the loss."""
     import torch
 
     stream = [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, tokenizer.eos_token_id)]

@@ -1,9 +1,8 @@
 """The table of cards, and which of them a device is.
 
-``pci`` is the device, or device and revision, under AMD's vendor id (amdgpu.ids of libdrm, pci.ids). ``vram_gib`` is
-that of one device as the runtime lists it. A figure without a source is left out, never guessed. Sources: ROCm
-documentation, GPU architecture specifications (architecture, memory; MI250X: half of the board), rocWMMA and precision
-support (matrix instructions, FP8), for the rest of a row its own ``source``.
+``pci`` is the device, or device and revision, under AMD's vendor id (amdgpu.ids of libdrm, pci.ids). A figure without a
+source is left out, never guessed. Sources: ROCm documentation, GPU architecture specifications (architecture, memory of
+one device as the runtime lists it; MI250X: half of the board), rocWMMA (FP8), for the rest of a row its ``source``.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ CARDS = (
 
 
 def identify(*, arch: str | None, vram_bytes: int | None, pci: tuple[int, int | None] | None = None) -> Card | None:
-    """The row of the table for a device: by PCI id, else by architecture and memory where exactly one row fits.
-
-    Not by compute units: the runtime reports work-group processors (42 on a 7900 XT) where the data sheet says compute
-    units (84).
-    """
+    """The row of a device: by PCI id, else by architecture and memory where exactly one row fits."""
     if pci is not None:
         device, revision = pci
         ids = {f"{device:04x}"} | (set() if revision is None else {f"{device:04x}:{revision:02x}"})

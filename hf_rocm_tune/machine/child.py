@@ -1,9 +1,8 @@
 """Measurements in child processes: a hang, a crash or damaged output ends only the child.
 
-Each is ``python -m MODULE`` in its own session, whose process group is killed at a deadline. The request is JSON on
-stdin, the result one JSON object in a file, which output of native libraries cannot damage. The module ends in
-``answer(measure)``; by hand, the result is printed. Not covered: a process that left the group, and one that
-the kernel does not end (state D), which is reported and left running.
+Each is ``python -m MODULE`` in its own session, whose group is killed at a deadline. The request is JSON on stdin, the
+result one JSON object in a file, which output of native libraries cannot damage; by hand it is printed. The module ends
+in ``answer(measure)``. Not covered: a process that left the group, and one that the kernel does not end (state D).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from hf_rocm_tune.errors import TuneError
@@ -49,15 +47,12 @@ Status = Literal["done", "timeout", "died", "garbage"]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One child to start: ``python -m module`` with a request of plain JSON values.
-
-    Environ: variables in addition to those of this process; None removes one. HIP reads some only at its start.
-    """
+    """One child to start: ``python -m module`` with a request of plain JSON values."""
 
     module: str
     arguments: tuple[str, ...] = ()
-    request: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    environ: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
+    request: Mapping[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str | None] = field(default_factory=dict)  # added at its start; None removes one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,8 @@
 """The kernel's files of GPUs: the compute driver's list (KFD), PCI devices and the path to the processor, sensors.
 
-KFD's ``gfx_target_version`` is written by the kernel: HSA_OVERRIDE_GFX_VERSION does not reach it. A Radeon card since
-Vega 20 carries a switch: the GPU hangs from a downstream port (1002:1479) of an upstream port (1002:1478) on the card's
-connector, whose link is the slot's; the GPU's own always reads as full (freebsd/drm-kmod#426). Sensors: kernel
-documentation ``gpu/amdgpu/thermal``, ``driver-misc``.
+KFD's ``gfx_target_version`` is the kernel's: HSA_OVERRIDE_GFX_VERSION does not reach it. A Radeon card since Vega 20
+carries a switch: the GPU hangs from a downstream port (1002:1479) of an upstream port (1002:1478), whose link is the
+slot's; the GPU's own always reads as full (freebsd/drm-kmod#426). Sensors: kernel documentation ``gpu/amdgpu/thermal``.
 """
 
 from __future__ import annotations
@@ -56,14 +55,11 @@ class GpuNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """All GPU nodes in KFD's order, and a line for each file that could not be read (or that there is no GPU).
-
-    Not complete: a node could not be read, so the indices after it are uncertain.
-    """
+    """All GPU nodes in KFD's order, and a line for each file that could not be read (or that there is no GPU)."""
 
     nodes: tuple[GpuNode, ...]
     reasons: tuple[str, ...]
-    complete: bool
+    complete: bool  # False: a node could not be read, so the indices after it are uncertain
 
 
 def decode_arch(gfx_target_version: int) -> str:
@@ -175,11 +171,7 @@ def read_iommu_type(files: Files, address: str) -> str | None:
 
 
 def read_aer(files: Files, addresses: Iterable[str]) -> dict[str, int]:
-    """Totals of the error counters since boot by kind, summed over a card and the bridges above it.
-
-    Both ends of a link are counted: the end that reports an error may not be the one that causes it. Counters that
-    cannot be read are left out, so a sum is a lower bound.
-    """
+    """Totals of the error counters since boot by kind, summed over both ends of all links above; a lower bound."""
     found: dict[str, int] = {}
     for address in addresses:
         for kind, name in _AER.items():
@@ -294,11 +286,7 @@ def throttle_causes(status: int) -> tuple[str, ...]:
 
 
 def core_dumps(files: Files | None = None) -> frozenset[str]:
-    """The current core dumps of amdgpu, as "devcd1 of 0000:03:00.0"; empty if they cannot be read, without root too.
-
-    amdgpu writes one when it resets a GPU; the kernel drops it after five minutes (``drivers/base/devcoredump.c``).
-    Not every fault leaves a dump.
-    """
+    """The core dumps that amdgpu wrote when it reset a GPU (gone after five minutes): "devcd1 of 0000:03:00.0"."""
     files, where = files or Files(), "sys/class/devcoredump"
     devices = {name: f"{where}/{name}/failing_device" for name in files.names(where) or ()}
     amd = {name: device for name, device in devices.items() if files.last(f"{device}/driver") == "amdgpu"}

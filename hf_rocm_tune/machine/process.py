@@ -1,11 +1,9 @@
 """Decisions at the start of a process: visible cards, CPU or accelerator, number of ranks.
 
-Cards are chosen before torch is imported. A job of one process sees exactly one, unless a split was asked for: TRL's
-``device_map="auto"`` splits a model over all visible cards by peer copies, and an integrated GPU may come first
-(TheRock#5543). Several ranks see all discrete cards: accelerate 1.15.0 takes LOCAL_RANK as the device index.
-
-Filters nest: ROCR_VISIBLE_DEVICES first, then HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES where that is empty (clr,
-rocdevice.cpp). That HIP counts GPUs in KFD's order is general knowledge, lower confidence.
+Cards are chosen before torch is imported. A job of one process sees exactly one, unless a split was asked for; several
+ranks see all discrete cards (accelerate 1.15.0 takes LOCAL_RANK as the device index). An integrated GPU may come first
+(TheRock#5543). Filters nest: ROCR_VISIBLE_DEVICES, then HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES where that is
+empty (clr, rocdevice.cpp). That HIP counts GPUs in KFD's order is general knowledge, lower confidence.
 """
 
 from __future__ import annotations
@@ -111,10 +109,7 @@ def describe(node: GpuNode) -> str:
 
 
 def enact(choice: CardChoice, environ: MutableMapping[str, str]) -> None:
-    """Write a choice to ``environ``, with the mark that identifies it as ours.
-
-    A parent's choice is removed first, so the outcome does not depend on the parent process.
-    """
+    """Write a choice to ``environ`` instead of a parent's, with the mark that identifies it as ours."""
     users = users_environ(environ)
     for name in (*FILTERS, MARK):
         if name not in users:
@@ -125,10 +120,7 @@ def enact(choice: CardChoice, environ: MutableMapping[str, str]) -> None:
 
 
 def visible_nodes(nodes: Sequence[GpuNode], environ: Mapping[str, str]) -> tuple[GpuNode, ...] | None:
-    """The nodes that pass the filters in ``environ``, in the order in which HIP counts them.
-
-    None if a filter cannot be followed (empty, or with entries other than indices, for example UUIDs).
-    """
+    """The nodes that pass the filters, in HIP's order; None if one is empty or has other entries than indices."""
     hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES")
     seen = list(nodes)
     for listed in (environ.get("ROCR_VISIBLE_DEVICES"), hip or None):
@@ -166,11 +158,7 @@ def has_bf16() -> bool:
 
 
 def prepare_process(environ: MutableMapping[str, str]) -> None:
-    """Make Accelerate use the CPU if there is no accelerator. Call it before Accelerate's state is created.
-
-    Without it Accelerate 1.15 sees no other ranks then, and each trains alone. It replaces a ``false`` too, which
-    launchers write for every configuration that names a GPU.
-    """
+    """Make Accelerate use the CPU where there is no accelerator (in 1.15 each rank would train alone), at the start."""
     _check_launch(environ)
     if environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         require_deepspeed()
@@ -242,8 +230,7 @@ def start_ticks(pid: int) -> int:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process's main thread: R runs, S sleeps, D hangs in a driver, T stopped, t held by a debugger, Z
-    ended; empty if there is no such process."""
+    """State of a main thread: R runs, S sleeps, D hangs in a driver, T stopped, Z ended; empty: no such process."""
     return fields[0] if (fields := _stat(pid)) else ""
 
 

@@ -128,11 +128,7 @@ def _read_packages() -> tuple[dict[str, str | None], dict[str, str]]:
 
 
 def _read_wheels() -> dict[str, str]:
-    """Installed distributions that carry ROCm itself or kernels for one architecture, with their versions.
-
-    ``rocm-sdk-device-gfx1100`` and ``amd-torch-device-gfx1100`` are required by a multi-architecture torch wheel
-    (TheRock, docs/packaging/python_packaging.md).
-    """
+    """Distributions that carry ROCm itself, or kernels for one architecture (TheRock, docs/packaging)."""
     found = {}
     for distribution in metadata.distributions():
         with suppress(OSError, ValueError, KeyError, AttributeError, TypeError):  # broken metadata
@@ -143,10 +139,7 @@ def _read_wheels() -> dict[str, str]:
 
 
 def missing_for_triton() -> str:
-    """What Triton lacks to compile its driver at first use, and the package that has it; empty if nothing is missing.
-
-    The compiler is asked itself; it and the directory of headers are chosen as Triton chooses them.
-    """
+    """What Triton lacks to compile its driver at first use, by its own compiler and headers; empty if nothing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return "there is no C compiler: install gcc"

@@ -56,8 +56,7 @@ def package_directory(package: str) -> Path | None:
 
 
 def read_torch_file() -> tuple[dict[str, str | None], str]:
-    """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``rocm`` and ``cuda``, without importing it:
-    None for a value that is not a text, and empty with the reason where it cannot be read."""
+    """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``rocm``, ``cuda``; or nothing, and why."""
     if (directory := package_directory("torch")) is None:
         return {}, "torch is not installed"
     try:
@@ -263,8 +262,7 @@ def remember(decisions: Iterable[Decision]) -> None:
 
 
 def review(facts: MachineFacts | None = None) -> list[Decision]:
-    """Evaluate ``os.environ`` and append the decisions to `DECISIONS`; ``facts``: those of the last call, unless given,
-    else read now without architectures."""
+    """Evaluate ``os.environ``, by the facts of the last call unless given, and append the decisions to `DECISIONS`."""
     _FACTS[:] = [facts or (_FACTS[0] if _FACTS else read_facts())]
     made = evaluate(os.environ, _FACTS[0])
     remember(made)
@@ -275,10 +273,7 @@ def review(facts: MachineFacts | None = None) -> list[Decision]:
 
 
 def announce(decisions: Iterable[Decision], environ: MutableMapping[str, str] | None = None) -> None:
-    """Print info, warnings and errors on stderr, one line each, by local rank 0 only; HF_ROCM_TUNE_QUIET=1 omits info.
-
-    Printed lines are noted in HF_ROCM_TUNE_TOLD, which child processes inherit: they print only new lines.
-    """
+    """Print info (unless HF_ROCM_TUNE_QUIET=1), warnings and errors on stderr, each once per tree of processes."""
     environ = os.environ if environ is None else environ
     if environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
         return

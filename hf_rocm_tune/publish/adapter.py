@@ -133,11 +133,7 @@ class Base:
 
 
 def base_of(adapter: Adapter, name: str | None = None) -> Base:
-    """The base that the user names, else the one that the adapter names.
-
-    A relative directory is looked for from here, then from each directory above the adapter: the run may have been
-    started elsewhere.
-    """
+    """The base that the user or the adapter names; a relative directory may lie in any directory above the adapter."""
     base = name or str(adapter.config.base_model_name_or_path or "")
     if not base:
         raise UsageError(f"{adapter.name} does not say which model it was trained on: name it with --base")
@@ -202,11 +198,7 @@ def open_adapter(name: str, revision: str | None = None) -> Adapter:
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:
-    """Wrap a model with an adapter, active, in evaluation mode; one that does not fit it is a ``UsageError``.
-
-    `PeftModel.from_pretrained` would read straight onto the device: here `place` is called with each tensor of the file
-    (a view of the mapped file) and its name in it, and what it returns is used unchanged.
-    """
+    """Wrap a model with an adapter, active, in evaluation mode. What `place` returns for a tensor is used unchanged."""
     from peft import PeftModel, PeftModelForCausalLM, set_peft_model_state_dict
     from safetensors.torch import load_file
 

@@ -190,10 +190,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def clean_card(text: str, private: Private, *, base_model_id: str | None = None) -> str:
-    """A card that the Hub accepts, without private paths and secrets.
-
-    The Hub answers 400 to a card whose ``base_model`` or ``datasets`` is not an id of the Hub.
-    """
+    """A card without private paths and secrets, whose ``base_model`` and ``datasets`` are ids, as the Hub demands."""
     try:
         card = ModelCard(text, ignore_metadata_errors=False)
         before = card.data.to_dict()

@@ -164,10 +164,7 @@ def _stream(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str
 
 
 def read_prompts(given: list[str], file: Path | None, stdin: IO[str]) -> list[Prompt]:
-    """All prompts of a command line: texts, the rows of a ``.jsonl`` file, any other file, or standard input.
-
-    A row has ``prompt`` (text or messages), or ``messages``, of which all up to the last user's turn is taken.
-    """
+    """All prompts of a command line: texts, the rows of a ``.jsonl`` file, any other file, or standard input."""
     if given and file is not None:
         raise UsageError("--prompt and --file exclude each other: give one")
     if not given and file is None and stdin.isatty():

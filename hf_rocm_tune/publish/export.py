@@ -68,11 +68,7 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
 
 
 def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
-    """Convert a merged model; the result is in its directory ``gguf``, complete or not at all.
-
-    Gives the GGUF file, with a ``Modelfile`` and a manifest beside it. A model that llama.cpp refuses is a
-    ``UsageError``, a file that was read back wrong a ``CorruptionError``.
-    """
+    """Convert a merged model to its directory ``gguf``, with ``Modelfile`` and manifest, complete or not at all."""
     from hf_rocm_tune.survive import manifest
     from hf_rocm_tune.survive.atomic import staged_directory
 

@@ -152,11 +152,7 @@ def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
 
 
 def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[Tensor, str], Tensor]:
-    """Moves an adapter's tensors to the device; whole modules get the dtype of the model.
-
-    Beside quantised weights an adapter keeps the dtype of its file, in which it was trained. Beside others it computes
-    in float32 at least, as PEFT does by default.
-    """
+    """Moves an adapter's tensors to the device, in float32 at least, as PEFT; beside quantised weights as they are."""
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     prefixes = (*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "trainable_tokens")

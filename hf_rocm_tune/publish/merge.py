@@ -2,8 +2,7 @@
 
 PEFT's layers merge, one at a time and in float32, into the original (never quantised) base, and the result is rounded
 once. A base that does not fit into memory stands in unlinked files beside the result meanwhile. The result is renamed
-into place when every file has been read back and compared with memory. Where an adapter changes the two sides of tied
-embeddings differently, both are stored.
+into place when every file has been read back. Where the two sides of tied embeddings now differ, both are stored.
 """
 
 from __future__ import annotations
@@ -317,8 +316,7 @@ def _write(
 
 
 def _texts(base: Path, adapter: Adapter) -> Iterator[tuple[str, bytes]]:
-    """The tokenizer of the adapter if it has one (training may have added tokens or a chat template), else of the base;
-    and the other files of the base that transformers loads."""
+    """The tokenizer of the adapter, which may have new tokens, or of the base; and the base's other small files."""
     own = adapter.directory if adapter.has_tokenizer else base
     for source, pattern in ((base, _BESIDE), (own, TOKENIZER), (adapter.directory, re.compile(r"chat_template.*"))):
         for path in source.iterdir():

@@ -2,8 +2,7 @@
 
 A push is one commit. Files that differ from the manifest are refused before anything is sent; the bytes that are
 compared are the bytes that are sent, and the Hub's own hashes are compared after the commit. Files that no manifest
-lists stay here, local paths in JSON and the model card are rewritten, and the local directory is only read.
-huggingface_hub retries requests; a push that fails is continued by the same command.
+lists stay here, local paths in JSON and the model card are rewritten. The same command continues a push that failed.
 """
 
 from __future__ import annotations
@@ -208,10 +207,7 @@ def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | 
 
 
 class _Repository:
-    """A branch of a repository; ``NAME`` alone is one of the token's owner, which `open` adds.
-
-    ``local`` has paths that the run was given, each with its public replacement ("" for the last part).
-    """
+    """A branch of a repository; ``NAME`` alone is one of the token's owner. ``local``: see `Publisher`."""
 
     def __init__(
         self,
