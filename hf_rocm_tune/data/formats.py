@@ -93,7 +93,7 @@ def check_format(
     split: str = "train",
     vocabulary: int | None = None,
 ) -> FormatInfo:
-    """Recognise the format of the rows and check them. Flags are TRL's; ``vocabulary``: number of token ids, if known."""
+    """Recognise the format of the rows and check them. Flags are TRL's; ``vocabulary``: number of token ids."""
     first = next(iter(dataset), None)
     if first is None:
         raise UsageError(f"the '{split}' split is empty: there are no rows to check or to train on")
