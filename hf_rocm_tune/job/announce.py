@@ -111,11 +111,10 @@ def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:
     """The line printed once the model is on its device: method, size, and how much was verified."""
     trainable, total = trainable_parameters(trainer.model)
     covered = trainer.weight_coverage()
-    share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
     return (
         f"model {trainer.model.config._name_or_path}: {method(trainer)}, {trainable:,} of {total:,} parameters "
-        f"({100 * trainable / max(total, 1):.3g} %) trained; loaded in {facts.load_seconds or 0:.1f} s, {share:.4g} % "
-        "of the bytes on the device verified"
+        f"({100 * trainable / max(total, 1):.3g} %) trained; loaded in {facts.load_seconds or 0:.1f} s, "
+        f"{covered.share} of the bytes on the device verified"
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.errors import CorruptionError, UsageError, device_shortage
+from hf_rocm_tune.errors import UsageError, device_shortage
 from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import Read, mark_loaded, remember_read
@@ -27,7 +27,6 @@ from hf_rocm_tune.models.streaming import leave_device
 from hf_rocm_tune.transfer import digest, redirected
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from hf_rocm_tune.transfer import Mover
@@ -99,10 +98,7 @@ def _materialize(
                 remember_read(loaded, Read(known, file, name) if loaded.data_ptr() == tensor.data_ptr() else None)
             return loaded
         source = tensor[...]
-        moved = mover.move_to(torch.device(device), source, name=name, source=file)
-        if dtype is None or dtype == moved.dtype:
-            return moved
-        return cast_verified(moved, source, dtype, name=name, mover=mover)
+        return mover.move_to(torch.device(device), source, name=name, source=file, dtype=dtype)
 
     return materialize
 
@@ -217,57 +213,3 @@ def _initialise_on_host(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(self, missing_keys, {"": "cpu"} if device_map else device_map, device_mesh, hf_quantizer)
 
     return move_missing
-
-
-# ---- casts on the device: a faulty kernel (pytorch#16448 gave zeros) runs after the transfer's digest -----
-
-SAMPLE_ELEMENTS = 64 << 10
-"""Elements in each of a sample's three pieces."""
-
-
-def cast_verified(moved: Tensor, source: Tensor, dtype: torch.dtype, *, name: str, mover: Mover) -> Tensor:
-    """Casts a weight on its device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit."""
-    cast = cast_on_device(moved, dtype)
-    if mover.settings.verify == "full":
-        expected = _sample(source).to(dtype)
-        right = _same(_sample(cast), expected)
-        mover.report.count("casts", checked=1, mismatches=int(not right))
-        if not right:
-            cast = cast_on_device(moved, dtype)
-            _judge_again(cast, expected, f"{moved.dtype} to {dtype}", name, mover)
-    mover.mark_derived(cast, "cast on the device")
-    return cast
-
-
-def cast_on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype=dtype)
-
-
-def _judge_again(cast: Tensor, expected: Tensor, pair: str, name: str, mover: Mover) -> None:
-    right = _same(_sample(cast), expected)
-    row = {"stage": "weights", "tensor": name, "kind": "wrong cast", "outcome": "recovered" if right else "stopped"}
-    mover.report.incident(row)
-    if not right:
-        raise CorruptionError(
-            f"weights tensor '{name}': {mover.device} cast {pair.replace('torch.', '')} wrongly, twice, though its "
-            "bytes arrived intact: a fault of arithmetic, not of a transfer. It was not used; run hf-rocm-tune doctor "
-            "--full"
-        )
-    mover.report.count("casts", recovered=1)
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """The first, middle and last elements; a small tensor whole."""
-    flat = tensor.reshape(-1)
-    if flat.numel() <= 3 * SAMPLE_ELEMENTS:
-        return flat
-    middle = (flat.numel() - SAMPLE_ELEMENTS) // 2
-    return torch.cat([flat.narrow(0, start, SAMPLE_ELEMENTS) for start in (0, middle, flat.numel() - SAMPLE_ELEMENTS)])
-
-
-def _same(found: Tensor, expected: Tensor) -> bool:
-    return digest(found) == digest(expected) or digest(_plain_nan(found)) == digest(_plain_nan(expected))
-
-
-def _plain_nan(tensor: Tensor) -> Tensor:
-    return tensor.masked_fill(tensor.isnan(), float("nan")) if tensor.is_floating_point() else tensor

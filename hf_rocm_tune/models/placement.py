@@ -30,6 +30,7 @@ from hf_rocm_tune.models.shards import local, reshard
 from hf_rocm_tune.transfer import Digest, digest, redirected, was_verified
 from hf_rocm_tune.transfer.mover import Registry
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
+from hf_rocm_tune.transfer.report import share_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,7 @@ QUANTISED = "quantised on the device from a verified tensor"
 CONVERTED = "fused or split on the device from verified tensors"
 EQUAL = "equal to its file"
 EQUAL_QUANTISED = "equal to its file, quantised again on the device"
+UNSURE = "computed on the device, where not all weights were verified"
 RECOMPUTED = "equal to what its configuration gives on the host"
 TRAINED = "verified on arrival, and trained since"
 IN_PLACE = "digested where it lies: on this device nothing crosses"
@@ -100,19 +102,19 @@ class Coverage:
         )
 
     @property
-    def _share(self) -> str:
-        return f"{100 * self.verified_bytes / max(self.device_bytes, 1):.4g} %"
+    def share(self) -> str:
+        return share_words(self.verified_bytes, self.device_bytes)
 
     def __repr__(self) -> str:
         rest = f", not: {listed([row['tensor'] for row in self.unverified])}" if self.unverified else ""
-        return f"Coverage({self._share} of {self.device_bytes:,} bytes verified{rest})"
+        return f"Coverage({self.share} of {self.device_bytes:,} bytes verified{rest})"
 
     def told(self) -> str:
         by_reason: dict[str, list[str]] = {}
         for row in self.unverified:
             by_reason.setdefault(row["reason"], []).append(row["tensor"])
         named = [f"{listed(names, 1)} ({reason})" for reason, names in by_reason.items()]
-        return f"{self._share} of the model's bytes; not verified: {', '.join(named[:3])}"
+        return f"{self.share} of the model's bytes; not verified: {', '.join(named[:3])}"
 
     @property
     def complete(self) -> bool:
@@ -181,7 +183,10 @@ def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
             continue  # code tables are made on the host: unless the mover transferred them, they are unverified
         if tensor.device.type == mover.device.type and mover.provenance(tensor) is None:
             is_packed = found != key or hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
-            mover.mark_derived(tensor, QUANTISED if is_packed else CONVERTED)
+            if mover.settings.verify == "full":
+                mover.mark_derived(tensor, QUANTISED if is_packed else CONVERTED)
+            else:
+                mover.mark_unverified(tensor, UNSURE)
 
 
 def mark_computed(model: nn.Module, mover: Mover) -> None:
@@ -204,7 +209,7 @@ def mark_computed(model: nn.Module, mover: Mover) -> None:
         if mover.provenance(tensor) is not None:
             continue
         if tainted:
-            mover.mark_unverified(tensor, "computed on the device, where not all weights were verified")
+            mover.mark_unverified(tensor, UNSURE)
         else:
             mover.mark_derived(tensor, "computed on the device from verified tensors")
 

@@ -115,11 +115,10 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
                 say("it was trained on 4-bit weights and the base is loaded unquantised; --load_in_4bit quantises it")
         model.eval()
         covered = coverage(model, mover)
-        share = 100 * covered.verified_bytes / max(covered.device_bytes, 1)
         missing = ", ".join(row["tensor"] for row in covered.unverified[:3])
         say(
-            f"{source.name}: {covered.device_bytes / 1e9:.3g} GB loaded in {seconds:.1f} s; {share:.4g} % of the bytes "
-            f"on the device verified{f' (not: {missing})' if missing else ''}; weight files attested "
+            f"{source.name}: {covered.device_bytes / 1e9:.3g} GB loaded in {seconds:.1f} s; {covered.share} of the "
+            f"bytes on the device verified{f' (not: {missing})' if missing else ''}; weight files attested "
             f"{records.attested}, not attested {len(records.unknown)}"
         )
         yield Loaded(settings.model, model, _tokenizer(source, adapter), mover, adapter, source.name, covered)
@@ -158,11 +157,10 @@ def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[T
     prefixes = (*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "trainable_tokens")
 
     def to_device(tensor: Tensor, name: str) -> Tensor:
-        if tensor.is_floating_point():
-            whole = not any(prefix in name for prefix in prefixes)
-            kept = tensor.dtype if quantised else torch.promote_types(tensor.dtype, torch.float32)
-            tensor = tensor.to(dtype if whole else kept)
-        return mover.move(tensor, name=name, stage="adapter", source=WEIGHTS_FILE)
+        whole = not any(prefix in name for prefix in prefixes)
+        wanted = dtype if whole else tensor.dtype if quantised else torch.promote_types(tensor.dtype, torch.float32)
+        cast = wanted if tensor.is_floating_point() else None
+        return mover.move(tensor, name=name, stage="adapter", source=WEIGHTS_FILE, dtype=cast)
 
     return to_device
 

@@ -21,7 +21,7 @@ from hf_rocm_tune.survive.heartbeat import survival
 from hf_rocm_tune.train.telemetry import describe_device
 from hf_rocm_tune.transfer import STAGES, TransferReport
 from hf_rocm_tune.transfer.digest import device_method, host_method
-from hf_rocm_tune.transfer.report import BETWEEN_CARDS
+from hf_rocm_tune.transfer.report import BETWEEN_CARDS, share_words
 
 if TYPE_CHECKING:
     from hf_rocm_tune.train.telemetry import Telemetry
@@ -137,9 +137,9 @@ def closing_line(report: Mapping[str, Any]) -> str:
     wrong = f" ({averages['mismatches']} wrong, {averages['recovered']} recovered)" if averages["mismatches"] else ""
     checked = f"{averages['buckets']:,} averages of gradients checked{wrong}, " if report["ranks"] > 1 else ""
     covered = report["coverage"]
-    share = 100 * covered["verified_bytes"] / max(covered["device_bytes"], 1)
+    share = share_words(covered["verified_bytes"], covered["device_bytes"])
     return (
-        f"integrity: {tensors:,} tensors, {_readable(moved)} moved, {share:.4g} % of the bytes on the device verified"
+        f"integrity: {tensors:,} tensors, {_readable(moved)} moved, {share} of the bytes on the device verified"
         f"{_not_verified(covered['unverified'])}, "
         f"{mismatches} mismatches, {recovered} recovered, {checked}{report['frozen']['passes']} sentinel passes over "
         f"{report['frozen']['tensors']} frozen tensors ({report['frozen']['mismatches']} changed), "

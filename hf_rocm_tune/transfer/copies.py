@@ -18,11 +18,10 @@ from hf_rocm_tune.transfer.backend import Backend, Label, Part, Ticket
 from hf_rocm_tune.transfer.damage import examine
 from hf_rocm_tune.transfer.digest import Digest, combine, digest, digest_range
 from hf_rocm_tune.transfer.faults import FaultyBackend
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, ordinary, typed_view
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, gather, ordinary, typed_view
 from hf_rocm_tune.transfer.report import TransferReport, count_crossing
 
-VERIFY_MODES = ("full", "sample", "off")
-CORRUPTION_MODES = ("recover", "stop")
+MODES = {"verify": ("full", "sample", "off"), "on_corruption": ("recover", "stop")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +29,26 @@ class TransferSettings:
     """How transfers are verified, and what happens on a mismatch.
 
     Attributes:
-        verify: ``full``: every transfer; ``sample``: the first and every `sample_every`-th of each stage; ``off``:
-            none. Transfers that are not verified are counted as such.
+        verify: ``full``: every transfer; ``sample``: the first and every 16th of each stage; ``off``: none. Transfers
+            that are not verified are counted as such.
         on_corruption: ``recover``: send again in other ways until the bytes are right; ``stop``: raise at the first
             mismatch.
-        sample_every: see `verify`.
         slots: number of staging slots in the ring.
         slot_bytes: bytes of a slot, a multiple of 256; None: 32 MiB page-locked on an accelerator, up to 8 MiB on the
             host. The ring takes at most ``slots * slot_bytes`` of host memory.
-        keep_route_after: number of recoveries by the same route after which it is used from the start.
     """
 
     verify: str = "full"
     on_corruption: str = "recover"
-    sample_every: int = 16
     slots: int = 4
     slot_bytes: int | None = None
-    keep_route_after: int = 3
 
     def __post_init__(self) -> None:
-        if self.verify not in VERIFY_MODES:
-            raise UsageError(f"verify is '{self.verify}'; choose one of {', '.join(VERIFY_MODES)}")
-        if self.on_corruption not in CORRUPTION_MODES:
-            raise UsageError(f"on_corruption is '{self.on_corruption}'; choose one of {', '.join(CORRUPTION_MODES)}")
-        for name in ("sample_every", "slots", "keep_route_after"):
-            value = getattr(self, name)
-            if value < 1:
-                raise UsageError(f"{name} is {value}; give a whole number of at least 1")
+        for name, modes in MODES.items():
+            if (given := getattr(self, name)) not in modes:
+                raise UsageError(f"{name} is '{given}'; choose one of {', '.join(modes)}")
+        if self.slots < 1:
+            raise UsageError(f"slots is {self.slots}; give a whole number of at least 1")
         if self.slot_bytes is not None and (self.slot_bytes < 4096 or self.slot_bytes % 256):
             raise UsageError(f"slot_bytes is {self.slot_bytes}; give a multiple of 256, at least 4096")
 
@@ -66,12 +58,10 @@ class TransferSettings:
 SMALLEST_SLOT_BYTES = 64 << 10
 
 
+@dataclass(eq=False)
 class Slot:
-    """Staging memory, and the ticket of the last copy that uses it."""
-
-    def __init__(self) -> None:
-        self.buffer: Tensor | None = None
-        self.ticket: Ticket | None = None
+    buffer: Tensor | None = None
+    ticket: Ticket | None = None  # of the last copy that uses it
 
 
 class Ring:
@@ -138,28 +128,21 @@ ALIGNMENT = 256
 
 @dataclass
 class Segment:
-    """One host tensor of a transfer.
-
-    Attributes:
-        offset: of its first byte in the transfer's device memory.
-        digest: of the tensor as given, at its word offset in the transfer; None if that is not verified.
-        read_again: reads the source from its file, should host memory have changed.
-    """
+    """One host tensor of a transfer."""
 
     name: str
     source: Tensor
-    offset: int
+    offset: int  # of its first byte in the transfer's device memory
     file: str | None = None
-    digest: Digest | None = None
-    read_again: Callable[[], Tensor] | None = None
+    digest: Digest | None = None  # of the tensor as given, at its word offset in the transfer; None: not verified
+    read_again: Callable[[], Tensor] | None = None  # reads it from its file, should host memory have changed
 
     @property
     def nbytes(self) -> int:
-        return byte_count(self.source)
+        return self.source.nbytes
 
     @property
     def end(self) -> int:
-        """Offset behind its last byte."""
         return self.offset + self.nbytes
 
     def is_right(self, tensor: Tensor) -> bool:
@@ -169,20 +152,16 @@ class Segment:
 
 @dataclass
 class Transfer:
-    """A transfer to the device, with its segments in order of their offsets. It does not keep device memory alive.
-
-    Attributes:
-        source: host tensor whose bytes, in logical order, are those of the device memory, including gaps between the
-            segments; None: each segment has its own, and gaps are zeros.
-        pieces: digests of its chunks, taken while they were packed for the first attempt, or known before.
-    """
+    """A transfer to the device. It does not keep device memory alive."""
 
     number: int
     stage: str
-    segments: list[Segment]
+    segments: list[Segment]  # in order of their offsets
+    # Its bytes, in logical order, are those of the device memory, gaps between the segments included. None: each
+    # segment has its own, and gaps are zeros.
     source: Tensor | None
     verify: bool
-    pieces: list[Digest] = field(default_factory=list)
+    pieces: list[Digest] = field(default_factory=list)  # digests of its chunks, taken by the first attempt, or known
     ticket: Ticket | None = None
     settled: bool = False
     failure: CorruptionError | None = None
@@ -192,17 +171,22 @@ class Transfer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory."""
-        return self.segments[-1].end if self.source is None else byte_count(self.source)
+        return self.segments[-1].end if self.source is None else self.source.nbytes
 
     @property
     def expected(self) -> Digest:
-        """Digest that the device memory must have."""
         return combine(self.pieces)
 
     def matches(self, found: Digest) -> bool:
         """Whether a digest of the device memory equals that of the source."""
         return found.same_words(self.expected)
+
+    def count(self, report: TransferReport) -> None:
+        """Add it to the counters, after its verdict."""
+        nbytes = sum(segment.nbytes for segment in self.segments)
+        seconds = {"transfer_seconds": self.transfer_seconds, "verify_seconds": self.verify_seconds}
+        verified = nbytes if self.verify else 0
+        report.add(self.stage, tensors=len(self.segments), bytes=nbytes, verified_bytes=verified, **seconds)
 
 
 @dataclass(frozen=True)
@@ -226,10 +210,7 @@ class Sender:
         self._ring = ring
 
     def send(self, transfer: Transfer, buffer: Tensor, route: Route, *, attempt: int) -> None:
-        """Queue all copies into `buffer`, uint8[transfer.nbytes].
-
-        On the first attempt the source is digested chunk by chunk while it is packed.
-        """
+        """Queue all copies into `buffer`, uint8[transfer.nbytes]; the first attempt digests what it packs."""
         begun = time.perf_counter()
         digesting = transfer.verify_seconds
         step = route.chunk_bytes or self._ring.slot_bytes
@@ -249,13 +230,16 @@ class Sender:
                 _pack(transfer, start, stop, memory, attempt)
                 slot.ticket = self._backend.copy(target, memory, label, blocking=route.blocking)
                 return slot.ticket
-        if route.staging == "fresh":
-            memory = self._backend.staging(stop - start)
-        else:
-            with ordinary():
-                memory = torch.empty(stop - start, dtype=torch.uint8)
+        size = stop - start
+        memory = self._backend.staging(size) if route.staging == "fresh" else pageable(size)
         _pack(transfer, start, stop, memory, attempt)
         return self._backend.copy(target, memory, label, blocking=route.blocking)
+
+
+def pageable(nbytes: int) -> Tensor:
+    """Ordinary host memory, uint8[nbytes]."""
+    with ordinary():
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _parts(transfer: Transfer, start: int, stop: int) -> Iterator[Part]:
@@ -295,7 +279,7 @@ _TRIES = 3
 
 
 class Packed(NamedTuple):
-    """One tensor of a `Pack`; attributes as in `Segment`."""
+    """One tensor of a `Pack`, as `Segment`."""
 
     name: str
     offset: int
@@ -306,14 +290,10 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """Layout of copies of host tensors, aligned in one memory as on the device; it does not keep the memory alive.
-
-    Attributes:
-        digest: of the memory, with zeros in the gaps; None if that is not verified.
-    """
+    """Layout of copies of host tensors, aligned in one memory as on the device; it does not keep the memory alive."""
 
     tensors: tuple[Packed, ...]
-    digest: Digest | None
+    digest: Digest | None  # of the memory, with zeros in the gaps; None: not verified
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether ``tensors``, whose first one lies in this memory, are exactly the tensors of this pack, in order."""
@@ -340,29 +320,25 @@ def pack(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple[Tensor
 
     ``verified``: compare the copies with the originals' digests, and copy again, up to twice, if they differ.
     """
-    offsets, end = [], 0
+    starts, end = [], 0
     for _, tensor in named:
-        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
-        end = offsets[-1] + byte_count(tensor)
+        starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        end = starts[-1] + tensor.nbytes
     with ordinary():
         memory = torch.zeros(end, dtype=torch.uint8)
     for _ in range(_TRIES):
-        digests: list[Digest | None] = []
-        for (_, tensor), offset in zip(named, offsets, strict=True):
-            size = byte_count(tensor)
-            place = memory[offset : offset + size]
+        tensors = []
+        for (name, tensor), start in zip(named, starts, strict=True):
+            size, found = tensor.nbytes, None
+            into = memory[start : start + size]
             if verified:
-                digests.append(digest_range(tensor, 0, size, word_offset=offset // 4, copy_to=place))
+                found = digest_range(tensor, 0, size, word_offset=start // 4, copy_to=into)
             else:
-                gather(tensor, 0, size, place)
-                digests.append(None)
+                gather(tensor, 0, size, into)
+            tensors.append(Packed(name, start, tensor.dtype, tensor.shape, found))
         whole = digest(memory) if verified else None
-        if whole is None or whole.same_words(combine(each for each in digests if each is not None)):
+        if whole is None or whole.same_words(combine(each.digest for each in tensors if each.digest is not None)):
             break
-    tensors = (
-        Packed(name, offset, tensor.dtype, tensor.shape, found)
-        for (name, tensor), offset, found in zip(named, offsets, digests, strict=True)
-    )
     return memory, Pack(tuple(tensors), whole)
 
 
@@ -375,11 +351,8 @@ class Fetcher:
     """Copies device tensors to the host, verified, for averages on the host and for transfers to another card.
 
     A copy goes into a page-locked slot, in which the host may then work; the device digests its own bytes, and only the
-    digest is sent. A wrong copy is repeated, then read through pageable memory, as are tensors larger than a slot. Not
-    covered: host memory after the verdict, and device memory that changed before `begin`.
-
-    Attributes:
-        slot_bytes: the largest tensor that is copied without waiting.
+    digest is sent. A wrong copy is repeated, then read through pageable memory, as are tensors larger than a slot
+    (``slot_bytes``). Not covered: host memory after the verdict, and device memory that changed before `begin`.
     """
 
     def __init__(
@@ -420,29 +393,21 @@ class Fetched:
     """
 
     def __init__(
-        self,
-        fetcher: Fetcher,
-        source: Tensor,
-        name: str,
-        stage: str,
-        mark: Any = None,
-        into: Tensor | None = None,
+        self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any = None, into: Tensor | None = None
     ) -> None:
         self._fetcher, self._backend, self._name, self._stage = fetcher, fetcher.backend, name, stage
         number, verify, self._step = fetcher.number_transfer(stage)
         self._source = as_bytes(source)  # kept alive: the caller may drop its tensor while the copy is queued
         self._slot = ExitStack()
         self.digest: Digest | None = None
-        begun = time.perf_counter()
-        size = byte_count(source)
+        begun, size = time.perf_counter(), source.nbytes
         at_once = into is None and size > fetcher.slot_bytes
         if into is not None:
             self._memory = into
-        elif not at_once:
-            _, self._memory = self._slot.enter_context(fetcher.ring.slot(size))
+        elif at_once:
+            self._memory = pageable(size)
         else:
-            with ordinary():
-                self._memory = torch.empty(size, dtype=torch.uint8)
+            _, self._memory = self._slot.enter_context(fetcher.ring.slot(size))
         self.host = typed_view(self._memory, 0, source.dtype, source.shape)
         self._label = Label(stage, number, 0, (Part(name, 0, size, 0, size),))
         self._backend.follow(mark or self._backend.mark())
@@ -487,10 +452,14 @@ class Fetched:
                     self._report(wrong, rung, "recovered")
                 return
             wrong = self._memory.clone() if wrong is None else wrong
-            if self._fetcher.settings.on_corruption == "stop":
-                self._fail(wrong, rung, "stopped", "--on_corruption stop is set")
-        assert wrong is not None
-        self._fail(wrong, _READINGS[-1], "failed", f"{len(_READINGS)} ways of reading it gave wrong bytes")
+            stops = self._fetcher.settings.on_corruption == "stop"
+            if stops or rung == _READINGS[-1]:
+                self._report(wrong, rung, "stopped" if stops else "failed")
+                why = f"{len(_READINGS)} ways of reading it gave wrong bytes"
+                raise CorruptionError(
+                    f"{self._stage} tensor '{self._name}' from {self._backend.device} arrived wrong on the host, and "
+                    f"{'--on_corruption stop is set' if stops else why}. It was not used; run the doctor"
+                )
 
     def _copy(self, *, blocking: bool = False) -> Ticket:
         return self._backend.copy(self._memory, self._source, self._label, blocking=blocking)
@@ -499,24 +468,15 @@ class Fetched:
         if self._fetcher.faulty is not None:
             self._fetcher.faulty.corrupt_in_place(self._memory, self._label._replace(attempt=attempt))
 
-    def _fail(self, wrong: Tensor, rung: str, outcome: str, why: str) -> None:
-        self._report(wrong, rung, outcome)
-        raise CorruptionError(
-            f"{self._stage} tensor '{self._name}' from {self._backend.device} arrived wrong on the host, and {why}. It "
-            "was not used; run the doctor"
-        )
-
     def _report(self, wrong: Tensor, rung: str, outcome: str) -> None:
         recovered = outcome == "recovered"
         self._fetcher.report.add(self._stage, mismatches=1, recovered=int(recovered))
         row: dict[str, Any] = {"step": self._step, "stage": self._stage, "tensor": self._name}
         # The right bytes are known only if a later reading had the right digest.
-        damage = examine(wrong, self._memory) if recovered else None
-        if damage is None:
-            row |= {"kind": "unknown", "first_offset": 0, "length": wrong.numel()}
+        if recovered and (damage := examine(wrong, self._memory)) is not None:
+            row |= damage.for_report()
         else:
-            row |= {"kind": damage.kind, "first_offset": damage.first_offset, "length": damage.length}
-            row |= {"alignment": damage.alignment, "found": damage.found}
+            row |= {"kind": "unknown", "first_offset": 0, "length": wrong.numel()}
         self._fetcher.report.incident({**row, "rung": rung, "outcome": outcome})
 
 

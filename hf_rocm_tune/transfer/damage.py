@@ -26,32 +26,19 @@ _JOINED_GAP = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """A description of wrong bytes.
+    """A description of wrong bytes. A wrong byte may count as zero, poison, stale and a flip at once."""
 
-    Attributes:
-        nbytes: number of compared bytes.
-        wrong: number of wrong bytes.
-        first_offset: offset of the first wrong byte.
-        length: bytes of the first wrong run, which may contain runs of fewer than 64 right bytes.
-        alignment: the largest of 20 MiB, 2 MiB, 64 KiB, 4 KiB, 256, 64, 4, 1 bytes that divides the offset; for offset
-            0, that divides the length.
-        zeros, poison, stale, flips: number of wrong bytes that are 0, equal the destination's earlier fill, equal an
-            earlier transfer, or differ in one bit. A byte may count as several.
-        found: the first wrong bytes, in hexadecimal.
-        right: the bytes that should be there.
-    """
-
-    nbytes: int
-    wrong: int
-    first_offset: int
-    length: int
-    alignment: int
-    zeros: int
-    poison: int
-    stale: int
-    flips: int
-    found: str
-    right: str
+    nbytes: int  # that were compared
+    wrong: int  # of these
+    first_offset: int  # of the first wrong byte
+    length: int  # of the first wrong run, which may contain runs of fewer than 64 right bytes
+    alignment: int  # the largest of `ALIGNMENTS` that divides the offset; for offset 0, that divides the length
+    zeros: int  # wrong bytes that are 0
+    poison: int  # ... that equal the destination's earlier fill
+    stale: int  # ... that equal an earlier transfer
+    flips: int  # ... that differ in one bit
+    found: str  # the first wrong bytes, in hexadecimal
+    right: str  # the bytes that should be there
 
     @property
     def kind(self) -> str:
@@ -66,13 +53,14 @@ class Damage:
                 return kind
         return "mixed" if self.zeros + self.poison + self.stale > self.wrong // 2 else "other"
 
+    def for_report(self) -> dict[str, Any]:
+        """What an incident says of it."""
+        keys = ("kind", "first_offset", "length", "alignment", "found")
+        return {key: getattr(self, key) for key in keys}
+
 
 def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> Damage | None:
-    """Compare bytes.
-
-    Returns:
-        The damage; None if the bytes are equal.
-    """
+    """Compare bytes; None if they are equal."""
     assert found.numel() == right.numel(), "both sides have the same size"
     if torch.equal(found, right):
         return None
@@ -136,14 +124,8 @@ PIECE_WORDS = 1 << 20
 
 
 def pattern(number: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Words of a test pattern.
-
-    A bijective mixing of position and number (multiply, shift, multiply), without the top two bits, and odd: never
-    zero, and never NaN when read as float32.
-
-    Returns:
-        int32[count].
-    """
+    """Words of a test pattern, int32[count]: a bijective mixing of position and number (multiply, shift, multiply),
+    without the top two bits, and odd: never zero, and never NaN when read as float32."""
     index = torch.arange(start, start + count, dtype=torch.int64, device=device)
     mixed = ((index + 1) * 0x9E3779B1 + number * 0x85EBCA77) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
@@ -151,11 +133,7 @@ def pattern(number: int, start: int, count: int, device: torch.device) -> Tensor
 
 
 def fill_with_pattern(buffer: Tensor, number: int, *, keep: int = 0xFF) -> Tensor:
-    """Overwrite the bytes of a tensor with a pattern from its beginning, on its own device.
-
-    Returns:
-        `buffer`.
-    """
+    """Overwrite the bytes of a tensor with a pattern from its beginning, on its own device, and return it."""
     for start in range(0, buffer.numel(), 4 * PIECE_WORDS):
         piece = buffer[start : start + 4 * PIECE_WORDS]
         piece[:] = _bytes(number, start, piece, keep)
@@ -205,19 +183,16 @@ class FaultyCopies(Copies):
 
     def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
         """Copy, then corrupt the destination if this copy is selected."""
-        hit = self._where in what and destination.numel() > 0
-        if not (hit and self._kind == "drop"):
+        if self._where not in what or not destination.numel():
+            super().copy(destination, source, what=what, non_blocking=non_blocking)
+        elif self._kind != "drop":
             destination.copy_(source, non_blocking=non_blocking)
-        if not hit or self._kind == "drop":
-            return
-        wait_for(destination)  # the corrupted bytes must be written after the copy, whatever stream that used
-        data = as_bytes(destination.contiguous()).cpu().clone()
-        corrupted = self._corrupted(data)
-        destination.copy_(typed_view(corrupted, 0, destination.dtype, destination.shape))
-        wait_for(destination)
+            wait_for(destination)  # the corrupted bytes must be written after the copy, whatever stream that used
+            corrupted = self._corrupted(as_bytes(destination.contiguous()).cpu().clone())
+            destination.copy_(typed_view(corrupted, 0, destination.dtype, destination.shape))
+            wait_for(destination)
 
     def _corrupted(self, data: Tensor) -> Tensor:
-        """The wrong bytes."""
         corrupted, third = data.clone(), data.numel() // 3
         self._count += 1
         if self._kind == "zeros":

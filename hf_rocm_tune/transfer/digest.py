@@ -56,7 +56,7 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.software import missing_for_triton
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, gather
 from hf_rocm_tune.transfer.report import count_crossing
 
 BLOCK_WORDS = 1 << 16
@@ -121,8 +121,8 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
     Dtype and shape are not part of the digest.
     """
     if tensor.device.type == "cpu":
-        return digest_range(tensor, 0, byte_count(tensor), word_offset=word_offset)
-    return from_sums(digest_on_device(tensor, word_offset), byte_count(tensor))
+        return digest_range(tensor, 0, tensor.nbytes, word_offset=word_offset)
+    return from_sums(digest_on_device(tensor, word_offset), tensor.nbytes)
 
 
 def from_sums(sums: Tensor, nbytes: int) -> Digest:
@@ -135,27 +135,21 @@ def from_sums(sums: Tensor, nbytes: int) -> Digest:
 
 
 class TensorGroup:
-    """Tensors of one device that are digested as one, concatenated, each padded to whole words.
-
-    Args:
-        parts: uint8[n] each, contiguous; kept alive. Their memory must not move.
-
-    Attributes:
-        places: address and length in bytes of each part.
-    """
+    """Tensors of one device, uint8[n] each and contiguous, that are digested as one, concatenated, each padded to whole
+    words. They are kept alive, and their memory must not move."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts, self.device = parts, parts[0].device
-        self.nbytes = sum(map(byte_count, parts))
-        places = [number for part in parts for number in (part.data_ptr(), byte_count(part))]
-        self.places = (ctypes.c_uint64 * len(places))(*places)
+        self.nbytes = sum(part.nbytes for part in parts)
+        numbers = [number for part in parts for number in (part.data_ptr(), part.nbytes)]
+        self.places = (ctypes.c_uint64 * len(numbers))(*numbers)  # address and length in bytes of each part
 
     def on_host(self) -> Digest:
         """The digest of host tensors."""
         native = _chosen_on_host()[0]
         if isinstance(native, NativeSums):
             return Digest(*native.of_parts(self.places), self.nbytes)
-        starts = accumulate((-(-byte_count(part) // 4) for part in self.parts), initial=0)
+        starts = accumulate((-(-part.nbytes // 4) for part in self.parts), initial=0)
         return combine(digest(part, word_offset=start) for part, start in zip(self.parts, starts, strict=False))
 
     def padded(self) -> Iterator[Tensor]:
@@ -163,7 +157,7 @@ class TensorGroup:
         end = 0
         for part in self.parts:
             yield part
-            end += byte_count(part)
+            end += part.nbytes
             if end % 4:
                 yield part.new_zeros(-end % 4)
                 end += -end % 4
@@ -172,12 +166,9 @@ class TensorGroup:
 
 
 class QueuedDigests:
-    """Digests of tensors, queued on the current streams of their devices without a wait.
+    """Digests of tensors or `TensorGroup`s, queued on the current streams of their devices without a wait.
 
-    Host tensors are digested at once. The digests of a device are copied back together.
-
-    Args:
-        tensors: as for `digest`, or `TensorGroup`s. They need not be kept.
+    Host tensors are digested at once. The digests of a device are copied back together. The tensors need not be kept.
     """
 
     def __init__(self, tensors: Sequence[Tensor | TensorGroup]) -> None:
@@ -217,16 +208,14 @@ def _add_on_device(items: Sequence[Tensor | TensorGroup], sums: Tensor) -> None:
     """Add each digest to its row. Tensor groups are packed first, up to `GROUP_BYTES` in one operation."""
     add = _chosen(sums.device)[0]
     batch: list[tuple[Tensor, TensorGroup]] = []
-    room = GROUP_BYTES
     for row, item in zip(sums, items, strict=True):
-        if isinstance(item, TensorGroup) and len(item.parts) > 1:
-            if item.nbytes > room:
-                _add_groups(batch, add)
-                batch, room = [], GROUP_BYTES
-            batch.append((row, item))
-            room -= item.nbytes
-        else:
+        if not isinstance(item, TensorGroup) or len(item.parts) == 1:
             add(_flat(item.parts[0] if isinstance(item, TensorGroup) else item), 0, row)
+            continue
+        if sum(each.nbytes for _, each in batch) + item.nbytes > GROUP_BYTES:
+            _add_groups(batch, add)
+            batch = []
+        batch.append((row, item))
     _add_groups(batch, add)
 
 
@@ -275,7 +264,7 @@ def _add_groups(batch: Sequence[tuple[Tensor, TensorGroup]], add: Sums) -> None:
     packed = torch.cat([piece.view(word) for piece in flat]).view(torch.uint8)
     begin = 0
     for (row, _), each in zip(batch, pieces, strict=True):
-        end = begin + sum(map(byte_count, each))
+        end = begin + sum(part.nbytes for part in each)
         add(packed[begin:end], 0, row)
         begin = end
 
@@ -289,11 +278,8 @@ def digest_range(
 ) -> Digest:
     """Digest the logical bytes [start, stop) of a host tensor and copy them, in one pass if it is contiguous.
 
-    Args:
-        tensor: on the host, any dense dtype, shape and strides.
-        start, stop: multiples of the element size when the tensor is not contiguous.
-        word_offset: as for `digest`.
-        copy_to: uint8[stop - start] on the host, aligned for the dtype; None for no copy.
+    ``start`` and ``stop`` are multiples of the element size when it is not. ``copy_to``: uint8[stop - start] on the
+    host, aligned for the dtype; None for no copy.
     """
     if tensor.is_contiguous():
         sums = _chosen_on_host()[0]
@@ -394,8 +380,7 @@ class DigestMethod:
 def digest_on_device(tensor: Tensor, word_offset: int = 0) -> Tensor:
     """Digest on the tensor's own device and current stream, without a wait, except once to choose the method.
 
-    Returns:
-        int64[2] on the tensor's device: ``s1`` and ``s2`` as two's complement.
+    Returns ``s1`` and ``s2`` as two's complement, int64[2] on the tensor's device.
     """
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     _chosen(tensor.device)[0](_flat(tensor), word_offset, sums)
@@ -539,18 +524,18 @@ def _chosen_on_host() -> tuple[HostSums, DigestMethod]:
     if native is None:
         return plain_sums, DigestMethod(name="torch", reason=reason)
     # Covers every word of a block, a start inside a block, its end, a tail, an odd address, a copy by several threads.
-    data = place_weights(torch.device("cpu")).view(torch.uint8)
+    data, other = place_weights(torch.device("cpu")).view(torch.uint8), f"other sums than plain torch when {reason}"
     large = data.repeat(1 + 2 * BYTES_A_THREAD // data.numel())
     for piece, index in ((data[:-5], 0), (data[3:4002], 2 * BLOCK_WORDS - 99), (large, 7)):
         copy = ~piece
         expected = plain_sums(piece, index)
         if not (expected == native(piece, index, None) == native(piece, index, copy) and torch.equal(copy, piece)):
-            return plain_sums, DigestMethod(name="torch", reason=f"other sums than plain torch when {reason}")
+            return plain_sums, DigestMethod(name="torch", reason=other)
     parts = (data[:-5], data[3:4002], data[:9])
     starts = (0, BLOCK_WORDS * 2 - 1, BLOCK_WORDS * 2 + 999)
     expected = tuple(sum(each) & _M64 for each in zip(*map(plain_sums, parts, starts), strict=True))
     if native.of_parts(TensorGroup(parts).places) != expected:
-        return plain_sums, DigestMethod(name="torch", reason=f"other sums than plain torch when {reason}")
+        return plain_sums, DigestMethod(name="torch", reason=other)
     return native, DigestMethod(name="native", reason=reason)
 
 

@@ -102,16 +102,11 @@ def digest_kernel(  # type: ignore[no-untyped-def]
     BY_BYTES: tl.constexpr,
     SKEWED: tl.constexpr,
 ):
-    """Add ``s1`` and ``s2`` of `nbytes` bytes at `data` to ``sums``.
+    """Add ``s1`` and ``s2`` of `nbytes` bytes at `data` to ``sums``, int64[2].
 
-    Args:
-        data: uint8 pointer. If it is a multiple of 16, the loads are 128 bits wide.
-        sums: int64[2], zeroed by the caller.
-        first_block, skew: quotient and remainder of the index of the first word by 2^16.
-        per_program: blocks that each program visits.
-        TILE: word positions of a block per program. Grid: (tiles in a block, groups of `per_program` blocks).
-        BY_BYTES: the data does not start on a multiple of 4.
-        SKEWED: `skew` is not 0, so that the last positions of a block belong to the definition's next block.
+    A `data` pointer that is a multiple of 16 is read in loads of 128 bits; `BY_BYTES`: it is no multiple of 4.
+    `first_block` and `skew` are quotient and remainder of the index of the first word by 2^16; `SKEWED`: the last
+    positions of a block belong to the definition's next one. Grid: (tiles in a block, groups of `per_program` blocks).
     """
     # The interpreter gives small integers 32 bits, whatever the annotation says.
     nbytes, first_block = nbytes.to(tl.int64), first_block.to(tl.int64)
@@ -151,13 +146,8 @@ def digest_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_sums(flat: Tensor, word_offset: int, sums: Tensor) -> None:
-    """Launch the kernel on the tensor's device and its current stream, without a wait.
-
-    Args:
-        flat: uint8[n], contiguous, at any address.
-        word_offset: index of the first word, 0 or more.
-        sums: int64[2] on the tensor's device, to which ``s1`` and ``s2`` are added as two's complement.
-    """
+    """Add ``s1`` and ``s2`` of contiguous uint8[n] at a word offset to ``sums``, int64[2], as two's complement, on the
+    tensor's device and its current stream, without a wait."""
     if not flat.numel():
         return
     words = triton.cdiv(flat.numel(), 4)

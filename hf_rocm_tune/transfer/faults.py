@@ -14,13 +14,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from hf_rocm_tune.machine.variables import read_spec
 from hf_rocm_tune.transfer.backend import Backend, Label, Part, PendingDigest, Ticket
-from hf_rocm_tune.transfer.digest import Digest
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, STAGES
 
 VARIABLE = "HF_ROCM_TUNE_FAULT"
@@ -76,13 +76,8 @@ class _Plan:
     hit_attempts: set[int] = field(default_factory=set)
 
 
-@dataclass
-class _Later:
-    """Bytes to write into device memory later."""
-
-    target: Tensor
-    value: Tensor
-    label: Label
+Later = tuple[Tensor, Tensor, Label]
+"""Device memory, and bytes to write into it later."""
 
 
 class FaultyBackend:
@@ -104,8 +99,8 @@ class FaultyBackend:
         self._seen: Counter[tuple[str, str]] = Counter()
         self._plans: OrderedDict[tuple[int, str], _Plan | None] = OrderedDict()
         self._earlier: dict[int, list[Tensor]] = {}
-        self._late: list[_Later] = []
-        self._after: list[_Later] = []
+        self._late: list[Later] = []
+        self._after: list[Later] = []
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
         with self._lock:
@@ -135,28 +130,27 @@ class FaultyBackend:
         pending = self.inner.digest(target, word_offset)
         if self.spec.kind != "after":
             return pending
+        verdict, storage = pending.result(), target.untyped_storage().data_ptr()
         with self._lock:
-            mine = [later for later in self._after if _same_storage(later.target, target)]
-            self._after = [later for later in self._after if not _same_storage(later.target, target)]
-        return _CorruptedAfterDigest(self, pending, mine)
+            mine = [later for later in self._after if later[0].untyped_storage().data_ptr() == storage]
+            self._after = [later for later in self._after if later[0].untyped_storage().data_ptr() != storage]
+        self._write(mine)
+        return SimpleNamespace(result=lambda: verdict)
 
     def close(self) -> None:
-        with self._lock:
-            self._late.clear()
-            self._after.clear()
+        self._late, self._after = [], []
         self.inner.close()
 
-    def write_late(self, laters: list[_Later]) -> None:
-        """Write bytes that the verification must not see; called just after it."""
-        for later in laters:
-            self.inner.copy(later.target, later.value, later.label, blocking=True)
+    def _write(self, laters: list[Later]) -> None:
+        for target, value, label in laters:
+            self.inner.copy(target, value, label, blocking=True)
 
     def _land_late_copies(self, before: Label | None = None) -> None:
         """Write all late copies, except those of the attempt to which `before` belongs: it is not digested yet."""
         sending = (before.transfer, before.attempt) if before else None
-        late = [later for later in self._late if (later.label.transfer, later.label.attempt) != sending]
-        self._late = [later for later in self._late if (later.label.transfer, later.label.attempt) == sending]
-        self.write_late(late)
+        late = [later for later in self._late if (later[2].transfer, later[2].attempt) != sending]
+        self._late = [later for later in self._late if (later[2].transfer, later[2].attempt) == sending]
+        self._write(late)
 
     def _corrupt(self, target: Tensor, source: Tensor, label: Label) -> Tensor | None:
         """The bytes to send instead of `source`, or None if this copy gets no fault."""
@@ -205,33 +199,35 @@ class FaultyBackend:
             self.injected += 1
 
     def _wrong_bytes(self, plan: _Plan, part: Part, right: Tensor, target: Tensor, label: Label) -> Tensor | None:
-        kind = self.spec.kind
-        anchor = plan.anchor - part.offset
+        kind, wrong, anchor = self.spec.kind, right.clone(), plan.anchor - part.offset
         if kind == "zero":
-            return torch.zeros_like(right)
+            return wrong.zero_()
         if kind == "zero_range":
-            wrong = right.clone()
             wrong[max(anchor, 0) : max(anchor + plan.length, 0)] = 0
             return wrong
         if kind == "stale":
             return self._recall(right)
         if kind in ("drop", "late"):
-            wrong = self.inner.read_back(target)
-            if kind == "late" and not torch.equal(wrong, right):
-                self._late.append(_Later(target, right.clone(), label))
+            there = self.inner.read_back(target)
+            if kind == "late" and not torch.equal(there, right):
+                self._late.append((target, wrong, label))
+            return there
+        if kind == "stride":  # the anchor may lie before these bytes
+            stride = _STRIDES[plan.anchor % 3]
+            wrong[anchor if anchor >= 0 else anchor % stride :: stride] ^= 1 << plan.length % 8
             return wrong
-        if kind == "stride":
-            return _with_bits_at_a_stride(right, anchor, _STRIDES[plan.anchor % 3], 1 << plan.length % 8)
         if not 0 <= anchor < right.numel():
             return None
-        if kind == "bits":
-            return _with_several_bits(right, anchor // 4 * 4, plan.rng)
         if kind == "swap":
             return _with_two_words_swapped(right, anchor)
-        wrong = right.clone()
-        wrong[anchor] = int(wrong[anchor]) ^ (1 << plan.rng.randrange(8))
+        if kind == "bits":
+            word = anchor // 4 * 4
+            for bit in plan.rng.sample(range(8 * min(8, right.numel() - word)), plan.rng.randint(2, 6)):
+                wrong[word + bit // 8] ^= 1 << bit % 8
+            return wrong
+        wrong[anchor] ^= 1 << plan.rng.randrange(8)
         if kind == "after":
-            self._after.append(_Later(target, wrong, label))
+            self._after.append((target, wrong, label))
             self._count(plan, label.attempt)  # now: the next transfer may be planned before this one's verdict
             return None
         return wrong
@@ -252,36 +248,6 @@ class FaultyBackend:
             if not torch.equal(wrong, right):
                 return wrong
         return None
-
-
-class _CorruptedAfterDigest:
-    def __init__(self, backend: FaultyBackend, pending: PendingDigest, laters: list[_Later]) -> None:
-        self._backend, self._pending, self._laters = backend, pending, laters
-
-    def result(self) -> Digest:
-        verdict = self._pending.result()
-        laters, self._laters = self._laters, []
-        self._backend.write_late(laters)
-        return verdict
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _with_several_bits(right: Tensor, word: int, rng: random.Random) -> Tensor:
-    wrong = right.clone()
-    room = min(8, right.numel() - word)
-    for bit in rng.sample(range(8 * room), rng.randint(2, 6)):
-        wrong[word + bit // 8] ^= 1 << bit % 8
-    return wrong
-
-
-def _with_bits_at_a_stride(right: Tensor, anchor: int, stride: int, bit: int) -> Tensor:
-    """One bit of each ``stride``-th byte from the anchor on, which may lie before these bytes."""
-    wrong = right.clone()
-    wrong[anchor if anchor >= 0 else anchor % stride :: stride] ^= bit
-    return wrong
 
 
 def _with_two_words_swapped(right: Tensor, anchor: int) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, SourceChangedError
 from hf_rocm_tune.transfer.backend import Backend
-from hf_rocm_tune.transfer.copies import DIRECT, Route, Segment, Sender, Transfer, TransferSettings
+from hf_rocm_tune.transfer.copies import DIRECT, Route, Segment, Sender, Transfer, TransferSettings, pageable
 from hf_rocm_tune.transfer.damage import ALIGNMENTS, POISON, Damage, examine
-from hf_rocm_tune.transfer.raw_bytes import gather, ordinary
+from hf_rocm_tune.transfer.raw_bytes import gather
 from hf_rocm_tune.transfer.report import TransferReport
 
 RUNGS = (
@@ -29,6 +29,7 @@ RUNGS = (
 
 Findings = list[tuple[Segment, Damage]]
 
+_KEPT_AFTER = 3  # recoveries by the same route after which it is used from the start
 _REMEMBERED_BYTES = 64 << 10
 _LATE = Damage(
     nbytes=0, wrong=0, first_offset=0, length=0, alignment=ALIGNMENTS[0],
@@ -36,35 +37,20 @@ _LATE = Damage(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A likely cause with its public source."""
-
-    kinds: tuple[str, ...]
-    text: str
-    source: str
-    least_alignment: int = 1
-
-
+# Causes of wrong host-to-device transfers, by the kinds of damage for which each has been reported, the least alignment
+# of its offset, the cause and its public source.
 CAUSES = (
-    Cause(
-        ("zeros",),
-        "virtual-memory mapping (expandable_segments or a stream-ordered allocator): whole segments read as zeros",
-        "ROCm/ROCm#6603, rocm-systems#10943",
-        least_alignment=4 << 10,
-    ),
-    Cause(("zeros", "poison", "late"), "fresh mapping visible late, stores lost", "rocm-systems#11693"),
-    Cause(("zeros",), "page-locked memory allocated and freed by many processes at once", "rocm-systems#5815"),
-    Cause(("stale",), "staging memory rewritten before its copy had ended", "pytorch/tutorials#3261"),
-    Cause(("stale", "late", "mixed", "other"), "memory used on another stream without a wait", "ComfyUI#10501"),
-    Cause(("mixed", "other"), "kernel and driver mix that is not supported", "ROCm/ROCm#6123"),
-    Cause(
-        ("bit_flip", "other"),
-        "marginal hardware: overclocking, undervolting, riser; GDDR6 has no ECC",
-        "rocm-libraries#12344",
-    ),
-)
-"""Causes of wrong host-to-device transfers, by the kind of damage for which each has been reported."""
+    (("zeros",), 4 << 10,
+     "virtual-memory mapping (expandable_segments or a stream-ordered allocator): whole segments read as zeros",
+     "ROCm/ROCm#6603, rocm-systems#10943"),
+    (("zeros", "poison", "late"), 1, "fresh mapping visible late, stores lost", "rocm-systems#11693"),
+    (("zeros",), 1, "page-locked memory allocated and freed by many processes at once", "rocm-systems#5815"),
+    (("stale",), 1, "staging memory rewritten before its copy had ended", "pytorch/tutorials#3261"),
+    (("stale", "late", "mixed", "other"), 1, "memory used on another stream without a wait", "ComfyUI#10501"),
+    (("mixed", "other"), 1, "kernel and driver mix that is not supported", "ROCm/ROCm#6123"),
+    (("bit_flip", "other"), 1, "marginal hardware: overclocking, undervolting, riser; GDDR6 has no ECC",
+     "rocm-libraries#12344"),
+)  # fmt: skip
 
 
 def likely_causes(damage: Damage, device_type: str) -> list[str]:
@@ -72,23 +58,18 @@ def likely_causes(damage: Damage, device_type: str) -> list[str]:
     if device_type == "cpu":
         return ["marginal hardware (rocm-libraries#12344)"]
     return [
-        f"{row.text} ({row.source})"
-        for row in CAUSES
-        if damage.kind in row.kinds and (not damage.first_offset or damage.alignment >= row.least_alignment)
+        f"{text} ({source})"
+        for kinds, alignment, text, source in CAUSES
+        if damage.kind in kinds and (not damage.first_offset or damage.alignment >= alignment)
     ]
 
 
 class Ladder:
-    """Recovers transfers in place, and keeps a route that repeatedly worked.
-
-    Attributes:
-        route: the route of first attempts.
-        step: number of the training step, for incidents.
-    """
+    """Recovers transfers in place, and keeps a route that repeatedly worked: ``route``, that of first attempts."""
 
     def __init__(self, backend: Backend, sender: Sender, settings: TransferSettings, report: TransferReport) -> None:
         self.route = DIRECT
-        self.step: int | None = None
+        self.step: int | None = None  # of training, for incidents
         self._recent: deque[Tensor] = deque(maxlen=32)
         self._backend, self._sender, self._settings, self._report = backend, sender, settings, report
         self._helped: Counter[str] = Counter()
@@ -134,7 +115,7 @@ class Ladder:
         self._report.add(transfer.stage, recovered=len(findings))
         with self._lock:
             self._helped[route.name] += 1
-            if self._helped[route.name] >= self._settings.keep_route_after and route.name != RUNGS[0].name:
+            if self._helped[route.name] >= _KEPT_AFTER and route.name != RUNGS[0].name:
                 self.route = route
 
     def _fail(self, transfer: Transfer, findings: Findings, rung: str, outcome: str, why: str) -> None:
@@ -150,21 +131,13 @@ class Ladder:
         )
 
     def _row(self, transfer: Transfer, segment: Segment, found: Damage, rung: str, outcome: str) -> dict[str, Any]:
-        return {
-            **self._where(transfer, segment),
-            "kind": found.kind,
-            "first_offset": found.first_offset,
-            "length": found.length,
-            "alignment": found.alignment,
-            "found": found.found,
-            "causes": likely_causes(found, self._backend.device.type),
-            "rung": rung,
-            "outcome": outcome,
-        }
+        causes = likely_causes(found, self._backend.device.type)
+        end = {"causes": causes, "rung": rung, "outcome": outcome}
+        return {**self._where(transfer, segment), **found.for_report(), **end}
 
     def _where(self, transfer: Transfer, segment: Segment) -> dict[str, Any]:
-        place: dict[str, Any] = {"step": self.step, "stage": transfer.stage, "tensor": segment.name}
-        return {**place, "source": segment.file} if segment.file else place
+        row: dict[str, Any] = {"step": self.step, "stage": transfer.stage, "tensor": segment.name}
+        return {**row, "source": segment.file} if segment.file else row
 
     # ---- examining ------------------------------------------------------------------------------------------
 
@@ -174,9 +147,7 @@ class Ladder:
         if source is None:
             return  # its sources are kept
         if transfer.nbytes <= _REMEMBERED_BYTES and source is not transfer.segments[0].source:
-            heads = [
-                source[each.offset : each.offset + each.nbytes] for each in transfer.segments
-            ]  # the source is a pack
+            heads = [source[each.offset : each.end] for each in transfer.segments]  # the source is a pack
         else:
             heads = [_head(segment) for segment in transfer.segments if segment.nbytes]
         with self._lock:
@@ -186,13 +157,13 @@ class Ladder:
         """The tensors that are wrong in device memory. Never empty: if all are right now, the bytes arrived late."""
         wrong = []
         for segment in transfer.segments:
-            place = buffer[segment.offset : segment.offset + segment.nbytes]
-            if segment.nbytes and self._backend.digest(place, segment.offset // 4).result() != segment.digest:
-                wrong.append((segment, self._difference(transfer, segment, place)))
+            here = buffer[segment.offset : segment.end]
+            if segment.nbytes and self._backend.digest(here, segment.offset // 4).result() != segment.digest:
+                wrong.append((segment, self._difference(transfer, segment, here)))
         return wrong or [(transfer.segments[0], _LATE)]
 
-    def _difference(self, transfer: Transfer, segment: Segment, place: Tensor) -> Damage:
-        found = self._backend.read_back(place)
+    def _difference(self, transfer: Transfer, segment: Segment, here: Tensor) -> Damage:
+        found = self._backend.read_back(here)
         expected = torch.empty_like(found)
         gather(segment.source, 0, segment.nbytes, expected)
         damage = examine(found, expected) or _LATE
@@ -207,8 +178,6 @@ class Ladder:
 
 
 def _head(segment: Segment) -> Tensor:
-    end = min(segment.nbytes, _REMEMBERED_BYTES)
-    with ordinary():
-        head = torch.empty(end, dtype=torch.uint8)
-    gather(segment.source, 0, end, head)
+    head = pageable(min(segment.nbytes, _REMEMBERED_BYTES))
+    gather(segment.source, 0, head.numel(), head)
     return head

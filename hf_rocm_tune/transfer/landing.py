@@ -24,30 +24,19 @@ ADVICE = "The same command continues from the newest checkpoint; if it happens a
 
 @dataclass(frozen=True)
 class Content:
-    """What can be sent into a landing.
+    """What can be sent into a landing."""
 
-    Attributes:
-        name: for incidents.
-        segments: in order of their offsets, with their digests there; together at most the landing's bytes.
-        digest: of all bytes, with zeros in the gaps.
-    """
-
-    name: str
-    segments: list[Segment]
-    digest: Digest
+    name: str  # for incidents
+    segments: list[Segment]  # in order of their offsets, with their digests there; at most the landing's bytes
+    digest: Digest  # of all bytes, with zeros in the gaps
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory."""
         return self.segments[-1].end
 
 
 class Landing:
-    """One piece of device memory. `send` and `settle` alternate; each may be called from any thread.
-
-    Attributes:
-        memory: uint8[nbytes] on the device, allocated once.
-    """
+    """One piece of device memory. `send` and `settle` alternate; each may be called from any thread."""
 
     def __init__(
         self,
@@ -60,7 +49,7 @@ class Landing:
     ) -> None:
         self._backend, self._sender, self._ladder, self._report = backend, sender, ladder, report
         self._number_transfer = number_transfer
-        self.memory = backend.allocate(nbytes, long_lived=True)
+        self.memory = backend.allocate(nbytes, long_lived=True)  # uint8[nbytes], once
         self._holds: Content | None = None  # verified
         self._leaving: tuple[Content, PendingDigest] | None = None
         self._pending: tuple[Content, Transfer, PendingDigest | None] | None = None
@@ -70,12 +59,8 @@ class Landing:
         return self._backend.mark()
 
     def send(self, content: Content, after: Any) -> None:
-        """Queue a content's transfer, and the last check of what it replaces.
-
-        Args:
-            content: what is sent.
-            after: a `mark`: nothing is overwritten before it.
-        """
+        """Queue a content's transfer, and the last check of what it replaces; nothing is overwritten before the mark
+        ``after``."""
         number, verify, _ = self._number_transfer(STAGE)
         transfer = Transfer(number, STAGE, content.segments, None, verify=verify, pieces=[content.digest])
         memory = self.memory[: content.nbytes]
@@ -89,9 +74,8 @@ class Landing:
     def settle(self) -> None:
         """Wait until what was sent is verified; afterwards the caller's compute stream may read it.
 
-        Raises:
-            CorruptionError: it could not be transferred correctly.
-            MemoryFaultError: it changed in host memory and no file has it, or what it replaced changed on the device.
+        Raises `CorruptionError`: it could not be transferred correctly; `MemoryFaultError`: it changed in host memory
+        and no file has it, or what it replaced changed on the device.
         """
         if self._pending is None:
             return
@@ -108,14 +92,8 @@ class Landing:
         assert transfer.ticket is not None
         self._backend.hand_out(self.memory, transfer.ticket)
         self._holds = content if transfer.verify else None
-        self._report.add(
-            STAGE,
-            tensors=len(content.segments),
-            bytes=(nbytes := sum(each.nbytes for each in content.segments)),
-            verified_bytes=nbytes if transfer.verify else 0,
-            transfer_seconds=transfer.transfer_seconds,
-            verify_seconds=time.perf_counter() - begun,
-        )
+        transfer.verify_seconds += time.perf_counter() - begun
+        transfer.count(self._report)
 
     @property
     def has_arrived(self) -> bool:
@@ -124,11 +102,7 @@ class Landing:
         return ticket is None or ticket.done()
 
     def check(self) -> None:
-        """Compare what it holds with what arrived; waits.
-
-        Raises:
-            MemoryFaultError: it has changed.
-        """
+        """Compare what it holds with what arrived; waits. Raises `MemoryFaultError` if it has changed."""
         if self._holds is not None:
             self._backend.follow(self._backend.mark())
             self._require(self._holds, self._backend.digest(self.memory[: self._holds.nbytes]))

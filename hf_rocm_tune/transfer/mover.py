@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +27,9 @@ from hf_rocm_tune.transfer.ladder import Ladder
 from hf_rocm_tune.transfer.landing import Landing
 from hf_rocm_tune.transfer.raw_bytes import (
     as_bytes,
-    check_plain,
-    is_plain,
     map_tensors,
     named_tensors,
+    not_plain,
     ordinary,
     storage_bytes,
     tree_tensors,
@@ -37,24 +37,19 @@ from hf_rocm_tune.transfer.raw_bytes import (
 )
 from hf_rocm_tune.transfer.report import TransferReport
 
+SAMPLE_EVERY = 16
+"""Of ``verify="sample"``: every 16th transfer of a stage."""
 STREAMED = "streamed: equal to its source on each arrival"
 
 
 @dataclass
 class Entry:
-    """Provenance of one storage.
+    """Provenance of one storage."""
 
-    Attributes:
-        provenance: ``transferred`` (and verified), ``derived`` (computed from verified tensors), ``unverified``.
-        reason: why it counts as derived or unverified.
-        transfer: of a batch, for its sources and verdict; None for weights, whose host source is not kept.
-        digest: of all bytes of the storage, as they arrived or were computed; None for batches.
-    """
-
-    provenance: str
-    reason: str | None = None
-    transfer: Transfer | None = None
-    digest: Digest | QueuedDigests | None = None
+    provenance: str  # ``transferred`` (and verified), ``derived`` (computed from verified tensors), ``unverified``
+    reason: str | None = None  # why it counts as derived or unverified
+    transfer: Transfer | None = None  # of a batch, for its sources and verdict; None for weights
+    digest: Digest | QueuedDigests | None = None  # of all bytes of the storage; None for batches
 
     def known_digest(self) -> Digest | None:
         """The digest; waits for one that is still queued."""
@@ -163,6 +158,7 @@ class Mover:
         name: str,
         stage: str = "weights",
         source: str | None = None,
+        dtype: torch.dtype | None = None,
         transient: bool = False,
     ) -> Tensor:
         """Send one host tensor and wait until it is verified.
@@ -172,10 +168,11 @@ class Mover:
             name: for incidents, for example the parameter's name.
             stage: ``weights``, ``batches``, ``adapter`` or ``optimizer``.
             source: the file it came from, for incidents.
+            dtype: to cast it to, on the device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit.
             transient: a short-lived tensor, whose memory is allocated without a wait for the caller's stream.
 
         Returns:
-            A new tensor on the device, same dtype and shape, contiguous, without gradient history, that owns its
+            A new tensor on the device, of the same shape, contiguous, without gradient history, that owns its
             storage.
         """
         self._check_host(tensor, name)
@@ -190,7 +187,35 @@ class Mover:
         self._registry.put(moved, Entry("transferred", digest=arrived) if transfer.verify else self._not_verified())
         if source is not None and transfer.verify:
             self.read_from(source, name, arrived)
-        return moved
+        return moved if dtype in (None, tensor.dtype) else self._cast(moved, tensor, dtype, name, stage)
+
+    def _cast(self, moved: Tensor, source: Tensor, dtype: torch.dtype | None, name: str, stage: str) -> Tensor:
+        """The cast of a tensor that has arrived: a faulty kernel (pytorch#16448 gave zeros) runs after its digest."""
+        assert dtype is not None
+        cast, reason = cast_on_device(moved, dtype), "cast on the device, not compared"
+        if self.settings.verify == "full":
+            reason = "cast on the device, a sample compared with the CPU's cast"
+            expected = _sample(source).to(dtype)
+            right = _same(_sample(cast), expected)
+            self.report.count("casts", checked=1, mismatches=int(not right))
+            if not right:
+                cast = cast_on_device(moved, dtype)
+                recovered = _same(_sample(cast), expected)
+                row = {"stage": stage, "tensor": name, "kind": "wrong cast"}
+                self.report.incident({**row, "outcome": "recovered" if recovered else "stopped"})
+                if not recovered:
+                    pair = f"{moved.dtype} to {dtype}".replace("torch.", "")
+                    raise CorruptionError(
+                        f"{stage} tensor '{name}': {self.device} cast {pair} wrongly, twice, though its bytes arrived "
+                        "intact: a fault of arithmetic, not of a transfer. It was not used; run hf-rocm-tune doctor "
+                        "--full"
+                    )
+                self.report.count("casts", recovered=1)
+        if self.was_verified(moved):
+            self.mark_derived(cast, reason)
+        else:
+            self.mark_unverified(cast, self.reason(moved) or reason)
+        return cast
 
     def read_from(self, file: str, name: str, digest: Digest) -> None:
         """Record the digest of a tensor that was read from a file, for the comparison with the file's SHA-256."""
@@ -200,12 +225,10 @@ class Mover:
         """Whether `move_to` moves tensors to this device."""
         return device.type == self.device.type and (device.index or 0) == (self.device.index or 0)
 
-    def move_to(
-        self, device: torch.device, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None
-    ) -> Tensor:
+    def move_to(self, device: torch.device, tensor: Tensor, *, name: str, **more: Any) -> Tensor:
         """As `move`, to a given device, which a mover of several devices needs."""
         assert self.serves(device), "the caller has checked that"
-        return self.move(tensor, name=name, stage=stage, source=source)
+        return self.move(tensor, name=name, **more)
 
     def fetched(self, tensor: Tensor, *, name: str, stage: str) -> AbstractContextManager[Fetched]:
         """The bytes of a device tensor on the host, verified, within the block; see `copies.Fetcher`."""
@@ -240,10 +263,7 @@ class Mover:
             on the device, or moved already, and other objects are returned as they are.
         """
         self._check_open()
-        given: dict[int, tuple[str, Tensor]] = {}
-        for name, tensor in named_tensors(tree):
-            if not self._is_here(tensor):
-                given.setdefault(id(tensor), (name, tensor))
+        given = {id(tensor): (name, tensor) for name, tensor in named_tensors(tree) if not self._is_here(tensor)}
         if not given:
             return map_tensors(tree, lambda tensor: tensor)
         tensors = [tensor for _, tensor in given.values()]
@@ -262,13 +282,8 @@ class Mover:
         self._sender.send(transfer, buffer[: transfer.nbytes], self._ladder.route, attempt=0)
         # The pack may have changed since it was made; the digest of what was sent shows it.
         self._require_equal(packed, source, transfer.expected if transfer.verify else None)
-        with ordinary():
-            arrived = {
-                id(tensor): typed_view(buffer, known.offset, known.dtype, known.shape)
-                for tensor, known in zip(tensors, packed.tensors, strict=True)
-            }
         self._registry.put(buffer, Entry("unverified", "its verification is still pending", transfer))
-        return map_tensors(tree, lambda tensor: arrived.get(id(tensor), tensor))
+        return _replaced(tree, given, buffer, packed)
 
     def pack(self, tree: Any) -> Any:
         """Copy the host tensors of a nested batch into one memory, for `begin`: the originals may then be written to.
@@ -276,20 +291,16 @@ class Mover:
         The copies are compared with the originals unless ``verify`` is ``off``. Tensors on the device, and those
         without plain bytes, are returned as they are.
         """
-        given: dict[int, tuple[str, Tensor]] = {}
-        for name, tensor in named_tensors(tree):
-            if tensor.device.type == "cpu" and is_plain(tensor) and not self._is_here(tensor):
-                given.setdefault(id(tensor), (name, tensor))
+        given = {
+            id(tensor): (name, tensor)
+            for name, tensor in named_tensors(tree)
+            if tensor.device.type == "cpu" and not not_plain(tensor) and not self._is_here(tensor)
+        }
         if not given:
             return map_tensors(tree, lambda tensor: tensor)
         memory, packed = pack(list(given.values()), verified=self.settings.verify != "off")
         self._packs.put(memory, packed)
-        with ordinary():
-            copies = {
-                key: typed_view(memory, known.offset, known.dtype, known.shape)
-                for key, known in zip(given, packed.tensors, strict=True)
-            }
-        return map_tensors(tree, lambda tensor: copies.get(id(tensor), tensor))
+        return _replaced(tree, given, memory, packed)
 
     def require_unchanged(self, tree: Any) -> None:
         """Check that packed host tensors have not changed; other tensors are ignored."""
@@ -331,10 +342,7 @@ class Mover:
                 if transfer.failure is not None:
                     raise transfer.failure
                 if not transfer.settled:
-                    with ordinary():
-                        everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                        everything.set_(tensor.untyped_storage(), 0, (transfer.nbytes,), (1,))
-                    self._finish(transfer, everything)
+                    self._finish(transfer, storage_bytes(tensor)[: transfer.nbytes])
                     known = Entry("transferred") if transfer.verify else self._not_verified()
                     entry.provenance, entry.reason = known.provenance, known.reason
 
@@ -350,15 +358,7 @@ class Mover:
             raise
         transfer.settled = True
         transfer.verify_seconds += time.perf_counter() - begun
-        nbytes = sum(segment.nbytes for segment in transfer.segments)
-        self.report.add(
-            transfer.stage,
-            tensors=len(transfer.segments),
-            bytes=nbytes,
-            verified_bytes=nbytes if transfer.verify else 0,
-            transfer_seconds=transfer.transfer_seconds,
-            verify_seconds=transfer.verify_seconds,
-        )
+        transfer.count(self.report)
 
     def _judge(self, transfer: Transfer, buffer: Tensor) -> None:
         if not transfer.verify or not transfer.nbytes:
@@ -378,7 +378,7 @@ class Mover:
         with self._lock:
             number, earlier = next(self._numbers), self._sent[stage]
             self._sent[stage] += 1
-        sampled = self.settings.verify == "sample" and earlier % self.settings.sample_every == 0
+        sampled = self.settings.verify == "sample" and earlier % SAMPLE_EVERY == 0
         return number, self.settings.verify == "full" or sampled, self.step
 
     def _not_verified(self) -> Entry:
@@ -401,7 +401,8 @@ class Mover:
         return tensor.device == self.device
 
     def _check_host(self, tensor: Tensor, name: str) -> None:
-        check_plain(tensor, name)
+        if why := not_plain(tensor):
+            raise UsageError(f"tensor '{name}' {why}")
         if tensor.device.type != "cpu":
             raise UsageError(f"tensor '{name}' is on {tensor.device}; only host tensors are moved to {self.device}")
 
@@ -483,11 +484,8 @@ class Mover:
     def inject(self, tensor: Tensor, *, name: str, stage: str, number: int, attempt: int) -> None:
         """Inject the faults that were asked for, if any, into a contiguous tensor that this mover did not send.
 
-        Args:
-            tensor: on the device; corrupted in place.
-            name, stage: matched by the fault specification.
-            number: the caller's own count; attempts with the same number belong together.
-            attempt: from 0.
+        ``name`` and ``stage`` are matched by the fault specification; attempts (from 0) with the same ``number``, the
+        caller's own count, belong together.
         """
         if self._faulty is not None:
             data = as_bytes(tensor.detach())
@@ -514,6 +512,41 @@ class Mover:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _replaced(tree: Any, given: Iterable[int], memory: Tensor, packed: Pack) -> Any:
+    """The structure with views of ``memory`` in place of the tensors whose ids are ``given``, those of the pack."""
+    with ordinary():
+        views = {
+            key: typed_view(memory, known.offset, known.dtype, known.shape)
+            for key, known in zip(given, packed.tensors, strict=True)
+        }
+    return map_tensors(tree, lambda tensor: views.get(id(tensor), tensor))
+
+
+SAMPLE_ELEMENTS = 64 << 10
+"""Elements in each of the three pieces of a cast that are compared."""
+
+
+def cast_on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype=dtype)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """The first, middle and last elements; a small tensor whole."""
+    flat = tensor.reshape(-1)
+    if flat.numel() <= 3 * SAMPLE_ELEMENTS:
+        return flat
+    middle = (flat.numel() - SAMPLE_ELEMENTS) // 2
+    return torch.cat([flat.narrow(0, start, SAMPLE_ELEMENTS) for start in (0, middle, flat.numel() - SAMPLE_ELEMENTS)])
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return digest(found) == digest(expected) or digest(_plain_nan(found)) == digest(_plain_nan(expected))
+
+
+def _plain_nan(tensor: Tensor) -> Tensor:
+    return tensor.masked_fill(tensor.isnan(), float("nan")) if tensor.is_floating_point() else tensor
 
 
 def _is_whole(tensor: Tensor) -> bool:

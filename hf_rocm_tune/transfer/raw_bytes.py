@@ -15,14 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.errors import UsageError
-
-
-def byte_count(tensor: Tensor) -> int:
-    """Bytes of the tensor's elements, as if it were contiguous."""
-    return tensor.nbytes
-
-
 _HERE = nullcontext()
 
 
@@ -31,20 +23,15 @@ def ordinary() -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _HERE
 
 
-def check_plain(tensor: Tensor, name: str) -> None:
-    """Refuse tensors without plain bytes."""
+def not_plain(tensor: Tensor) -> str:
+    """Why a tensor has no plain bytes; empty if it has."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UsageError(f"tensor '{name}' is {tensor.layout}, only dense tensors can be moved; call .to_dense() first")
+        return f"is {tensor.layout}, only dense tensors can be moved; call .to_dense() first"
     if tensor.is_meta:
-        raise UsageError(f"tensor '{name}' is on the meta device and has no bytes; load its weights first")
+        return "is on the meta device and has no bytes; load its weights first"
     if tensor.is_conj() or tensor.is_neg():
-        raise UsageError(f"tensor '{name}' is a lazy conjugate or negation; call .resolve_conj().resolve_neg() first")
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether `check_plain` accepts the tensor."""
-    strided = tensor.layout is torch.strided and not tensor.is_quantized
-    return strided and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+        return "is a lazy conjugate or negation; call .resolve_conj().resolve_neg() first"
+    return ""
 
 
 def typed_view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -67,7 +54,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     assert tensor.is_contiguous(), "only contiguous tensors have a byte view"
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start = tensor.storage_offset() * tensor.element_size()
-    return view.set_(tensor.untyped_storage(), start, (byte_count(tensor),), (1,))
+    return view.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:

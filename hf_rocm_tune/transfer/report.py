@@ -53,6 +53,11 @@ def gb_per_s(nbytes: float, seconds: float) -> float:
     return nbytes / seconds / 1e9 if seconds > 0 else 0.0
 
 
+def share_words(part: int, whole: int) -> str:
+    """A share in per cent with four digits; 100 only for all of it."""
+    return f"{min(100 * part / max(whole, 1), 100.0 if part >= whole else 99.99):.4g} %"
+
+
 class TransferReport:
     """Thread-safe counters of one process.
 

@@ -22,9 +22,9 @@ class RecordingMover(Mover):
         super().__init__(torch.device("cpu"), **keywords)
         self.moved: list[tuple[str, str]] = []
 
-    def move(self, tensor: Tensor, *, name: str, stage: str = "weights", source: str | None = None) -> Tensor:
+    def move(self, tensor: Tensor, *, name: str, stage: str = "weights", **more: Any) -> Tensor:
         self.moved.append((stage, name))
-        return super().move(tensor, name=name, stage=stage, source=source)
+        return super().move(tensor, name=name, stage=stage, **more)
 
 
 @pytest.fixture

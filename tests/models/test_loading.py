@@ -21,13 +21,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.models import loading
 from hf_rocm_tune.models.adapter import adaptable, check_targets
 from hf_rocm_tune.models.experts import experts_of, weights_of
 from hf_rocm_tune.models.factory import ModelSource, check_source, load_model
-from hf_rocm_tune.models.loading import SAMPLE_ELEMENTS, cast_verified, verified_loading
+from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import coverage, quant_state_of, tensors_of
 from hf_rocm_tune.transfer import FaultSpec, Mover, digest
+from hf_rocm_tune.transfer import mover as mover_module
+from hf_rocm_tune.transfer.mover import SAMPLE_ELEMENTS
 from tests import tiny
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
@@ -246,7 +247,7 @@ def harm(monkeypatch: pytest.MonkeyPatch) -> Harm:
 
     def install(element: int, times: int) -> None:
         left = [times]
-        right = loading.cast_on_device
+        right = mover_module.cast_on_device
 
         def wrong(tensor: Tensor, dtype: torch.dtype) -> Tensor:
             cast = right(tensor, dtype)
@@ -255,13 +256,13 @@ def harm(monkeypatch: pytest.MonkeyPatch) -> Harm:
                 cast.view(-1).view(torch.int16)[element] ^= 1
             return cast
 
-        monkeypatch.setattr(loading, "cast_on_device", wrong)
+        monkeypatch.setattr(mover_module, "cast_on_device", wrong)
 
     return install
 
 
 def cast(mover: Mover, source: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return cast_verified(mover.move(source, name="w"), source, dtype, name="w", mover=mover)
+    return mover.move(source, name="w", dtype=dtype)
 
 
 def counts(mover: Mover) -> tuple[int, int, int]:

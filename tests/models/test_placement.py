@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.models.placement import IN_PLACE, attest, coverage, mark_loaded, place, tensors_of
+from hf_rocm_tune.models.placement import IN_PLACE, Coverage, attest, coverage, mark_loaded, place, tensors_of
 from hf_rocm_tune.transfer import FaultSpec, TransferSettings, digest
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
@@ -67,6 +67,15 @@ def test_what_was_moved_without_verification_does_not_count(linear: nn.Module, m
     found = coverage(linear, mover)
     assert found.verified_bytes == 0
     assert all("verify off" in row["reason"] for row in found.unverified)
+    mark_loaded(nn.ModuleDict({"quantised": (whole := nn.Linear(2, 2))}), "quantised.weight", mover)
+    cast = mover.move(torch.ones(3), name="w", dtype=torch.bfloat16)
+    assert mover.provenance(whole.weight) == mover.provenance(cast) == "unverified"
+
+
+def test_all_is_said_only_of_all() -> None:
+    assert [Coverage(verified_bytes=n, device_bytes=10**9).share for n in (10**9, 10**9 - 1, 0)] == [
+        "100 %", "99.99 %", "0 %",
+    ]  # fmt: skip
 
 
 def test_a_buffer_that_cannot_be_brought_over_is_named(linear: nn.Module, make_mover: Any) -> None:

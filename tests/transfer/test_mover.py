@@ -236,11 +236,11 @@ def test_off_and_sample_say_what_was_not_verified() -> None:
         assert off.provenance(arrived) == "unverified"
         assert not was_verified(arrived)
         assert off.report.to_dict()["weights"]["verified_bytes"] == 0
-    with Mover(CPU, settings=TransferSettings(verify="sample", sample_every=4)) as sampling:
-        verified = [sampling.was_verified(settled(sampling, [torch.ones(4)])[0]) for _ in range(9)]
-        assert verified == [True, False, False, False, True, False, False, False, True]
+    with Mover(CPU, settings=TransferSettings(verify="sample")) as sampling:
+        verified = [sampling.was_verified(settled(sampling, [torch.ones(4)])[0]) for _ in range(33)]
+        assert verified == [True, *[False] * 15] * 2 + [True]
         batches = sampling.report.to_dict()["batches"]
-        assert (batches["bytes"], batches["verified_bytes"]) == (9 * 16, 3 * 16)
+        assert (batches["bytes"], batches["verified_bytes"]) == (33 * 16, 3 * 16)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_what_has_no_plain_bytes_is_refused_by_name(mover: Mover, tensor: Tensor
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"verify": "some"}, {"on_corruption": "ignore"}, {"slots": 0}, {"sample_every": 0}, {"slot_bytes": 5000}],
+    [{"verify": "some"}, {"on_corruption": "ignore"}, {"slots": 0}, {"slot_bytes": 5000}],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_wrong_settings_are_named(wrong: dict[str, Any]) -> None:
