@@ -60,6 +60,7 @@ class AllocatorReading:
         cls, stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]], *, free: int, total: int
     ) -> AllocatorReading:
         """From ``torch.cuda.memory_stats``, ``torch.cuda.memory_snapshot`` and ``torch.cuda.mem_get_info``."""
+        blocks = (block for segment in segments for block in segment["blocks"])
         return cls(
             total=total,
             free=free,
@@ -67,7 +68,7 @@ class AllocatorReading:
             allocated_peak=stats.get("allocated_bytes.all.peak", 0),
             reserved=stats.get("reserved_bytes.all.current", 0),
             inactive_split=stats.get("inactive_split_bytes.all.current", 0),
-            largest_free=largest_free_block(segments),
+            largest_free=max((each["size"] for each in blocks if each["state"] == "inactive"), default=0),
             retries=stats.get("num_alloc_retries", 0),
         )
 
@@ -78,12 +79,8 @@ class AllocatorReading:
 
     def for_log(self) -> dict[str, float]:
         """The figures that are logged beside the loss, in GiB."""
-        return {
-            "memory/allocated_gib": round(self.allocated / _GIB, 3),
-            "memory/reserved_gib": round(self.reserved / _GIB, 3),
-            "memory/inactive_split_gib": round(self.inactive_split / _GIB, 3),
-            "memory/largest_free_gib": round(self.largest_free / _GIB, 3),
-        }
+        names = ("allocated", "reserved", "inactive_split", "largest_free")
+        return {f"memory/{name}_gib": round(getattr(self, name) / _GIB, 3) for name in names}
 
 
 def reason_to_empty(now: AllocatorReading, earlier: AllocatorReading | None) -> str | None:
@@ -96,12 +93,6 @@ def reason_to_empty(now: AllocatorReading, earlier: AllocatorReading | None) -> 
             f"{now.free / _GIB:.1f} GiB are left"
         )
     return None
-
-
-def largest_free_block(segments: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes of the largest block that is reserved and free, from ``torch.cuda.memory_snapshot``."""
-    blocks = (block for segment in segments for block in segment["blocks"])
-    return max((block["size"] for block in blocks if block["state"] == "inactive"), default=0)
 
 
 def read(device: torch.device) -> AllocatorReading:
@@ -121,32 +112,27 @@ class FragmentationCallback(TrainerCallback):
         self._quiet_until = 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._device.type != "cuda" or state.global_step % LOOK_EVERY:
+        step = state.global_step
+        if self._device.type != "cuda" or step % LOOK_EVERY:
             return
-        now, earlier = read(self._device), self._earlier
-        self._earlier = now
-        reason = reason_to_empty(now, earlier)
-        if reason is None or state.global_step < self._quiet_until:
+        earlier, self._earlier = self._earlier, read(self._device)
+        before = self._earlier
+        reason = reason_to_empty(before, earlier)
+        if reason is None or step < self._quiet_until:
             return
-        self._quiet_until = state.global_step + PAUSE
+        self._quiet_until = step + PAUSE
         release_memory()
         self._earlier = after = read(self._device)
-        self._warn(state.global_step, reason, now, after)
-
-    def _warn(self, step: int, reason: str, before: AllocatorReading, after: AllocatorReading) -> None:
-        returned = before.reserved - after.reserved
+        returned, stays = before.reserved - after.reserved, after.inactive_split
         logger.warning(
             "step %d: the allocator's cache was returned to the driver (%s): %.1f GiB; %.1f GiB stay in blocks partly "
             "in use. Batches of similar length (--train_sampling_strategy group_by_length) or of few shapes "
             "(--pad_to_multiple_of 64) fragment it less",
-            step,
-            reason,
-            returned / _GIB,
-            after.inactive_split / _GIB,
+            *(step, reason, returned / _GIB, stays / _GIB),
         )
         self._report.count("memory", cache_given_back=1)
         row = {"step": step, "stage": "memory", "kind": "fragmented", "reason": reason, "returned_bytes": returned}
-        self._report.incident({**row, "inactive_split_bytes": after.inactive_split, "outcome": "cache given back"})
+        self._report.incident({**row, "inactive_split_bytes": stays, "outcome": "cache given back"})
 
 
 # ---- libraries ----------------------------------------------------------------------------------------------

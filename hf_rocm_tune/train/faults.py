@@ -42,18 +42,15 @@ class CrashSpec:
     # ``kill`` (SIGKILL), ``segv`` (SIGSEGV), ``exit`` (with code 1), ``hang`` (sleeps for ever, without a reaction to
     # SIGTERM), ``spin`` (the same in a busy loop), ``stop`` (SIGSTOP, until SIGCONT)
     kind: str
-    # ``step``: just before the step's batch is used, so a skipped step does not crash; ``save``: just before the step's
-    # checkpoint is written; ``start``: before the first step, whatever ``step`` is
-    at: str = "step"
-    step: int = 1  # number of the step, from 1
+    step: int = 1  # just before this step's batch is used, from 1, so a skipped step does not crash
     times: int = 1  # how often, over all starts of a run
     rank: int = 0  # the rank that crashes
 
     @classmethod
     def parse(cls, text: str) -> CrashSpec:
         """Read ``key=value`` pairs joined by commas."""
-        kinds = {"kind": tuple(_CRASHES), "at": ("start", "step", "save")}
-        return read_spec(cls, CRASH_VARIABLE, text, allowed=kinds, least={"step": 1, "times": 1, "rank": 0})
+        kinds, least = {"kind": tuple(_CRASHES)}, {"step": 1, "times": 1, "rank": 0}
+        return read_spec(cls, CRASH_VARIABLE, text, allowed=kinds, least=least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,6 @@ class StepFaultSpec:
     rate: float = 1.0  # share of the micro-steps that get the fault, 0 to 1
     seed: int = 0  # the same seed selects the same micro-steps of a process, counted from its start
     rows: int = 0  # only micro-batches of more rows than this (packed: more sequences)
-    tokens: int = 0  # only micro-batches of more tokens than this
     rank: int | None = None  # only this rank; None for all
     # ``forward`` or ``backward``; None: drawn from the seed. NaN is always injected in backward.
     where: str | None = None
@@ -75,7 +71,7 @@ class StepFaultSpec:
     def parse(cls, text: str) -> StepFaultSpec:
         """Read ``key=value`` pairs joined by commas; raises as `CrashSpec.parse`."""
         kinds = {"kind": ("oom", "nan"), "where": ("forward", "backward")}
-        least = {"rows": 0, "tokens": 0, "rank": 0, "first": 1, "count": 1}
+        least = {"rows": 0, "rank": 0, "first": 1, "count": 1}
         return read_spec(cls, STEP_VARIABLE, text, allowed=kinds, least=least)
 
     @classmethod
@@ -101,10 +97,10 @@ class Crashes:
         rank = environ.get("RANK", "0")
         self._rank = int(rank) if rank.isdecimal() else 0
 
-    def crash_if_due(self, at: str, step: int, *, directory: Path, run_id: str) -> None:
+    def crash_if_due(self, step: int, *, directory: Path, run_id: str) -> None:
         """Crash if a crash is due here. It is counted in ``directory`` first, separately for each run."""
         for number, spec in enumerate(self._specs):
-            if spec.at != at or spec.rank != self._rank or (at != "start" and spec.step != step):
+            if spec.rank != self._rank or spec.step != step:
                 continue
             key, done = f"{number}: {spec}", _counts(directory, run_id)
             if done.get(key, 0) < spec.times:
@@ -121,22 +117,17 @@ def _counts(directory: Path, run_id: str) -> dict[str, int]:
         return {}
 
 
-def _hang() -> None:
+def _hang(pause: Callable[[], object]) -> None:
     while True:
-        time.sleep(3600)
-
-
-def _spin() -> None:
-    while True:
-        pass
+        pause()
 
 
 _CRASHES: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(1),
-    "hang": _hang,
-    "spin": _spin,
+    "hang": lambda: _hang(partial(time.sleep, 3600)),
+    "spin": lambda: _hang(lambda: None),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
@@ -148,38 +139,34 @@ class StepFaults:
     """Injects faults into the micro-steps of one process; ``report`` counts them."""
 
     def __init__(self, spec: StepFaultSpec | None, *, rank: int, report: TransferReport) -> None:
-        self._asked = spec
-        self._spec = spec if spec is not None and spec.rank in (None, rank) else None
-        self._report = report
-        self._injected = 0
-        self._seen = 0
+        self._spec, self._rank, self._report = spec, rank, report
+        self._injected = self._seen = 0
 
     def describe(self, counted: Mapping[str, int]) -> dict[str, Any] | None:
         """The specification and the counts of all ranks; None when no rank was asked to inject faults."""
-        asked = {} if self._asked is None else dataclasses.asdict(self._asked)
+        asked = {} if self._spec is None else dataclasses.asdict(self._spec)
         return {**asked, **counted} if asked or any(counted.values()) else None
 
     @contextmanager
-    def during(self, model: nn.Module, *, step: int, rows: int, tokens: int) -> Iterator[None]:
+    def during(self, model: nn.Module, *, step: int, rows: int) -> Iterator[None]:
         """A context around one micro-step of optimizer step ``step`` with ``rows`` rows (or sequences)."""
-        drawn = self._draw(step=step, rows=rows, tokens=tokens)
-        if drawn is None:
+        if self._spec is None or (drawn := self._draw(self._spec, step=step, rows=rows)) is None:
             yield
             return
-        place, layer = drawn
+        where, layer = drawn
         layers = next((list(one) for one in model.modules() if isinstance(one, nn.ModuleList) and len(one)), [model])
-        handle = layers[int(layer * len(layers))].register_forward_hook(partial(self._in_layer, place))
+        handle = layers[int(layer * len(layers))].register_forward_hook(partial(self._in_layer, self._spec.kind, where))
         try:
             yield
         finally:
             handle.remove()
 
-    def _draw(self, *, step: int, rows: int, tokens: int) -> tuple[str, float] | None:
+    def _draw(self, spec: StepFaultSpec, *, step: int, rows: int) -> tuple[str, float] | None:
         """Forward or backward, and the layer (as a share of all), of this micro-step's fault; None without one."""
-        spec = self._spec
-        if spec is None or step < spec.first or (spec.count is not None and self._injected >= spec.count):
+        ended = spec.count is not None and self._injected >= spec.count
+        if spec.rank not in (None, self._rank) or step < spec.first or ended:
             return None
-        if rows <= spec.rows or tokens <= spec.tokens:
+        if rows <= spec.rows:
             return None
         self._seen += 1
         chooser = random.Random(f"{spec.seed} {self._seen}")
@@ -189,13 +176,12 @@ class StepFaults:
         drawn = "forward" if half < 0.5 else "backward"
         return ("backward" if spec.kind == "nan" else spec.where or drawn), layer
 
-    def _in_layer(self, place: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if place == "forward":
+    def _in_layer(self, kind: str, where: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if where == "forward":
             self._run_out_of_memory()
         produced = next((tensor for tensor in tree_tensors(output) if tensor.requires_grad), None)
         if produced is not None:
-            assert self._spec is not None
-            produced.register_hook(self._to_nan if self._spec.kind == "nan" else self._run_out_of_memory)
+            produced.register_hook(self._to_nan if kind == "nan" else self._run_out_of_memory)
 
     def _run_out_of_memory(self, _gradient: Tensor | None = None) -> None:
         self._count()

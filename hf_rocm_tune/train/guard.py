@@ -16,9 +16,8 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import TrainerCallback
@@ -67,15 +66,18 @@ _STILL_CAUSES = (
 _UNUSED = "these layers take no part in the loss (experts that no token is routed to, for example), or get no gradient"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepFinding:
+class StepFinding(NamedTuple):
     """A problem with a step."""
 
     step: int  # from 1
     kind: str  # short, for the report, such as "loss spike"
-    text: str  # one line: the problem and its likely causes
+    said: str  # the problem and its likely causes
     stops: bool = False  # whether the run must end here
     skips: bool = False  # whether the gradients of this step must not be used
+
+    @property
+    def text(self) -> str:
+        return f"step {self.step}: {self.said}"
 
 
 class StepGuard:
@@ -83,7 +85,7 @@ class StepGuard:
 
     def __init__(self, *, max_skipped: int) -> None:
         self._max_skipped = max_skipped
-        self._skips: deque[int] = deque()
+        self._skips: deque[int] = deque(maxlen=max_skipped + 1)
         self._dead = 0
         self._losses: deque[float] = deque(maxlen=_REMEMBERED)
         self._quiet_until = 0
@@ -91,50 +93,35 @@ class StepGuard:
     def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> StepFinding | None:
         """Judge a step (from 1) whose gradients have not been used yet."""
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaled):
-            return self._not_finite(step, loss, grad_norm)
-        dead = loss == 0 and grad_norm == 0
-        self._dead = self._dead + 1 if dead else 0
-        if dead:
-            return self._nothing_learned(step)
-        found = self._spike(step, loss)
+            self._skips.append(step)
+            count = sum(each > step - SKIPPED_AMONG for each in self._skips)
+            said = (
+                f"loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was skipped ({count} of the last "
+                f"{SKIPPED_AMONG}; at most {self._max_skipped} are allowed). Likely causes: {_NOT_FINITE_CAUSES}"
+            )
+            return StepFinding(step, "not finite", said, stops=count > self._max_skipped, skips=True)
+        self._dead = self._dead + 1 if loss == 0 and grad_norm == 0 else 0
+        if self._dead:
+            said = f"loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. "
+            found = StepFinding(step, "dead", f"{said}Likely causes: {_DEAD_CAUSES}", stops=self._dead == _DEAD_STOPS)
+            return found if self._dead in (_DEAD_WARNS, _DEAD_STOPS) else None
+        spike = self._spike(step, loss)
         self._losses.append(loss)
-        return found
-
-    def _not_finite(self, step: int, loss: float, grad_norm: float) -> StepFinding:
-        self._skips.append(step)
-        while self._skips[0] <= step - SKIPPED_AMONG:
-            self._skips.popleft()
-        count = len(self._skips)
-        text = (
-            f"step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was skipped ({count} of the last "
-            f"{SKIPPED_AMONG}; at most {self._max_skipped} are allowed). Likely causes: {_NOT_FINITE_CAUSES}"
-        )
-        return StepFinding(step=step, kind="not finite", text=text, stops=count > self._max_skipped, skips=True)
-
-    def _nothing_learned(self, step: int) -> StepFinding | None:
-        if self._dead not in (_DEAD_WARNS, _DEAD_STOPS):
-            return None
-        text = (
-            f"step {step}: loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. "
-            f"Likely causes: {_DEAD_CAUSES}"
-        )
-        return StepFinding(step=step, kind="dead", text=text, stops=self._dead == _DEAD_STOPS)
+        return spike
 
     def _spike(self, step: int, loss: float) -> StepFinding | None:
         if len(self._losses) < _ENOUGH or step < self._quiet_until:
             return None
         median = statistics.median(self._losses)
-        if loss <= _AT_LEAST * abs(median):
-            return None
         spread = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in self._losses)
-        if loss <= median + _DEVIATIONS * spread:
+        if loss <= max(_AT_LEAST * abs(median), median + _DEVIATIONS * spread):
             return None
         self._quiet_until = step + _SPIKE_PAUSE
-        text = (
-            f"step {step}: the loss is {loss:.4g}, far above those of the last {len(self._losses)} steps (median "
-            f"{median:.4g}). Likely causes: {_SPIKE_CAUSES}"
+        said = (
+            f"the loss is {loss:.4g}, far above those of the last {len(self._losses)} steps (median {median:.4g}). "
+            f"Likely causes: {_SPIKE_CAUSES}"
         )
-        return StepFinding(step=step, kind="loss spike", text=text)
+        return StepFinding(step, "loss spike", said)
 
 
 class TrainingGuard:
@@ -197,8 +184,6 @@ class TrainingGuard:
             return False
         if finding.skips:
             model.zero_grad()  # optimizers do not update a parameter without a gradient
-            if self._trainer.is_world_process_zero():
-                self._trainer.transfer_report.count("guard", skipped_steps=1)
         self.report(finding)
         return False
 
@@ -208,26 +193,25 @@ class TrainingGuard:
         if not highest([int(bool(bad))])[0]:
             return
         named = f": {listed(bad)}" if bad else " on another rank"
-        step = self._trainer.state.global_step
-        text = (
-            f"step {step}: {len(bad) or 'some'} trainable weights hold NaN or infinity{named}, so they are not saved. "
+        said = (
+            f"{len(bad) or 'some'} trainable weights hold NaN or infinity{named}, so they are not saved. "
             "Likely causes: a learning rate that is too high, or wrong arithmetic on the device (the doctor tests it)"
         )
-        self.report(StepFinding(step=step, kind="weights not finite", text=text, stops=True))
+        self.report(StepFinding(self._trainer.state.global_step, "weights not finite", said, stops=True))
 
     def report(self, finding: StepFinding) -> None:
         """Warn and add an incident once for all ranks; raises `DivergedError` if the run must end."""
         trainer = self._trainer
-        if trainer.is_world_process_zero():
+        if main := trainer.is_world_process_zero():
             outcome = "stopped" if finding.stops else "skipped" if finding.skips else "named"
             row = {"step": finding.step, "stage": "guard", "kind": finding.kind, "text": finding.text}
             trainer.transfer_report.incident({**row, "outcome": outcome})
-            trainer.transfer_report.count("guard", warnings=1)
+            trainer.transfer_report.count("guard", warnings=1, skipped_steps=int(finding.skips))
         if finding.stops:
             saved = list_checkpoints(Path(trainer.args.output_dir))
             kept = f"{saved[-1][1].name} is the newest checkpoint and intact" if saved else "no checkpoint was written"
             raise DivergedError(f"{finding.text}. {kept}: fix the cause and start again")
-        if trainer.is_world_process_zero():
+        if main:
             logger.warning("%s", finding.text)
 
 
@@ -257,15 +241,11 @@ class MovementCallback(TrainerCallback):
         if not (moved and before):
             return
         if before == self._before:
-            kind = "nothing moves"
-            what = f"none of the {len(before)} trainable weights has changed in {steps} steps. Likely causes: "
-            what += _STILL_CAUSES
+            said = f"none of the {len(before)} trainable weights has changed in {steps} steps. Likely causes: "
+            self._report(StepFinding(state.global_step, "nothing moves", said + _STILL_CAUSES))
         elif steps == FIRST_LOOK and (zero := self._zero()):
-            kind = "adapters do not move"
-            what = f"{len(zero)} LoRA matrices B are still zero after {steps} steps ({listed(zero)}): {_UNUSED}"
-        else:
-            return
-        self._report(StepFinding(step=state.global_step, kind=kind, text=f"step {state.global_step}: {what}"))
+            said = f"{len(zero)} LoRA matrices B are still zero after {steps} steps ({listed(zero)}): {_UNUSED}"
+            self._report(StepFinding(state.global_step, "adapters do not move", said))
 
     def _look(self, step: int, *, wait: int) -> None:
         rows = _trainable(self._model)

@@ -98,7 +98,7 @@ class InterruptCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Agrees with the other ranks. Collective."""
-        asked_by_file = state.is_world_process_zero and self._file_stamp(args) not in (None, self._refused)
+        asked_by_file = state.is_world_process_zero and self._stamp(args) not in (None, self._refused)
         self._stop, by_file = highest([self._requests.received, int(asked_by_file)])
         self.save_wanted = bool(self._stop or by_file)
         if self.save_wanted:
@@ -108,17 +108,18 @@ class InterruptCallback(TrainerCallback):
         if not self.save_wanted:
             return
         self.save_wanted = False
-        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        checkpoint, stamp = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._stamp(args)
         saved = (checkpoint / MANIFEST_NAME).exists()
-        if state.is_world_process_zero and saved:
-            if self._file_stamp(args) is not None:  # not a file of the user's that has the same name
-                (Path(args.output_dir) / REQUEST_FILE).unlink(missing_ok=True)
-        elif state.is_world_process_zero:
-            self._refused = self._file_stamp(args)
+        if state.is_world_process_zero and not saved:
+            self._refused = stamp
+        elif state.is_world_process_zero and stamp is not None:  # not a file of the user's that has the same name
+            (Path(args.output_dir) / REQUEST_FILE).unlink(missing_ok=True)
         if self._stop:
-            raise Interrupted(_ending(self._stop, checkpoint, saved=saved))
+            could = "is written" if saved else "could not be written, earlier checkpoints are intact"
+            ended = f"stopped by {signal_name(self._stop)}, {checkpoint.name} {could}"
+            raise Interrupted(f"{ended}; the same command continues from there")
 
-    def _file_stamp(self, args: TrainingArguments) -> int | None:
+    def _stamp(self, args: TrainingArguments) -> int | None:
         try:
             found = os.lstat(os.path.join(args.output_dir, REQUEST_FILE))
         except OSError:
@@ -127,34 +128,22 @@ class InterruptCallback(TrainerCallback):
         return found.st_mtime_ns if stat.S_ISREG(found.st_mode) and found.st_size == 0 else None
 
 
+_BEATS: dict[str, tuple[Phase, bool]] = {
+    "on_train_begin": ("between", True), "on_epoch_begin": ("between", True), "on_step_begin": ("step", False),
+    "on_substep_end": ("step", False), "on_step_end": ("between", False), "on_prediction_step": ("evaluate", False),
+    "on_evaluate": ("between", False), "on_train_end": ("end", False),
+}  # fmt: skip
+
+
 class HeartbeatCallback(TrainerCallback):
-    """Sends a heartbeat at every event of the trainer."""
+    """Sends a heartbeat at every event of the trainer: its phase, and whether it has no measure yet."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
-        events: tuple[tuple[str, Phase, bool], ...] = (
-            ("on_train_begin", "between", True),
-            ("on_epoch_begin", "between", True),
-            ("on_step_begin", "step", False),
-            ("on_substep_end", "step", False),
-            ("on_step_end", "between", False),
-            ("on_prediction_step", "evaluate", False),
-            ("on_evaluate", "between", False),
-            ("on_train_end", "end", False),
-        )
-        for event, phase, fresh in events:
-            setattr(self, event, partial(_beat, heartbeat, phase, fresh))
+        def beat(phase: Phase, fresh: bool, _args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
+            heartbeat.beat(step=state.global_step, phase=phase, fresh=fresh)
 
-
-def _beat(
-    heartbeat: Heartbeat,
-    phase: Phase,
-    fresh: bool,
-    args: TrainingArguments,
-    state: TrainerState,
-    control: TrainerControl,
-    **_: Any,
-) -> None:
-    heartbeat.beat(step=state.global_step, phase=phase, fresh=fresh)
+        for event, (phase, fresh) in _BEATS.items():
+            setattr(self, event, partial(beat, phase, fresh))
 
 
 def signal_name(number: int) -> str:
@@ -168,15 +157,6 @@ def _acknowledge(number: int) -> None:
         text = f"hf-rocm-tune: {name}: the run saves what it has and ends; another Ctrl-C ends it at once\n"
         with suppress(OSError):  # a terminal that is gone
             os.write(2, text.encode())  # not print(): it may be what was interrupted
-
-
-def _ending(number: int, checkpoint: Path, *, saved: bool) -> str:
-    kept = (
-        f"{checkpoint.name} is written"
-        if saved
-        else f"{checkpoint.name} could not be written, earlier checkpoints are intact"
-    )
-    return f"stopped by {signal_name(number)}, {kept}; the same command continues from there"
 
 
 def _in_a_forked_worker(number: int) -> None:

@@ -16,6 +16,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,17 +44,10 @@ class Deferred:
         self._operation, self.parts = operation, parts
         self.known: Any = None
 
-    def sum(self) -> Deferred:
-        return Deferred(Tensor.sum, self)
-
-    def mean(self) -> Deferred:
-        return Deferred(Tensor.mean, self)
-
-    def min(self) -> Deferred:
-        return Deferred(Tensor.min, self)
-
-    def max(self) -> Deferred:
-        return Deferred(Tensor.max, self)
+    def __getattr__(self, name: str) -> Callable[[], Deferred]:
+        if name in ("sum", "mean", "min", "max"):
+            return partial(Deferred, getattr(Tensor, name), self)
+        raise AttributeError(name)
 
     def item(self) -> Deferred:
         return _Read(self)

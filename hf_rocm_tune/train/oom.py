@@ -18,7 +18,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,28 +130,12 @@ def _starts(positions: Tensor) -> Tensor:
 
 
 def group(sizes: Sequence[int], parts: int) -> list[range]:
-    """Join units of these sizes, in order, into at most ``parts`` groups; the largest is as small as possible."""
-    if parts >= len(sizes):
-        return [range(number, number + 1) for number in range(len(sizes))]
-    low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_fill(sizes, middle)) <= parts:
-            high = middle
-        else:
-            low = middle + 1
-    return _fill(sizes, low)
-
-
-def _fill(sizes: Sequence[int], capacity: int) -> list[range]:
-    """Groups of at most ``capacity``, each filled before the next is begun; no size is above it."""
-    groups, begin, held = [], 0, 0
-    for number, size in enumerate(sizes):
-        if held + size > capacity:
-            groups.append(range(begin, number))
-            begin, held = number, 0
-        held += size
-    return [*groups, range(begin, len(sizes))]
+    """Join units of these sizes, in order, into at most ``parts`` groups of about the same size, each unit by its
+    middle."""
+    total, ends = 2 * sum(sizes), list(itertools.accumulate(sizes))
+    number = [(2 * end - size - 1) * parts // total for end, size in zip(ends, sizes, strict=True)]
+    begins = [0, *(at for at in range(1, len(sizes)) if number[at] != number[at - 1]), len(sizes)]
+    return [range(begin, end) for begin, end in itertools.pairwise(begins)]
 
 
 def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None:
@@ -194,10 +178,9 @@ def _rows(value: Any, units: range, count: int) -> Any:
 
 
 def _labels_that_count(inputs: Mapping[str, Any], *, shifted: bool) -> int:
-    if "shift_labels" in inputs:
-        labels = inputs["shift_labels"]
-    else:
-        labels = inputs["labels"][..., 1:] if shifted and inputs["labels"].dim() > 1 else inputs["labels"]
+    labels = inputs.get("shift_labels", inputs["labels"])
+    if shifted and labels.dim() > 1 and "shift_labels" not in inputs:
+        labels = labels[..., 1:]
     return int(labels.ne(_IGNORED_LABEL).sum())
 
 
@@ -283,28 +266,31 @@ class StepWindow:
 # ---- the recovery -------------------------------------------------------------------------------------------
 
 
-class _Shortage(NamedTuple):
-    """A micro-batch, or a part of one, that ran out of memory."""
-
-    wanted: int | None  # the divisor that makes this micro-batch smaller; None when it cannot be made smaller
-    what: str  # description for messages
-    said: str  # the allocator's message
-    incident: dict[str, Any]  # for the report, without its outcome
-
-
 class OutOfMemoryRecovery:
     """See the module's description. ``divisor``: the most parts into which micro-batches are split, the same on all
-    ranks, never decreasing; ``loss_factor``: by which the trainer must multiply the loss of the current part."""
+    ranks, never decreasing; ``loss_factor``: by which the trainer must multiply the loss of the current part; ``on``:
+    whether steps are repeated."""
 
-    def __init__(self, trainer: Any, *, resumed: bool) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self.on, self.divisor = False, 1
         self._window: StepWindow | None = None
-        self._at: tuple[int, BatchPart] | None = None  # index of the current micro-step in the window, and its part
+        self._at: tuple[int, BatchPart | None] = 0, None  # the micro-step in the window, and the part of it, if known
         self._cache_was_returned = False  # in this optimizer step
         self.loss_factor = 1.0
-        self.divisor, incident = on_main_process(lambda: read_state(trainer, resumed=resumed))
-        if incident is not None and trainer.is_world_process_zero():
-            _count_shortages(self._trainer, [incident], "recovered")  # by this restart
+
+    def prepare(self, *, stop: bool, resumed: bool) -> None:
+        """A training begins, with its model wrapped; ``stop``: an error ends the run. Collective."""
+        trainer = self._trainer
+        wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile is around DDP
+        shared = max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size(), trainer.args.n_gpu) > 1
+        plain = isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph
+        self.on = not (stop or shared or trainer.is_sharded or (trainer.args.world_size > 1 and not plain))
+        self.divisor = 1
+        if self.on:
+            self.divisor, incident = on_main_process(lambda: read_state(trainer, resumed=resumed))
+            if incident is not None and trainer.is_world_process_zero():
+                _count_shortages(trainer, [incident], "recovered")  # by this restart
 
     def begin_step(self) -> None:
         self._window = None
@@ -312,18 +298,33 @@ class OutOfMemoryRecovery:
 
     def run(self, stock: Stock, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> Tensor:
         """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape []."""
-        window = self._window = self._window or StepWindow(self._trainer)
-        window.batches.append(self._trainer.host_batch(inputs))
+        trainer = self._trainer
+        if not self.on:
+            (part,) = parts_of(trainer, trainer.host_batch(inputs), 1)
+            with self._fault(model, part):
+                return stock(model, inputs, num_items)
+        window = self._window = self._window or StepWindow(trainer)
+        window.batches.append(trainer.host_batch(inputs))
+        last = len(window.batches) - 1
         shortages: list[dict[str, Any]] = []
-        todo: Sequence[Mapping[str, Any]] = [inputs]
-        while isinstance(found := self._try(window, stock, model, todo, num_items), _Shortage):
-            shortages.append(found.incident)
-            self._step_down(shortages, found)
+        todo: list[tuple[int, Mapping[str, Any]]] = [(last, inputs)]
+        while True:
+            try:
+                for number, batch in todo:
+                    loss = self._micro_step(window, stock, model, number, batch, num_items)
+                self._at = last, None
+                if trainer.accelerator.sync_gradients:
+                    trainer.way.collect()
+                break
+            except RuntimeError as error:  # it keeps every activation alive until this block ends
+                if (said := device_shortage(error)) is None:
+                    raise
+                outside = not isinstance(error, torch.OutOfMemoryError)
+            self._step_down(window, said, outside, shortages)
             window.rewind(model)
-            todo = window.batches
-        if shortages:
-            _count_shortages(self._trainer, shortages, "recovered")
-        return found
+            todo = list(enumerate(window.batches))
+        _count_shortages(trainer, shortages, "recovered")
+        return loss
 
     @property
     def has_start(self) -> bool:
@@ -349,24 +350,8 @@ class OutOfMemoryRecovery:
                 losses.append(self._micro_step(window, stock, model, number, batch, num_items))
             if number == 0:
                 after_first(losses[0])
-        self._at = None
         self._trainer.way.collect()
         return losses
-
-    def _try(
-        self, window: StepWindow, stock: Stock, model: nn.Module, todo: Sequence[Mapping[str, Any]], num_items: Any
-    ) -> Tensor | _Shortage:
-        """Run ``todo``, the last micro-batches of the window: the loss of the last one, or what ran out of memory."""
-        try:
-            for number, batch in enumerate(todo, start=len(window.batches) - len(todo)):
-                loss = self._micro_step(window, stock, model, number, batch, num_items)
-            if self._trainer.accelerator.sync_gradients:
-                self._trainer.way.collect()
-        except RuntimeError as error:
-            return self._describe(window, error)
-        finally:
-            self._at = None
-        return loss
 
     def _micro_step(
         self, window: StepWindow, stock: Stock, model: nn.Module, number: int, batch: Mapping[str, Any], num_items: Any
@@ -375,8 +360,9 @@ class OutOfMemoryRecovery:
         trainer = self._trainer
         whole = window.batches[number]
         # The host tensors are verified again if they are used: without a split or a repetition only their shapes are.
-        used = self.divisor > 1 or batch is whole
-        parts = parts_of(trainer, trainer.unchanged(whole) if used else whole, self.divisor)
+        if self.divisor > 1 or batch is whole:
+            trainer.mover.require_unchanged(whole)
+        parts = parts_of(trainer, whole, self.divisor)
         apart = self.divisor > 1 and trainer.args.world_size > 1
         before = window.tokens
         losses = []
@@ -385,7 +371,7 @@ class OutOfMemoryRecovery:
                 self._at = number, part
                 with ExitStack() as stack:
                     stack.enter_context(self._as_one_of(len(parts), part, num_items))
-                    stack.enter_context(trainer.step_fault(model, rows=len(part.units), tokens=part.tokens))
+                    stack.enter_context(self._fault(model, part))
                     if part is not parts[-1]:
                         stack.enter_context(trainer.accelerator.no_sync(model))
                     losses.append(stock(model, batch if self.divisor == 1 else part.inputs, num_items))
@@ -394,6 +380,10 @@ class OutOfMemoryRecovery:
             counted = window.tokens - before
             window.tokens += round(sum(row[0] for row in everyone([counted]))) - counted
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _fault(self, model: nn.Module, part: BatchPart) -> AbstractContextManager[None]:
+        step = self._trainer.state.global_step + 1
+        return self._trainer.step_faults.during(model, step=step, rows=len(part.units))
 
     @contextmanager
     def _as_one_of(self, parts: int, part: BatchPart, num_items: Any) -> Iterator[None]:
@@ -411,83 +401,68 @@ class OutOfMemoryRecovery:
             trainer.current_gradient_accumulation_steps = steps
             self.loss_factor = 1.0
 
-    # ---- after running out of memory ------------------------------------------------------------------------
+    def _step_down(self, window: StepWindow, said: str, outside: bool, shortages: list[dict[str, Any]]) -> None:
+        """Use smaller parts from now on, or end the run. ``outside``: it was not torch's allocator that had no memory.
 
-    def _describe(self, window: StepWindow, error: RuntimeError) -> _Shortage:
-        """Describe a shortage without a reference to the error, which keeps every activation alive.
-
-        Allocates no device memory. An error of another kind is raised again.
+        Adds an incident to ``shortages``. Until the memory is released it allocates none on the device.
         """
-        if device_shortage(error) is None:
-            raise error
-        trainer, args = self._trainer, self._trainer.args
-        number, part = self._at or (len(window.batches) - 1, parts_of(trainer, window.batches[-1], 1)[0])
-        found = layout(window.batches[number], pairs=has_pairs(trainer))
-        alone = args.world_size == 1
-        outside = not (isinstance(error, torch.OutOfMemoryError) or self._cache_was_returned)
+        trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step + 1
+        number, part = self._at
+        part = part or parts_of(trainer, window.batches[number], 1)[0]
+        found, several = layout(window.batches[number], pairs=has_pairs(trainer)), args.world_size > 1
+        retry = outside and not self._cache_was_returned
         self._cache_was_returned |= outside
-        again = trainer.way.fewer_in_flight() or outside
-        wanted = self.divisor if alone and again else next_divisor(found.sizes, self.divisor, part.units)
-        if wanted is not None and not alone:
-            wanted *= 2  # each further shortage costs a restart
-        step, said = trainer.state.global_step + 1, " ".join(str(error).split())
+        if (trainer.way.fewer_in_flight() or retry) and not several:
+            wanted: int | None = self.divisor
+        else:
+            wanted = next_divisor(found.sizes, self.divisor, part.units)
+            wanted = wanted and wanted * (1 + several)  # with several ranks each further shortage costs a restart
         unit = {"packed": "sequence", "pairs": "pair"}.get(found.kind, "row") + "s" * (len(part.units) > 1)
-        reason = f" ({found.reason})" if found.reason else ""
+        what = f"{len(part.units)} {unit} ({part.tokens} tokens){f' ({found.reason})' if found.reason else ''}"
+        shapes = {name: list(value.shape) for name, value in _tensors(part.inputs).items()}
         incident = {"step": step, "stage": "memory", "kind": "out of memory", "micro_step": number + 1}
         incident |= {"rows": len(part.units), "tokens": part.tokens, "divisor": self.divisor, "said": said}
-        incident["shapes"] = {name: list(value.shape) for name, value in _tensors(part.inputs).items()}
-        what = f"{len(part.units)} {unit} ({part.tokens} tokens){reason}"
-        return _Shortage(wanted, what, said.split(". ")[0], incident)
-
-    def _step_down(self, shortages: Sequence[dict[str, Any]], found: _Shortage) -> None:
-        """Use smaller parts from now on, or end the run."""
-        args, step = self._trainer.args, found.incident["step"]
-        several = args.world_size > 1
+        shortages.append(incident | {"shapes": shapes})
         who = f"rank {args.process_index}: " if several else ""
-        if found.wanted is None:
-            _count_shortages(self._trainer, shortages, "failed")
-            raise OutOfMemoryError(f"{who}{self._refusal(found)}")
-        cut = f"micro-batches split into up to {found.wanted} parts (the effective batch stays the same)"
-        self._write_state(found.wanted, found.incident | {"on_rank": args.process_index} if several else None)
+        if wanted is None:
+            _count_shortages(trainer, shortages, "failed")
+            raise OutOfMemoryError(
+                f"{who}no memory for {what} at step {step}, and the micro-batch cannot be made smaller ({said}): "
+                f"{_advice(trainer)}"
+            )
+        cut = f"micro-batches split into up to {wanted} parts (the effective batch stays the same)"
+        self._write_state(wanted, shortages[-1] | {"on_rank": args.process_index} if several else None)
         if several:
             raise OutOfMemoryError(
-                f"{who}no memory for {found.what} at step {step} ({found.said}): start the same command again, it "
-                f"continues from the newest checkpoint with {cut}"
+                f"{who}no memory for {what} at step {step} ({said}): start the same command again, it continues from "
+                f"the newest checkpoint with {cut}"
             )
-        now = f"with {cut} from now on" if found.wanted > self.divisor else "unchanged"
-        logger.warning("step %d: no memory for %s; the step is repeated, %s", step, found.what, now)
-        self.divisor = found.wanted
-
-    def _refusal(self, found: _Shortage) -> str:
-        args, model = self._trainer.args, self._trainer.model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        advice = []
-        if getattr(args, "max_length", None):
-            advice.append(f"lower --max_length (it is {args.max_length})")
-        if not args.activation_checkpointing:
-            advice.append("turn --activation_checkpointing on")
-        elif self._trainer.recompute_layers is not None:
-            advice.append("recompute more layers (--recompute_layers)")
-        if not getattr(base, "is_loaded_in_4bit", False) and hasattr(model, "peft_config"):
-            advice.append("add --load_in_4bit")
-        advice.append("see what fits with `hf-rocm-tune plan`")
-        return (
-            f"no memory for {found.what} at step {found.incident['step']}, and the micro-batch cannot be made smaller "
-            f"({found.said}): {', or '.join(advice)}"
-        )
+        now = f"with {cut} from now on" if wanted > self.divisor else "unchanged"
+        logger.warning("step %d: no memory for %s; the step is repeated, %s", step, what, now)
+        self.divisor = wanted
 
     def _write_state(self, divisor: int, incident: Mapping[str, Any] | None) -> None:
         """Record the divisor beside the checkpoints, so that a restart begins with it."""
         trainer = self._trainer
         directory, size = Path(trainer.args.output_dir), trainer.args.per_device_train_batch_size
         body = {"run_id": trainer.run_id, "batch_size": size, "divisor": divisor, "incident": incident}
-        try:
+        with suppress(OSError):  # a restart then begins with undivided micro-batches
             directory.mkdir(parents=True, exist_ok=True)
             write_text_atomic(directory / STATE_FILE, json.dumps(body) + "\n")
-        except OSError as error:
-            logger.warning(
-                "%s could not be written (%s): a restart begins with undivided micro-batches", STATE_FILE, error
-            )
+
+
+def _advice(trainer: Any) -> str:
+    args, model = trainer.args, trainer.model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    longest, checkpointed = getattr(args, "max_length", None), args.activation_checkpointing
+    advice = {
+        f"lower --max_length (it is {longest})": longest,
+        "turn --activation_checkpointing on": not checkpointed,
+        "recompute more layers (--recompute_layers)": checkpointed and trainer.recompute_layers is not None,
+        "add --load_in_4bit": hasattr(model, "peft_config") and not getattr(base, "is_loaded_in_4bit", False),
+        "see what fits with `hf-rocm-tune plan`": True,
+    }
+    return ", or ".join(text for text, fits in advice.items() if fits)
 
 
 def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
@@ -499,12 +474,10 @@ def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
         try:
             found = evaluate()
         except RuntimeError as error:  # the tensors it refers to are freed with this frame
-            said = device_shortage(error)
-            if said is None:
+            if (said := device_shortage(error)) is None:
                 raise
         else:
-            if shortages:
-                _count_shortages(trainer, shortages, "recovered")
+            _count_shortages(trainer, shortages, "recovered")
             return found
         size, step = args.per_device_eval_batch_size, trainer.state.global_step
         kind = "out of memory in evaluation"
@@ -531,30 +504,16 @@ def _count_shortages(trainer: Any, shortages: Sequence[dict[str, Any]], outcome:
         report.incident({**each, "outcome": outcome})
 
 
-def recovery_for(trainer: Any, *, on_oom: str, resumed: bool) -> OutOfMemoryRecovery | None:
-    """The recovery of a trainer that is prepared to train; None where steps are not repeated. Collective."""
-    wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile stands around DDP
-    shared = max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size(), trainer.args.n_gpu) > 1
-    plain = isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph
-    if on_oom == "stop" or shared or trainer.is_sharded or (trainer.args.world_size > 1 and not plain):
-        return None
-    return OutOfMemoryRecovery(trainer, resumed=resumed)
-
-
 def read_state(trainer: Any, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:
     """The divisor recorded for this run (1 without a record), and the incident that ended its last start, if any; a
     user's own trainer has no run id: then only what resumes counts."""
-    file = Path(trainer.args.output_dir) / STATE_FILE
-    try:
-        body = json.loads(file.read_text(encoding="utf-8"))
+    # A file that is not there, or not ours, says nothing.
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        body = json.loads((Path(trainer.args.output_dir) / STATE_FILE).read_text(encoding="utf-8"))
         same = (body["run_id"], body["batch_size"]) == (trainer.run_id, trainer.args.per_device_train_batch_size)
         if same and (trainer.run_id or resumed):
             incident = body.get("incident")
             return max(1, int(body["divisor"])), incident if isinstance(incident, dict) else None
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("%s cannot be read (%s): micro-batches are not divided", STATE_FILE, error)
     return 1, None
 
 

@@ -64,7 +64,7 @@ from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
 from hf_rocm_tune.train.metrics import DeferredMetrics
-from hf_rocm_tune.train.oom import OutOfMemoryRecovery, evaluated, parts_of, recovery_for
+from hf_rocm_tune.train.oom import OutOfMemoryRecovery, evaluated
 from hf_rocm_tune.train.refusals import (
     OptimizerTablesCallback,
     as_usage_errors,
@@ -82,8 +82,8 @@ from hf_rocm_tune.transfer import (
     TransferReport,
     TransferSettings,
     map_tensors,
+    named_tensors,
     redirected,
-    tree_tensors,
 )
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class VerifiedTransferMixin(_Base):
         self._training_prefetch = Prefetch(self.mover, prefetch_batches)
         self._rates = rates or LearningRates()
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
-        self._recovery: OutOfMemoryRecovery | None = None
+        self._recovery = OutOfMemoryRecovery(self)
         self._operations: int | None = None  # floating point operations a token
         own = own_arguments(args)
         if "args" in keywords:
@@ -230,7 +230,11 @@ class VerifiedTransferMixin(_Base):
         if (streamer := streamer_of(self.model)) is not None:
             streamer.require_frozen()
         self.streamer = streamer
-        self._sentinel = self._new_sentinel(sentinel_every)
+        references = [] if getattr(self.args, "sync_ref_model", False) else self._references
+        excuse = is_foreign(type(self))
+        self._sentinel = SentinelCallback(
+            self.model, self.mover, every=sentinel_every, excuse_writes=excuse, references=references
+        )
         self._add_callbacks(telemetry)
 
     # ---- while the trainer is built -------------------------------------------------------------------------
@@ -241,11 +245,6 @@ class VerifiedTransferMixin(_Base):
             return {}
         attest(model, self.mover)
         return digests_before(model, self.mover) if rewrites_base(peft_config) else {}
-
-    def _new_sentinel(self, every: int) -> SentinelCallback:
-        references = () if getattr(self.args, "sync_ref_model", False) else self._references
-        excuse = is_foreign(type(self))
-        return SentinelCallback(self.model, self.mover, every=every, excuse_writes=excuse, references=references)
 
     def _add_callbacks(self, telemetry: Telemetry | None) -> None:
         for callback in (
@@ -319,7 +318,6 @@ class VerifiedTransferMixin(_Base):
         """As upstream, if the coverage is complete; Ctrl-C and SIGTERM write a checkpoint and end training."""
         self.require_coverage()
         with self.stop_requests.installed():
-            self._crash_if_asked("start", 0)
             resume_from_checkpoint = self._checkpoints.check_start(resume_from_checkpoint)
             return super().train(resume_from_checkpoint, *arguments, **keywords)
 
@@ -338,7 +336,7 @@ class VerifiedTransferMixin(_Base):
         step = self.state.global_step
         self._replays.prepare()
         self._arithmetic.prepare(self, lambda: self._sentinel.check_all(step, "their checksums are computed"))
-        self._recovery = recovery_for(self, on_oom=self._on_oom, resumed=bool(resume_from_checkpoint))
+        self._recovery.prepare(stop=self._on_oom == "stop", resumed=bool(resume_from_checkpoint))
         return prepared
 
     @override
@@ -375,8 +373,7 @@ class VerifiedTransferMixin(_Base):
         self._arithmetic.begin_step(self.state.global_step + 1)
         self._replays.begin_step(self.state.global_step + 1)
         self._loss_before = self._tr_loss.clone()  # upstream adds each micro-step's loss to it in place
-        if self._recovery is not None:
-            self._recovery.begin_step()
+        self._recovery.begin_step()
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         window = self._training_prefetch.window(batches)
         self.way.begin_step(window)
@@ -413,13 +410,14 @@ class VerifiedTransferMixin(_Base):
 
         The batch of a skipped step is verified and not used.
         """
-        if self.state.global_step + 1 in self.skip_steps:
+        step = self.state.global_step + 1
+        if step in self.skip_steps:
             self._prepare_inputs(inputs)
             self._zero_missing_gradients()
             return torch.zeros((), device=self.args.device)
-        self._crash_if_asked("step", self.state.global_step + 1)
+        self._crashes.crash_if_due(step, directory=Path(self.args.output_dir), run_id=self.run_id)
         stock = super().training_step
-        whole = self._recovery is None or self._recovery.divisor == 1
+        whole = self._recovery.divisor == 1
         if whole and (stepping := self.way.stepping(stock)) is not stock:
             stock = stepping
         elif whole:
@@ -427,16 +425,12 @@ class VerifiedTransferMixin(_Base):
         with self._replays.watching_attention(inputs):
             if not isinstance(inputs, Mapping):  # prompts from which the trainer generates its batch: cannot be split
                 loss: Tensor = stock(model, inputs, num_items_in_batch)
-            elif self._recovery is not None:
-                loss = self._recovery.run(stock, model, inputs, num_items_in_batch)
             else:
-                (part,) = parts_of(self, self.host_batch(inputs), 1)
-                with self.step_fault(model, rows=len(part.units), tokens=part.tokens):
-                    loss = stock(model, inputs, num_items_in_batch)
-        if self._recovery is None or self._recovery.divisor == 1:
+                loss = self._recovery.run(stock, model, inputs, num_items_in_batch)
+        if self._recovery.divisor == 1:
             self._replays.compare(model, loss)
         self._sentinel.look_at_batches()
-        self.way.check(step=self.state.global_step + 1, synced=self.accelerator.sync_gradients)
+        self.way.check(step=step, synced=self.accelerator.sync_gradients)
         self._guard.add_loss(loss)
         return self._metrics_queue.loss_to_log(loss)
 
@@ -445,9 +439,13 @@ class VerifiedTransferMixin(_Base):
         """The last check: every tensor is verified before ``forward`` sees it."""
         self.mover.step = self.state.global_step + 1
         self.mover.settle(inputs)
-        unknown = [tensor for tensor in tree_tensors(inputs) if self.mover.provenance(tensor) is None]
-        if any(tensor.device.type != "cpu" for tensor in unknown):
-            self._refuse_unverified(inputs)
+        unknown = {name: each for name, each in named_tensors(inputs) if self.mover.provenance(each) is None}
+        outside = [name for name, tensor in unknown.items() if tensor.device.type != "cpu"]
+        if outside and self.mover.settings.verify == "full":
+            raise CorruptionError(
+                f"batch tensors {', '.join(outside)} were put on the device by something other than the mover, so "
+                "their bytes cannot be verified: return host tensors from the data collator, or choose --verify sample"
+            )
         if unknown:
             self.mover.require_unchanged(unknown)
             inputs = self.mover.begin(inputs)
@@ -474,7 +472,7 @@ class VerifiedTransferMixin(_Base):
             as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
             result = super().compute_loss(*arguments, **keywords)
-        factor = 1.0 if self._recovery is None else self._recovery.loss_factor
+        factor = self._recovery.loss_factor
         if factor == 1.0:
             return result
         return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
@@ -484,15 +482,13 @@ class VerifiedTransferMixin(_Base):
         """As upstream. The trained state is checked here, before the optimizer uses it, and the step is judged."""
         self._sentinel.look()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        can_repeat = self._recovery is not None and self._recovery.has_start
-        judges = self._arithmetic, self._replays
+        judges, can_repeat = (self._arithmetic, self._replays), self._recovery.has_start
         while self._guard.judge(model, norm, self._sentinel.settle, *judges, can_repeat=can_repeat):
             norm = self._repeat_step(model)
         return norm
 
     def _repeat_step(self, model: nn.Module) -> Any:
         """Compute the optimizer step again, as if for the first time. Returns the norm of its clipped gradients."""
-        assert self._recovery is not None
         if self.accelerator.scaler is not None:
             self.accelerator.scaler._per_optimizer_states.clear()  # it refuses to unscale gradients twice in a step
         compare = partial(self._replays.compare, model, again=True)
@@ -569,7 +565,6 @@ class VerifiedTransferMixin(_Base):
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.beat("save")
-        self._crash_if_asked("save", self.state.global_step)
         final = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._checkpoints.save(partial(super()._save_checkpoint, model, trial), final)
         self.beat("between")
@@ -652,8 +647,8 @@ class VerifiedTransferMixin(_Base):
         return {
             **self.way.describe(self.model),
             "memory": {
-                "steps_down": self._recovery is not None,
-                "micro_batch_divisor": 1 if self._recovery is None else self._recovery.divisor,
+                "steps_down": self._recovery.on,
+                "micro_batch_divisor": self._recovery.divisor,
                 "recompute_layers": self.recompute_layers,
             },
             "streaming": None if self.streamer is None else self.streamer.describe(),
@@ -683,14 +678,6 @@ class VerifiedTransferMixin(_Base):
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A batch with each device tensor replaced by the host tensor it was copied from, where that is known."""
         return dict(map_tensors(inputs, self._source_of))
-
-    def unchanged(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch, after a check that its host tensors still hold what the loader gave."""
-        self.mover.require_unchanged(batch)
-        return batch
-
-    def step_fault(self, model: nn.Module, *, rows: int, tokens: int) -> AbstractContextManager[None]:
-        return self.step_faults.during(model, step=self.state.global_step + 1, rows=rows, tokens=tokens)
 
     def place_tensor(self, tensor: Tensor, *, name: str, stage: str) -> Tensor:
         """Move one host tensor of a checkpoint to the device, verified; ``stage`` is "adapter" or "optimizer".
@@ -762,18 +749,6 @@ class VerifiedTransferMixin(_Base):
         source = self.mover.host_source(tensor)
         return tensor if source is None else source
 
-    def _refuse_unverified(self, inputs: Batch) -> None:
-        unverified = [
-            name
-            for name, value in inputs.items()
-            if torch.is_tensor(value) and value.device.type != "cpu" and self.mover.provenance(value) is None
-        ]
-        if self.mover.settings.verify == "full":
-            raise CorruptionError(
-                f"batch tensors {', '.join(unverified)} were put on the device by something other than the mover, so "
-                "their bytes cannot be verified: return host tensors from the data collator, or choose --verify sample"
-            )
-
     def _own_rows(self, data: Any) -> Any:
         """As ``Accelerator.gather_for_metrics`` with a single process: padding rows of the last batch are dropped."""
         state = self.accelerator.gradient_state
@@ -792,10 +767,6 @@ class VerifiedTransferMixin(_Base):
         if written:
             self._sentinel.take()
         return result
-
-    def _crash_if_asked(self, at: str, step: int) -> None:
-        if self._crashes.text is not None:
-            self._crashes.crash_if_due(at, step, directory=Path(self.args.output_dir), run_id=self.run_id)
 
     def _zero_missing_gradients(self) -> None:
         """The gradient scaler of fp16 refuses a step without gradients; with zeros only the moments decay."""
