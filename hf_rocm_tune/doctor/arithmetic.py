@@ -7,10 +7,6 @@ truncate addends, which costs at most ``4 u n`` (Fasi and others 2021, PeerJ CS 
 of the same formula in the same dtype on the CPU: an element may be `FACTOR` times as far from float64 as the worst of
 those, as the authors of fused attention kernels test them (flash-attention, tests/test_flash_attn.py: 2 to 3 times).
 A wrong result is read back again: if the two readbacks differ, the transfer is at fault, not arithmetic.
-
-Injected faults: ``wrong`` negates one element and subtracts one, ``nan`` makes one NaN, ``zeros`` zeroes a whole
-result, ``gradient`` is ``wrong`` in a gradient only, in the first result whose case contains ``where``; ``math``
-selects the math path of attention.
 """
 
 from __future__ import annotations
@@ -22,14 +18,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_rocm_tune.doctor.findings import Finding, fail, ok, one_line, skipped, unknown, warn
@@ -74,8 +68,6 @@ class Comparison:
         self.name = request["device"]
         self.device = device_of(request)
         self.generator = torch.Generator().manual_seed(request.get("seed", 0))
-        fault = request.get("fault") or {}
-        self.fault, self.where = fault.get("kind", ""), fault.get("where", "")
         self.cases = 0
         self.problems: list[str] = []
         self.unsteady = False
@@ -91,14 +83,11 @@ class Comparison:
         """A host tensor on the device, verified."""
         return self._mover.move(tensor.contiguous(), name="input")
 
-    def close(self, case: str, result: Tensor, expected: Tensor, bound: Tensor, *, gradient: bool = False) -> bool:
+    def close(self, case: str, result: Tensor, expected: Tensor, bound: Tensor) -> bool:
         """Compare a result on the device with values on the CPU within a bound."""
         assert result.shape == expected.shape, (case, result.shape, expected.shape)
         step(f"comparing {case}")
         result = result.detach()
-        faulty = self.fault in ("wrong", "nan", "zeros") or (self.fault == "gradient" and gradient)
-        if faulty and self.where in case:
-            result, self.fault = with_fault(result, self.fault), ""
         found = result.cpu()
         self.cases += 1
         wrong = ~((found.double() - expected).abs() <= bound)  # true for NaN
@@ -117,14 +106,13 @@ class Comparison:
         return False
 
     def by_formula(self, case: str, found: Mapping[str, Tensor], formula: Callable[[torch.dtype], Any]) -> None:
-        """Compare named results with those of the same formula on the CPU, in float64 and in the dtype of the results;
-        all but ``loss`` and ``output`` are gradients."""
+        """Compare named results with those of the same formula on the CPU, in float64 and in their own dtype."""
         info = torch.finfo(next(iter(found.values())).dtype)
         exact, rounded = formula(torch.float64), formula(getattr(torch, info.dtype))
         for part, result in found.items():
             worst = (rounded[part].double() - exact[part]).abs().max()
             bound = FACTOR * (worst + info.eps / 2 * exact[part].abs()) + info.tiny
-            self.close(f"{case}: {part}", result, exact[part], bound, gradient=part not in ("loss", "output"))
+            self.close(f"{case}: {part}", result, exact[part], bound)
 
     def verdict(self, row: str, right: Sequence[str], wrong: Sequence[str], read: Sequence[str] = ()) -> Finding:
         """The finding on all results, of the row ``row_right`` or ``row_wrong``; ``right``: title, text and source
@@ -144,21 +132,10 @@ class Comparison:
         return fail(row, title, text, fix, source, subject=self.name, read=lines)
 
 
-def with_fault(result: Tensor, kind: str) -> Tensor:
-    """A copy of a result with an injected fault; see the module."""
-    broken = result.clone(memory_format=torch.contiguous_format)
-    flat, place = broken.view(-1), broken.numel() // 2
-    if kind == "zeros":
-        flat.zero_()
-    else:
-        flat[place] = float("nan") if kind == "nan" else -flat[place] - 1
-    return broken
-
-
 # ---- a matrix product: repeated, and timed -----------------------------------------------------------------------
 
 REPEATED_SHAPES = {"cuda": (512, 4096, 1024), "cpu": (96, 128, 112)}
-FAULTY_REPEAT, _LEAST_REPEATS, _RING = 37, 40, 4
+_LEAST_REPEATS, _RING = 40, 4
 _BUSY_BYTES = 96 << 20  # more than the Infinity Cache of an RX 7900 XT (80 MB), so that the traffic reaches its memory
 _MUCH_FASTER = 1.5
 _FAST_SECONDS = 0.01  # for a product of 1024 cubed: what takes longer is a processor that plays the card
@@ -172,15 +149,13 @@ def gemm(request: Mapping[str, Any]) -> list[Finding]:
     the memory busy, and bfloat16 with a float32 result is repeated, too: the product of the loss's gradient. Not
     covered: a device that is wrong in the same way every time after its first product.
     """
-    fault = dict(request.get("fault") or {})
     lines, varying = [], []
-    with Comparison({**request, "fault": None}) as compare:
+    with Comparison(request) as compare:
         accelerator = compare.device.type == "cuda"
         fast = accelerator and _seconds(compare, 1024) < _FAST_SECONDS
         request = {"shape": REPEATED_SHAPES["cuda" if fast else "cpu"], "size": 8192 if fast else 256, **request}
         for name in ("float16", "bfloat16", "float32", *(["bfloat16 to float32"] if accelerator else [])):
-            kind = fault.pop("kind", "") if fault.get("where", "") in name else ""
-            repeats, differing = _repeat(compare, name, request, kind)
+            repeats, differing = _repeat(compare, name, request)
             lines.append(f"{name}: {repeats:,} times")
             varying += [f"{differing:,} of {name}"] if differing else []
         text = "under load, and correct"
@@ -193,7 +168,7 @@ def gemm(request: Mapping[str, Any]) -> list[Finding]:
         return [finding, *([_speed(compare, request["size"])] if accelerator else [])]
 
 
-def _repeat(compare: Comparison, name: str, request: Mapping[str, Any], fault: str) -> tuple[int, int]:
+def _repeat(compare: Comparison, name: str, request: Mapping[str, Any]) -> tuple[int, int]:
     """The number of products of one dtype, and of results that differed from the first within the bound."""
     m, k, n = request["shape"]
     dtype, _, wide = name.partition(" to ")
@@ -212,18 +187,16 @@ def _repeat(compare: Comparison, name: str, request: Mapping[str, Any], fault: s
     while number <= _LEAST_REPEATS or time.monotonic() < ends:
         step(f"computing {name}, repeats {number + 1} to {number + _RING}")
         add_load()
-        for place in range(_RING):
-            multiply(out=ring[place])
-            if fault and number + 1 + place == FAULTY_REPEAT:
-                ring[place] = with_fault(ring[place], fault)
+        for result in ring:
+            multiply(out=result)
         counts = torch.stack([(result.view(bits) != first.view(bits)).sum() for result in ring]).tolist()
-        for place, count in enumerate(counts):
+        for result, count in zip(ring, counts, strict=True):
+            number += 1
             # If the first was wrong, a repeat that differs from it may be the correct one.
             if not count:
                 compare.cases += 1
-            elif compare.close(f"{name}, repeat {number + 1 + place}", ring[place], *reference) and first_right:
+            elif compare.close(f"{name}, repeat {number}", result, *reference) and first_right:
                 varying += 1
-        number += _RING
     return number, varying
 
 
@@ -494,8 +467,7 @@ def _backend(compare: Comparison, kind: str) -> str:
     step(f"asking for the backend of attention, {kind}")
     shape, mask = (2, 2, sum(_PACKED), 64), Batch.of(kind, compare.generator).on(compare).mask
     q, k, v = (compare.move(spread(shape, torch.bfloat16, compare.generator)).requires_grad_() for _ in range(3))
-    forced = compare.fault == "math" and compare.where in kind
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH) if forced else nullcontext():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)

@@ -28,22 +28,17 @@ from hf_rocm_tune.version import __version__
 
 PROGRAM = "hf-rocm-tune doctor"
 NARROWEST, WIDEST = 60, 120
-_COUNTED: Mapping[Status, str] = {
-    "fail": "failure",
-    "warn": "warning",
-    "info": "note",
-    "ok": "ok",
-    "unknown": "unknown",
-}
+# The mark of a line, and the word of a count; the gravest first.
 _MARKS: Mapping[Status, str] = {
-    "ok": "ok",
-    "info": "note",
-    "warn": "WARN",
     "fail": "FAIL",
+    "warn": "WARN",
     "unknown": "?",
+    "info": "note",
+    "ok": "ok",
     "skipped": "-",
 }
-_WORST: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "ok")
+_COUNTED = {"fail": "failure", "warn": "warning", "info": "note", "ok": "ok", "unknown": "unknown"}
+_WORST = tuple(_MARKS)
 _VERDICTS = ("no problem found in what was checked", "check the warnings", "not ready to train")
 _INDENT, _LABEL = 6, 8
 _SERIAL = re.compile(
@@ -214,9 +209,9 @@ def lines(diagnosis: Diagnosis, machine: str, seconds: float, width: int, *, ver
         yield from ("", *whole(one))
     for reason, checks in skipped.items():
         yield from wrapped(f"not run: {', '.join(dict.fromkeys(checks))}: {reason}", f"{'-':<{_INDENT}}")
-    counts = {status: diagnosis.count(status) for status in _COUNTED}
-    several = {status: "s" * (count > 1 and status not in ("ok", "unknown")) for status, count in counts.items()}
-    summary = ", ".join(f"{count} {_COUNTED[status]}{several[status]}" for status, count in counts.items() if count)
+    counts = [(diagnosis.count(status), status, word) for status, word in _COUNTED.items()]
+    several = {"fail", "warn", "info"}
+    summary = ", ".join(f"{n} {word}{'s' * (n > 1 and status in several)}" for n, status, word in counts if n)
     verdict = f"Verdict: {_VERDICTS[diagnosis.exit_code]}{'' if verbose else '; -v shows all of it'}."
     yield from ("", *wrapped(f"{summary or 'nothing was checked'}; {seconds:.0f} s. {verdict}"))
 

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ from hf_rocm_tune.transfer import (
 )
 from hf_rocm_tune.transfer.damage import POISON
 from hf_rocm_tune.transfer.faults import KINDS
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, byte_count, gather, typed_view
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, gather, typed_view
 
 SLOT_BYTES = 16 << 10
 """Bytes of a staging slot in the drill: small, so that tensors of several chunks are sent fast."""
@@ -102,18 +102,14 @@ class Drill:
         return [f"{count:,} {what}" for what, count in counts.items() if count]
 
     def to_dict(self) -> dict[str, Any]:
-        rows = {key: {name: tally[name] for name in COUNTS} for key, tally in self.faults.items()}
-        return {
-            "schema": 3,
-            "device": self.device,
-            "seed": self.seed,
-            "torch": torch.__version__,
-            "failures": self.failures(),
-            "faults": [{"kind": kind, "persist": persist, **row} for (kind, persist), row in rows.items()],
-            "faults_total": {name: self.total[name] for name in COUNTS},
-            "clean": {name: self.clean[name] for name in ("transfers", "false alarms", "corrupted", "missed")},
-            "seconds": round(self.seconds, 1),
-        }
+        def counts(tally: Tally, names: Iterable[str] = COUNTS) -> dict[str, int]:
+            return {name: tally[name] for name in names}
+
+        rows = [{"kind": kind, "persist": often, **counts(one)} for (kind, often), one in self.faults.items()]
+        about = {"device": self.device, "seed": self.seed, "torch": torch.__version__}
+        clean = counts(self.clean, ("transfers", "false alarms", "corrupted", "missed"))
+        result = {"faults": rows, "faults_total": counts(self.total), "clean": clean}
+        return {"schema": 3, **about, "failures": self.failures(), **result, "seconds": round(self.seconds, 1)}
 
     def table(self) -> str:
         """The table of faults, and lines on clean transfers and on the verdict."""
@@ -143,11 +139,11 @@ def run(device: str | None, *, faults: int = 2000, clean: int = 5000, seed: int 
     began, console = time.perf_counter(), Console(file=sys.stderr)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         advance = partial(bar.advance, bar.add_task("faults", total=faults))
-        injected = inject(target, faults=faults, seed=seed, on_fault=advance)
+        found = inject(target, faults=faults, seed=seed, on_fault=advance)
         advance = partial(bar.advance, bar.add_task("clean transfers", total=clean))
         sent, example = send_clean(target, transfers=clean, seed=seed, on_transfer=advance)
     seconds = time.perf_counter() - began
-    return Drill(device=name, seed=seed, faults=injected, clean=sent, example=example, seconds=seconds)
+    return Drill(device=name, seed=seed, faults=found, clean=sent, example=example, seconds=seconds)
 
 
 class Samples:
@@ -189,13 +185,6 @@ class Samples:
 class IncidentLog(TransferReport):
     """A report from which the incidents of each transfer are taken."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._incidents: list[dict[str, Any]] = []
-
-    def incident(self, row: Mapping[str, Any]) -> None:
-        self._incidents.append(dict(row))
-
     def take(self) -> list[dict[str, Any]]:
         taken, self._incidents = self._incidents, []
         return taken
@@ -231,7 +220,7 @@ def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[st
 
 
 def _same_bytes(arrived: Tensor, source: Tensor) -> bool:
-    expected = torch.empty(byte_count(source), dtype=torch.uint8)
+    expected = torch.empty(source.nbytes, dtype=torch.uint8)
     gather(source, 0, expected.numel(), expected)  # through an aligned view, as packing does
     return arrived.shape == source.shape and torch.equal(as_bytes(arrived.cpu()), expected)
 
@@ -240,22 +229,21 @@ def inject(
     device: torch.device, *, faults: int, seed: int, on_fault: Callable[[], object]
 ) -> dict[tuple[str, bool], Tally]:
     """Inject faults into transfers until `faults` of them, evenly over `CELLS`, have changed bytes."""
-    tallies: dict[tuple[str, bool], Tally] = {}
+    tallies: dict[tuple[str, bool], Tally] = {(kind, persist): Counter() for kind, persist, _ in CELLS}
     samples = Samples(seed)
     with ExitStack() as stack:
-        movers: dict[tuple[str, bool], Mover] = {}
+        movers = {
+            key: stack.enter_context(_mover(device, FaultSpec(kind=key[0], persist=key[1], seed=seed, tensor=_TARGET)))
+            for key in tallies
+        }
         for number, (kind, persist, stage) in enumerate(CELLS):
-            key = (kind, persist)
-            if key not in movers:
-                spec = FaultSpec(kind=kind, persist=persist, seed=seed, tensor=_TARGET)
-                movers[key] = stack.enter_context(_mover(device, spec))
-                tallies[key] = Counter()
-            wanted = tallies[key]["injected"] + faults // len(CELLS) + (number < faults % len(CELLS))
-            while (before := tallies[key]["injected"]) < wanted:
+            mover, tally = movers[kind, persist], tallies[kind, persist]
+            wanted = tally["injected"] + faults // len(CELLS) + (number < faults % len(CELLS))
+            while (before := tally["injected"]) < wanted:
                 # A fault may change nothing: a swap in a tensor of one word does not.
                 fault = _memory_fault if kind == "after" else _transfer_fault
-                tallies[key].update(fault(movers[key], samples.sent(stage, samples.tensor()), stage))
-                if tallies[key]["injected"] > before:
+                tally.update(fault(mover, samples.sent(stage, samples.tensor()), stage))
+                if tally["injected"] > before:
                     on_fault()
     return tallies
 

@@ -174,17 +174,16 @@ def failure(what: str, outcome: Outcome, *, subject: str) -> Finding:
         return unknown(f"not enough memory is free: {outcome.error}", subject=subject, read=read)
     if outcome.error and not outcome.error.startswith(DEVICE_ERRORS):
         return unknown(f"{how}: a bug of ours, or a broken installation", subject=subject, read=read)
+    row, title, text = "measurement_died", "A measurement's process died or left no result", f"{what}: {how}"
     fix = "look for amdgpu lines in `dmesg` (a page fault, a reset, `Out of memory`); run this check alone (--only)"
     if outcome.error:
-        row, title, how = "measurement_refused", "The device refused a measurement", f"{what}: {how}"
+        row, title = "measurement_refused", "The device refused a measurement"
         fix = "see the findings on software and access first: a wheel without this architecture, a missing permission"
         source = "TheRock#5543; TheRock RELEASES.md; uv#21683"
     elif outcome.status == "timeout":
         row, title = "measurement_hung", "A measurement did not return"
-        how = f"{what}: {how}, and was killed. Such a driver or card hangs in training, too"
-    else:
-        row, title, how = "measurement_died", "A measurement's process died or left no result", f"{what}: {how}"
-    return fail(row, title, how, fix, source, subject=subject, read=read)
+        text += ", and was killed. Such a driver or card hangs in training, too"
+    return fail(row, title, text, fix, source, subject=subject, read=read)
 
 
 def one_line(error: Exception) -> str:

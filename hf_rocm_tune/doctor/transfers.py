@@ -2,8 +2,7 @@
 not change while other memory is allocated and freed.
 
 Injected faults: those of ``transfer.damage``, with ``where=to cuda:0`` for copies to the card, ``where=back`` for those
-from it, ``where=non_blocking`` or ``where=torch.bfloat16`` for some casts; in the second cycle of the
-canaries, ``zeros`` zeroes a range of one and ``flip`` flips one bit.
+from it, ``where=non_blocking`` or ``where=torch.bfloat16`` for some casts.
 """
 
 from __future__ import annotations
@@ -349,13 +348,12 @@ def judge_bandwidth(device: str, there: float, back: float, links: Sequence[Link
 # allocators other than torch's in this process, and corruption that disappears within one cycle.
 
 _CHURN, _SMALLEST, _CANARIES = 0x5C, 512, 4
-_FAULTY_CYCLE = 2
 
 
 def canaries(request: Mapping[str, Any]) -> list[Finding]:
     """Blocks with a pattern that differs at every position, digested on the device after each cycle of allocating and
     freeing blocks of all sizes; ``cycles``: at most; ``seconds`` after which no cycle begins."""
-    device, name, kind = device_of(request), request["device"], (request.get("fault") or {}).get("kind")
+    device, name = device_of(request), request["device"]
     size, room = 1 << 20, 64 << 20
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -374,10 +372,6 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
         run += 1
         step(f"allocating and freeing memory beside canaries on {device}, cycle {run}")
         churned = _churn(churned, room, rng, device)
-        if run == _FAULTY_CYCLE and kind == "zeros":
-            blocks[-1][8192 : 8192 + 4096] = 0
-        elif run == _FAULTY_CYCLE and kind == "flip":
-            blocks[-1][12_345] ^= 16
     sizes = f"{_CANARIES} canaries of {size_words(size)} beside up to {size_words(room)} of other blocks, {run} cycles"
     source = "ROCm/ROCm#6603; rocm-systems#10943; ROCm/ROCm#6178"
     if not bad:

@@ -19,7 +19,6 @@ from hf_rocm_tune.doctor.drill import CELLS, DTYPES, SIZES, Drill, IncidentLog, 
 from hf_rocm_tune.transfer import STAGES, Digest, HostBackend, Mover
 from hf_rocm_tune.transfer.copies import Transfer
 from hf_rocm_tune.transfer.faults import KINDS
-from hf_rocm_tune.transfer.raw_bytes import byte_count
 
 CPU = torch.device("cpu")
 
@@ -59,7 +58,7 @@ def test_samples_are_of_every_dtype_and_size_from_one_byte() -> None:
     samples = Samples(0)
     made = [samples.tensor() for _ in range(4 * len(DTYPES) * len(SIZES))]
     assert {tensor.dtype for tensor in made} == set(DTYPES)
-    assert set(SIZES) <= {byte_count(tensor) for tensor in made}
+    assert set(SIZES) <= {tensor.nbytes for tensor in made}
     assert {tensor.is_contiguous() for tensor in made} == {True, False}
 
 

@@ -25,6 +25,7 @@ from hf_rocm_tune.doctor.links import LinkRate
 from hf_rocm_tune.doctor.transfers import judge_bandwidth
 from hf_rocm_tune.machine.child import Outcome
 from hf_rocm_tune.transfer import Mover
+from tests.doctor.harm import harm
 from tests.doctor.together import together
 
 LATE = 240.0
@@ -66,14 +67,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def ended() -> dict[tuple[str, str], list[Finding]]:
-    """Findings of children: of a sound machine, of one whose canaries change, and of children that give no result."""
+    """Findings of children: of a sound machine, of one whose copies are wrong, and of children that give no result."""
 
     def child(name: str, kind: str = "", deadline_s: float = LATE) -> list[Finding]:
         return run_measured(replace(BY_NAME[name], deadline_s=deadline_s), request(name, kind, hip=True))
 
     sound = {(name, ""): partial(child, name) for name in ("round_trip", "bandwidth", "canaries", "attention")}
     bad = {("casts", kind): partial(child, "casts", kind, late) for kind, late in ENDINGS.items()}
-    return together({**sound, **bad, ("canaries", "zeros"): partial(child, "canaries", "zeros")}, workers=2)
+    return together({**sound, **bad, ("round_trip", "zeros"): partial(child, "round_trip", "zeros")}, workers=2)
 
 
 ENDINGS = {"hang": 1.0, "kill": LATE, "garbage": LATE}
@@ -93,7 +94,7 @@ def test_a_sound_machine_passes_in_a_child(name: str, ended: dict[tuple[str, str
         ("casts", "hang", "had not ended"),
         ("casts", "kill", "SIGKILL"),
         ("casts", "garbage", "cannot be read"),
-        ("canaries", "zeros", "without allocator settings: the same"),
+        ("round_trip", "zeros", "HSA_ENABLE_SDMA=0: the same"),
     ],
 )
 def test_a_fault_in_a_child_is_a_finding(
@@ -228,8 +229,9 @@ def test_the_smallest_difference_of_a_source_that_arrived_wrong_is_found(monkeyp
 
 
 @pytest.mark.parametrize(("kind", "words"), [("zeros", "100 % zeros"), ("flip", "100 % differ in one bit")])
-def test_a_canary_that_changes_is_found(kind: str, words: str) -> None:
-    (finding,) = found("canaries", kind)
+def test_a_canary_that_changes_is_found(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harm(monkeypatch, "canaries", kind, "")
+    (finding,) = found("canaries")
     assert (finding.status, finding.row) == ("fail", "canaries_changed")
     assert words in finding.read[0] and "cycle 2" in finding.read[0]
     (held,) = found("canaries", seconds=0)
@@ -283,8 +285,11 @@ RESULT_FAULTS = [
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("name", "kind", "where"), RESULT_FAULTS)
-def test_each_fault_is_found_and_named_where_it_is(name: str, kind: str, where: str) -> None:
-    finding = found(name, kind, where)[0]
+def test_each_fault_is_found_and_named_where_it_is(
+    name: str, kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harm(monkeypatch, name, kind, where)
+    finding = found(name)[0]
     assert finding.status == "fail" and finding.row == f"{name}_wrong" and finding.fix and finding.source
     words = {"nan": "NaN", "zeros": "zero", "gradient": "gradient", "wrong": "elements wrong"}
     assert words[kind] in finding.read[0] and where in finding.read[0] and " 1 of " in finding.text
@@ -384,8 +389,9 @@ def test_an_attention_that_is_wrong_in_one_way_is_found(
 
 
 @pytest.mark.parametrize("where", ["packed", ""])
-def test_a_mask_that_sends_attention_through_the_math_path_is_told(where: str) -> None:
-    right, backend = found("attention", "math", where)
+def test_a_mask_that_sends_attention_through_the_math_path_is_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harm(monkeypatch, "attention", "math", where)
+    right, backend = found("attention")
     assert right.row == "attention_right", "slow, and not wrong"
     assert (backend.row, backend.status) == ("attention_unfused", "warn")
     assert ("on cpu, packed batches" in backend.text) == (where == "packed")
@@ -503,5 +509,8 @@ def test_a_gpu_is_measured(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "kind", "where"), RESULT_FAULTS)
-def test_each_fault_is_found_on_an_accelerator(name: str, kind: str, where: str) -> None:
-    assert found(name, kind, where, device="cuda:0")[0].status == "fail"
+def test_each_fault_is_found_on_an_accelerator(
+    name: str, kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harm(monkeypatch, name, kind, where)
+    assert found(name, device="cuda:0")[0].status == "fail"
