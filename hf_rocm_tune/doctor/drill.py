@@ -33,7 +33,6 @@ from hf_rocm_tune.transfer import (
     FaultSpec,
     HostBackend,
     Mover,
-    TransferReport,
     TransferSettings,
     digest,
 )
@@ -182,12 +181,10 @@ class Samples:
             yield from self._rng.sample(values, len(values))
 
 
-class IncidentLog(TransferReport):
-    """A report from which the incidents of each transfer are taken."""
-
-    def take(self) -> list[dict[str, Any]]:
-        taken, self._incidents = self._incidents, []
-        return taken
+def _taken(mover: Mover) -> list[dict[str, Any]]:
+    """The incidents of the last transfer."""
+    taken, mover.report._incidents = mover.report._incidents, []
+    return taken
 
 
 def _mover(device: torch.device, faults: FaultSpec | None = None) -> Mover:
@@ -202,7 +199,7 @@ def _mover(device: torch.device, faults: FaultSpec | None = None) -> Mover:
 
     backend.allocate = poisoned  # type: ignore[method-assign]
     settings = TransferSettings(slot_bytes=SLOT_BYTES, slots=3)
-    return Mover(device, settings=settings, report=IncidentLog(), faults=faults, backend=backend)
+    return Mover(device, settings=settings, faults=faults, backend=backend)
 
 
 def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], CorruptionError | None]:
@@ -252,15 +249,10 @@ def _injected(mover: Mover) -> int:
     return int((mover.fault_injection() or {})["injected"])
 
 
-def _incidents(mover: Mover) -> list[dict[str, Any]]:
-    assert isinstance(mover.report, IncidentLog)
-    return mover.report.take()
-
-
 def _transfer_fault(mover: Mover, tensors: dict[str, Tensor], stage: str) -> Tally:
     before = _injected(mover)
     arrived, error = _send(mover, stage, tensors)
-    stopped, rows, changed = error is not None, _incidents(mover), _injected(mover) > before
+    stopped, rows, changed = error is not None, _taken(mover), _injected(mover) > before
     named = any(row["tensor"] == _TARGET for row in rows)
     wrong = any(not _same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
     verified = any(mover.was_verified(tensor) for tensor in arrived.values())
@@ -280,7 +272,7 @@ def _memory_fault(mover: Mover, tensors: dict[str, Tensor], stage: str) -> Tally
     weight = mover.move(tensors[_TARGET], name=_TARGET)
     changed, differs = _injected(mover) > before, digest(weight) != mover.digest_of(weight)
     counts = {"injected": int(changed), "detected": int(changed and differs), "missed": int(changed and not differs)}
-    return Counter(counts | {"false alarms": int(differs and not changed) + len(_incidents(mover))})
+    return Counter(counts | {"false alarms": int(differs and not changed) + len(_taken(mover))})
 
 
 def send_clean(
@@ -288,7 +280,7 @@ def send_clean(
 ) -> tuple[Tally, str]:
     """Send tensors of every dtype and size, through all stages in turn, and compare what arrived byte by byte.
 
-    ``mover``: to use instead of a new one; its report must be an `IncidentLog`. Returns `Drill.clean` and the example.
+    ``mover``: to use instead of a new one. Returns `Drill.clean` and the example.
     """
     found, example, samples, rng = Counter[str](), "", Samples(seed + 1), random.Random(seed)
     with mover or _mover(device) as sender:
@@ -299,7 +291,7 @@ def send_clean(
             tensors = samples.sent(stage, samples.tensor(largest=largest))
             arrived, error = _send(sender, stage, tensors)
             example = example or (str(error) if error else "")
-            for row in _incidents(sender):
+            for row in _taken(sender):
                 # "late": it was correct when read again, which may be a false verdict as well.
                 found["false alarms" if row["kind"] == "late" else "corrupted"] += 1
                 example = example or f"{row['stage']} tensor: {row['kind']}, {row['outcome']}"

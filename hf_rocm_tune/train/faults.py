@@ -177,20 +177,16 @@ class StepFaults:
         return ("backward" if spec.kind == "nan" else spec.where or drawn), layer
 
     def _in_layer(self, kind: str, where: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        harm = partial(self._harm, kind)
         if where == "forward":
-            self._run_out_of_memory()
+            harm()
         produced = next((tensor for tensor in tree_tensors(output) if tensor.requires_grad), None)
         if produced is not None:
-            produced.register_hook(self._to_nan if kind == "nan" else self._run_out_of_memory)
+            produced.register_hook(harm)
 
-    def _run_out_of_memory(self, _gradient: Tensor | None = None) -> None:
-        self._count()
-        raise torch.OutOfMemoryError(f"out of memory, because {STEP_VARIABLE} asks for it")
-
-    def _to_nan(self, gradient: Tensor) -> Tensor:
-        self._count()
-        return torch.full_like(gradient, torch.nan)
-
-    def _count(self) -> None:
+    def _harm(self, kind: str, gradient: Tensor | None = None) -> Tensor:
         self._injected += 1
         self._report.count("step_faults", injected=1)
+        if kind == "nan" and gradient is not None:
+            return torch.full_like(gradient, torch.nan)
+        raise torch.OutOfMemoryError(f"out of memory, because {STEP_VARIABLE} asks for it")

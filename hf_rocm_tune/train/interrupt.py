@@ -72,13 +72,19 @@ class StopRequests:
             self._before.clear()
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:
-            _in_a_forked_worker(number)
+        if os.getpid() != self._owner:  # a data loader's worker: SIGTERM ends it, the signals of a terminal do not
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         now = time.monotonic()
         if not self.received:
             self.received, self._since = number, now
-            _acknowledge(number)
+            name = signal_name(number)
+            text = f"hf-rocm-tune: {name}: the run saves what it has and ends; another Ctrl-C ends it at once\n"
+            if os.environ.get("RANK", "0") == "0":
+                with suppress(OSError):  # a terminal that is gone
+                    os.write(2, text.encode())  # not print(): it may be what was interrupted
         elif number == signal.SIGINT and now - self._since > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt
 
@@ -90,15 +96,13 @@ class InterruptCallback(TrainerCallback):
         self._requests = requests
         self.save_wanted = False  # all ranks have agreed on a checkpoint of the step that has just ended
         self._stop = 0
-        self._refused: int | None = None
-        """Time stamp of a request file whose checkpoint could not be written: it counts when it is touched again."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.save_wanted, self._stop = False, 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Agrees with the other ranks. Collective."""
-        asked_by_file = state.is_world_process_zero and self._stamp(args) not in (None, self._refused)
+        asked_by_file = state.is_world_process_zero and _is_asked(args)
         self._stop, by_file = highest([self._requests.received, int(asked_by_file)])
         self.save_wanted = bool(self._stop or by_file)
         if self.save_wanted:
@@ -108,24 +112,23 @@ class InterruptCallback(TrainerCallback):
         if not self.save_wanted:
             return
         self.save_wanted = False
-        checkpoint, stamp = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._stamp(args)
+        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         saved = (checkpoint / MANIFEST_NAME).exists()
-        if state.is_world_process_zero and not saved:
-            self._refused = stamp
-        elif state.is_world_process_zero and stamp is not None:  # not a file of the user's that has the same name
+        if state.is_world_process_zero and _is_asked(args):
             (Path(args.output_dir) / REQUEST_FILE).unlink(missing_ok=True)
         if self._stop:
             could = "is written" if saved else "could not be written, earlier checkpoints are intact"
             ended = f"stopped by {signal_name(self._stop)}, {checkpoint.name} {could}"
             raise Interrupted(f"{ended}; the same command continues from there")
 
-    def _stamp(self, args: TrainingArguments) -> int | None:
-        try:
-            found = os.lstat(os.path.join(args.output_dir, REQUEST_FILE))
-        except OSError:
-            return None
-        # Only an empty file is a request, because it will be deleted.
-        return found.st_mtime_ns if stat.S_ISREG(found.st_mode) and found.st_size == 0 else None
+
+def _is_asked(args: TrainingArguments) -> bool:
+    """Whether the file is there; only an empty one is a request, because it will be deleted."""
+    try:
+        found = os.lstat(os.path.join(args.output_dir, REQUEST_FILE))
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == 0
 
 
 _BEATS: dict[str, tuple[Phase, bool]] = {
@@ -149,18 +152,3 @@ class HeartbeatCallback(TrainerCallback):
 def signal_name(number: int) -> str:
     """ "Ctrl-C" for SIGINT, else the signal's own name."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
-def _acknowledge(number: int) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        name = signal_name(number)
-        text = f"hf-rocm-tune: {name}: the run saves what it has and ends; another Ctrl-C ends it at once\n"
-        with suppress(OSError):  # a terminal that is gone
-            os.write(2, text.encode())  # not print(): it may be what was interrupted
-
-
-def _in_a_forked_worker(number: int) -> None:
-    """Data loader workers inherit the handler: SIGTERM ends them, the signals of a terminal do not."""
-    if number == signal.SIGTERM:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)

@@ -51,13 +51,13 @@ _ROWS = 8  # of each attention call
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Figures:
     """Loss and gradients of a micro-batch."""
 
     digest: tuple[str, ...]
     figures: tuple[tuple[float, float], ...]  # loss, norms and sums of gradients, each with its scale
 
-    def distance(self, other: Outcome) -> float:
+    def distance(self, other: Figures) -> float:
         """The largest difference of a figure over its scale; infinite where only one is NaN."""
         largest = 0.0
         for (mine, scale), (theirs, _) in zip(self.figures, other.figures, strict=True):
@@ -82,7 +82,7 @@ class Replays:
         self._every = EVERY
         self._due = self._awaited = self._wrong = False
         self._attempts = 0
-        self._seen: list[Outcome] = []  # of the micro-batch that is replayed in this step
+        self._seen: list[Figures] = []  # of the micro-batch that is replayed in this step
         self.deterministic: bool | None = None
         self.bound = 0.0
         self.failure = ""
@@ -119,7 +119,7 @@ class Replays:
         if several:
             inputs, num_items = self._from_one_rank(inputs, num_items)
 
-        def run() -> Outcome | None:
+        def run() -> Figures | None:
             """None: out of memory; the real turn will be, too, and makes its parts smaller."""
             if several:
                 set_seed(self._begun)
@@ -142,7 +142,7 @@ class Replays:
             self._seen, self._awaited = [first], True
         trainer.transfer_report.count("arithmetic", replays=1)
 
-    def _same(self, one: Outcome, other: Outcome) -> bool:
+    def _same(self, one: Figures, other: Figures) -> bool:
         return one.digest == other.digest or (self.deterministic is False and one.distance(other) <= self.bound)
 
     # ---- one process: the real turn is compared -----------------------------------------------------------------
@@ -165,7 +165,7 @@ class Replays:
             agrees = self._allow([self._seen])
         self._wrong = not agrees
 
-    def _allow(self, rows: list[list[Outcome]]) -> bool:
+    def _allow(self, rows: list[list[Figures]]) -> bool:
         """Take the differences within each row for those of kernels that are not deterministic, if they are small."""
         spread = max(one.distance(other) for row in rows for one in row for other in row)
         if spread > _AT_MOST:
@@ -219,9 +219,9 @@ class Replays:
         batch, count = sent[0]
         return batch, torch.full_like(num_items, count) if isinstance(num_items, Tensor) else count
 
-    def _compare_ranks(self, first: Outcome | None, run: Callable[[], Outcome | None]) -> None:
+    def _compare_ranks(self, first: Figures | None, run: Callable[[], Figures | None]) -> None:
         """Compare the ranks' outcomes; where they differ, all compute again, which tells whose card is wrong."""
-        history: list[list[Outcome]] = []
+        history: list[list[Figures]] = []
         while not history or not all(self._same(history[-1][0], each) for each in history[-1]):
             if len(history) == _RUNS:
                 if self._allow(history):
@@ -276,7 +276,7 @@ class Replays:
         return StepVerdict.END
 
 
-def _outcome(model: nn.Module, loss: Tensor) -> Outcome:
+def _outcome(model: nn.Module, loss: Tensor) -> Figures:
     rows: dict[torch.device, list[Tensor]] = defaultdict(list)
     for each in (loss, *(each.grad for each in model.parameters() if each.grad is not None)):
         rows[each.device].append(each.detach())
@@ -287,16 +287,16 @@ def _outcome(model: nn.Module, loss: Tensor) -> Outcome:
         numbers = torch.stack([*norms, *(each.sum(dtype=torch.float32) for each in row)]).tolist()  # one wait
         for each, norm, total in zip(row, numbers, numbers[len(row) :], strict=False):
             figures += [(norm, norm), (total, norm * math.sqrt(each.numel()))]
-    return Outcome(tuple(each.hex() for each in digests), tuple(figures))
+    return Figures(tuple(each.hex() for each in digests), tuple(figures))
 
 
-def _of_all_ranks(mine: Outcome | None) -> list[Outcome | None]:
+def _of_all_ranks(mine: Figures | None) -> list[Figures | None]:
     rows: list[Any] = [None] * dist.get_world_size(host_group())
     dist.all_gather_object(rows, mine, group=host_group())
     return rows
 
 
-def _by_rank(history: list[list[Outcome]]) -> str:
+def _by_rank(history: list[list[Figures]]) -> str:
     """Which ranks give the same result each time."""
     steady = [len({each[rank].digest for each in history}) == 1 for rank in range(len(history[0]))]
     return ", ".join(f"rank {rank} {'repeats its result' if each else 'does not'}" for rank, each in enumerate(steady))

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ _BYTES_PER_UPDATE = 1 << 30
 """The most bytes of trained state that are checked between two updates."""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A tensor that has changed."""
 
     stage: str  # "frozen", "trained" or "batches"
@@ -89,7 +88,11 @@ class FrozenSentinel:
 
     def __post_init__(self) -> None:
         self.changed_at_start = self._begin(list(self.list_tensors()))
-        self._slices = _even_slices([*self._watched.values()], self.period)
+        total, passed = sum(row.nbytes for row in self._watched.values()) or 1, 0
+        self._slices = [[] for _ in range(self.period)]
+        for row in self._watched.values():
+            self._slices[min(passed * self.period // total, self.period - 1)].append(row)
+            passed += row.nbytes
 
     @property
     def tensors(self) -> int:
@@ -356,15 +359,6 @@ def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
     return [_Pack(kind, tensors) for kind, tensors in groups]
 
 
-def _even_slices(watched: list[_Watched], period: int) -> list[list[_Watched]]:
-    total, passed = sum(row.nbytes for row in watched) or 1, 0
-    slices: list[list[_Watched]] = [[] for _ in range(period)]
-    for row in watched:
-        slices[min(passed * period // total, period - 1)].append(row)
-        passed += row.nbytes
-    return slices
-
-
 # ---- in a run -----------------------------------------------------------------------------------------------
 
 _UPSTREAM = frozenset({"hf_rocm_tune", "transformers", "trl", "peft", "accelerate", "torch", "typing", "builtins"})
@@ -415,7 +409,7 @@ class SentinelCallback(TrainerCallback):
         self._excuse_writes, self._references = excuse_writes, references
         self._sentinel: FrozenSentinel | None = None
         self._trained: TrainedSentinel | None = None
-        self._batches: BatchSentinel | None = None
+        self._batches = BatchSentinel(mover.verdict_of)
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._rates: Any = None
@@ -429,7 +423,6 @@ class SentinelCallback(TrainerCallback):
             return
         self._optimizer, self._scheduler = more.get("optimizer"), more.get("lr_scheduler")
         arrived_with = self._mover.digest_of
-        self._batches = BatchSentinel(self._mover.verdict_of)
         self._sentinel = FrozenSentinel(self._frozen, self._every, arrived_with, self._explain)
         changes = self._sentinel.changed_at_start
         if self._optimizer is not None and not _moves_weights_itself(self._optimizer):
@@ -485,17 +478,16 @@ class SentinelCallback(TrainerCallback):
 
     def use_batch(self, batch: Any) -> None:
         """A verified batch is used from now on."""
-        if self._batches is not None:
+        if self._sentinel is not None:
             self._batches.use(batch)
 
     def look_at_batches(self) -> None:
         """Queue a check of the batches that were used; `settle` reports the result."""
-        if self._batches is not None:
-            self._batches.look()
+        self._batches.look()
 
     def settle_batches(self, step: int) -> None:
         """Wait for the result of the checks of batches alone; raises as `settle`."""
-        if self._batches is not None:
+        if self._sentinel is not None:
             self._judge(self._batches.collect(), f"at step {step}", step)
 
     def look(self) -> None:
@@ -509,7 +501,7 @@ class SentinelCallback(TrainerCallback):
             return
         changes = self._sentinel.collect(wait=True)
         changes += self._trained.collect() if self._trained is not None else []
-        changes += self._batches.collect() if self._batches is not None else []
+        changes += self._batches.collect()
         if not self._excuse_writes and self._rates != self._read_rates():
             changes.append(_RATES)
         self._judge(changes, f"before the update of step {step}", step)

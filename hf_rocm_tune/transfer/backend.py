@@ -70,8 +70,6 @@ class Backend(Protocol):
     """One device and its copy queue. All methods may be called from several threads."""
 
     device: torch.device
-    staging_grows: bool
-    """Whether staging memory is cheap to allocate, so that slots start small and grow."""
     default_slot_bytes: int
 
     def staging(self, nbytes: int) -> Tensor:
@@ -113,7 +111,6 @@ class HostBackend:
     because waking the worker takes longer. The worker ends with `close` or with the interpreter.
     """
 
-    staging_grows = True
     default_slot_bytes = 8 << 20
 
     def __init__(self) -> None:
@@ -235,7 +232,6 @@ class AcceleratorBackend:
         device: a ``cuda`` device of torch (also for HIP); without an index, the current one.
     """
 
-    staging_grows = False
     default_slot_bytes = 32 << 20
 
     def __init__(self, device: torch.device) -> None:

@@ -55,8 +55,6 @@ class TransferSettings:
 
 # ---- staging memory -----------------------------------------------------------------------------------------
 
-SMALLEST_SLOT_BYTES = 64 << 10
-
 
 @dataclass(eq=False)
 class Slot:
@@ -90,7 +88,9 @@ class Ring:
             if slot.ticket is not None:
                 slot.ticket.join()
                 slot.ticket = None
-            yield slot, self._memory(slot, nbytes)
+            if slot.buffer is None:
+                slot.buffer = self._backend.staging(self.slot_bytes)
+            yield slot, slot.buffer[:nbytes]
         finally:
             with self._changed:
                 self._free.append(slot)
@@ -110,14 +110,6 @@ class Ring:
                 if self._free:
                     return self._free.popleft()
                 self._changed.wait()
-
-    def _memory(self, slot: Slot, nbytes: int) -> Tensor:
-        if slot.buffer is None or slot.buffer.numel() < nbytes:
-            wanted = self.slot_bytes
-            if self._backend.staging_grows:
-                wanted = min(wanted, max(SMALLEST_SLOT_BYTES, 1 << (nbytes - 1).bit_length()))
-            slot.buffer = self._backend.staging(wanted)
-        return slot.buffer[:nbytes]
 
 
 # ---- to the device ------------------------------------------------------------------------------------------

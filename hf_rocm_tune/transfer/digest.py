@@ -610,17 +610,13 @@ def load_native() -> tuple[NativeSums | None, str]:
 
 
 def _key(compiler: str) -> str:
-    """A hash of the source, the flags, the compiler's path and the processor's instruction set."""
-    content = hashlib.sha256(SOURCE.read_bytes())
-    content.update(repr((FLAGS, compiler, platform.machine(), _instruction_set())).encode())
-    return content.hexdigest()[:24]
-
-
-def _instruction_set() -> list[str]:
-    """The distinct lines of ``/proc/cpuinfo`` that determine the effect of ``-march=native``."""
+    """A hash of the source, the flags, the compiler's path and what decides the effect of ``-march=native``."""
     names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return sorted({line for line in lines if line.partition("\t")[0].partition(":")[0].strip() in names})
+    here = sorted({line for line in lines if line.partition("\t")[0].partition(":")[0].strip() in names})
+    content = hashlib.sha256(SOURCE.read_bytes())
+    content.update(repr((FLAGS, compiler, platform.machine(), here)).encode())
+    return content.hexdigest()[:24]
 
 
 def _compile(compiler: str, library: Path) -> None:

@@ -12,7 +12,11 @@ gradients that are averaged on the host (both directions), and layers that are s
 BETWEEN_CARDS = "activations"
 """Transfers between the cards of a split model: activations, their gradients, masks; each direction counts."""
 _COUNTED = (*STAGES, BETWEEN_CARDS)
-_SUMMED: dict[str, tuple[str, ...]] = {
+_STAGE_SUMS = (
+    "tensors", "bytes", "verified_bytes", "mismatches", "recovered", "transfer_seconds", "verify_seconds",
+)  # fmt: skip
+_COUNTERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_COUNTED, _STAGE_SUMS),
     "casts": ("checked", "mismatches", "recovered"),
     "gradients": ("buckets", "mismatches", "recovered"),
     "gathered": ("checked", "mismatches"),
@@ -25,17 +29,6 @@ _SUMMED: dict[str, tuple[str, ...]] = {
     "arithmetic": ("products", "checked", "residuals", "cleared", "replays", "attention", "disagreements", "recovered"),
     "step_faults": ("injected",),
 }
-_STAGE_SUMS = (
-    "tensors",
-    "bytes",
-    "verified_bytes",
-    "mismatches",
-    "recovered",
-    "transfer_seconds",
-    "verify_seconds",
-)
-
-
 _CROSSINGS = ("to_device_bytes", "to_host_bytes")
 _crossed = dict.fromkeys(_CROSSINGS, 0)
 _crossed_lock = threading.Lock()
@@ -67,31 +60,25 @@ class TransferReport:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stages: dict[str, dict[str, float]] = {stage: dict.fromkeys(_STAGE_SUMS, 0) for stage in _COUNTED}
-        self._sections: dict[str, dict[str, int]] = {name: dict.fromkeys(keys, 0) for name, keys in _SUMMED.items()}
+        self._counters: dict[str, dict[str, float]] = {name: dict.fromkeys(keys, 0) for name, keys in _COUNTERS.items()}
         self._incidents: list[dict[str, Any]] = []
         self._rebaselined: list[dict[str, Any]] = []
 
     def add(self, stage: str, **increments: float) -> None:
-        """Add to the counters of a stage: tensors, bytes, verified_bytes, mismatches, recovered, ``*_seconds``."""
+        """Add to the counters of a stage (tensors, bytes, verified_bytes, mismatches, recovered, ``*_seconds``), or of
+        a section such as ``casts``, ``gradients``, ``replicas`` or ``files`` read back."""
         with self._lock:
-            counters = self._stages[stage]
+            counters = self._counters[stage]
             for key, value in increments.items():
                 assert key in counters, f"no counter {key}"
                 counters[key] += value
 
-    def count(self, section: str, **increments: int) -> None:
-        """Add to the counters of a section, such as ``casts``, ``gradients``, ``replicas`` or ``files`` read back."""
-        with self._lock:
-            counters = self._sections[section]
-            for key, value in increments.items():
-                assert key in counters, f"no counter {key}"
-                counters[key] += value
+    count = add
 
     def watched(self, section: str, *, new_mismatches: int, **state: int) -> None:
         """Set the state of the sentinel over ``frozen`` or ``trained`` tensors, and add new mismatches."""
         with self._lock:
-            counters = self._sections[section]
+            counters = self._counters[section]
             counters.update(state, mismatches=counters["mismatches"] + new_mismatches)
 
     def rebaselined(self, tensor: str, reason: str, step: int | None = None) -> None:
@@ -124,12 +111,12 @@ class TransferReport:
         """
         with self._lock, _crossed_lock:
             rows = ([dict(row) for row in each] for each in (self._rebaselined, self._incidents))
-            return _assemble(self._stages, self._sections, _crossed, *rows)
+            return _assemble(self._counters, _crossed, *rows)
 
     def __repr__(self) -> str:
         """One line: what was moved, and what was wrong."""
         with self._lock:
-            sums = [int(sum(stage[key] for stage in self._stages.values())) for key in _STAGE_SUMS[:5]]
+            sums = [int(sum(self._counters[stage][key] for stage in _COUNTED)) for key in _STAGE_SUMS[:5]]
             found = f", {len(self._incidents)} incidents" if self._incidents else ""
         tensors, moved, verified, wrong, right = sums
         return (
@@ -143,8 +130,8 @@ class TransferReport:
         with self._lock:
             rows = [
                 f"<tr><th>{name}</th>" + "".join(f"<td>{int(row[key]):,}</td>" for key in _STAGE_SUMS[:5]) + "</tr>"
-                for name, row in self._stages.items()
-                if row["tensors"]
+                for name in _COUNTED
+                if (row := self._counters[name])["tensors"]
             ]
         return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
@@ -152,11 +139,9 @@ class TransferReport:
     def merge(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Add up the results of `to_dict` of all ranks; with several ranks incidents get their rank."""
         reports = list(reports)
-        stages = {
-            stage: {key: sum(report[stage][key] for report in reports) for key in _STAGE_SUMS} for stage in _COUNTED
-        }
-        sections = {
-            name: {key: sum(report[name][key] for report in reports) for key in keys} for name, keys in _SUMMED.items()
+        counters = {
+            name: {key: sum(report[name][key] for report in reports) for key in keys}
+            for name, keys in _COUNTERS.items()
         }
         crossed = {key: sum(report["crossings"][key] for report in reports) for key in _CROSSINGS}
         rank = [{"rank": number} if len(reports) > 1 else {} for number in range(len(reports))]
@@ -164,22 +149,18 @@ class TransferReport:
             [{**row, **rank[number]} for number, report in enumerate(reports) for row in report[name]]
             for name in ("rebaselined", "incidents")
         )
-        return _assemble(stages, sections, crossed, *lists)
+        return _assemble(counters, crossed, *lists)
 
 
 def _assemble(
-    stages: Mapping[str, Mapping[str, float]],
-    sections: Mapping[str, Mapping[str, int]],
+    counters: Mapping[str, Mapping[str, float]],
     crossed: Mapping[str, int],
     rebaselined: list[dict[str, Any]],
     incidents: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for stage, counters in stages.items():
-        seconds = counters["transfer_seconds"] + counters["verify_seconds"]
-        rounded = {key: round(value, 6) if key.endswith("seconds") else value for key, value in counters.items()}
-        rate = round(gb_per_s(counters["bytes"], seconds), 4)
-        result[stage] = {**rounded, "seconds": round(seconds, 6), "gb_per_s": rate}
-    result.update({name: dict(counters) for name, counters in sections.items()})
-    result |= {"crossings": dict(crossed), "rebaselined": rebaselined, "incidents": incidents}
-    return result
+    result: dict[str, Any] = {name: dict(row) for name, row in counters.items()}
+    for row in (result[stage] for stage in _COUNTED):
+        seconds = row["transfer_seconds"] + row["verify_seconds"]
+        row.update({key: round(row[key], 6) for key in row if key.endswith("seconds")})
+        row.update(seconds=round(seconds, 6), gb_per_s=round(gb_per_s(row["bytes"], seconds), 4))
+    return {**result, "crossings": dict(crossed), "rebaselined": rebaselined, "incidents": incidents}

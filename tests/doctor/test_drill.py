@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.doctor import drill
-from hf_rocm_tune.doctor.drill import CELLS, DTYPES, SIZES, Drill, IncidentLog, Samples, Tally, inject, send_clean
+from hf_rocm_tune.doctor.drill import CELLS, DTYPES, SIZES, Drill, Samples, Tally, inject, send_clean
 from hf_rocm_tune.transfer import STAGES, Digest, HostBackend, Mover
 from hf_rocm_tune.transfer.copies import Transfer
 from hf_rocm_tune.transfer.faults import KINDS
@@ -117,7 +117,7 @@ class HarmsLater(HostBackend):
 def test_clean_transfers_tell_false_alarms_from_a_bad_machine(
     backend: type[HostBackend], counts: tuple[int, int, int]
 ) -> None:
-    mover = Mover(CPU, backend=backend(), report=IncidentLog())
+    mover = Mover(CPU, backend=backend())
     found, _ = send_clean(CPU, transfers=20, seed=0, on_transfer=nothing, mover=mover)
     assert (found["false alarms"], found["corrupted"]) == counts[:2]
     assert (found["missed"] >= counts[2]) if counts[2] else not found["missed"]
