@@ -18,7 +18,6 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.gpus import GpuNode
@@ -39,7 +38,7 @@ _SMALL_VRAM_BYTES = 4 << 30
 class CardChoice:
     """Variables to set, and why; ``troubled``: fewer cards than processes, which deserves a warning."""
 
-    variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    variables: Mapping[str, str] = field(default_factory=dict)
     reason: str
     troubled: bool = False
 
@@ -187,30 +186,19 @@ def _listen_on_loopback_only(environ: MutableMapping[str, str]) -> None:
     """
     if environ.get("WORLD_SIZE", "1") == "1" or several_machines(environ):
         return
-    import psutil
-
-    interfaces = psutil.net_if_addrs().items()
-    name = next((name for name, found in interfaces if any(each.address == _LOOPBACK for each in found)), None)
-    if name is not None:
-        environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    if os.path.exists("/sys/class/net/lo"):
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if environ["RANK"] == "0" and not hosted and environ["MASTER_ADDR"] in (_LOOPBACK, "localhost"):
-        _host_store(int(environ.get("MASTER_PORT", "29500")))
-
-
-def _host_store(port: int) -> None:
+    if environ["RANK"] != "0" or hosted or environ["MASTER_ADDR"] not in (_LOOPBACK, "localhost"):
+        return
     from torch._C._distributed_c10d import TCPStore  # torch's annotations do not export it
 
-    listening = socket.socket()
+    port = int(environ.get("MASTER_PORT", "29500"))
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((_LOOPBACK, port))
-        listening.listen()
+        fd = socket.create_server((_LOOPBACK, port)).detach()  # the store owns it
     except OSError:  # in use: torch reports it
-        listening.close()
         return
-    fd = listening.detach()  # the store owns it now
     _hosted.append(
         TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
     )

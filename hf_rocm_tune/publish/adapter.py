@@ -167,15 +167,17 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def open_adapter(name: str, revision: str | None = None) -> Adapter:
+def open_adapter(name: str) -> Adapter:
     """Find an adapter, read its files once and check them, before anything is loaded."""
-    directory = find_adapter(name, revision)
-    if directory is None:
-        what = (
-            f"no {CONFIG_FILE} of {name} could be found on the Hub: check the spelling, the network and HF_HUB_OFFLINE"
-        )
+    if (directory := find_adapter(name)) is None:
+        what = f"no {CONFIG_FILE} of {name} was found on the Hub: check the spelling, the network and HF_HUB_OFFLINE"
         what = f"{name} is a whole model, not an adapter" if os.path.isdir(expand_user(name)) else what
         raise UsageError(f"{what}; give an adapter's directory or Hub id")
+    return read_adapter(name, directory)
+
+
+def read_adapter(name: str, directory: Path) -> Adapter:
+    """The files of an adapter, read once and checked."""
     advice = "the adapter differs from what its run wrote and is not used; copy it again, or take an earlier checkpoint"
     found = manifest.read(directory)
     if isinstance(found, manifest.FileProblem) and found.kind != "missing":

@@ -18,7 +18,7 @@ from hf_rocm_tune.errors import UsageError, shortage_advice
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import Coverage, coverage, place
 from hf_rocm_tune.publish import quiet_unless_terminal
-from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, open_adapter
+from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, read_adapter
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
@@ -83,11 +83,12 @@ class Loaded:
 def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare: bool = False) -> Iterator[Loaded]:
     """Load, report what was verified, and close the mover at the end."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    has_adapter = find_adapter(settings.model, settings.revision) is not None
-    if not has_adapter and (settings.base or compare):
+    adapter = None
+    if (directory := find_adapter(settings.model, settings.revision)) is not None:
+        adapter = read_adapter(settings.model, directory)
+    elif settings.base or compare:
         flag = f"--base {settings.base}" if settings.base else "--compare"
         raise UsageError(f"{flag}: {settings.model} is a whole model, not an adapter: leave it out")
-    adapter = open_adapter(settings.model, settings.revision) if has_adapter else None
     source = _source(settings, adapter)
     try:
         scores = "ForSequenceClassification" in str(check_source(source, device).architectures)
