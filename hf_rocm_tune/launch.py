@@ -71,7 +71,10 @@ def split(argv: Sequence[str]) -> CommandLine:
 def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:
     """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says."""
     names.apply_environment(argv, os.environ)
-    flags = _config_flags(accelerate_config, extra, quiet=_prints_a_document(argv))
+    quiet = any(names.bare(argument) == "quiet" for argument in extra)
+    if quiet:
+        os.environ["HF_ROCM_TUNE_QUIET"] = "1"
+    flags = _config_flags(accelerate_config, extra, quiet=quiet or _prints_a_document(argv))
     arguments = _parse_launcher_flags([*flags, *extra, "-m", entry, *argv])
     content = _content(arguments.config_file, required=True)
     kind = str(content.get("distributed_type", "")) if content else "NO"

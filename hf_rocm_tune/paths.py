@@ -8,6 +8,8 @@ from pathlib import Path
 
 from hf_rocm_tune.errors import UsageError
 
+HUB_FIX = "check the spelling, the network and HF_HUB_OFFLINE, or give a model directory"
+
 
 def expand_user(path: str | Path) -> Path:
     """``path`` with a leading ``~`` or ``~name`` expanded; left as it is where nobody has that name.

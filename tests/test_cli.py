@@ -46,6 +46,20 @@ def test_help_and_version_import_no_torch() -> None:
     assert "sft" in done.stdout
 
 
+def test_what_a_user_mistypes_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Importing torch and TRL takes seconds."""
+    (tmp_path / "train.jsonl").write_text('{"reply": "no"}\n')
+    wrong = [["--model", "nobody/nothing"], ["--lora_r", "sixteen"], ["--lr", "-1"], ["--dataset", str(tmp_path)]]
+    wrong += [["--model", "./nothing"], ["--dataset", "nothing.jsonl"], ["--config", "nothing"], ["--modell", "x"]]
+    code = (
+        "import sys; from hf_rocm_tune import cli\n"
+        f"assert all(cli.main(['sft', *argv]) == 2 for argv in {wrong})\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'trl'} & set(sys.modules); assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr.count("\n") == len(wrong), done.stderr
+
+
 def test_python_m_is_the_same_command() -> None:
     done = subprocess.run([sys.executable, "-m", "hf_rocm_tune", "stf"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")

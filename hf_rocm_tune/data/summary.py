@@ -67,7 +67,8 @@ class DataSummary:
                 f"{_of(self.lost, self.tokens)} tokens"
             )
         if self.answers_cut:
-            parts.append(f"{self.answers_cut:,} rows lose tokens that count in the loss")
+            noun = "row loses" if self.answers_cut == 1 else "rows lose"
+            parts.append(f"{self.answers_cut:,} {noun} tokens that count in the loss")
         if self.dropped:
             what = "of which nothing that counts is left" if self.lost else "too long or without tokens that count"
             parts.append(f"{_of(self.dropped, self.rows)} {self.split} rows are dropped, {what}")

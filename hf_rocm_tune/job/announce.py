@@ -35,7 +35,7 @@ from hf_rocm_tune.redaction import Private, local_paths, print_line
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME
 from hf_rocm_tune.survive.run_directory import deciding_settings
-from hf_rocm_tune.train import report
+from hf_rocm_tune.train import report, telemetry
 from hf_rocm_tune.train.telemetry import describe_device
 from hf_rocm_tune.transfer import triton_refusal
 
@@ -49,17 +49,23 @@ PREFIX = "hf-rocm-tune: "
 
 
 def say(*lines: str) -> None:
-    """Prints lines on rank 0."""
+    """Prints lines on rank 0; of a quiet run warnings only."""
     if int(os.environ.get("RANK", "0")) == 0:
         for line in lines:
-            print_line(PREFIX + line)
+            if not telemetry.is_quiet() or line.startswith("warning"):
+                _print(PREFIX + line)
 
 
 def say_of_this_rank(*lines: str) -> None:
     """Prints lines on every rank that calls it, for findings about this rank's own card."""
     rank = f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     for line in lines:
-        print_line(f"{PREFIX}{rank}{line}")
+        _print(f"{PREFIX}{rank}{line}")
+
+
+def _print(line: str) -> None:
+    with telemetry.above_live_line():
+        print_line(line)
 
 
 def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
@@ -133,7 +139,7 @@ def method(trainer: VerifiedTransferMixin) -> str:
     config = next(iter(configs.values()))
     base = trainer.model.get_base_model()
     bits = next((bits for bits in (4, 8) if getattr(base, f"is_loaded_in_{bits}bit", False)), None)
-    name = "DoRA" if getattr(config, "use_dora", False) else config.peft_type.value
+    name = "DoRA" if getattr(config, "use_dora", False) else config.peft_type.value.replace("LORA", "LoRA")
     if bits:
         name = f"Q{name} ({bits}-bit)"
     elif any(is_packed(experts) for _, experts in experts_of(base)):

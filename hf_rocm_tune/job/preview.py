@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+import html
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
-from rich.console import Console
-from rich.text import Text
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import get_peft_config
 
@@ -27,7 +25,16 @@ if TYPE_CHECKING:
     from hf_rocm_tune.models.factory import ModelSource
     from hf_rocm_tune.settings.arguments import Arguments
 
-_BAR = 40
+_BAR = 15
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Rows as the model reads them</title><style>
+:root { color-scheme: light dark; }
+body { margin: 1rem; background: light-dark(#fff, #161b22); color: light-dark(#1f2328, #e6edf3); }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (max-width: 30rem) { pre { font-size: .75rem; } }
+b { color: light-dark(#1a7f37, #57c26e); }
+</style></head><body><pre>ROWS</pre></body></html>"""
 
 
 def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -118,23 +125,22 @@ def shown(trainer: Any, form: str, *, colour: bool) -> str:
     if form == "json":
         content = {"summaries": [one.to_dict() for one in summaries.values()], "rows": rows}
         return json.dumps(content, indent=2, ensure_ascii=False)
-    if form == "html":
-        page = Console(record=True, file=io.StringIO(), width=120)
-        page.print(Text.from_ansi(shown(trainer, "text", colour=True)), soft_wrap=True, highlight=False)
-        return page.export_html(inline_styles=True)
     lines: list[str] = []
     for summary in summaries.values():
         lines += [summary.line(), *filter(None, [summary.warning()])]
         most = max(count for _, count in summary.histogram)
         lines += [
-            f"  up to {longest:>7,} tokens {count:>9,} rows {'#' * round(_BAR * count / most)}"
+            f"  up to {longest:>7,} tokens {count:>7,} rows {'#' * round(_BAR * count / most)}".rstrip()
             for longest, count in summary.histogram
         ]
-    on, off = ("\x1b[1;32m", "\x1b[0m") if colour else ("[[", "]]")
+    escaped = html.escape if form == "html" else str
+    on, off = ("<b>", "</b>") if form == "html" else ("\x1b[1;32m", "\x1b[0m") if colour else ("[[", "]]")
+    lines = [escaped(line) for line in lines]
     for row in rows:
         for name, pieces in row["parts"].items():
             total, counted = (sum(each["tokens"] for each in pieces if each["counts"] or every) for every in (1, 0))
             what = f"a {row['split']} row" + ("" if name == "row" else f", {name} answer")
-            text = "".join(f"{on}{each['text']}{off}" if each["counts"] else each["text"] for each in pieces)
+            texts = [(escaped(each["text"]), each["counts"]) for each in pieces]
+            text = "".join(f"{on}{one}{off}" if counts else one for one, counts in texts)
             lines += ["", f"{what}: {total} tokens, {counted} of them count in the loss", text]
-    return "\n".join(lines)
+    return _PAGE.replace("ROWS", "\n".join(lines)) if form == "html" else "\n".join(lines)

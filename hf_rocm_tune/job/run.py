@@ -209,7 +209,7 @@ def _complete(job: Job) -> None:
         job.plan.close()
         job.plan = _plan(job.arguments, job.asked, restarted=True)
         where = job.plan.checkpoint.name if job.plan.checkpoint else "the start"
-        announce.say(f"{fault}", f"all weights are loaded again and the run goes back to {where}")
+        announce.say_of_this_rank(f"{fault}", f"all weights are loaded again and the run goes back to {where}")
         job.mover.report.settle_incidents(("frozen", "trained", "batches", "streamed"), "recovered")
 
 

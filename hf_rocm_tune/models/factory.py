@@ -25,7 +25,7 @@ from hf_rocm_tune.models.quantised import (
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import Streamer
-from hf_rocm_tune.paths import expand_user, is_local_model, require_model
+from hf_rocm_tune.paths import HUB_FIX, expand_user, is_local_model, require_model
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +49,6 @@ class ModelSource:
         return is_local_model(self.name)
 
 
-_HUB_CURE = "check the spelling, the network and HF_HUB_OFFLINE, or give a model directory"
-
-
 def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     """Checks files, configuration and bitsandbytes before anything is loaded; returns the configuration."""
     from huggingface_hub.errors import StrictDataclassError
@@ -64,7 +61,7 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     except StrictDataclassError as error:
         raise UsageError(f"model {source.name}: config.json: {error}; download or copy it again") from error
     except (OSError, ValueError, KeyError) as error:
-        cure = "download or copy it again" if source.is_local else _HUB_CURE
+        cure = "download or copy it again" if source.is_local else HUB_FIX
         raise UsageError(f"model {source.name}: {first_line(error)}; {cure}") from error
     check_architecture(config, source.name)
     _check_generation_config(source)

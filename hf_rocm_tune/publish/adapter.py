@@ -91,8 +91,10 @@ class Adapter:
 
     @property
     def method(self) -> str:
-        """Such as ``LORA, r=16``, for a line to the user."""
-        kind = "DoRA" if getattr(self.config, "use_dora", False) else str(self.config.peft_type.value)
+        """Such as ``LoRA, r=16``, for a line to the user."""
+        kind = (
+            "DoRA" if getattr(self.config, "use_dora", False) else self.config.peft_type.value.replace("LORA", "LoRA")
+        )
         rank = getattr(self.config, "r", None)
         return kind + (f", r={rank}" if isinstance(rank, int) else "")
 

@@ -35,7 +35,7 @@ Row = Mapping[str, Any]
 class Trained:
     """What was trained, without names and paths."""
 
-    method: str  # in a few words, such as "LORA, r=16, alpha=32"
+    method: str  # in a few words, such as "LoRA, r=16, alpha=32"
     model_class: str  # of the base model, such as "LlamaForCausalLM"
     trainable: int  # parameters that were trained
     parameters: int  # of the model with its adapter
@@ -157,6 +157,9 @@ def figures(rows: Iterable[Row]) -> list[tuple[str, str]]:
         "evaluation loss, last": "eval_loss",
         "token accuracy, last": "mean_token_accuracy",
         "evaluation, token accuracy": "eval_mean_token_accuracy",
+        "reward, last": "reward",
+        "reward margin, last": "rewards/margins",
+        "evaluation, reward margin": "eval_rewards/margins",
         "epochs": "epoch",
         "tokens": "num_tokens",
     }
@@ -259,7 +262,7 @@ def collect(directory: Path) -> RunFiles:
         max_steps=count(log, "max_steps") or None,
         trained=table(log, "trained"),
         report=report,
-        settings=table(record, "settings"),
+        settings=table(record, "settings") | table(record, "names"),
         inspection=inspection,
         missing=missing,
     )

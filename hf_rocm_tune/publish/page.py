@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import textwrap
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -202,8 +203,10 @@ _MOST_STEPS = 150  # whose values are shown under the pointer
 _PANELS: tuple[tuple[str, str, bool, Mapping[str, str]], ...] = (
     ("Token accuracy", "share of tokens", False, {"mean_token_accuracy": "training"}
      | {"eval_mean_token_accuracy": "evaluation"}),
-    ("Rewards", "reward", False, {"reward": "mean"}
-     | {f"rewards/{at}": at for at in ("chosen", "rejected", "margins")}),
+    ("Rewards", "reward", False, {"reward": "mean", **{f"rewards/{at}": at for at in ("margins", "chosen", "rejected")}}
+     | {"eval_rewards/margins": "margins, evaluation"}),
+    ("Accuracy of the rewards", "share of pairs", False, {"rewards/accuracies": "training"}
+     | {"eval_rewards/accuracies": "evaluation"}),
     ("Learning rate", "learning rate", False, {"learning_rate": "learning rate"}),
     ("Gradient norm", "norm before clipping", False, {"grad_norm": "gradient norm"}),
     ("Throughput", "tokens a second", True, {"speed/tokens_per_second": "tokens a second"}),
@@ -221,7 +224,7 @@ class Panel:
 
     title: str
     unit: str  # on the vertical axis
-    curves: Mapping[str, Sequence[Point]]  # (step, value) by label; NaN is a gap, and one value at least is finite
+    curves: Mapping[str, Sequence[Point]]  # (step, value) by label; NaN is a gap, and one value of all is finite
     from_zero: bool = False  # the axis begins at 0
     marks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # steps of events, by label
 
@@ -232,16 +235,20 @@ def panels(runs: Mapping[str, RunFiles]) -> list[Panel]:
     losses = {name: panel for name, run in runs.items() if (panel := loss_panel(run.rows, run.report))}
     found = list(losses.values())
     if not alone and losses:
-        drawn = {f"{name}, {label}": points for name, one in losses.items() for label, points in one.curves.items()}
-        found = [Panel(title="Loss", unit="loss", curves=drawn)]
+        named = {f"{name}, {label}": points for name, one in losses.items() for label, points in one.curves.items()}
+        first = sorted(named, key=lambda label: not label.endswith(", training"))  # in the colours of the other panels
+        found = [Panel(title="Loss", unit="loss", curves={label: named[label] for label in first})]
     for title, unit, from_zero, metrics in _PANELS:
-        curves: dict[str, list[Point]] = {}
-        for name, run in runs.items():
-            for key, label in metrics.items():
-                if points := _drawn(run.rows, key):
-                    curves.setdefault(label if alone else name, points)
-        if curves:
-            found.append(Panel(title=title, unit=unit, curves=curves, from_zero=from_zero))
+        drawn = {key: {name: line for name, run in runs.items() if (line := _drawn(run.rows, key))} for key in metrics}
+        logged = [key for key, curves in drawn.items() if curves]
+        if not logged:
+            continue
+        if alone:
+            curves = {metrics[key]: line for key in logged for line in drawn[key].values()}
+        else:  # all runs, so that each has its colour
+            curves = {name: drawn[logged[0]].get(name, []) for name in runs}
+        title += "" if alone or len(metrics) == 1 else f", {metrics[logged[0]]}"
+        found.append(Panel(title=title, unit=unit, curves=curves, from_zero=from_zero))
     return found
 
 
@@ -299,21 +306,22 @@ def _drawing(panel: Panel) -> dict[str, Any]:
                 words[step].append(f"{label} {points[at - 1][1]:.4g}")
     middles = [round((across(a) + across(b)) / 2, 1) for a, b in pairwise(shown)]
     edges = pairwise([_LEFT, *middles, _WIDTH - _RIGHT])
-    newest = ", ".join(f"{label} {points[-1][1]:.4g}" for label, points in known.items())
+    newest = ", ".join(f"{label} {points[-1][1]:.4g}" for label, points in known.items() if points)
     return {
         "panel": panel,
         "size": (_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM),
         "lines": [
-            {"path": line(panel.curves[label]), "label": label, "last": points[-1][1]}
+            {"path": line(panel.curves[label]), "label": label, "last": points[-1][1], "colour": at % 6}
             | {"dots": [(across(s), up(v)) for s, v in points] if len(points) <= 40 else []}
-            for label, points in known.items()
+            for at, (label, points) in enumerate(known.items())
+            if points
         ],
         "heights": [(up(value), _short(value)) for value in _ticks(bottom, top, 5)],
         "steps": [(across(step), f"{step:g}") for step in _ticks(first, final, 6) if step == int(step)],
         "marks": [(label, sorted({across(s) for s in at if first <= s <= final})) for label, at in panel.marks.items()],
         "strips": [
             {"left": left, "width": round(right - left, 1), "at": across(step)}
-            | {"words": f"step {step:g}: {', '.join(words[step])}"}
+            | {"words": textwrap.wrap(f"step {step:g}: {' · '.join(words[step])}", 58)}
             for step, (left, right) in zip(shown, edges, strict=True)
         ],
         "in_words": f"{panel.title} ({panel.unit}) from step {first:g} to {steps[-1]:g}; newest: {newest}",

@@ -1,5 +1,5 @@
 """What can be refused before torch and TRL are imported, which takes seconds: values out of range, missing files,
-columns that fit no format.
+models that the Hub does not have, columns that fit no format.
 
 A value that cannot be read here is left to the parser.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from hf_rocm_tune.data.formats import Method, recognise
 from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.paths import expand_user, require_model
+from hf_rocm_tune.paths import HUB_FIX, expand_user, is_local_model, require_model
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -65,16 +65,49 @@ def out_of_range(given: Mapping[str, Any]) -> list[str]:
 def check(method: Method, given: Mapping[str, Any]) -> None:
     """Refuses what is wrong in any case; ``given``: flags as typed, or a recipe's values, by name."""
     numbers = {name: _number(value) for name, value in given.items()}
-    if faults := out_of_range(numbers):
+    faults = out_of_range(numbers)
+    faults += [
+        f"--{name} must be {expected}, got {given[name]!r}"
+        for expected, _, names in _RANGES[:-1]  # the last one has words too
+        for name in names.split()
+        if isinstance(given.get(name), str) and numbers[name] is None and given[name].lower() not in ("none", "null")
+    ]
+    if faults:
         raise UsageError("; ".join(faults))
     model, data = given.get("model_name_or_path"), given.get("dataset_name")
     if isinstance(model, str):
         require_model(model)
+        if not is_local_model(model):
+            _require_on_hub(model, given.get("model_revision"))
     if not isinstance(data, str):
         return
     refuse_missing(data)
     if given.get("datasets") is None and (row := _first_row(expand_user(data))) is not None:
         recognise([*row], row, method, str(given.get("dataset_text_field") or "text"), "train")
+
+
+def _require_on_hub(model: str, revision: str | None) -> None:
+    """Refuses a model of which not even the configuration can be had. Other answers of the Hub are for the loader."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        hf_hub_download(model, "config.json", revision=revision)
+        return
+    except GatedRepoError:
+        return
+    except RepositoryNotFoundError:
+        what = "the Hub has no model of this name, or none that your token may read"
+    except LocalEntryNotFoundError:
+        what = "the Hub cannot be reached, and the model is not in its cache"
+    except (HfHubHTTPError, OSError, ValueError):
+        return
+    finally:
+        logging.set_verbosity(verbosity)
+    raise UsageError(f"model {model}: {what}; {HUB_FIX}")
 
 
 def _number(value: Any) -> float | int | None:
@@ -86,7 +119,10 @@ def _number(value: Any) -> float | int | None:
 
 
 def _first_row(file: Path) -> dict[str, Any] | None:
-    """The first row of a data file that a person would write; None where it is not plainly one."""
+    """The first row of a data file that a person would write, or of ``train.*`` in a folder; None where it is not
+    plainly one."""
+    if file.is_dir():
+        file = next((each for each in (file / "train.jsonl", file / "train.csv") if each.is_file()), file)
     try:
         with file.open(encoding="utf-8", newline="") as lines:
             if file.suffix.lower() == ".csv":

@@ -214,7 +214,7 @@ more:
   --accelerate_config NAME        launcher settings: of `configs ls`, or a file
   --dry_run                       show the rows and what counts, and exit
   --print_config                  print all settings as a recipe and exit
-  -v                              print more at the start
+  -v, --quiet                     print more at the start, or warnings only
   --help_all                      every flag: ours, TRL's and the launcher's"""
 _BETA = "  --beta X                        weight of the distance to the reference\n"
 _ANSWER = "  --max_completion_length N       tokens per answer; longer ones are cut\n"

@@ -19,7 +19,7 @@ import secrets
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -80,12 +80,14 @@ class RunRecord:
     skipped_steps: tuple[int, ...] = ()  # optimizer steps that are left out; see `skip_step`
     auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit, kept when the run resumes
     data: Sequence[Mapping[str, Any]] = ()  # what each split is trained on; see `data.summary.DataSummary`
+    names: Mapping[str, str] = field(default_factory=dict)  # of local files that `settings` know by content
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:
     now, kept = datetime.now(UTC), redact_json(deciding_settings(settings))
     run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
-    return RunRecord(run_id=run_id, settings=kept, started=now.isoformat(timespec="seconds"))
+    names = {name: Path(settings[name]).name for name in _READ if str(kept.get(name)).startswith("content ")}
+    return RunRecord(run_id=run_id, settings=kept, started=now.isoformat(timespec="seconds"), names=names)
 
 
 def write_record(directory: Path, record: RunRecord) -> None:
@@ -159,7 +161,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     rows = []
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
-            contents = all(str(each.get(key)).startswith("content ") for each in (old, new))
+            contents = any(str(each.get(key)).startswith("content ") for each in (old, new))
             rows.append(f"the content of {key}" if contents else f"{key} {old.get(key)!r} -> {new.get(key)!r}")
     return listed(rows, 5)
 

@@ -11,11 +11,14 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -344,7 +347,8 @@ class _Column(NamedTuple):
 _COLUMNS = (
     _Column(("epoch",), "epoch", 6, "{:.2f}".format, 0),
     _Column(("loss",), "loss", 8, "{:.4f}".format),
-    _Column(("reward", "rewards/margins"), "reward", 8, "{:.3f}".format),
+    _Column(("reward",), "reward", 8, "{:.3f}".format),
+    _Column(("rewards/margins",), "margin", 8, "{:.3f}".format),
     _Column(("rewards/accuracies", "mean_token_accuracy"), "accuracy", 8, "{:.1%}".format, 4),
     _Column(("grad_norm",), "grad norm", 9, "{:.3g}".format, 2),
     _Column(("learning_rate",), "rate", 8, "{:.2e}".format, 1),
@@ -354,16 +358,17 @@ _COLUMNS = (
     _Column(("integrity/verified_gb",), "verified", 8, _size, 3),
     _Column(("integrity/mismatches",), "faults", 6, "{:.0f}".format),
 )
+_BAR_COLUMNS = 54  # a bar that can be read, the steps and the times
 _SHOWN_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
 
 
 def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> None:
-    """Replace transformers' progress and printer callbacks by ours, which on rank 0 show the log."""
+    """Replace transformers' progress and printer callbacks by ours, which on rank 0 show the log unless it is quiet."""
     stock = (ProgressCallback.__name__, PrinterCallback.__name__, "NotebookProgressCallback")
     theirs = [each for each in trainer.callback_handler.callbacks if type(each).__name__ in stock]
     for each in theirs:
         trainer.remove_callback(each)
-    if not theirs or not trainer.is_world_process_zero():
+    if not theirs or not trainer.is_world_process_zero() or is_quiet():
         return
     device = trainer.args.device
     memory = describe_device(device).get("memory_bytes")
@@ -377,10 +382,26 @@ def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | Non
     trainer.add_callback(of_kind(live=live, now=now, memory_gib=memory / _GIB if memory else None))
 
 
+def is_quiet() -> bool:
+    """Whether only warnings and errors are wanted."""
+    return os.environ.get("HF_ROCM_TUNE_QUIET", "").strip() == "1"
+
+
 def clear_live_line() -> None:
     """Remove the live line, however training ends; also just before the process ends without unwinding."""
     for each in tuple(_LIVE):
         each.close()
+
+
+@contextmanager
+def above_live_line() -> Iterator[None]:
+    """What is printed in the block gets lines of its own."""
+    bars = [bar for each in tuple(_LIVE) for bar in (each.prediction_bar, each.training_bar) if bar is not None]
+    for bar in bars:
+        bar.clear()
+    yield
+    for bar in bars:
+        bar.refresh()
 
 
 def quieten_bars() -> None:
@@ -403,6 +424,7 @@ class TerminalCallback(ProgressCallback):
         self._live, self._now, self._memory_gib = live, now, memory_gib
         self._columns: list[_Column] = []
         self._width = self._rows_shown = 0  # of the terminal at the last titles, and since them
+        self._bar_columns = 0  # of the terminal when the bar was drawn
 
     def close(self) -> None:
         _LIVE.discard(self)
@@ -420,26 +442,37 @@ class TerminalCallback(ProgressCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self.training_bar is not None:
+            self._remove_wrapped()
             super().on_step_end(args, state, control, **more)
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self._live:
+            self._remove_wrapped()
             super().on_prediction_step(args, state, control, **more)
+
+    def _remove_wrapped(self) -> None:
+        """A terminal that became narrower has broken the bar into lines, of which a new one would replace the last."""
+        before, self._bar_columns = self._bar_columns, shutil.get_terminal_size().columns
+        if self.training_bar is not None and before > self._bar_columns:
+            self.training_bar.fp.write(f"\x1b[{(before - 1) // self._bar_columns}A\r\x1b[J")
+            for bar in filter(None, (self.training_bar, self.prediction_bar)):
+                bar.sp = bar.status_printer(bar.fp)  # knows the length of what it would overwrite
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         if not logs:
             return
+        self._remove_wrapped()
         step = f"{state.global_step}/{state.max_steps}"
         first = max(9, 2 * len(str(state.max_steps)) + 1)
         if "loss" in logs:
-            size = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((sys.maxsize, sys.maxsize))
+            if self.training_bar is not None:
+                self.training_bar.set_postfix_str(self._figures(logs), refresh=False)
+            size = _screen()
             if size.columns != self._width or self._rows_shown >= size.lines - 3:
                 self._width, self._rows_shown = size.columns, 0
                 self._columns = self._chosen(logs, first)
                 self._put(["step", *(each.title for each in self._columns)], first)
             self._put([step, *(self._cell(logs, each) for each in self._columns)], first)
-            if self.training_bar is not None:
-                self.training_bar.set_postfix_str(self._figures(logs), refresh=False)
         else:
             self._put([step, _sentence(logs)], first)
 
@@ -448,6 +481,7 @@ class TerminalCallback(ProgressCallback):
         self._rows_shown += 1
         widths = [first, *(each.width for each in self._columns)] if len(cells) > 2 else [first, 0]
         row = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        row = textwrap.fill(row, _screen().columns, subsequent_indent=" " * (first + 2), break_long_words=False)
         if self.training_bar is not None:
             self.training_bar.write(row, file=sys.stdout)
         else:
@@ -470,7 +504,7 @@ class TerminalCallback(ProgressCallback):
         return f"{text}/{self._memory_gib:.1f}" if column.keys is _MEMORY and self._memory_gib else text
 
     def _figures(self, logs: Mapping[str, Any]) -> str:
-        """The figures of the bar; the most important come first, because a narrow terminal cuts it off."""
+        """The figures of the bar, the most important first: as many as leave room for the bar itself."""
         now = self._now()
         faults, recovered = (int(now[f"integrity/{name}"]) for name in ("mismatches", "recovered"))
         parts = [f"loss {logs['loss']:.4f}", f"{faults} faults{f', {recovered} recovered' * bool(faults)}"]
@@ -481,7 +515,11 @@ class TerminalCallback(ProgressCallback):
             parts.append(f"{used:.1f}" + (f" of {self._memory_gib:.1f} GiB" if self._memory_gib else " GiB"))
         if (hot := _first(now, _HOTSPOT[1:])) is not None:
             parts.append(f"{hot:.0f} C")
-        return " · ".join(parts)
+        room = shutil.get_terminal_size().columns - _BAR_COLUMNS
+        ends = accumulate(len(part) + 3 for part in parts)
+        return " · ".join(
+            part for at, (part, end) in enumerate(zip(parts, ends, strict=True)) if not at or end - 3 <= room
+        )
 
 
 class NotebookCallback(TerminalCallback):
@@ -513,6 +551,11 @@ class NotebookCallback(TerminalCallback):
 
 _LIVE: set[TerminalCallback] = set()
 """The callbacks that show a live line now."""
+
+
+def _screen() -> os.terminal_size:
+    """The terminal's size; a pipe has no end."""
+    return shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((sys.maxsize, sys.maxsize))
 
 
 def _first(values: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:

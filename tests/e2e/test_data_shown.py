@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,9 +104,7 @@ def test_a_dry_run_shows_what_counts_and_writes_nothing(start: Start, tmp_path: 
     assert "".join(piece["text"] for piece in pieces if piece["counts"]).startswith(row[1]["content"])
     page = start("--assistant_only_loss", "--dry_run", "html", dataset_name=chats).stdout
     assert page.startswith("<!DOCTYPE html>") and "&lt;|im_start|&gt;user" in page
-    assert re.search(rf'<span style="[^"]*color: [^"]*">{re.escape(row[1]["content"])}', page), (
-        "what counts is coloured"
-    )
+    assert f"<b>{row[1]['content']}" in page, "what counts is coloured"
     assert sorted(tmp_path.rglob("*")) == before
 
 

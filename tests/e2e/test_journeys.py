@@ -77,7 +77,7 @@ def test_first_run(user: User) -> None:
     assert "100 % of the bytes on the device verified" in run.stdout
     assert "adapter and report are in out" in run.stdout
     page = user.page("out")
-    assert "<svg" in page and "100 %" in page
+    assert "<h1>base on chats.jsonl</h1>" in page and "<svg" in page and "100 %" in page
     assert user.answer("out") == user.answer("out")
 
 
@@ -210,7 +210,7 @@ def test_dpo(user: User) -> None:
     missing = user.train("out", env={"METHOD": "dpo"})
     assert missing.code == 2 and len(missing.error_lines) == 1 and "chosen" in missing.stderr
     run = done(user.train("out", env={"METHOD": "dpo"}, dataset="pairs.jsonl", beta=0.5, max_steps=8))
-    margins = [float(row["reward"]) for row in log_rows(run.stdout)]
+    margins = [float(row["margin"]) for row in log_rows(run.stdout)]
     assert len(margins) == 8 and margins[-1] > margins[0]
     assert_covered(report_of(user.place / "out"))
     done(user.train("plain", max_steps=2))

@@ -78,7 +78,7 @@ def test_an_adapter_is_trained_on_from_where_it_was(job: Job, tmp_path: Path) ->
     assert_clean(tmp_path / "second")
     kept, begun = (load_file(tmp_path / each / ADAPTER) for each in ("first", "second"))
     assert kept.keys() == begun.keys() and all(torch.equal(kept[name], begun[name]) for name in kept)
-    assert "LORA, r=4" in again.stdout
+    assert "LoRA, r=4" in again.stdout
     job.done(tmp_path / "third", **OWN, adapter_name_or_path=tmp_path / "first")
     further = load_file(tmp_path / "third" / ADAPTER)
     assert all(not torch.equal(kept[name], further[name]) for name in kept)

@@ -20,6 +20,7 @@ from tests.e2e.conftest import flags
 
 STEPS = 6
 BAR = "/6 [00:"
+COUNTERS = ("integrity/mismatches", "integrity/recovered", "integrity/verified_gb")
 
 
 @pytest.fixture
@@ -112,10 +113,18 @@ def test_more_is_said_on_request(server: CommandServer, argv: list[str]) -> None
     assert "default use_peft=True (trl sft: False): LoRA" in done.stdout
 
 
+def test_a_quiet_run_prints_warnings_only(server: CommandServer, argv: list[str]) -> None:
+    short = [*argv, "--max_steps", "2", "--eval_strategy", "no", "--max_seq_length", "24"]
+    done = server.run(*short, env={"HF_ROCM_TUNE_QUIET": "1"})
+    assert done.code == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 1 and done.stdout.startswith("hf-rocm-tune: warning: "), done.stdout
+
+
 def test_a_terminal_has_one_live_line_that_leaves_nothing_behind(server: CommandServer, argv: list[str]) -> None:
-    code, sent = on_terminal(server, argv)
+    code, sent = on_terminal(server, [*argv, "--sample_every", "4", "--sample_prompts", "A question"])
     left = screen(sent)
     assert code == 0, left
+    assert sum(line.startswith("hf-rocm-tune: step ") for line in left) == 2, left
     assert BAR in sent and "0 faults" in sent, repr(sent[-3000:])
     assert [row["step"] for row in log_rows("\n".join(left))] == ["2/6", "4/6", "6/6"]
     assert not any(BAR in line for line in left), left
@@ -138,20 +147,47 @@ def test_the_watchdog_takes_the_live_line_away(server: CommandServer, argv: list
     assert not any(BAR in line for line in left)
 
 
-def test_the_live_line_tells_of_card_and_integrity(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_narrower_terminal_keeps_no_half_of_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The terminal has broken the bar into two lines: both are removed, and no later line is as long as they were."""
+    shown = TerminalCallback(live=True, now=lambda: dict.fromkeys(COUNTERS, 0.0), memory_gib=None)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    state, control = TrainerState(global_step=1, max_steps=60, is_world_process_zero=True), TrainerControl()
+    sent = []
+    for columns in (100, 70):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        if columns == 100:
+            shown.on_train_begin(args, state, control)
+        shown.training_bar.ncols, shown.training_bar.dynamic_ncols = columns, None
+        state.global_step += 1
+        shown.on_step_end(args, state, control)
+        shown.on_log(args, state, control, logs={"loss": 1.0})
+        shown.training_bar.refresh()
+        sent.append(capsys.readouterr().err)
+    shown.on_train_end(args, state, control)
+    assert "\x1b[1A\r\x1b[J" not in sent[0] and sent[1].startswith("\x1b[1A\r\x1b[J")
+    assert max(map(len, re.split(r"[\r\n]", sent[1]))) == 70
+
+
+@pytest.mark.parametrize(("columns", "figures"), [(60, 1), (90, 2), (120, 3), (200, 6)])
+def test_the_live_line_tells_of_card_and_integrity(
+    columns: int, figures: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     now = {"gpu/vram_used_gib": 17.24, "gpu/hotspot_c": 71.4, "integrity/verified_gb": 3.2}
     now |= {"integrity/mismatches": 2, "integrity/recovered": 2}
     shown = TerminalCallback(live=True, now=lambda: now, memory_gib=19.9)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     state, control = TrainerState(global_step=4, max_steps=60, is_world_process_zero=True), TrainerControl()
     shown.on_train_begin(args, state, control)
-    shown.training_bar.ncols, shown.training_bar.dynamic_ncols = 200, None
+    shown.training_bar.ncols, shown.training_bar.dynamic_ncols = columns, None
     logs = {"loss": 1.5, "speed/tokens_per_second": 1234.5, "rewards/margins": 0.25, "gpu/hotspot_max_c": 80.0, **now}
     shown.on_log(args, state, control, logs=logs)
     shown.training_bar.refresh()
     shown.on_train_end(args, state, control)
     sent = capsys.readouterr()
-    figures = "loss 1.5000 · 2 faults, 2 recovered · 3.2 GB verified · 1,234 tokens/s · 17.2 of 19.9 GiB · 71 C"
-    assert figures in sent.err and "4/60" in sent.err
+    all_of_them = "loss 1.5000 · 2 faults, 2 recovered · 3.2 GB verified · 1,234 tokens/s · 17.2 of 19.9 GiB · 71 C"
+    assert " · ".join(all_of_them.split(" · ")[:figures]) + "]" in sent.err and "4/60" in sent.err
     (row,) = log_rows(sent.out)
-    assert (row["GiB"], row["hot"], row["reward"], row["faults"]) == ("17.2/19.9", "80 C", "0.250", "2")
+    assert (row["GiB"], row["hot"], row["margin"], row["faults"]) == ("17.2/19.9", "80 C", "0.250", "2")

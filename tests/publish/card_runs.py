@@ -11,7 +11,7 @@ from hf_rocm_tune.survive import manifest
 
 RUN_ID = "20260101-000000-0badcafe"
 TRAINED = Trained(
-    method="LORA, r=16, alpha=32",
+    method="LoRA, r=16, alpha=32",
     model_class="LlamaForCausalLM",
     trainable=100,
     parameters=1000,

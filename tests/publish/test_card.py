@@ -90,7 +90,7 @@ def test_it_says_how_the_model_was_made() -> None:
     for words in (
         "# my-adapter\n",
         "[org/base](https://huggingface.co/org/base)",
-        "LORA, r=16, alpha=32",
+        "LoRA, r=16, alpha=32",
         "100 of 1,000 parameters",
         "![Loss over optimizer steps](loss.png)",
         "| evaluation loss, last | 0.75 |",

@@ -158,7 +158,7 @@ def test_the_directory_is_complete_and_sealed(scratch: Path) -> None:
 def test_the_card_is_valid_on_the_hub() -> None:
     from huggingface_hub import ModelCard
 
-    data = ModelCard(merged_card("Qwen/Qwen3-0.6B", "LORA, r=16")).data
+    data = ModelCard(merged_card("Qwen/Qwen3-0.6B", "LoRA, r=16")).data
     assert (data.base_model, data.library_name) == ("Qwen/Qwen3-0.6B", "transformers")
 
 

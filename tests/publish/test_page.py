@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "AMD Radeon RX 7900 XT",
         "19.98 GiB",
         "hotspot c 90.5, at most 97",
-        "LORA, r=16, alpha=32",
+        "LoRA, r=16, alpha=32",
         "effective_batch_size 16",
         "torch 2.13.0",
     ):
@@ -408,7 +409,7 @@ def training(count: int = 20) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_metric_has_its_panel_and_what_was_not_logged_has_none() -> None:
+def test_every_metric_has_its_panel_and_what_was_not_logged_has_none(tmp_path: Path) -> None:
     everything = ["Loss", "Token accuracy", "Learning rate", "Gradient norm", "Throughput", "Time of a step"]
     everything += ["Memory of the card", "Temperature", "Power of the card"]
 
@@ -419,6 +420,13 @@ def test_every_metric_has_its_panel_and_what_was_not_logged_has_none() -> None:
         return [panel.title for panel in panels({"run": run})]
 
     assert titles(training()) == everything
+    run = collect(write_run(tmp_path / "run"))
+    two = [panel.title for panel in panels({"run": run, "other": replace(run, rows=training())})]
+    assert two[:2] == ["Loss", "Token accuracy, training"] and two[-3:] == [
+        "Memory of the card, used on the card",
+        "Temperature, hotspot",
+        "Power of the card",
+    ]
     assert titles([{"step": 1, "loss": 1.0}]) == ["Loss"]
     assert titles([]) == []
     assert titles([{"step": 1, "loss": NAN, "grad_norm": "high", "learning_rate": None}]) == []
