@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,20 +45,6 @@ def test_help_and_version_import_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "sft" in done.stdout
-
-
-def test_what_a_user_mistypes_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    """Importing torch and TRL takes seconds."""
-    (tmp_path / "train.jsonl").write_text('{"reply": "no"}\n')
-    wrong = [["--model", "nobody/nothing"], ["--lora_r", "sixteen"], ["--lr", "-1"], ["--dataset", str(tmp_path)]]
-    wrong += [["--model", "./nothing"], ["--dataset", "nothing.jsonl"], ["--config", "nothing"], ["--modell", "x"]]
-    code = (
-        "import sys; from hf_rocm_tune import cli\n"
-        f"assert all(cli.main(['sft', *argv]) == 2 for argv in {wrong})\n"
-        "heavy = {'torch', 'transformers', 'accelerate', 'trl'} & set(sys.modules); assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stderr.count("\n") == len(wrong), done.stderr
 
 
 def test_python_m_is_the_same_command() -> None:
@@ -186,6 +173,8 @@ def test_wrong_paths_columns_and_numbers_are_told_before_anything_large_is_impor
     wrong, right, recipe = tmp_path / "wrong.jsonl", tmp_path / "right.jsonl", tmp_path / "mine.yaml"
     wrong.write_text('{"promt": "a", "completion": "b"}\n')
     right.write_text('{"text": "a"}\n')
+    (folder := tmp_path / "folder").mkdir()
+    shutil.copy(wrong, folder / "train.jsonl")
     recipe.write_text("lora_r: 0\n")
     for argv, named in (
         (["--model", str(tmp_path / "no")], "does not exist"),
@@ -193,6 +182,9 @@ def test_wrong_paths_columns_and_numbers_are_told_before_anything_large_is_impor
         (["--model", "x", "--dataset", str(wrong)], "rename 'promt' to 'prompt'?"),
         (["--model", "x", "--dataset", str(right), "--lr=-1"], "--learning_rate must be 0 or more"),
         (["--model", "x", "--dataset", str(right), "--config", str(recipe)], "--lora_r must be 1 or more, got 0"),
+        (["--model", "x", "--lora_r", "ten"], "--lora_r must be 1 or more, got 'ten'"),
+        (["--model", "x", "--dataset", str(folder)], "rename 'promt' to 'prompt'?"),
+        (["--model", "nobody/nothing", "--dataset", str(right)], "the Hub cannot be reached"),
     ):
         done = light(*start, *argv)
         assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hf_rocm_tune.redaction import print_line
+
 
 def say(line: str) -> None:
     """Print a progress line on standard error."""
-    print(f"hf-rocm-tune: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    print_line(f"hf-rocm-tune: {' '.join(line.split())}", sys.stderr)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from rich.filesize import decimal as size
 from transformers import TextStreamer, set_seed
 
 from hf_rocm_tune.errors import UsageError, shortage_advice
@@ -118,7 +119,7 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
         covered = coverage(model, mover)
         missing = ", ".join(row["tensor"] for row in covered.unverified[:3])
         say(
-            f"{source.name}: {covered.device_bytes / 1e9:.3g} GB loaded in {seconds:.1f} s; {covered.share} of the "
+            f"{source.name}: {size(covered.device_bytes)} loaded in {seconds:.1f} s; {covered.share} of the "
             f"bytes on the device verified{f' (not: {missing})' if missing else ''}; weight files attested "
             f"{records.attested}, not attested {len(records.unknown)}"
         )

@@ -77,13 +77,13 @@ def check(method: Method, given: Mapping[str, Any]) -> None:
     model, data = given.get("model_name_or_path"), given.get("dataset_name")
     if isinstance(model, str):
         require_model(model)
-        if not is_local_model(model):
-            _require_on_hub(model, given.get("model_revision"))
-    if not isinstance(data, str):
-        return
-    refuse_missing(data)
-    if given.get("datasets") is None and (row := _first_row(expand_user(data))) is not None:
-        recognise([*row], row, method, str(given.get("dataset_text_field") or "text"), "train")
+    if isinstance(data, str):
+        refuse_missing(data)
+        split = str(given.get("dataset_train_split") or "train")
+        if given.get("datasets") is None and (row := _first_row(expand_user(data), split)) is not None:
+            recognise([*row], row, method, str(given.get("dataset_text_field") or "text"), "train")
+    if isinstance(model, str) and not is_local_model(model):
+        _require_on_hub(model, given.get("model_revision"))
 
 
 def _require_on_hub(model: str, revision: str | None) -> None:
@@ -118,11 +118,11 @@ def _number(value: Any) -> float | int | None:
     return int(number) if number.is_integer() and not isinstance(value, float) else number
 
 
-def _first_row(file: Path) -> dict[str, Any] | None:
-    """The first row of a data file that a person would write, or of ``train.*`` in a folder; None where it is not
+def _first_row(file: Path, split: str) -> dict[str, Any] | None:
+    """The first row of a data file that a person would write, or of the split's in a folder; None where it is not
     plainly one."""
     if file.is_dir():
-        file = next((each for each in (file / "train.jsonl", file / "train.csv") if each.is_file()), file)
+        file = next((each for kind in ("jsonl", "csv") if (each := file / f"{split}.{kind}").is_file()), file)
     try:
         with file.open(encoding="utf-8", newline="") as lines:
             if file.suffix.lower() == ".csv":

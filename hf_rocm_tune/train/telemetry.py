@@ -462,7 +462,7 @@ class TerminalCallback(ProgressCallback):
         if not logs:
             return
         self._remove_wrapped()
-        step = f"{state.global_step}/{state.max_steps}"
+        step = f"{state.global_step}/{state.max_steps}" if state.max_steps else "0"  # an evaluation before training
         first = max(9, 2 * len(str(state.max_steps)) + 1)
         if "loss" in logs:
             if self.training_bar is not None:
