@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,7 @@ from hf_rocm_tune.version import __version__
 PROGRAM = "hf-rocm-tune doctor"
 NARROWEST, WIDEST = 60, 120
 # The mark of a line, and the word of a count; the gravest first.
-_MARKS: Mapping[Status, str] = {
-    "fail": "FAIL",
-    "warn": "WARN",
-    "unknown": "?",
-    "info": "note",
-    "ok": "ok",
-    "skipped": "-",
-}
+_MARKS: dict[Status, str] = {"fail": "FAIL", "warn": "WARN", "unknown": "?", "info": "note", "ok": "ok", "skipped": "-"}
 _COUNTED = {"fail": "failure", "warn": "warning", "info": "note", "ok": "ok", "unknown": "unknown"}
 _WORST = tuple(_MARKS)
 _VERDICTS = ("no problem found in what was checked", "check the warnings", "not ready to train")

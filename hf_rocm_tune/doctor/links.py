@@ -51,16 +51,13 @@ def narrowest(path: Sequence[Link]) -> LinkRate | None:
 
 
 def _links(evidence: Evidence) -> Iterator[Finding]:
-    for gpu in evidence.cards:
-        slowest = narrowest(gpu.upward.links)
-        if slowest is None:
-            ends = [evidence.machine.why(link.device, "current_link") for link in gpu.upward.links]
-            yield unknown("; ".join(ends) or "the links to the processor could not be read", subject=gpu.address)
-        else:
-            yield _link(gpu, slowest, pair=evidence.card_count > 1)
+    yield from (_link(evidence, gpu) for gpu in evidence.cards)
 
 
-def _link(gpu: Gpu, slowest: LinkRate, *, pair: bool) -> Finding:
+def _link(evidence: Evidence, gpu: Gpu) -> Finding:
+    if (slowest := narrowest(gpu.upward.links)) is None:
+        ends = [evidence.machine.why(link.device, "current_link") for link in gpu.upward.links]
+        return unknown("; ".join(ends) or "the links to the processor could not be read", subject=gpu.address)
     width, rate = slowest.width, slowest.gb_s
     text = (
         f"the narrowest link between {gpu.address} and the processor, at {slowest.where}, has {width} lanes at up to "
@@ -74,7 +71,7 @@ def _link(gpu: Gpu, slowest: LinkRate, *, pair: bool) -> Finding:
     if rate < X4_GB_S:
         text, title = f"{text}. That makes transfers slow, not wrong", f"x{width} link: {rate:.1f} GB/s at most"
         return warn("link_narrow", title, text, fix, _RATES, subject=gpu.address, read=read)
-    if rate < X8_GB_S and not pair:
+    if rate < X8_GB_S and evidence.card_count < 2:
         return note("link_half", f"PCIe x{width}, {rate:.0f} GB/s", text, fix, _RATES, subject=gpu.address, read=read)
     return ok("link_ok", f"PCIe x{width}", text, _RATES, subject=gpu.address, read=read)
 

@@ -26,9 +26,8 @@ from hf_rocm_tune.doctor.links import LinkRate
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.machine.gpus import read_upward
 from hf_rocm_tune.machine.sysfs import Files
-from hf_rocm_tune.transfer import Mover, combine, digest, gb_per_s
+from hf_rocm_tune.transfer import Mover, digest, gb_per_s
 from hf_rocm_tune.transfer.damage import (
-    PIECE_WORDS,
     POISON,
     Copies,
     Damage,
@@ -36,7 +35,6 @@ from hf_rocm_tune.transfer.damage import (
     count_wrong,
     examine,
     fill_with_pattern,
-    pattern,
     wait_for,
 )
 from hf_rocm_tune.transfer.raw_bytes import typed_view
@@ -361,9 +359,7 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
         room = max(int(0.9 * free) - _CANARIES * size, _SMALLEST)
     # Written by the device itself, so that no copy is part of the test; the expected digests come from the host.
     blocks = [fill_with_pattern(torch.empty(size, dtype=torch.uint8, device=device), n) for n in range(_CANARIES)]
-    expected = [
-        combine(digest(piece, word_offset=start) for start, piece in _pieces(n, size)) for n in range(_CANARIES)
-    ]
+    expected = [digest(_pattern(n, size)) for n in range(_CANARIES)]
     rng, run, ends = random.Random(0), 0, time.monotonic() + request["seconds"]
     churned: list[Tensor] = []
     while not (bad := [n for n in range(_CANARIES) if digest(blocks[n]) != expected[n]]):
@@ -379,9 +375,8 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
         text = f"on {name}, while other memory was allocated and freed; {proof}"
         title = f"stable for {run} cycle{'s' * (run != 1)}"
         return [ok("canaries_held", title, text, source, subject=name, read=[sizes])]
-    wanted = torch.cat([piece.view(torch.uint8) for _, piece in _pieces(bad[0], size)])
     reading, again = blocks[bad[0]].cpu(), blocks[bad[0]].cpu()
-    damage = examine(reading, wanted)
+    damage = examine(reading, _pattern(bad[0], size))
     problem = {"case": f"cycle {run}, canary {bad[0]}", "damage": None if damage is None else asdict(damage)}
     same = "the same" if torch.equal(reading, again) else "not the same"
     return [fail("canaries_changed", "Memory has changed",
@@ -410,7 +405,6 @@ def _churn(churned: list[Tensor], room: int, rng: random.Random, device: torch.d
     return churned
 
 
-def _pieces(number: int, size: int) -> Iterator[tuple[int, Tensor]]:
-    """What a canary should hold, on the host, in pieces with the index of their first word."""
-    for start in range(0, size // 4, PIECE_WORDS):
-        yield start, pattern(number, start, min(PIECE_WORDS, size // 4 - start), torch.device("cpu"))
+def _pattern(number: int, size: int) -> Tensor:
+    """What a canary should hold, on the host."""
+    return fill_with_pattern(torch.empty(size, dtype=torch.uint8), number)
