@@ -172,7 +172,11 @@ class QueuedDigests:
     """
 
     def __init__(self, tensors: Sequence[Tensor | TensorGroup]) -> None:
-        self._found = {at: _on_host(each) for at, each in enumerate(tensors) if each.device.type == "cpu"}
+        self._found = {
+            at: each.on_host() if isinstance(each, TensorGroup) else digest(each)
+            for at, each in enumerate(tensors)
+            if each.device.type == "cpu"
+        }
         self._landing: list[tuple[list[tuple[int, int]], Tensor, torch.cuda.Event]] = []
         for device in {each.device for each in tensors if each.device.type != "cpu"}:
             mine = [(at, each) for at, each in enumerate(tensors) if each.device == device]
@@ -198,10 +202,6 @@ class QueuedDigests:
             self._found.update((at, from_sums(row, size)) for (at, size), row in zip(places, landing, strict=True))
         self._landing = []
         return [self._found[at] for at in range(len(self._found))]
-
-
-def _on_host(item: Tensor | TensorGroup) -> Digest:
-    return item.on_host() if isinstance(item, TensorGroup) else digest(item)
 
 
 def _add_on_device(items: Sequence[Tensor | TensorGroup], sums: Tensor) -> None:
@@ -290,17 +290,14 @@ def digest_range(
         return Digest(*found, stop - start)
     if copy_to is not None:
         gather(tensor, start, stop, copy_to)  # from the source, so that the digest is not that of the copy
-    return combine(_digest_gathered(tensor, start, stop, word_offset))
-
-
-def _digest_gathered(tensor: Tensor, start: int, stop: int, word_offset: int) -> Iterator[Digest]:
-    """Digests of consecutive pieces of a strided tensor."""
     with torch.inference_mode(False):
         memory = torch.empty(min(PIECE_BYTES, stop - start), dtype=torch.uint8)
+    found = []
     for position in range(start, stop, PIECE_BYTES):
         piece = memory[: min(stop - position, PIECE_BYTES)]
         gather(tensor, position, position + piece.numel(), piece)
-        yield digest_range(piece, 0, piece.numel(), word_offset=word_offset + (position - start) // 4)
+        found.append(digest_range(piece, 0, piece.numel(), word_offset=word_offset + (position - start) // 4))
+    return combine(found)
 
 
 # ---- the weights h(i) = A(lo) * m(b) + c(b), in plain integers and in torch --------------------------------
