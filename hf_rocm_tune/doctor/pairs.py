@@ -42,19 +42,18 @@ _INSTEAD: Mapping[Way | None, tuple[str, str, str]] = {
 def pairs(request: Mapping[str, Any]) -> list[Finding]:
     """A finding for each ordered pair; one with wrong copies is tried again without the engines for peer copies."""
     findings = []
-    for trial in _try_pairs(request, request["devices"], {}):
+    for trial in try_pairs(request["devices"], environ={}, **_options(request)):
         again = None
         if trial.verdict != "right" and request.get("hip"):
             names = (trial.source, trial.destination)
             pair = [device for name in names for device in request["devices"] if device["device"] == name]
-            again = _try_pairs(request, pair, _WITHOUT_ENGINES)[0].reason
+            again = try_pairs(pair, environ=_WITHOUT_ENGINES, **_options(request))[0].reason
         findings.append(judge_pair(trial, again, str(request.get("about", ""))))
     return findings
 
 
-def _try_pairs(request: Mapping[str, Any], devices: Sequence[Any], environ: Mapping[str, str]) -> list[PairTrial]:
-    options = {name: request.get(name) for name in ("deadline_s", "largest", "repeats", "fault")}
-    return try_pairs(devices, environ=environ, **options)  # type: ignore[arg-type]
+def _options(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: request.get(name) for name in ("deadline_s", "largest", "repeats", "fault")}
 
 
 def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
@@ -99,9 +98,9 @@ def all_reduce(request: Mapping[str, Any]) -> list[Finding]:
     """Sums over RCCL; if that fails, with NCCL_P2P_DISABLE=1 and then over gloo, to find a backend that works."""
     trials: list[ReduceTrial] = []
     on_cards = any(device["device"] != "cpu" for device in request["devices"])
-    options = {name: request.get(name) for name in ("deadline_s", "largest", "repeats", "fault")}
-    for way in list(_WAYS) if on_cards else ["gloo"]:
-        trials.append(try_all_reduce(request["devices"], way, **options))  # type: ignore[arg-type]
+    ways: Sequence[Way] = [*_WAYS] if on_cards else ["gloo"]
+    for way in ways:
+        trials.append(try_all_reduce(request["devices"], way, **_options(request)))
         if trials[-1].verdict in ("right", "untried"):
             break
     first, last = trials[0], trials[-1]

@@ -292,12 +292,12 @@ def digest_range(
         gather(tensor, start, stop, copy_to)  # from the source, so that the digest is not that of the copy
     with torch.inference_mode(False):
         memory = torch.empty(min(PIECE_BYTES, stop - start), dtype=torch.uint8)
-    found = []
+    pieces = []
     for position in range(start, stop, PIECE_BYTES):
         piece = memory[: min(stop - position, PIECE_BYTES)]
         gather(tensor, position, position + piece.numel(), piece)
-        found.append(digest_range(piece, 0, piece.numel(), word_offset=word_offset + (position - start) // 4))
-    return combine(found)
+        pieces.append(digest_range(piece, 0, piece.numel(), word_offset=word_offset + (position - start) // 4))
+    return combine(pieces)
 
 
 # ---- the weights h(i) = A(lo) * m(b) + c(b), in plain integers and in torch --------------------------------

@@ -350,8 +350,12 @@ class Mover:
         """Verify, recover if needed, hand out, count."""
         begun = time.perf_counter()
         try:
+            if transfer.verify and transfer.nbytes:
+                # Digested now, not right after the copy: memory may have changed while the batch waited.
+                if not transfer.matches(self._backend.digest(buffer).result()):
+                    self._ladder.recover(transfer, buffer)
+                self._ladder.remember(transfer)
             if transfer.ticket is not None:
-                self._judge(transfer, buffer)
                 self._backend.hand_out(buffer, transfer.ticket)
         except CorruptionError as failure:
             transfer.failure = failure
@@ -359,14 +363,6 @@ class Mover:
         transfer.settled = True
         transfer.verify_seconds += time.perf_counter() - begun
         transfer.count(self.report)
-
-    def _judge(self, transfer: Transfer, buffer: Tensor) -> None:
-        if not transfer.verify or not transfer.nbytes:
-            return
-        # Digested now, not right after the copy: memory may have changed while the batch waited.
-        if not transfer.matches(self._backend.digest(buffer).result()):
-            self._ladder.recover(transfer, buffer)
-        self._ladder.remember(transfer)
 
     def _new_transfer(self, stage: str, segments: list[Segment], source: Tensor) -> Transfer:
         number, verify, _ = self._number_transfer(stage)
