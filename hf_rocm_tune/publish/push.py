@@ -391,7 +391,7 @@ class Publisher:
     the push of the result must succeed.
 
     ``local`` has paths that the run was given, each with its public replacement ("" for the last part); ``say`` is
-    called from any thread, ``alive`` every few seconds while the training waits for a push.
+    called from any thread, ``alive`` every few seconds while a training with ``hub_always_push`` waits.
     """
 
     def __init__(
@@ -448,8 +448,9 @@ class Publisher:
             # A daemon: an upload that hangs must not keep the process from ending.
             self._thread = threading.Thread(target=upload, daemon=True)
             self._thread.start()
-        if self._wait_for_each:
-            self.wait()
+        while self._wait_for_each and self._thread is not None and self._thread.is_alive():
+            self._thread.join(_HEARTBEAT_S)
+            self.alive()
 
     @contextmanager
     def _failures_reported(self, name: str) -> Iterator[None]:
@@ -482,9 +483,8 @@ class Publisher:
 
     def wait(self) -> None:
         """Wait for the current upload."""
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_HEARTBEAT_S)
-            self.alive()
+        if self._thread is not None:
+            self._thread.join()
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

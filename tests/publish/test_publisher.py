@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,20 @@ def test_always_push_makes_the_training_wait_and_shows_life(
         live = (out / f"checkpoint-{step}" / "adapter_model.safetensors").read_bytes()
         assert on_hub(hub, REPO)["adapter_model.safetensors"] == live, "it went on before the checkpoint was there"
     assert beats.is_set()
+
+
+def test_the_wait_before_the_result_is_no_save(
+    publisher: Make, hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is in the phase of the last upload, which has no limit: a heartbeat would give it that of a save."""
+    monkeypatch.setattr("hf_rocm_tune.publish.push._HEARTBEAT_S", 0.01)
+    one, beats = publisher("checkpoint"), list[str]()
+    one.alive = lambda: beats.append("save")
+    one.open()
+    hub.fault(COMMIT, first=lambda: time.sleep(0.3))
+    one.checkpoint(write_checkpoint(tmp_path / "out", 2))
+    one.result(write_run(tmp_path / "out"))
+    assert beats == []
 
 
 def test_a_damaged_checkpoint_is_said_and_not_pushed(
