@@ -155,7 +155,7 @@ def _text(facts: CardFacts) -> str:
         trainer="RewardTrainer" if facts.verb == "reward" else f"{facts.verb.upper()}Trainer",
         verdict=history.judge(report, finished=facts.final),
         data=[history.data_row(row) for row in history.items(report, "data")],
-        machine=[*history.device(report), *history.table(report, "versions").items()],
+        machine=[*history.device(report), *history.mapping(report, "versions").items()],
     )
     return re.sub(r"\n{3,}", "\n\n", text)
 

@@ -112,7 +112,7 @@ def text(content: Any, *path: str) -> str:
     return value if isinstance(value := find(content, *path), str) else ""
 
 
-def table(content: Any, *path: str) -> dict[str, Any]:
+def mapping(content: Any, *path: str) -> dict[str, Any]:
     """An object; empty for anything else."""
     return value if isinstance(value := find(content, *path), dict) else {}
 
@@ -260,9 +260,9 @@ def collect(directory: Path) -> RunFiles:
         rows=[row for row in items(log, "log") if isinstance(row, dict)],
         step=count(log, "step") if number(log, "step") is not None else None,
         max_steps=count(log, "max_steps") or None,
-        trained=table(log, "trained"),
+        trained=mapping(log, "trained"),
         report=report,
-        settings=table(record, "settings") | table(record, "names"),
+        settings=mapping(record, "settings") | mapping(record, "names"),
         inspection=inspection,
         missing=missing,
     )
@@ -287,7 +287,7 @@ def read_json(path: Path, missing: list[str] | None = None, run_id: str = "") ->
 
 def run_settings(directory: Path) -> dict[str, Any]:
     """Of the run that wrote a directory, or the directory above a checkpoint; empty if unknown."""
-    found = (table(read_json(folder / "run.json"), "settings") for folder in (directory, directory.parent))
+    found = (mapping(read_json(folder / "run.json"), "settings") for folder in (directory, directory.parent))
     return next(filter(None, found), {})
 
 
@@ -385,7 +385,7 @@ def counted(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Every kind of check that ran: what, how much of it, how often it was wrong, and of these recovered."""
     rows = []
     for name, (what, key, noun) in _SECTIONS.items():
-        section = table(report, name)
+        section = mapping(report, name)
         looked_at, wrong = count(section, key), count(section, "mismatches")
         amount = f"{looked_at:,} {noun}"
         if nbytes := count(section, "bytes"):
@@ -423,7 +423,7 @@ def events(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def device(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the run ran on, by name."""
-    found, memory = table(report, "device"), number(report, "device", "memory_bytes")
+    found, memory = mapping(report, "device"), number(report, "device", "memory_bytes")
     about = [(key, plain(value)) for key, value in found.items() if key != "memory_bytes"]
     if memory is not None:
         about.append(("memory", f"{memory / 2**30:.2f} GiB"))
