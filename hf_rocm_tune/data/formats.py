@@ -57,7 +57,6 @@ class FormatInfo:
     kind: Kind  # TRL's
     content: Mapping[str, str]  # TRL's name of each training column, and its name in the dataset
     messages: frozenset[str]  # those of them that hold lists of messages
-    single: frozenset[str]  # those of them that hold one message, not in a list
     more: tuple[str, ...]  # optional text that is added to the prompt
     dropped: tuple[str, ...]  # columns that TRL would misread
     beside: tuple[str, ...]  # further columns that are checked
@@ -114,9 +113,8 @@ def check_format(
         )
     renamed = any(name != column for name, column in layout.content.items()) and layout.kind != "text"
     mixed = bool(layout.messages) and len(layout.messages) < len(layout.content)
-    changed = renamed or bool(
-        layout.single or layout.dropped or mixed or layout.role_key == "from" or roles & {*_ROLES}
-    )
+    foreign = layout.dropped or layout.role_key == "from" or roles & {*_ROLES}
+    changed = renamed or mixed or foreign or any(isinstance(first[each], dict) for each in layout.messages)
     conversational = bool(layout.messages) or (renamed and has_chat_template)
     return replace(
         layout,
@@ -208,7 +206,6 @@ def _layout(
         kind=kind,
         content=content,
         messages=frozenset(messages),
-        single=frozenset(column for column in content.values() if isinstance(first[column], dict)),
         more=tuple(more),
         dropped=dropped,
         beside=tuple(name for name in beside if name in columns),
@@ -320,7 +317,7 @@ def _fault_in(row: dict[str, Any], layout: FormatInfo) -> str | None:
     for column in layout.columns:
         value = row.get(column)
         if column in layout.messages:
-            fault = _fault_in_messages([value] if column in layout.single else value, layout, column)
+            fault = _fault_in_messages([value] if isinstance(value, dict) else value, layout, column)
         elif column == "tools":
             fault = _fault_in_tools(value)
         else:

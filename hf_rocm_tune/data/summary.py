@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from trl import SFTTrainer
@@ -115,26 +115,19 @@ def of_pairs(dataset: Any, args: Any, before: Any, split: str) -> DataSummary | 
     kept = np.minimum(halves, limit)
     ends = getattr(args, "truncation_mode", "keep_start") == "keep_end"
     trained = np.minimum(halves - begun, limit) if ends else np.maximum(kept - begun, 0)
-    counts = _Counts(halves, kept, halves - begun, trained)
-    return _summary(split, args.max_length, counts, rows=len(before), dropped=len(before) - len(dataset))
+    counts = (halves, kept, halves - begun, trained)
+    return _summary(split, args.max_length, *counts, dropped=len(before) - len(dataset))
 
 
-class _Counts(NamedTuple):
-    """Tokens, as arrays of shape (rows) or (answers, rows)."""
-
-    whole: Any
-    kept: Any
-    counted: Any  # those that count in the loss before anything is cut
-    trained: Any  # and after
-
-
-def _summary(split: str, limit: int | None, counts: _Counts, *, rows: int, dropped: int) -> DataSummary:
-    whole, kept, counted, trained = map(np.atleast_2d, counts)
+def _summary(
+    split: str, limit: int | None, whole: Any, kept: Any, counted: Any, trained: Any, *, dropped: int
+) -> DataSummary:
+    """From tokens (answers, rows) before and after cutting: all, and those that count in the loss."""
     lengths = whole.max(axis=0)
     heights, edges = np.histogram(lengths, bins=min(10, int(lengths.max() - lengths.min()) + 1))
     return DataSummary(
         split=split,
-        rows=rows,
+        rows=len(lengths) + dropped,
         tokens=int(whole.sum()),
         histogram=tuple((int(edge), int(count)) for edge, count in zip(edges[1:], heights, strict=True)),
         median=int(np.median(lengths)),
@@ -184,11 +177,9 @@ def _of_rows(dataset: Dataset, split: str, limit: int | None, *, ends: bool, dro
         kept = counts if limit is None else np.minimum(counts, limit)
         first, last = (stop - kept, stop) if ends else (start, start + kept)
         pieces.append((counts, kept, before[stop] - before[start], before[last] - before[first]))
-    whole, kept, counted, trained = map(np.concatenate, zip(*pieces, strict=True))
-    found = _summary(split, limit, _Counts(whole, kept, counted, trained), rows=len(whole), dropped=0)
-    gone = trained == 0
-    if limit is None or not drops or not gone.any():
-        return found
+    whole, kept, counted, trained = (np.concatenate(each)[None] for each in zip(*pieces, strict=True))
+    found = _summary(split, limit, whole, kept, counted, trained, dropped=0)
+    gone = (trained == 0) & drops & (limit is not None)
     return replace(found, dropped=int(gone.sum()), kept=int(kept[~gone].sum()))
 
 
