@@ -118,13 +118,10 @@ def _validate(name: str) -> None:
     check_loggers(job.training.report_to)
     check_optimizer(job.training)
     paths = {
-        "model_name_or_path": job.model.model_name_or_path,
-        "dataset_name": job.script.dataset_name,
-        "chat_template_path": job.training.chat_template_path,
+        flag: str(recipe.values.get(flag)) for flag in ("model_name_or_path", "dataset_name", "chat_template_path")
     }
-    lost = [name for name, value in paths.items() if value and value.startswith((".", "/", "~"))]
-    lost = [f"{name} {paths[name]} does not exist" for name in lost if not os.path.exists(expand_user(paths[name]))]
-    if lost:
+    named = {flag: path for flag, path in paths.items() if path.startswith((".", "/", "~"))}
+    if lost := [f"{flag} {path} does not exist" for flag, path in named.items() if not expand_user(path).exists()]:
         raise UsageError("; ".join(lost) + ": correct the path, or give a Hub id")
     for one in variables.review():
         if one.action in ("warn", "error") and one.variable in recipe.env:

@@ -27,7 +27,7 @@ from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 
-from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, first_line
 from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.survive.manifest import FileEntry, read_once
 from hf_rocm_tune.transfer import digest, host_copy, map_tensors
@@ -92,7 +92,11 @@ def compare_model(
             live, required = _live_adapter(model, adapter, trained) if plain is None else (plain, set(plain))
             found[adapter_file(adapter)] = _compare_tensors(directory, adapter_file(adapter), live, required)
         return found
-    stored = {file.name: _names(file) for file in sorted(directory.glob("*.safetensors"))}
+    stored: dict[str, set[str]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        stored[path.name] = set()
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt", device="cpu") as opened:
+            stored[path.name] = set(opened.keys())  # without them the comparison reports it
     live, required = _live_model(model, set().union(*stored.values()))
     for file in stored:
         elsewhere = set().union(*(names for other, names in stored.items() if other != file))
@@ -168,7 +172,7 @@ def _compare_tensors(directory: Path, file: str, live: Mapping[str, Tensor], req
                 if now is None or not same or digest(now.detach()).hex() != digests[label]:
                     differing.append(label)
     except (OSError, SafetensorError) as error:
-        return Readback(differing=[f"{file}: {_line(error)}"])
+        return Readback(differing=[f"{file}: {first_line(error)}"])
     differing += [f"{file}:{name}" for name in sorted(required) if f"{file}:{name}" not in digests]
     return Readback(entry, digests, differing)
 
@@ -193,7 +197,7 @@ def read_state(path: Path) -> tuple[Any, Readback]:
                 state = torch.load(copy, map_location="cpu", weights_only=True, mmap=True)
             return state, Readback(entry, state_digests(path.name, state))
     except Exception as error:  # a damaged pickle or archive can raise anything
-        return None, Readback(differing=[f"{path.name}: cannot be read ({_line(error)})"])
+        return None, Readback(differing=[f"{path.name}: cannot be read ({first_line(error)})"])
 
 
 def state_digests(file: str, state: Any) -> dict[str, str]:
@@ -262,7 +266,9 @@ def require_complete(directory: Path) -> None:
         if not isinstance(step, int):
             raise ValueError(f"global_step is {step!r}")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"{directory}: {TRAINER_STATE_NAME} cannot be read ({_line(error)}); {instead}") from error
+        raise UsageError(
+            f"{directory}: {TRAINER_STATE_NAME} cannot be read ({first_line(error)}); {instead}"
+        ) from error
     parts = {name: name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)} | {"rng_state.pth": "rng_state*.pth"}
     missing = [name for name, form in parts.items() if not any(each.is_file() for each in directory.glob(form))]
     if len(missing) == len(parts):
@@ -452,13 +458,3 @@ def _check_fit(file: Path, saved: Mapping[str, Tensor], live: Mapping[str, Tenso
 def adapter_file(adapter: str) -> str:
     """PEFT's file for this adapter: in the directory itself for "default", else in a folder of the adapter's name."""
     return ADAPTER_FILE if adapter == "default" else f"{adapter}/{ADAPTER_FILE}"
-
-
-def _names(file: Path) -> set[str]:
-    with suppress(SafetensorError, OSError), safe_open(file, framework="pt", device="cpu") as opened:
-        return set(opened.keys())
-    return set()  # the comparison reports it
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
