@@ -127,14 +127,11 @@ def try_pairs(
     largest: int,
     repeats: int = 10,
     environ: Mapping[str, str | None] | None = None,
-    fault: Mapping[str, str] | None = None,
 ) -> list[PairTrial]:
-    """Copy between every ordered pair of ``device`` and PCI ``address``, each in a new process, in turn; ``fault``: see
-    `trial_measures.measure_pair`."""
+    """Copy between every ordered pair of ``device`` and PCI ``address``, each in a new process, in turn."""
     trials = []
     for source, destination in itertools.permutations(devices, 2):
         request = {"source": dict(source), "destination": dict(destination), "largest": largest, "repeats": repeats}
-        request |= {"fault": dict(fault or {}) or None}
         task = Task(module=_MODULE, arguments=("pair",), request=request, environ=environ or {})
         found = tuple(run_together([task], deadline_s=deadline_s))
         trials.append(PairTrial(source=source["device"], destination=destination["device"], outcomes=found))

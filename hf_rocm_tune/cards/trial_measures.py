@@ -27,7 +27,6 @@ from hf_rocm_tune.transfer.damage import (
     POISON,
     Copies,
     Damage,
-    copies_for,
     examine,
     fill_with_pattern,
     pattern,
@@ -45,12 +44,12 @@ _KEPT = 8
 def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
     """Copy from one device to another in all ways, and check what arrived.
 
-    ``request``: ``source`` and ``destination`` for ``device_of``, ``largest`` in bytes, ``repeats``, ``fault`` for
-    `transfer.damage.copies_for`. ``staged_wrong`` of the result: wrong elements after a copy through the host.
+    ``request``: ``source`` and ``destination`` for ``device_of``, ``largest`` in bytes, ``repeats``.
+    ``staged_wrong`` of the result: wrong elements after a copy through the host.
     """
     step("waking both devices")
     destination, source = device_of(request["destination"]), device_of(request["source"])
-    way, pair = f"copying from {source} to {destination}", _Pair(source, destination, copies_for(request))
+    way, pair = f"copying from {source} to {destination}", _Pair(source, destination, Copies())
     problems: list[dict[str, Any] | None] = []
     for number, (words, nbytes, shape, non_blocking) in enumerate(_copies(request["largest"], request["repeats"])):
         step(f"{way}: {words}")

@@ -3,10 +3,10 @@
 A check that measures is a function ``(request) -> list[Finding]``, called in a child process with a deadline, one for
 each card; this process never imports torch. ``request["device"]`` is ``cuda:0`` ... or ``cpu``. The function calls
 ``child.step("copying 64 MiB")`` before each part, so that a hang is named. A check of two cards is called in this
-process with ``request["devices"]``, because its trials start their own children. ``request["fault"]`` injects a fault
-into copies, or an ending of the process (``machine.child.ENDINGS``): for tests, and by hand::
+process with ``request["devices"]``, because its trials start their own children. ``request["fault"]``, for tests, is an
+ending of the process (``machine.child.ENDINGS``). By hand::
 
-    echo '{"device": "cpu", "fault": {"kind": "zeros"}}' | python -m hf_rocm_tune.doctor.diagnose round_trip
+    echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose model
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Measured between cards: copies of every ordered pair, and sums over all, by the trials of a run's preflight, which
 measure in child processes. Imports no torch.
-
-Injected faults: those of ``transfer.damage`` for pairs (``where=cuda:1 to cuda:0`` is one direction, ``where=cold`` the
-first copy), those of ``cards.trial_measures`` for sums.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ def pairs(request: Mapping[str, Any]) -> list[Finding]:
 
 
 def _options(request: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: request.get(name) for name in ("deadline_s", "largest", "repeats", "fault")}
+    return {name: request.get(name) for name in ("deadline_s", "largest", "repeats")}
 
 
 def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:

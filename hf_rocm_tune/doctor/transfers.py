@@ -1,8 +1,5 @@
 """Measured transfers and memory of one card: copies to it and back, casts, the rate of the link, and memory that must
 not change while other memory is allocated and freed.
-
-Injected faults: those of ``transfer.damage``, with ``where=to cuda:0`` for copies to the card, ``where=back`` for those
-from it, ``where=non_blocking`` or ``where=torch.bfloat16`` for some casts.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from hf_rocm_tune.transfer.damage import (
     POISON,
     Copies,
     Damage,
-    copies_for,
     count_wrong,
     examine,
     fill_with_pattern,
@@ -130,7 +126,7 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding]:
     ``repeats``: number of copies of the repeated case; ``largest``: bytes of the largest case.
     """
     device, name = device_of(request), request["device"]
-    trial = _RoundTrip(device, copies_for(request))
+    trial = _RoundTrip(device, Copies())
     problems: dict[str, list[dict[str, Any]]] = {}
     left_out: list[str] = []
     cases = 0
@@ -247,7 +243,7 @@ def casts(request: Mapping[str, Any]) -> list[Finding]:
     blocking and by the device if it is not (torch's Copy.cu), so both are tried. Every 16-bit pattern is cast, and
     float32 with every exponent and sign. NaN are equal whatever their payload, which differs between processors.
     """
-    device, copies, name = device_of(request), copies_for(request), request["device"]
+    device, copies, name = device_of(request), Copies(), request["device"]
     step(f"casting on {device}, and to and from it")
     compared = elements = wrong = 0
     example = ""

@@ -1,19 +1,15 @@
 """How wrong bytes differ from the right ones (`examine`), and the test patterns and copies of checks.
 
-The doctor and the preflight test torch's own copies, neither verified nor staged by the mover; faults can be injected
-into these as well (`FaultyCopies`).
+The doctor and the preflight test torch's own copies, neither verified nor staged by the mover.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, typed_view
 
 POISON = 0xA5
 """The byte with which memory is filled before data is sent again: where it remains, nothing arrived."""
@@ -155,66 +151,15 @@ def _bytes(number: int, start: int, piece: Tensor, keep: int) -> Tensor:
     return right if keep == 0xFF else right & keep
 
 
-# ---- torch's own copies, and faulty ones --------------------------------------------------------------------
-
-FAULTS = ("zeros", "zero_range", "flip", "stale", "drop", "unstable")
-"""Faults of a copy: its destination is zero, or zero from a 4 KiB boundary on; one bit is flipped; it has the bytes of
-the previous copy; nothing is copied; or it has different wrong bytes each time."""
-
-_RANGE_BYTES = 4096
+# ---- torch's own copies -------------------------------------------------------------------------------------
 
 
 class Copies:
-    """torch's copies."""
+    """torch's copies: what a check of them calls, and where tests put faults in."""
 
     def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
         """Call ``destination.copy_(source, non_blocking=non_blocking)``; ``what`` describes the test case."""
         destination.copy_(source, non_blocking=non_blocking)
-
-
-class FaultyCopies(Copies):
-    """torch's copies with injected faults."""
-
-    def __init__(self, kind: str, where: str = "") -> None:
-        assert kind in FAULTS, kind
-        self._kind, self._where = kind, where
-        self._earlier: Tensor | None = None
-        self._count = 0
-
-    def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
-        """Copy, then corrupt the destination if this copy is selected."""
-        if self._where not in what or not destination.numel():
-            super().copy(destination, source, what=what, non_blocking=non_blocking)
-        elif self._kind != "drop":
-            destination.copy_(source, non_blocking=non_blocking)
-            wait_for(destination)  # the corrupted bytes must be written after the copy, whatever stream that used
-            corrupted = self._corrupted(as_bytes(destination.contiguous()).cpu().clone())
-            destination.copy_(typed_view(corrupted, 0, destination.dtype, destination.shape))
-            wait_for(destination)
-
-    def _corrupted(self, data: Tensor) -> Tensor:
-        corrupted, third = data.clone(), data.numel() // 3
-        self._count += 1
-        if self._kind == "zeros":
-            corrupted.zero_()
-        elif self._kind == "zero_range":
-            corrupted[data.numel() // 2 // _RANGE_BYTES * _RANGE_BYTES :] = 0
-        elif self._kind == "flip":
-            corrupted[third] ^= 4
-        elif self._kind == "unstable":
-            corrupted[third:] ^= 1 + self._count % 255
-        elif self._earlier is not None:
-            size = min(self._earlier.numel(), data.numel())
-            corrupted[:size] = self._earlier[:size]
-        self._earlier = data
-        return corrupted
-
-
-def copies_for(request: Mapping[str, Any]) -> Copies:
-    """The copies for a check's request: faulty ones if its ``fault`` has one of `FAULTS`."""
-    fault = request.get("fault") or {}
-    kind = fault.get("kind")
-    return FaultyCopies(kind, fault.get("where", "")) if kind in FAULTS else Copies()
 
 
 def wait_for(*tensors: Tensor) -> None:

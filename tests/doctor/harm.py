@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_rocm_tune.doctor import arithmetic, transfers
+from hf_rocm_tune.transfer.damage import Copies, wait_for
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, typed_view
 
 FAULTY_REPEAT, FAULTY_CYCLE = 37, 2
+_RANGE_BYTES = 4096
 
 
 def with_fault(result: Tensor, kind: str) -> Tensor:
@@ -27,9 +30,53 @@ def with_fault(result: Tensor, kind: str) -> Tensor:
     return broken
 
 
+class FaultyCopies(Copies):
+    """torch's copies, of which those whose description contains ``where`` get a fault.
+
+    ``zeros``, or ``zero_range`` from a 4 KiB boundary on; ``flip`` of one bit; ``stale`` bytes of the copy before;
+    ``drop``: nothing is copied; ``unstable``: other wrong bytes each time.
+    """
+
+    def __init__(self, kind: str, where: str = "") -> None:
+        self._kind, self._where = kind, where
+        self._earlier: Tensor | None = None
+        self._count = 0
+
+    def copy(self, destination: Tensor, source: Tensor, *, what: str, non_blocking: bool = False) -> None:
+        """Copy, then corrupt the destination if this copy is selected."""
+        if self._where not in what or not destination.numel():
+            super().copy(destination, source, what=what, non_blocking=non_blocking)
+        elif self._kind != "drop":
+            destination.copy_(source, non_blocking=non_blocking)
+            wait_for(destination)  # the corrupted bytes must be written after the copy, whatever stream that used
+            corrupted = self._corrupted(as_bytes(destination.contiguous()).cpu().clone())
+            destination.copy_(typed_view(corrupted, 0, destination.dtype, destination.shape))
+            wait_for(destination)
+
+    def _corrupted(self, data: Tensor) -> Tensor:
+        corrupted, third = data.clone(), data.numel() // 3
+        self._count += 1
+        if self._kind == "zeros":
+            corrupted.zero_()
+        elif self._kind == "zero_range":
+            corrupted[data.numel() // 2 // _RANGE_BYTES * _RANGE_BYTES :] = 0
+        elif self._kind == "flip":
+            corrupted[third] ^= 4
+        elif self._kind == "unstable":
+            corrupted[third:] ^= 1 + self._count % 255
+        elif self._earlier is not None:
+            size = min(self._earlier.numel(), data.numel())
+            corrupted[:size] = self._earlier[:size]
+        self._earlier = data
+        return corrupted
+
+
 def harm(patch: pytest.MonkeyPatch, name: str, kind: str, where: str) -> None:
     """Harm the first result of a check whose case contains ``where``, or what ``kind`` says."""
-    {"gemm": harm_products, "canaries": harm_canaries}.get(name, harm_results)(patch, kind, where)
+    if name in ("round_trip", "casts"):
+        patch.setattr(transfers, "Copies", lambda: FaultyCopies(kind, where))
+    else:
+        {"gemm": harm_products, "canaries": harm_canaries}.get(name, harm_results)(patch, kind, where)
 
 
 def harm_results(patch: pytest.MonkeyPatch, kind: str, where: str) -> None:

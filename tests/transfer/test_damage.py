@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.transfer.damage import (
-    FAULTS,
     POISON,
-    Copies,
     Damage,
-    FaultyCopies,
-    copies_for,
     count_wrong,
     examine,
     fill_with_pattern,
@@ -112,35 +108,3 @@ def test_the_end_of_a_run_at_the_border_of_a_slab_is_found() -> None:
         found[first:last] ^= 0xFF
         damage = seen(found, right)
         assert (damage.first_offset, damage.length) == (first, last - first)
-
-
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
-def test_every_fault_changes_what_it_hits_and_nothing_else(kind: str, strided: bool, dtype: torch.dtype) -> None:
-    copies = FaultyCopies(kind, where="hit")
-    for number, what in enumerate(("spare this", "hit this", "hit that")):
-        source = bytes_of(32_000, number).view(torch.float32).to(dtype)
-        whole = torch.full((source.numel(), 2), 77, dtype=dtype)
-        target = whole[:, 0] if strided else whole[:, 0].contiguous()
-        before = target.clone()
-        copies.copy(target, source, what=what)
-        if kind == "drop":
-            assert torch.equal(target, before if "hit" in what else source)
-        elif kind != "stale" or what == "hit that":
-            assert torch.equal(target, source) == ("hit" not in what)
-        assert not strided or bool((whole[:, 1] == 77).all()), "its neighbours are not touched"
-
-
-def test_a_fault_that_is_different_each_time_is() -> None:
-    copies, source = FaultyCopies("unstable"), bytes_of(4096)
-    arrived = [torch.empty_like(source) for _ in range(3)]
-    for target in arrived:
-        copies.copy(target, source, what="")
-    assert not any(torch.equal(one, other) for one, other in ((arrived[0], arrived[1]), (arrived[1], arrived[2])))
-
-
-def test_only_faults_of_copies_make_faulty_copies() -> None:
-    for request in ({}, {"fault": None}, {"fault": {"kind": "hang"}}, {"fault": {"kind": "slow"}}):
-        assert type(copies_for(request)) is Copies
-    assert isinstance(copies_for({"fault": {"kind": "flip"}}), FaultyCopies)
