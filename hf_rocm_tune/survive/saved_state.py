@@ -296,10 +296,8 @@ def set_random_states(states: dict[str, Any], *, all_cards: bool) -> None:
     torch.random.set_rng_state(states["cpu"])
     if not torch.cuda.is_available():
         states.pop("cuda", None)  # saved on a card
-    elif all_cards:
-        torch.cuda.random.set_rng_state_all(states["cuda"])
-    else:
-        torch.cuda.random.set_rng_state(states["cuda"])
+    elif "cuda" in states:
+        (torch.cuda.random.set_rng_state_all if all_cards else torch.cuda.random.set_rng_state)(states["cuda"])
 
 
 def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
