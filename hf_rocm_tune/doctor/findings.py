@@ -20,7 +20,6 @@ from hf_rocm_tune.machine.gpus import GpuNode
 from hf_rocm_tune.machine.process import users_environ, visible_nodes
 from hf_rocm_tune.machine.software import Software, TorchDevice, read_software
 from hf_rocm_tune.machine.survey import Gpu, Machine, join, survey
-from hf_rocm_tune.machine.variables import MachineFacts
 
 GIVEN_AWAY = "vfio-pci"
 """The driver of a device that is assigned to a virtual machine."""
@@ -126,19 +125,6 @@ class Evidence:
         """The compute nodes that pass the user's filters; None if unknown."""
         topology = self.machine.topology
         return visible_nodes(topology.nodes, self.environ) if topology.complete else None
-
-    @property
-    def facts(self) -> MachineFacts:
-        """The facts for the policy of variables."""
-        software, visible = self.software, self.visible
-        reasons: dict[str, str] = {}
-        if software.torch_version is None:
-            reasons["hip_version"] = software.problems.get("torch_version", "torch's version is unknown")
-        if visible is None:
-            unfiltered = "the filter of visible GPUs is not a plain list of indices"
-            reasons["archs"] = "; ".join(self.machine.topology.reasons) or unfiltered
-        archs = None if visible is None else tuple(node.arch for node in visible)
-        return MachineFacts(hip_version=software.hip_version, archs=archs, reasons=reasons)
 
 
 def read_here() -> Evidence:

@@ -11,7 +11,7 @@ from hf_rocm_tune.machine.gpus import HOTSPOT_C
 from hf_rocm_tune.machine.process import FILTERS, OURS, choose, describe, is_integrated
 from hf_rocm_tune.machine.survey import Gpu
 from hf_rocm_tune.machine.sysfs import parse_hex, parse_int
-from hf_rocm_tune.machine.variables import Decision, evaluate
+from hf_rocm_tune.machine.variables import Decision, MachineFacts, evaluate
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}
@@ -193,7 +193,15 @@ def of_decision(decision: Decision) -> Finding:
 
 
 def _variables(evidence: Evidence) -> Iterator[Finding]:
-    decisions = evaluate(evidence.environ, evidence.facts)
+    software, visible, reasons = evidence.software, evidence.visible, dict[str, str]()
+    if software.torch_version is None:
+        reasons["hip_version"] = software.problems.get("torch_version", "torch's version is unknown")
+    if visible is None:
+        unfiltered = "the filter of visible GPUs is not a plain list of indices"
+        reasons["archs"] = "; ".join(evidence.machine.topology.reasons) or unfiltered
+    archs = None if visible is None else tuple(node.arch for node in visible)
+    facts = MachineFacts(hip_version=software.hip_version, archs=archs, reasons=reasons)
+    decisions = evaluate(evidence.environ, facts)
     yield from map(of_decision, decisions)
     if not decisions:
         text = "a working card with a matching wheel needs no variable, and no harmful one is set"

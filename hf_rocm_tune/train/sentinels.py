@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -194,7 +195,7 @@ class TrainedSentinel:
         self._next = 0
         self._taken: tuple[list[_Pack], list[list[int]], QueuedDigests] | None = None
         self._queued: list[tuple[list[_Pack], list[int], QueuedDigests, QueuedDigests]] = []
-        self._replaced: dict[str, None] = {}
+        self._changes: dict[str, str] = {}  # how each kind has changed
 
     def begin(self) -> list[Change]:
         """Before the first update: tensors that differ from the bytes with which they arrived, where that is known."""
@@ -228,7 +229,7 @@ class TrainedSentinel:
             if self._excuse_writes and (replaced or group.versions() != versions[at]):
                 self.rewritten += 1
             elif replaced:
-                self._replaced[group.kind] = None
+                self._changes[group.kind] = "replaced"
             else:
                 looked_at.append(at)
         self._queued.append((groups, looked_at, before, QueuedDigests([groups[at].bytes for at in looked_at])))
@@ -240,23 +241,21 @@ class TrainedSentinel:
     def adopt(self) -> None:
         """Record the current state, in which the model's own forward has replaced tensors; compare the others first."""
         self.look()
-        self._replaced.clear()
+        self._changes.clear()
         self.take()
 
     def collect(self) -> list[Change]:
         """What has changed between `take` and `look`; waits for the device."""
-        changes: dict[str, None] = {}
         for groups, untouched, before, now in self._queued:
             self.checks += 1
             then = before.result()
             for at, found in zip(untouched, now.result(), strict=True):
                 # Checked once more: the digest itself may be wrong.
                 if found != then[at] and QueuedDigests([groups[at].bytes]).result() != [then[at]]:
-                    changes[groups[at].kind] = None
+                    self._changes.setdefault(groups[at].kind, "changed in memory")
         self._queued = []
-        replaced, self._replaced = self._replaced, {}
-        kinds = [(kind, "replaced") for kind in replaced] + [(kind, "changed in memory") for kind in changes]
-        return [Change("trained", kind, how) for kind, how in kinds]
+        changes, self._changes = self._changes, {}
+        return [Change("trained", kind, how) for kind, how in changes.items()]
 
     def _list(self) -> Iterator[tuple[str, Tensor]]:
         for group in self._optimizer.param_groups:
@@ -268,15 +267,11 @@ class TrainedSentinel:
 
     def _turn(self) -> list[_Pack]:
         """The next groups to check: all, if they are not too large together."""
-        chosen: list[_Pack] = []
-        room = _BYTES_PER_UPDATE
-        for _ in self._groups:
-            group = self._groups[self._next % len(self._groups)]
-            if chosen and group.nbytes > room:
-                break
-            chosen.append(group)
-            room -= group.nbytes
-            self._next = (self._next + 1) % len(self._groups)
+        turned = [*self._groups[self._next :], *self._groups[: self._next]]
+        ends = accumulate(group.nbytes for group in turned)
+        fitting = sum(end <= _BYTES_PER_UPDATE for end in ends)
+        chosen = turned[: max(fitting, 1)]
+        self._next = (self._next + len(chosen)) % max(len(turned), 1)
         return chosen
 
 
