@@ -429,27 +429,27 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
 
 
 def _long(compare: Comparison, length: int, *, packed: bool) -> None:
-    dtype, generator, places = torch.bfloat16, compare.generator, torch.arange(length)
+    dtype, generator, positions = torch.bfloat16, compare.generator, torch.arange(length)
     case = f"attention at {length:,} tokens{', packed' if packed else ''}"
-    rows = places.flip(0)[::_STRIDE].flip(0)
-    first = torch.where(places < length // 3, 0, length // 3) if packed else torch.zeros_like(places)
+    rows = positions.flip(0)[::_STRIDE].flip(0)
+    first = torch.where(positions < length // 3, 0, length // 3) if packed else torch.zeros_like(positions)
     key, value = (spread((1, 1, length, 128), dtype, generator) for _ in range(2))
-    seen = (first + torch.rand(2, 2, length, generator=generator) * (places + 1 - first)).long()
-    others = first + length - 1 - places
+    seen = (first + torch.rand(2, 2, length, generator=generator) * (positions + 1 - first)).long()
+    others = first + length - 1 - positions
     unseen = (torch.rand(2, length, generator=generator) * others).long()
-    unseen = torch.where(unseen < first, unseen, unseen - first + places + 1).clamp(max=length - 1)
+    unseen = torch.where(unseen < first, unseen, unseen - first + positions + 1).clamp(max=length - 1)
     targets = key[0, 0][seen].float().sum(0) + key[0, 0][unseen].float() * (others > 0)[:, None]
     query = (1.5 * targets).to(dtype)[None]  # (1, 2, length, 128)
     upstream = torch.zeros_like(query)
     upstream[:, :, rows] = spread((1, 2, len(rows), 128), dtype, generator)
     step(f"computing {case}")
-    here, begins, shown = (compare.move(one) for one in (places, first, rows))
+    here, begins, shown = (compare.move(one) for one in (positions, first, rows))
     mask = (here <= here[:, None]) & (here >= begins[:, None]) if packed else None
     q, k, v = leaves = [compare.move(tensor).requires_grad_() for tensor in (query, key, value)]
     output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     gradients = torch.autograd.grad(output, leaves, compare.move(upstream))
     found = [output[:, :, shown], gradients[0][:, :, shown], *gradients[1:]]
-    hidden = (places > rows[:, None]) | (places < first[rows][:, None])
+    hidden = (positions > rows[:, None]) | (positions < first[rows][:, None])
 
     def by_rows(kind: torch.dtype) -> dict[str, Tensor]:
         """Output and gradients by the formula on the CPU, from these rows alone."""

@@ -78,9 +78,9 @@ class Diagnosis:
 
 def all_checks() -> list[Check]:
     """Every check, in the order in which they run."""
-    places = list(GROUPS)
+    order = list(GROUPS)
     checks = [*system.CHECKS, *software.CHECKS, *links.CHECKS, *MEASURED, links.AFTER]
-    return sorted(checks, key=lambda check: places.index(check.group))
+    return sorted(checks, key=lambda check: order.index(check.group))
 
 
 def select(checks: Sequence[Check], only: Iterable[str]) -> list[Check]:

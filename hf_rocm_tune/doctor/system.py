@@ -130,7 +130,7 @@ def _cards(evidence: Evidence) -> Iterator[Finding]:
         yield ok("card_known", card.name, f"{gpu.address}, {arch}, {memory}", _MODELS, subject=gpu.address, read=read)
     models = {gpu.address: gpu.card.name for gpu in evidence.cards if gpu.card}
     if len(set(models.values())) > 1:
-        listed = ", ".join(f"{name} at {place}" for place, name in models.items())
+        listed = ", ".join(f"{name} at {address}" for address, name in models.items())
         yield warn("cards_unequal", "The cards differ",
                    f"{listed}: in joint training the faster one waits in every step",
                    "choose the batch for the card with the least memory, or train on the larger card alone",

@@ -254,8 +254,8 @@ def casts(request: Mapping[str, Any]) -> list[Finding]:
             for view, way in itertools.product(_VIEWS, CAST_WAYS):
                 what = f"{source} to {target} {way}"
                 sent = view(values if way.startswith("to") else arrived)
-                place = torch.device("cpu") if way.startswith("from") else device
-                destination = torch.full(sent.shape, _POISONED, dtype=target, device=place)
+                there = torch.device("cpu") if way.startswith("from") else device
+                destination = torch.full(sent.shape, _POISONED, dtype=target, device=there)
                 copies.copy(destination, sent, what=what, non_blocking=way.endswith("non_blocking"))
                 wait_for(destination, sent)
                 found, expected = destination.cpu(), view(values).to(target)

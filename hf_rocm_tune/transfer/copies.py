@@ -301,8 +301,8 @@ class Pack:
     def changed_in(self, memory: Tensor) -> str:
         """The name of the first tensor that has changed; empty if only gaps have."""
         for each in self.tensors:
-            place = typed_view(memory, each.offset, each.dtype, each.shape)
-            if digest(place, word_offset=each.offset // 4) != each.digest:
+            copied = typed_view(memory, each.offset, each.dtype, each.shape)
+            if digest(copied, word_offset=each.offset // 4) != each.digest:
                 return each.name
         return ""
 

@@ -103,12 +103,12 @@ def _counts(read: Tensor, wanted: Tensor, wrong: Tensor, earlier: Tensor | None)
 
 def _first_run(wrong: Tensor, *, already_in_one: bool) -> tuple[int, int, bool]:
     """(begin, end, may continue after the mask) of the first run in a bool mask; begins at 0 if already in a run."""
-    places = wrong.nonzero().flatten()
-    if not places.numel() or (already_in_one and int(places[0]) > _JOINED_GAP):
+    positions = wrong.nonzero().flatten()
+    if not positions.numel() or (already_in_one and int(positions[0]) > _JOINED_GAP):
         return 0, 0, False
-    breaks = (places.diff() > _JOINED_GAP).nonzero().flatten()
-    end = int(places[breaks[0]] if breaks.numel() else places[-1]) + 1
-    return 0 if already_in_one else int(places[0]), end, not breaks.numel() and wrong.numel() - end <= _JOINED_GAP
+    breaks = (positions.diff() > _JOINED_GAP).nonzero().flatten()
+    end = int(positions[breaks[0]] if breaks.numel() else positions[-1]) + 1
+    return 0 if already_in_one else int(positions[0]), end, not breaks.numel() and wrong.numel() - end <= _JOINED_GAP
 
 
 # ---- position-dependent test patterns -----------------------------------------------------------------------

@@ -196,10 +196,10 @@ class QueuedDigests:
 
     def result(self) -> list[Digest]:
         """The digests, in the order of the tensors; waits for the device."""
-        for places, landing, event in self._landing:
+        for rows, landing, event in self._landing:
             if not event.query():
                 event.synchronize()
-            self._found.update((at, from_sums(row, size)) for (at, size), row in zip(places, landing, strict=True))
+            self._found.update((at, from_sums(row, size)) for (at, size), row in zip(rows, landing, strict=True))
         self._landing = []
         return [self._found[at] for at in range(len(self._found))]
 
