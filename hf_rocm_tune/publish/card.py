@@ -83,11 +83,8 @@ def build(facts: CardFacts, private: Private) -> str:
 
 def kept(file: Path) -> bytes | None:
     """The bytes of a ``README.md`` that a person wrote or edited; None if there is none or it is ours."""
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    return None if is_ours(content.decode("utf-8", "replace")) else content
+    content = file.read_bytes() if file.exists() else None
+    return None if content is None or is_ours(content.decode("utf-8", "replace")) else content
 
 
 def is_ours(text: str) -> bool:
