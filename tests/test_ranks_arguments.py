@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.cards import preflight
-from hf_rocm_tune.cards.preflight import GradSyncChoice, Preflight, SyncWay
+from hf_rocm_tune.cards.preflight import Preflight, SyncWay
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.job import refusals
 from hf_rocm_tune.settings.arguments import RanksArguments, parse
@@ -67,8 +67,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, way: SyncWay) -> list[dict[str, Any
 
     def run(**wanted: Any) -> Preflight:
         asked.append(wanted)
-        choice = GradSyncChoice(way=way, reason="the reason", evidence=("a trial",))
-        return Preflight(asked=wanted["asked"], choice=choice, seconds=1.0)
+        return Preflight(asked=wanted["asked"], way=way, reason="the reason", evidence=("a trial",))
 
     monkeypatch.setattr(preflight, "run", run)
     return asked
@@ -102,7 +101,7 @@ def test_rccl_that_works_only_without_peers_is_told_so_before_it_starts(monkeypa
         decided(monkeypatch, way)  # type: ignore[arg-type]  # a way each
         environ, said = dict(TWO), list[str]()
         done = decide(environ, said, preflight="always")
-        assert done.choice.way == way and "the reason" in said[0]
+        assert done.way == way and "the reason" in said[0]
         assert environ.get("NCCL_P2P_DISABLE") == ("1" if way == "ddp_without_p2p" else None)
 
 

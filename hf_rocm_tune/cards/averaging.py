@@ -26,12 +26,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from hf_rocm_tune.cards.preflight import GradSync
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.host_group import averages_group
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.copies import Fetched, Fetcher
 
-Way = Literal["ddp", "host"]
 Compression = Literal["none", "fp16", "bf16", "powersgd"]
 GradBucket = Any
 """``torch.distributed.GradBucket``, which torch's annotations do not declare."""
@@ -41,7 +41,7 @@ STAGE = "buckets"
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSettings:
-    way: Way = "ddp"  # by the process group; ``host``: through the host, verified in both directions
+    way: GradSync = "ddp"  # by the process group; ``host``: through the host, verified in both directions
     # ``fp16`` and ``bf16`` cast wider gradients; ``powersgd`` approximates them at rank 1, for ``ddp`` only
     compression: Compression = "none"
     powersgd_after: int = 100  # steps with plain averages before PowerSGD begins, at least 2

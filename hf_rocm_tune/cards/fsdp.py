@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
     from trl import ModelConfig
 
-RAM_EFFICIENT = (
-    "fsdp_cpu_ram_efficient_loading makes rank 0 broadcast every weight between the cards, unverified: set it to "
-    "false. Each rank reads only its own rows here, so it saves nothing"
-)
-OFFLOAD = "fsdp_offload_params moves weights past the verification in every step: set it to false"
 CONFIGURATION = "--accelerate_config dual_rx7900xt_fsdp2"
-CHECKPOINTING = (
-    "fsdp_activation_checkpointing is not supported: set it to false and use --activation_checkpointing instead"
-)
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
@@ -64,14 +56,12 @@ class Fsdp(Sharded):
     def _refusals(
         self, args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str]
     ) -> list[tuple[bool, str]]:
-        version = environ.get("FSDP_VERSION", "1")
+        names = ("CPU_RAM_EFFICIENT_LOADING", "OFFLOAD_PARAMS", "ACTIVATION_CHECKPOINTING")
+        on = [_is_on(environ, f"FSDP_{name}") for name in names]
         refusals = [
             (bool(args.fsdp), f"--fsdp is not used here: choose {CONFIGURATION}, and leave --fsdp out"),
-            (version != "2", f"fsdp_version {version} is not supported: use fsdp_version: 2, as in {CONFIGURATION}"),
             (args.world_size < 2, "there is one process, and FSDP2 shards over two or more: give --num_processes 2"),
-            (_is_on(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"), RAM_EFFICIENT),
-            (_is_on(environ, "FSDP_OFFLOAD_PARAMS"), OFFLOAD),
-            (_is_on(environ, "FSDP_ACTIVATION_CHECKPOINTING"), CHECKPOINTING),
+            *_faults(environ.get("FSDP_VERSION", "1"), *on),
             *super()._refusals(args, model, environ),
         ]
         return refusals + (_quantised(args, model) if model.load_in_4bit else [])
@@ -109,14 +99,24 @@ def check_plugin(plugin: Any) -> None:
     """As `Fsdp.refuse` for a trainer built without our entry point, from accelerate's plugin."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    for wrong, why in (
-        (plugin.fsdp_version != 2, f"fsdp_version {plugin.fsdp_version} is not supported: use fsdp_version: 2"),
-        (plugin.cpu_ram_efficient_loading, RAM_EFFICIENT),
-        (isinstance(plugin.cpu_offload, CPUOffloadPolicy), OFFLOAD),
-        (plugin.activation_checkpointing, CHECKPOINTING),
-    ):
-        if wrong:
-            raise UsageError(f"FSDP2: {why}")
+    offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    faults = _faults(plugin.fsdp_version, plugin.cpu_ram_efficient_loading, offload, plugin.activation_checkpointing)
+    if wrong := [why for applies, why in faults if applies]:
+        raise UsageError(f"FSDP2: {wrong[0]}")
+
+
+def _faults(version: object, ram_efficient: bool, offload: bool, checkpointing: bool) -> list[tuple[bool, str]]:
+    more = "is not supported: set it to false and use --activation_checkpointing instead"
+    return [
+        (str(version) != "2", f"fsdp_version {version} is not supported: use fsdp_version: 2, as in {CONFIGURATION}"),
+        (
+            ram_efficient,
+            "fsdp_cpu_ram_efficient_loading makes rank 0 broadcast every weight between the cards, unverified: set it "
+            "to false. Each rank reads only its own rows here, so it saves nothing",
+        ),
+        (offload, "fsdp_offload_params moves weights past the verification in every step: set it to false"),
+        (checkpointing, f"fsdp_activation_checkpointing {more}"),
+    ]
 
 
 def _require_rows(model: nn.Module, ranks: int) -> None:

@@ -11,8 +11,9 @@ copy of the gradients. Not covered: the copies that FSDP2 makes on the card; wro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,26 +25,14 @@ from typing_extensions import override
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import exchange
-from hf_rocm_tune.cards.gradients import (
-    MAGNITUDE,
-    STAGE,
-    AverageJudge,
-    WrongAverage,
-    digest_words,
-    judged,
-    marked,
-    packed,
-    project,
-    verdicts,
-)
+from hf_rocm_tune.cards.averaging import SyncSettings
+from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, marked, packed, project
 from hf_rocm_tune.errors import CorruptionError, SeamError
 from hf_rocm_tune.host_group import host_group
-from hf_rocm_tune.transfer import Mover, digest
+from hf_rocm_tune.transfer import Mover
 
 GATHERED = "gathered"
-_READS = 3
 _SUMS = 2
-_SENT, _AVERAGED = 3, 2  # projections of a block, before and after averaging
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,40 +46,6 @@ class Gather:
 
     def words(self, *, failed: bool) -> Tensor:
         return torch.cat([self.sent, self.arrived.flatten()])
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Reduction:
-    name: str
-    number: int  # counts the collectives of the run, the same on all ranks; for injected faults
-    sent: Tensor  # copy of this rank's gradients, 1-dimensional: the concatenated parts for all ranks
-    projected: Tensor  # float64[ranks, blocks, 3], `project` of each part, from the gradients, not from the copy
-    average: Tensor  # this rank's part of the average, 1-dimensional, in the memory that FSDP2 reads
-
-    @property
-    def nbytes(self) -> int:
-        return self.sent.nbytes - self.average.numel() * self.sent.element_size()
-
-    @property
-    def size(self) -> int:
-        ranks, blocks = self.projected.shape[:2]
-        return 1 + blocks * (ranks * _SENT + _AVERAGED)
-
-    def words(self, *, failed: bool) -> Tensor:
-        """int64 words, the same number on all ranks; ``failed``: this rank could not compute the average again."""
-        flag = torch.full((1,), int(failed), dtype=torch.int64, device=self.average.device)
-        got = project(self.average)[:, :MAGNITUDE]
-        return torch.cat([flag, *(each.flatten().view(torch.int64) for each in (self.projected, got.contiguous()))])
-
-    def verdict(self, words: Tensor) -> WrongAverage | None:
-        """As that of `gradients.Bucket`; each rank has its own part of the average, so nothing is compared."""
-        ranks, blocks = self.projected.shape[:2]
-        if failed := marked(words[:, 0] != 0):
-            return WrongAverage(record=self, ranks=failed, kind="not made again")
-        numbers = words[:, 1:].contiguous().view(torch.float64)
-        sent = numbers[:, : ranks * blocks * _SENT].view(ranks, ranks, blocks, _SENT)  # [from, to, ...]
-        got = numbers[:, ranks * blocks * _SENT :].view(ranks, blocks, _AVERAGED)
-        return judged(self, sent, got, dtype=self.sent.dtype)
 
 
 class _AllGather(DefaultAllGather):
@@ -110,8 +65,10 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    def __init__(self, name: str, records: list[_Reduction], mover: Mover, numbers: Iterator[int]) -> None:
-        self._name, self._records, self._mover, self._numbers = name, records, mover, numbers
+    def __init__(
+        self, name: str, records: list[Average], mover: Mover, numbers: Iterator[int], write: Callable[..., str | None]
+    ) -> None:
+        self._name, self._records, self._mover, self._numbers, self._write = name, records, mover, numbers, write
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         if op != dist.ReduceOp.AVG:
@@ -125,19 +82,29 @@ class _ReduceScatter(DefaultReduceScatter):
             work.wait()
         number = next(self._numbers)
         self._mover.inject(output_tensor, name=self._name, stage=STAGE, number=number, attempt=0)
-        self._records.append(
-            _Reduction(name=self._name, number=number, sent=sent, projected=projected, average=output_tensor)
+        record = Average(
+            name=self._name,
+            number=number,
+            sent=sent,
+            wire=sent.dtype,
+            projected=projected,
+            averaged=lambda: output_tensor,  # in the memory that FSDP2 reads
+            write=partial(self._write, output_tensor),
+            said=(f"of {self._name}", ""),
+            row={"tensor": self._name},
         )
+        self._records.append(record)
         return work
 
 
-class Gathers(AverageJudge):
+class Gathers:
     """Checks what was gathered from the other ranks, in `records`. The constructor is collective."""
 
     way, message = "", ""  # in reports; in the error, with ``%s`` for the name of the first wrong one
+    advice = ""  # the end of errors
 
     def __init__(self, mover: Mover) -> None:
-        super().__init__(mover)
+        self._mover = mover
         self.records: list[Gather] = []
         self.made = 0  # averages or sums since the start
         self.numbers = itertools.count()  # counts the collectives of the run, the same on all ranks
@@ -154,18 +121,19 @@ class Gathers(AverageJudge):
         if made == 0:
             raise SeamError(
                 "cannot verify: the ranks exchanged no gradients in a step that ends with the optimizer; use the "
-                f"library versions that this package was tested with{self._advice}"
+                f"library versions that this package was tested with{self.advice}"
             )
 
     def settle(self, *, step: int) -> None:
         """Check all collectives since the last call. Collective."""
         self._settle([], step)
 
-    def _settle(self, others: Sequence[_Reduction], step: int) -> list[Tensor]:
+    def _settle(self, others: Sequence[Average], step: int) -> list[Tensor]:
         """Check what was gathered, with the same result on all ranks; the remaining words, by rank."""
         gathers, self.records[:] = list(self.records), []
-        records: list[Gather | _Reduction] = [*gathers, *others]
-        self._bytes += sum(record.nbytes for record in records)
+        records = [*gathers, *others]
+        self._bytes += sum(gather.nbytes for gather in gathers)
+        self._bytes += sum(each.sent.nbytes - each.sent.nbytes // len(each.projected) for each in others)
         everyone = exchange(packed(records, [False] * len(records)))
         report = self._mover.report
         report.count(GATHERED, checked=len(gathers))
@@ -185,7 +153,7 @@ class Gathers(AverageJudge):
             raise CorruptionError(
                 f"{self.message % name} at step {step} on ranks {at}{also}. The step was not used and the checkpoints "
                 "already written are intact: run the doctor, then start the same command again to continue from the "
-                f"newest one{self._advice}"
+                f"newest one{self.advice}"
             )
         return [mine[end:] for mine in everyone]
 
@@ -200,67 +168,41 @@ class Traffic(Gathers):
     """Checks the collectives of a model that FSDP2 has sharded."""
 
     way, message = "fsdp2", "weights of %s that FSDP2 gathered from the other cards arrived wrong"
-    _rung, _advice = "reduce_scatter", ", or train without FSDP2"
+    advice = ", or train without FSDP2"
 
     def __init__(self, model: nn.Module, units: Sequence[tuple[str, Any]], mover: Mover) -> None:
         super().__init__(mover)
         for seam in ("fsdp2_gather", "fsdp2_reduce"):
             upstream.resolve(seam)
         self._model = model
-        self._reductions: list[_Reduction] = []
+        self._judge = AverageJudge(mover, SyncSettings(way="host"), rung="reduce_scatter", advice=self.advice)
+        self._averages: list[Average] = []
         for name, module in units:
-            module.set_custom_all_gather(_AllGather(name or "root", self.records, mover, self.numbers))
-            module.set_custom_reduce_scatter(_ReduceScatter(name or "root", self._reductions, mover, self.numbers))
+            name = name or "root"
+            module.set_custom_all_gather(_AllGather(name, self.records, mover, self.numbers))
+            module.set_custom_reduce_scatter(_ReduceScatter(name, self._averages, mover, self.numbers, self._write))
 
     @property
     @override
     def pending(self) -> bool:
-        return bool(self.records or self._reductions)
+        return bool(self.records or self._averages)
 
     @override
     def settle(self, *, step: int) -> None:
-        reductions, self._reductions[:] = list(self._reductions), []
-        self._mover.report.count(STAGE, buckets=len(reductions))
-        self.made += len(reductions)
-        self._conclude(verdicts(reductions, self._settle(reductions, step)), step)
+        averages, self._averages[:] = list(self._averages), []
+        self._mover.report.count(STAGE, buckets=len(averages))
+        self.made += len(averages)
+        self._judge.conclude(averages, self._settle(averages, step), step)
 
     @override
     def describe(self) -> dict[str, Any]:
         judged = {"judged": "projections", "gathered_judged": "digests", "averages": self.made}
         return {**super().describe(), **judged}
 
-    def _said(self, wrong: WrongAverage) -> tuple[str, str]:
-        return f"of {wrong.record.name}", ""
-
-    def _place(self, wrong: WrongAverage) -> dict[str, Any]:
-        return {"tensor": wrong.record.name}
-
-    def _average_again(self, record: _Reduction) -> str | None:
-        group = host_group()
-        right, host = digest(record.sent), record.sent.cpu()
-        for _ in range(_READS - 1):
-            if digest(host) == right:
-                break
-            host = record.sent.cpu()
-        failure = None if digest(host) == right else f"its local gradients arrived wrong on the host {_READS} times"
-        host = host.clone() if host is record.sent else host
-        host.div_(group.size())
-        dist.all_reduce(host, group=group)
-        part = host.view(group.size(), -1)[group.rank()]
-        try:
-            average = self._mover.move(part, name=record.name, stage="adapter")
-        except CorruptionError:  # the mover has reported the incident
-            return failure or f"the one computed again could not be copied back to {self._mover.device}"
-        if not self._is_read_by_the_optimizer(record.average):
-            return failure or "its gradients were converted since, so it cannot replace them"
-        record.average.copy_(average)  # device: from this device's memory to itself
-        self._mover.inject(record.average, name=record.name, stage=STAGE, number=record.number, attempt=1)
-        return failure
-
-    def _is_read_by_the_optimizer(self, average: Tensor) -> bool:
-        """Whether gradients are views of the average: not if FSDP2 had to convert it."""
-        place = average.untyped_storage().data_ptr()
-        gradients = (each.grad for each in self._model.parameters())
-        return any(
-            isinstance(each, DTensor) and each._local_tensor.untyped_storage().data_ptr() == place for each in gradients
-        )
+    def _write(self, read: Tensor, average: Tensor) -> str | None:
+        place = read.untyped_storage().data_ptr()
+        gradients = [each.grad._local_tensor for each in self._model.parameters() if isinstance(each.grad, DTensor)]
+        if all(each.untyped_storage().data_ptr() != place for each in gradients):
+            return "its gradients were converted since, so it cannot replace them"
+        read.copy_(average)  # device: from this device's memory to itself
+        return None

@@ -10,9 +10,9 @@ bits; PowerSGD's approximation; buckets with NaN or infinities, which are report
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, get_type_hints
 
 import torch
@@ -28,67 +28,36 @@ from hf_rocm_tune.transfer import Mover, digest, digest_on_device
 
 STAGE = "gradients"
 _HEADER, _SENT, _AVERAGED = 3, 3, 2
-"""int64 words of a bucket: failed and the digest; of each of its blocks: projected before and after averaging."""
+"""int64 words of an average: failed and the digest; of each of its blocks: projected before and after averaging."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Bucket:
-    index: int  # DistributedDataParallel's number of the bucket
-    number: int  # counts the buckets of the run, the same on all ranks; for injected faults
+class Average:
+    """One average over the ranks: a bucket that every rank gets whole, or a tensor of which each rank gets a part."""
+
+    name: str
+    number: int  # counts the averages of the run, the same on all ranks; for injected faults
     sent: Tensor  # the local gradients that went into the average, 1-dimensional, kept until the verdict
     wire: torch.dtype | None  # dtype of the sums; None if they only approximate, and nothing is projected
-    projected: Tensor  # float64[blocks, 3], `project` of what is sent, from the bucket itself, not from a copy
-    parameters: tuple[nn.Parameter, ...]  # in the bucket's order
-
-    @classmethod
-    def before_averaging(
-        cls,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-        *,
-        number: int,
-        wire: torch.dtype | None,
-        copied: bool,
-    ) -> Bucket:
-        """Record a bucket given to the communication hook; ``copied``: keep a copy, because it will be overwritten."""
-        buffer = bucket.buffer()
-        none = torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=buffer.device)
-        return cls(
-            index=bucket.index(),
-            number=number,
-            sent=buffer.clone() if copied else buffer,
-            wire=wire,
-            projected=none if wire is None else project(buffer.to(wire)),
-            parameters=tuple(bucket.parameters()),
-        )
-
-    @property
-    def name(self) -> str:
-        return f"bucket {self.index}"
-
-    def averaged(self) -> Tensor:
-        """The gradients that the optimizer will read, in the layout of `sent`; zeros where no rank used a parameter."""
-        grads = [each.grad for each in self.parameters]
-        sizes = [each.numel() for each in self.parameters]
-        return torch.cat(
-            [self.sent.new_zeros(n) if g is None else g.detach().reshape(-1) for g, n in zip(grads, sizes, strict=True)]
-        )
-
-    def write(self, average: Tensor) -> None:
-        for each, piece in zip(self.parameters, average.split([each.numel() for each in self.parameters]), strict=True):
-            if each.grad is not None:
-                each.grad.copy_(piece.view_as(each.grad))  # device: both are on the parameter's device
+    projected: Tensor  # float64[parts, blocks, 3], `project` of each part of what is sent, not of a copy
+    averaged: Callable[[], Tensor]  # this rank's average as the optimizer will read it, 1-dimensional
+    write: Callable[[Tensor], str | None]  # puts another there; returns why it could not
+    said: tuple[str, str]  # for messages: which average, and more of where it is
+    row: Mapping[str, Any]  # for incidents
 
     @property
     def size(self) -> int:
-        return _HEADER + self.projected.shape[0] * (_SENT + _AVERAGED)
+        parts, blocks = self.projected.shape[:2]
+        return _HEADER + blocks * (parts * _SENT + _AVERAGED)
 
     def words(self, *, failed: bool) -> Tensor:
         """int64 words on the gradients' device: failed, digest of the average, projections of both; see `verdict`."""
-        average = self.averaged()
-        got = self.projected if self.wire is None else project(average, wire=self.wire)
+        average, parts = self.averaged(), len(self.projected)
+        got = self.projected[0] if self.wire is None else project(average, wire=self.wire)
         flag = torch.full((1,), int(failed), dtype=torch.int64, device=average.device)
+        same = digest_words(average) if parts == 1 else flag.new_zeros(2)
         projections = [each.flatten().view(torch.int64) for each in (self.projected, got[:, :MAGNITUDE])]
-        return torch.cat([flag, digest_words(average), *projections])
+        return torch.cat([flag, same, *projections])
 
     def verdict(self, words: Tensor) -> WrongAverage | None:
         """The verdict from int64[ranks, size], the words of all ranks, on the host; None if the average is right.
@@ -96,59 +65,74 @@ class Bucket:
         Wrong: a projection differs from the mean of the sent ones by more than rounding, the ranks' bits differ, or a
         rank failed.
         """
-        ranks, blocks, header = len(words), self.projected.shape[0], words[:, :_HEADER]
+        ranks, (parts, blocks), header = len(words), self.projected.shape[:2], words[:, :_HEADER]
         numbers = words[:, _HEADER:].contiguous().view(torch.float64)
-        sent = numbers[:, : blocks * _SENT].view(ranks, blocks, _SENT)
-        averaged = numbers[:, blocks * _SENT :].view(ranks, blocks, _AVERAGED)
+        sent, averaged = numbers.split([parts * blocks * _SENT, blocks * _AVERAGED], dim=1)
         if failed := marked(header[:, 0] != 0):
             return WrongAverage(record=self, ranks=failed, kind="not made")
-        if self.wire is not None and (found := judged(self, sent, averaged, dtype=self.wire)) is not None:
-            return found
+        if self.wire is not None:
+            sent, averaged = sent.view(ranks, parts, blocks, _SENT), averaged.view(ranks, blocks, _AVERAGED)
+            if (found := self._judged(sent, averaged, self.wire)) is not None:
+                return found
         if differing := marked((header[:, 1:] != header[0, 1:]).any(dim=1)):
             return WrongAverage(record=self, ranks=differing, kind="differs between ranks")
         return None
+
+    def _judged(self, sent: Tensor, averaged: Tensor, wire: torch.dtype) -> WrongAverage | None:
+        """``sent``: float64[ranks, parts, blocks, 3]; ``averaged``: float64[ranks, blocks, 2], of each rank's part."""
+        ranks = len(sent)
+        expected = sum(sent[1:], start=sent[0]) / ranks
+        if not expected.isfinite().all():
+            where = marked((~sent.isfinite()).flatten(1).any(dim=1))
+            return WrongAverage(record=self, ranks=where, kind="not finite", finite=False)
+        bound = rounding_bound(expected[..., MAGNITUDE], dtype=wire, ranks=ranks)
+        off = (averaged - expected[..., :MAGNITUDE]).abs() / bound[..., None]
+        wrong = ~(off <= 1).all(dim=-1)  # or only the average is NaN
+        if not wrong.any():
+            return None
+        kind = "zeros" if bool((averaged[wrong] == 0).all()) else "wrong average"
+        return WrongAverage(record=self, ranks=marked(wrong.any(dim=1)), kind=kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrongAverage:
     """An average that is wrong, or (not ``finite``) could not be checked because gradients held NaN or infinity."""
 
-    record: Any  # this rank's record of it
+    record: Average  # this rank's record of it
     ranks: tuple[int, ...]  # those with a wrong average, or with gradients that were not finite
     kind: str  # ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``, ``not finite``
     finite: bool = True
 
 
 class AverageJudge:
-    """Handles verdicts on averages. A subclass averages records again through the host (a rank with an error takes
-    part, and returns it), and says where a wrong average is."""
+    """Judges averages, and computes wrong ones again through the host. The constructor is collective.
 
-    _rung: str  # the collective that computes averages first
-    _average_again: Callable[[Any], str | None]
-    _said: Callable[[WrongAverage], tuple[str, str]]
-    _place: Callable[[WrongAverage], dict[str, Any]]
-    _advice = ""
+    ``rung``: the collective that computes averages first; ``advice``: the end of the error.
+    """
 
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
+    def __init__(self, mover: Mover, settings: SyncSettings, *, rung: str, advice: str = "") -> None:
+        self._mover, self._rung, self._advice = mover, rung, advice
+        self.through_host = HostAveraging(mover, settings)
         self._named_not_finite = False
+        host_group()  # created here, on every rank, not in the middle of a step
 
-    def _conclude(self, judged: Sequence[WrongAverage], step: int) -> None:
-        """Compute wrong averages again through the host. Collective: the verdicts are the same on all ranks."""
+    def conclude(self, records: Sequence[Average], everyone: Sequence[Tensor], step: int) -> list[Average]:
+        """The averages that were wrong, and are right now, from all ranks' words. Collective: verdicts are the same."""
+        judged = _verdicts(records, everyone)
         bad = [each for each in judged if not each.finite]
         if not self._named_not_finite:  # once per series of steps: NaN from backward is not a transfer fault
             self._report(bad, step, "none", "passed on")
         self._named_not_finite = bool(bad)
         wrong = [each for each in judged if each.finite]
         if not wrong:
-            return
+            return []
         self._mover.report.count(STAGE, mismatches=len(wrong))
         if self._mover.settings.on_corruption == "stop":
             self._report(wrong, step, self._rung, "stopped")
             raise self._refusal(wrong, step, "--on_corruption stop is set")
         records = [each.record for each in wrong]
-        failures = [self._average_again(record) for record in records]
-        again = verdicts(records, exchange(packed(records, [failure is not None for failure in failures])))
+        failures = [self._again(record) for record in records]
+        again = _verdicts(records, exchange(packed(records, [failure is not None for failure in failures])))
         bad_again = {id(each.record) for each in again if each.finite}
         still = [each for each in wrong if id(each.record) in bad_again]
         right = [each for each in wrong if id(each.record) not in bad_again]
@@ -158,9 +142,32 @@ class AverageJudge:
         if still:
             own = next((failure for failure in failures if failure), "averaging it again through the host failed too")
             raise self._refusal(still, step, own)
+        return records
+
+    def _again(self, record: Average) -> str | None:
+        """Average again: the operations of the stock average over gloo, in the same dtype, so bit-identical.
+
+        Only PowerSGD's result is replaced by the average itself. A rank with an error takes part, and returns it.
+        """
+        host = self.through_host
+        host.step_begins()
+        average = host.begin(record.sent, name=record.name, number=record.number, is_last=False).wait()
+        failure = host.failure(record.number)
+        try:
+            host.check()
+        except RuntimeError as error:
+            if device_shortage(error) is None:
+                raise
+            failure = "there was no memory to compute it again"
+        if failure is not None:
+            return failure
+        parts = len(record.projected)
+        average = average if parts == 1 else average.view(parts, -1)[host_group().rank()]
+        self._mover.inject(average, name=record.name, stage=STAGE, number=record.number, attempt=1)
+        return record.write(average)
 
     def _refusal(self, wrong: Sequence[WrongAverage], step: int, why: str) -> CorruptionError:
-        what, where = self._said(wrong[0])
+        what, where = wrong[0].record.said
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return CorruptionError(
             f"the average of the gradients {what}{more} is wrong at step {step} on ranks {list(wrong[0].ranks)} "
@@ -171,15 +178,34 @@ class AverageJudge:
     def _report(self, found: Sequence[WrongAverage], step: int, rung: str, outcome: str) -> None:
         for each in found:
             common = {"step": step, "stage": STAGE, "ranks": list(each.ranks), "kind": each.kind}
-            self._mover.report.incident({**common, **self._place(each), "rung": rung, "outcome": outcome})
+            self._mover.report.incident({**common, **each.record.row, "rung": rung, "outcome": outcome})
 
 
-class GradientCheck(AverageJudge):
+def packed(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
+    words = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
+    return torch.cat(words).cpu() if words else torch.zeros(0, dtype=torch.int64)
+
+
+def _verdicts(records: Sequence[Average], everyone: Sequence[Tensor]) -> list[WrongAverage]:
+    """The averages that are wrong or could not be checked, from all ranks' words of these records in turn."""
+    if not records:
+        return []
+    each = torch.stack(list(everyone)).split([record.size for record in records], dim=1)
+    found = [record.verdict(words) for record, words in zip(records, each, strict=True)]
+    return [verdict for verdict in found if verdict is not None]
+
+
+def marked(mask: Tensor) -> tuple[int, ...]:
+    return tuple(mask.nonzero().flatten().tolist())
+
+
+# ---- DistributedDataParallel -------------------------------------------------------------------------------
+
+
+class GradientCheck:
     """Averages the gradients of one wrapped model and checks them. The constructor is collective."""
 
-    _rung = "all_reduce"
-
-    def __init__(self, model: DistributedDataParallel, mover: Mover, settings: SyncSettings | None = None) -> None:
+    def __init__(self, model: DistributedDataParallel, mover: Mover, settings: SyncSettings) -> None:
         if model._comm_hooks:
             raise UsageError(
                 "the DDP communication hook of this model is in use, so gradient averages cannot be checked: remove "
@@ -192,18 +218,15 @@ class GradientCheck(AverageJudge):
                     f"{name} is not contiguous in memory, so averages of its gradient cannot be checked: make it "
                     "contiguous, or train with --verify off"
                 )
-        super().__init__(mover)
-        self.model = model
-        self.settings = settings or SyncSettings()
+        self.model, self._mover, self._settings = model, mover, settings
         self.judging = mover.settings.verify != "off"
-        self._through_host = HostAveraging(mover, self.settings)
-        self._averaging: Averaging = self._through_host
-        if self.settings.way != "host":
-            self._averaging = GroupAveraging(model, self.settings)
+        self._judge = AverageJudge(mover, settings, rung="all_reduce")
+        through_host = settings.way == "host"
+        self._averaging: Averaging = self._judge.through_host if through_host else GroupAveraging(model, settings)
         self._copies = not self._averaging.keeps_buckets or model.gradient_as_bucket_view
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        host_group()  # created here, on every rank, not in the middle of a step
-        self._pending: list[Bucket] = []
+        self._pending: list[Average] = []
+        self._indices: dict[int, int] = {}  # of pending ones, DistributedDataParallel's number of the bucket
         self._packed: Tensor | None = None
         self._short_of_memory = False
         self._backwards = self._recorded = 0
@@ -216,10 +239,10 @@ class GradientCheck(AverageJudge):
     def describe(self) -> dict[str, Any]:
         steps, averaging = max(self._backwards, 1), self._averaging
         waited = averaging.waited_s
-        compressed = self.settings.compression == "powersgd"
+        compressed = self._settings.compression == "powersgd"
         return {
-            "way": self.settings.way,
-            "compression": self.settings.compression,
+            "way": self._settings.way,
+            "compression": self._settings.compression,
             "process_group": dist.get_backend(self.model.process_group),
             "judged": "no" if not self.judging else "equal on all ranks" if compressed else "projections",
             "averages": self._backwards,
@@ -236,25 +259,47 @@ class GradientCheck(AverageJudge):
             self._averaging.step_begins()
             self._backwards += 1
         number, self._recorded = self._recorded, self._recorded + 1
-        record = self._record(bucket, number) if self.judging else None
+        if self.judging:
+            try:
+                self._record(bucket, number)
+            except RuntimeError as error:
+                if device_shortage(error) is None:
+                    raise
+                self._short_of_memory = True  # the other ranks wait for this average; `collect` raises afterwards
         average = self._averaging.start(bucket, number=number)
-        if record is None or self._mover.fault_injection() is None:
+        if not self.judging or self._short_of_memory or self._mover.fault_injection() is None:
             return average
-        injected = average.then(lambda done: self._injected(done.value(), record, attempt=0))
-        injected.wait()  # one bucket at a time, so that a specification selects the same buckets on every rank
-        return injected
 
-    def _record(self, bucket: GradBucket, number: int) -> Bucket | None:
-        wire = self._averaging.wire(bucket.buffer().dtype)
-        try:
-            record = Bucket.before_averaging(bucket, number=number, wire=wire, copied=self._copies)
-        except RuntimeError as error:
-            if device_shortage(error) is None:
-                raise
-            self._short_of_memory = True  # the other ranks wait for this average; `collect` raises afterwards
-            return None
+        def injected(done: torch.futures.Future[Tensor]) -> Tensor:
+            found = done.value()
+            self._mover.inject(found, name=f"bucket {bucket.index()}", stage=STAGE, number=number, attempt=0)
+            return found
+
+        average = average.then(injected)
+        average.wait()  # one bucket at a time, so that a specification selects the same buckets on every rank
+        return average
+
+    def _record(self, bucket: GradBucket, number: int) -> None:
+        buffer, index, parameters = bucket.buffer(), bucket.index(), tuple(bucket.parameters())
+        wire = self._averaging.wire(buffer.dtype)
+        sent = buffer.clone() if self._copies else buffer  # it will be overwritten
+        none = torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=buffer.device)
+        projected = none if wire is None else project(buffer.to(wire))
+        names = [self._names[id(each)] for each in parameters]
+        where = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        record = Average(
+            name=f"bucket {index}",
+            number=number,
+            sent=sent,
+            wire=wire,
+            projected=projected[None],
+            averaged=partial(_gradients_of, parameters, sent),
+            write=partial(_write, parameters),
+            said=(f"in bucket {index}", f" in {where}"),
+            row={"tensor": where, "bucket": index, "length": sent.nbytes},
+        )
+        self._indices[number] = index
         self._pending.append(record)
-        return record
 
     def collect(self) -> None:
         """Collect this rank's evidence on the averages of this step. Not collective.
@@ -284,39 +329,20 @@ class GradientCheck(AverageJudge):
         mine, self._packed = self._packed, None
         assert mine is not None
         self._mover.report.count(STAGE, buckets=len(buckets))
-        self._conclude(verdicts(buckets, exchange(mine)), step)
+        for bucket in self._judge.conclude(buckets, exchange(mine), step):
+            self._averaging.forget(self._indices[bucket.number])
+        self._indices.clear()
 
-    def _average_again(self, bucket: Bucket) -> str | None:
-        # The same operations as the stock average over gloo, in the same dtype: bit-identical. Only PowerSGD's result
-        # is replaced by the average itself.
-        self._through_host.step_begins()
-        average = self._through_host.begin(bucket.sent, name=bucket.name, number=bucket.number, is_last=False).wait()
-        failure = self._through_host.failure(bucket.number)
-        try:
-            self._through_host.check()
-        except RuntimeError as error:
-            if device_shortage(error) is None:
-                raise
-            failure = "there was no memory to compute it again"
-        if failure is None:
-            bucket.write(self._injected(average, bucket, attempt=1))
-        self._averaging.forget(bucket.index)
-        return failure
 
-    def _injected(self, average: Tensor, bucket: Bucket, *, attempt: int) -> Tensor:
-        self._mover.inject(average, name=bucket.name, stage=STAGE, number=bucket.number, attempt=attempt)
-        return average
+def _gradients_of(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
+    """The gradients in the layout of a bucket; zeros where no rank used a parameter."""
+    return torch.cat([like.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in parameters])
 
-    def _said(self, wrong: WrongAverage) -> tuple[str, str]:
-        return f"in {wrong.record.name}", f" in {self._where(wrong)}"
 
-    def _place(self, wrong: WrongAverage) -> dict[str, Any]:
-        return {"tensor": self._where(wrong), "bucket": wrong.record.index, "length": wrong.record.sent.nbytes}
-
-    def _where(self, wrong: WrongAverage) -> str:
-        """The parameters whose gradients are in the bucket: the first and the last of several."""
-        names = [self._names[id(each)] for each in wrong.record.parameters]
-        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+def _write(parameters: Sequence[nn.Parameter], average: Tensor) -> None:
+    for each, piece in zip(parameters, average.split([each.numel() for each in parameters]), strict=True):
+        if each.grad is not None:
+            each.grad.copy_(piece.view_as(each.grad))  # device: both are on the parameter's device
 
 
 def watch(
@@ -335,45 +361,6 @@ def watch(
     if stock and mover.settings.verify == "off":
         return None
     return earlier if earlier is not None and earlier.model is wrapped else GradientCheck(wrapped, mover, settings)
-
-
-def packed(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
-    words = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
-    return torch.cat(words).cpu() if words else torch.zeros(0, dtype=torch.int64)
-
-
-def verdicts(records: Sequence[Any], everyone: Sequence[Tensor]) -> list[WrongAverage]:
-    """The averages that are wrong or could not be checked, from all ranks' words of these records in turn."""
-    found: list[WrongAverage] = []
-    start = 0
-    for record in records:
-        verdict = record.verdict(torch.stack([words[start : start + record.size] for words in everyone]))
-        found += [] if verdict is None else [verdict]
-        start += record.size
-    return found
-
-
-def judged(record: Any, sent: Tensor, averaged: Tensor, *, dtype: torch.dtype) -> WrongAverage | None:
-    """The verdict on an average, summed in ``dtype``; None if it is within the rounding bound.
-
-    ``sent``: float64[ranks, ..., blocks, 3], `project` of what each sent; ``averaged``: float64[ranks, ..., blocks, 2].
-    """
-    ranks = len(sent)
-    expected = sum(sent[1:], start=sent[0]) / ranks
-    if not expected.isfinite().all():
-        where = marked((~sent.isfinite()).flatten(1).any(dim=1))
-        return WrongAverage(record=record, ranks=where, kind="not finite", finite=False)
-    bound = rounding_bound(expected[..., MAGNITUDE], dtype=dtype, ranks=ranks)
-    off = (averaged - expected[..., :MAGNITUDE]).abs() / bound[..., None]
-    wrong = ~(off <= 1).all(dim=-1)  # or only the average is NaN
-    if not wrong.any():
-        return None
-    kind = "zeros" if bool((averaged[wrong] == 0).all()) else "wrong average"
-    return WrongAverage(record=record, ranks=marked(wrong.flatten(1).any(dim=1)), kind=kind)
-
-
-def marked(mask: Tensor) -> tuple[int, ...]:
-    return tuple(mask.nonzero().flatten().tolist())
 
 
 def _record_and_average(

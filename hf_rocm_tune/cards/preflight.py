@@ -201,7 +201,10 @@ _NOT_CURED = (
     "ends with one, give --grad_sync host"
 )
 
-Asked = Literal["auto", "ddp", "host"]
+GradSync = Literal["ddp", "host"]
+"""How gradients are averaged: by the process group, or through the host. The only list of the ways to choose from."""
+Asked = Literal["auto", GradSync]
+"""The values of ``--grad_sync``: a way, or what works in the preflight."""
 SyncWay = Literal["ddp", "ddp_without_p2p", "host", "one_card"]
 _NAMES: Mapping[SyncWay, str] = {
     "ddp": "over the process group as it is",
@@ -242,39 +245,34 @@ class PreflightFault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradSyncChoice:
+class Preflight:
+    """The outcome, the same on every rank of a machine."""
+
+    asked: Asked = "auto"  # ``--grad_sync``
     way: SyncWay
     reason: str  # one line
-    evidence: tuple[str, ...] = ()  # one line per trial: what was tried, its outcome, its time
+    evidence: Sequence[str] = ()  # one line per trial: what was tried, its outcome, its time
     shown: bool = True  # a trial showed that this way gives right sums
+    seconds: float = 0.0  # from when all ranks have joined to the decision
+    fault: str = ""  # the injected fault
 
     @property
     def name(self) -> str:
         """The way in words, to follow "gradients are averaged"."""
         return _NAMES[self.way]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Preflight:
-    """The outcome, the same on every rank of a machine."""
-
-    asked: Asked  # ``--grad_sync``
-    choice: GradSyncChoice
-    seconds: float  # from when all ranks have joined to the decision
-    fault: str = ""  # the injected fault
-
     def to_dict(self) -> dict[str, Any]:
-        found = {"asked": self.asked, **vars(self.choice), "seconds": round(self.seconds, 1)}
-        return found | {"fault_injection": self.fault or None}
+        found = {**vars(self), "seconds": round(self.seconds, 1)}
+        return found | {"fault_injection": found.pop("fault") or None}
 
     def lines(self) -> list[str]:
         """For the terminal: the decision, and all evidence if anything failed."""
         asked = "" if self.asked == "auto" else f" (--grad_sync {self.asked})"
-        first = f"preflight: gradients are averaged {self.choice.name}{asked}: {self.choice.reason}"
+        first = f"preflight: gradients are averaged {self.name}{asked}: {self.reason}"
         fault = [f"a fault is injected into the preflight on request: {self.fault}"] if self.fault else []
-        clean = self.choice.way == "ddp" and self.choice.shown
-        page_faults = [_NOT_CURED] if self.choice.way == "ddp_without_p2p" else []
-        return [*fault, f"{first} ({self.seconds:.0f} s)", *page_faults, *([] if clean else self.choice.evidence)]
+        page_faults = [_NOT_CURED] if self.way == "ddp_without_p2p" else []
+        evidence = [] if self.way == "ddp" and self.shown else self.evidence
+        return [*fault, f"{first} ({self.seconds:.0f} s)", *page_faults, *evidence]
 
 
 def run(
@@ -329,23 +327,21 @@ def run(
         raise StallError(ended) from error
     if "error" in found:
         raise StallError(found["error"])
-    choice, seconds = GradSyncChoice(**{**found, "evidence": tuple(found["evidence"])}), time.monotonic() - began
-    return Preflight(asked=asked, choice=choice, seconds=seconds, fault=environ.get(VARIABLE, "").strip())
+    return Preflight(**found | {"seconds": time.monotonic() - began, "fault": environ.get(VARIABLE, "").strip()})
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
-    way, reason = done.choice.way, done.choice.reason
-    if way == "one_card":
+    if done.way == "one_card":
         raise StallError(
-            f"the preflight found no way to average gradients over these cards ({reason}): train on one card with "
+            f"the preflight found no way to average gradients over these cards ({done.reason}): train on one card with "
             f"{one_card}; gloo needs this machine's own name to resolve (`getent hosts $(hostname)`); "
             "`hf-rocm-tune doctor` has more details"
         )
-    if done.asked == "ddp" and way != "ddp":
-        fix = f"set {P2P_VARIABLE}=1" if way == "ddp_without_p2p" else "give --grad_sync host"
+    if done.asked == "ddp" and done.way != "ddp":
+        fix = f"set {P2P_VARIABLE}=1" if done.way == "ddp_without_p2p" else "give --grad_sync host"
         raise StallError(
-            f"--grad_sync ddp failed the preflight, while averaging {done.choice.name} works: leave --grad_sync at "
-            f"auto, or {fix} ({reason})"
+            f"--grad_sync ddp failed the preflight, while averaging {done.name} works: leave --grad_sync at "
+            f"auto, or {fix} ({done.reason})"
         )
 
 
@@ -356,11 +352,10 @@ def try_machine(
     environ: Mapping[str, str],
     fault: PreflightFault | None = None,
     limit_s: float = LIMIT_S,
-) -> GradSyncChoice:
+) -> Preflight:
     """Try the cards of this machine and choose how to average. Imports no torch."""
-    otherwise: SyncWay = "host" if asked == "host" else "ddp"
     if len(devices) < 2:
-        return GradSyncChoice(way=otherwise, reason="one rank on this machine: no pair to try", shown=False)
+        return _unknown(asked, "one rank on this machine: no pair to try")
     on_cards = any(device["device"] != "cpu" for device in devices)
     over: dict[SyncWay, Way] = {"host": "gloo"} if on_cards or asked == "host" else {"ddp": "gloo", "host": "gloo"}
     if on_cards and asked != "host":
@@ -377,26 +372,31 @@ def try_machine(
             sums[way] = try_all_reduce(devices, backend, deadline_s=deadline_s, fault=injected, **more)
             if (sums[way].verdict in FAILED) == (way == "host"):
                 break  # nothing works without gloo; and what was not shown to fail needs no other way
-    return choose(sums, otherwise=otherwise)
+    return choose(sums, asked)
 
 
-def choose(sums: Mapping[SyncWay, ReduceTrial], *, otherwise: SyncWay = "ddp") -> GradSyncChoice:
+def choose(sums: Mapping[SyncWay, ReduceTrial], asked: Asked = "auto") -> Preflight:
     """The fastest way that the trials have shown to work."""
     evidence = tuple(trial.told() for trial in sums.values())
     against = [trial.reason for trial in sums.values() if trial.verdict in FAILED]
     untried = [trial.reason for trial in sums.values() if trial.verdict == "untried"]
     if "host" in sums and sums["host"].verdict in FAILED:
-        reason = f"gloo, over which averages are checked, does not work: {sums['host'].reason}"
-        return GradSyncChoice(way="one_card", reason=reason, evidence=evidence, shown=False)
-    ways: tuple[SyncWay, ...] = ("ddp", "ddp_without_p2p", "host")
-    for way in ways:
-        if way in sums and sums[way].verdict == "right":
-            also = [] if way == "ddp" else [*against, *untried][:1]
-            return GradSyncChoice(way=way, reason="; ".join([sums[way].reason, *also]), evidence=evidence)
+        against = [f"gloo, over which averages are checked, does not work: {sums['host'].reason}"]
+    else:
+        fastest: tuple[SyncWay, ...] = ("ddp", "ddp_without_p2p", "host")
+        for way in fastest:
+            if way in sums and sums[way].verdict == "right":
+                also = [] if way == "ddp" else [*against, *untried][:1]
+                return Preflight(asked=asked, way=way, reason="; ".join([sums[way].reason, *also]), evidence=evidence)
     if against:
-        return GradSyncChoice(way="one_card", reason=against[0], evidence=evidence, shown=False)
-    reason = f"the trials gave no result for these cards: {[*untried, 'there was no time for any'][0]}"
-    return GradSyncChoice(way=otherwise, reason=reason, evidence=evidence, shown=False)
+        return Preflight(asked=asked, way="one_card", reason=against[0], evidence=evidence, shown=False)
+    why = [*untried, "there was no time for any"][0]
+    return _unknown(asked, f"the trials gave no result for these cards: {why}", evidence)
+
+
+def _unknown(asked: Asked, reason: str, evidence: tuple[str, ...] = ()) -> Preflight:
+    way: SyncWay = "host" if asked == "host" else "ddp"
+    return Preflight(asked=asked, way=way, reason=reason, evidence=evidence, shown=False)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Reductions(Gathers):
     """Sums over the ranks in forward and backward. The constructor is collective."""
 
     way, message = "tensor_parallel", "partial sums of %s from the other card arrived wrong"
-    _advice = ", or train without --tensor_parallel"
+    advice = ", or train without --tensor_parallel"
 
     def __init__(self, mover: Mover, *, through_host: bool) -> None:
         super().__init__(mover)
@@ -121,25 +121,8 @@ class _TotalOfGradients(torch.autograd.Function):
         return ctx.reductions.total(gradients[0], ctx.name), None, None
 
 
-class _Columns(ColwiseParallel):
-    """Upstream's ``colwise`` on plain tensors: the input is replicated, the output is this rank's part."""
-
-    def __init__(self, reductions: Reductions, name: str) -> None:
-        super().__init__()
-        self._reductions, self._name = reductions, f"{name}, gradient of its input"
-
-    def should_use_local_tensors(self, module: nn.Module) -> bool:
-        return True
-
-    def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: Any) -> Any:
-        return (_TotalOfGradients.apply(args[0], self._reductions, self._name), *args[1:]), kwargs
-
-    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: Any) -> Tensor:
-        return output
-
-
-class _Rows(RowwiseParallel):
-    """Upstream's ``rowwise`` on plain tensors: the input is this rank's part, the output the sum over the ranks."""
+class _Summing:
+    """What differs from upstream's style: plain tensors of this rank, and sums by `Reductions`."""
 
     def __init__(self, reductions: Reductions, name: str) -> None:
         super().__init__()
@@ -150,6 +133,21 @@ class _Rows(RowwiseParallel):
 
     def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: Any) -> Any:
         return args, kwargs
+
+    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: Any) -> Tensor:
+        return output
+
+
+class _Columns(_Summing, ColwiseParallel):
+    """Upstream's ``colwise``: the input is replicated, the output is this rank's part."""
+
+    def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: Any) -> Any:
+        whole = _TotalOfGradients.apply(args[0], self._reductions, f"{self._name}, gradient of its input")
+        return (whole, *args[1:]), kwargs
+
+
+class _Rows(_Summing, RowwiseParallel):
+    """Upstream's ``rowwise``: the input is this rank's part, the output the sum over the ranks."""
 
     def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: Any) -> Tensor:
         total: Tensor = _Total.apply(output, self._reductions, self._name)

@@ -113,18 +113,18 @@ def decide(
         "your other flags (the same effective batch)"
     )
     preflight.insist(done, one_card=one_card)
-    if done.choice.way == "host" and any(launched_with(each, environ) for each in ("FSDP", "DEEPSPEED")):
+    if done.way == "host" and any(launched_with(each, environ) for each in ("FSDP", "DEEPSPEED")):
         raise StallError(
-            f"gradients can only be averaged through host memory here ({done.choice.reason}), which FSDP and DeepSpeed "
+            f"gradients can only be averaged through host memory here ({done.reason}), which FSDP and DeepSpeed "
             f"do not support: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"
         )
     several_machines = environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world)
-    if done.choice.way == "host" and ranks.grad_sync != "host" and several_machines:
+    if done.way == "host" and ranks.grad_sync != "host" and several_machines:
         raise StallError(
-            f"gradients can only be averaged through host memory on this machine ({done.choice.reason}), and the "
+            f"gradients can only be averaged through host memory on this machine ({done.reason}), and the "
             "other machines may average differently: start all of them again with --grad_sync host"
         )
-    if done.choice.way == "ddp_without_p2p":
+    if done.way == "ddp_without_p2p":
         environ[preflight.P2P_VARIABLE] = "1"
     return done
 

@@ -140,7 +140,7 @@ def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str,
 
 def _without_weights(arguments: Arguments, flag: str) -> Any:
     """A trainer with its rows prepared, around a model without weights. Standard output is the caller's."""
-    if arguments.method in ("grpo", "orpo"):
+    if names.VERBS[arguments.method].makes_rows:
         raise UsageError(
             f"{flag} shows the rows of sft, dpo, kto and reward; {arguments.method} makes its own: drop it"
         )

@@ -27,7 +27,7 @@ from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
 from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.fsdp import is_wanted
-from hf_rocm_tune.cards.preflight import Preflight
+from hf_rocm_tune.cards.preflight import Asked, GradSync, Preflight
 from hf_rocm_tune.cards.way import CardSettings, Way
 from hf_rocm_tune.cards.ways import choose
 from hf_rocm_tune.data.formats import Method
@@ -149,7 +149,7 @@ class TuneArguments:
 class RanksArguments:
     """The flags of a job on several cards or machines. Their meaning is in the help of each."""
 
-    grad_sync: Literal["auto", "ddp", "host"] = _option(
+    grad_sync: Asked = _option(  # noqa: RUF009
         "auto",
         "How several processes average gradients: DistributedDataParallel over the process group, through host memory "
         "over gloo (verified in both directions), or what works in the preflight.",
@@ -183,7 +183,8 @@ class RanksArguments:
     def sync(self, found: str | None) -> SyncSettings:
         """How gradients are averaged: as the user set it, else as the preflight ``found``; None: none ran."""
         wanted = found if self.grad_sync == "auto" else self.grad_sync
-        return SyncSettings(way="host" if wanted == "host" else "ddp", compression=self.grad_compression)
+        way: Any = wanted if wanted in typing.get_args(GradSync) else "ddp"
+        return SyncSettings(way=way, compression=self.grad_compression)
 
 
 class Difference(NamedTuple):
@@ -211,7 +212,7 @@ class Arguments:
 
     @property
     def grad_sync(self) -> SyncSettings:
-        return self.ranks.sync(self.preflight.choice.way if self.preflight else None)
+        return self.ranks.sync(self.preflight.way if self.preflight else None)
 
     def way(self) -> Way:
         return choose(
@@ -298,7 +299,7 @@ def parse(
     if before_meeting is not None and not ours.print_config:
         steps: Any = values.get("gradient_accumulation_steps", flags.defaults["gradient_accumulation_steps"])
         preflight = before_meeting(of_ranks, accelerator, steps)
-    sync = of_ranks.sync(preflight.choice.way if preflight else None)
+    sync = of_ranks.sync(preflight.way if preflight else None)
     if sync.way == "host" and os.environ.get("WORLD_SIZE", "1") != "1":  # Accelerate takes a back end for a group
         if (other := values.get("ddp_backend")) not in (None, "gloo"):
             raise UsageError(
@@ -503,7 +504,12 @@ def differences(
         (stops, "metric_for_best_model", "loss", "early stopping watches the evaluation loss"),
         (generates, "per_device_train_batch_size", micro, at_once),
         (generates, "gradient_accumulation_steps", answers // micro, at_once),
-        (method == "orpo", "remove_unused_columns", False, "ORPO's collator reads columns that the model does not"),
+        (
+            names.VERBS[method].keeps_columns,
+            "remove_unused_columns",
+            False,
+            "its collator reads more than the model does",
+        ),
         (not accelerator, "use_cpu", True, "there is no GPU here"),
         (True, "dataloader_pin_memory", False, "the verified transfer has its own page-locked slots"),
     ]

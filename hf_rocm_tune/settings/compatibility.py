@@ -15,6 +15,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.experts import has_experts
 from hf_rocm_tune.models.quantised import has_mxfp4
 from hf_rocm_tune.settings.arguments import Arguments
+from hf_rocm_tune.settings.names import VERBS
 
 
 def launched_with(engine: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -116,7 +117,7 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "FSDP2 or --tensor_parallel": "packed experts cannot be cut; use --split_layers auto",
         "--torch_compile": "it was never tried",
     },
-    **dict.fromkeys(("dpo", "kto", "orpo"), _OTHER_METHODS),
+    **{verb: _OTHER_METHODS for verb in VERBS if verb != "sft"},
     "grpo": {
         **_OTHER_METHODS,
         _BETWEEN_GENERATIONS: "whose answers it would lack: --save_steps times --gradient_accumulation_steps must be a "

@@ -52,6 +52,8 @@ class Verb:
     what: str  # one sentence
     script: tuple[str, str] = ("trl.scripts.utils", "ScriptArguments")  # TRL's class of the other settings
     library: str = ""  # module of config and trainer, if not ``trl``
+    makes_rows: bool = False  # while it trains, so that they cannot be shown before
+    keeps_columns: bool = False  # its collator reads columns that the model does not
 
     @property
     def owners(self) -> tuple[tuple[str, str], ...]:
@@ -67,16 +69,15 @@ class Verb:
 
 
 _ORPO = "Train on pairs without a reference model (experimental in TRL), verified."
+_GRPO = "Train on rewards for the model's own answers, verified."
 _GRPO_SCRIPT = ("trl.scripts.grpo", "GRPOScriptArguments")
 VERBS: dict[Method, Verb] = {
     "sft": Verb(config="SFTConfig", what="Fine-tune a language model; every byte sent to the device is verified."),
     "dpo": Verb(config="DPOConfig", what="Train on pairs of a chosen and a rejected answer, verified."),
     "kto": Verb(config="KTOConfig", what="Train on answers labelled good or bad, verified."),
     "reward": Verb(config="RewardConfig", what="Train a reward model on chosen and rejected answers, verified."),
-    "grpo": Verb(
-        config="GRPOConfig", what="Train on rewards for the model's own answers, verified.", script=_GRPO_SCRIPT
-    ),
-    "orpo": Verb(config="ORPOConfig", what=_ORPO, library="trl.experimental.orpo"),
+    "grpo": Verb(config="GRPOConfig", what=_GRPO, script=_GRPO_SCRIPT, makes_rows=True),
+    "orpo": Verb(config="ORPOConfig", what=_ORPO, library="trl.experimental.orpo", makes_rows=True, keeps_columns=True),
 }
 
 
@@ -244,7 +245,7 @@ def screen(verb: Method) -> str:
     known = flags(verb)
     lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", VERBS[verb].what, ""]
     hidden = frozenset[str]() if verb == "sft" else _SFT_ONLY | (_COMPUTED if verb == "grpo" else set())
-    hidden |= {"dry_run"} if verb in ("grpo", "orpo") else set()  # they make their rows
+    hidden |= {"dry_run"} if VERBS[verb].makes_rows else set()
     own = f"\n{verb}:\n{_OF_METHOD[verb]}" if verb in _OF_METHOD else ""
     for line in _SCREEN.replace("OWN\n", f"{own}\n").splitlines():
         typed = bare(line.split()[0]) if line.startswith("  --") else ""

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_rocm_tune.cards.averaging import Compression, HostAveraging, SyncSettings, Way
+from hf_rocm_tune.cards.averaging import Compression, HostAveraging, SyncSettings
 from hf_rocm_tune.cards.gradients import watch
+from hf_rocm_tune.cards.preflight import GradSync
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
 
@@ -46,7 +47,7 @@ class Case:
     """
 
     like: str = ""
-    way: Way = "ddp"
+    way: GradSync = "ddp"
     compression: Compression = "none"
     faults: tuple[str, ...] = ()
     checked: bool = True

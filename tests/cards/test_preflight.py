@@ -19,7 +19,6 @@ from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.cards.preflight import (
     IMPORTING,
     VARIABLE,
-    GradSyncChoice,
     Preflight,
     PreflightFault,
     ReduceTrial,
@@ -131,7 +130,7 @@ def test_the_evidence_says_what_stood_there_instead_and_for_how_long() -> None:
 
 
 def done(asked: Any, way: SyncWay) -> Preflight:
-    return Preflight(asked=asked, choice=GradSyncChoice(way=way, reason="the reason"), seconds=3.0)
+    return Preflight(asked=asked, way=way, reason="the reason", seconds=3.0)
 
 
 @pytest.mark.parametrize(
