@@ -67,8 +67,8 @@ def default_config(model_type: str) -> Any:
     """
     from huggingface_hub.errors import StrictDataclassError
 
+    from hf_rocm_tune.errors import FOREIGN_ERRORS
     from hf_rocm_tune.plan import config_of
-    from hf_rocm_tune.plan.request import FOREIGN_ERRORS
 
     try:
         config = config_of({"model_type": model_type, **FIELDS.get(model_type, {})})

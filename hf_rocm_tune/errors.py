@@ -31,6 +31,12 @@ RUNTIME_OUT_OF_MEMORY = 2
 # range (lm-evaluation-harness#1689), and failures within RCCL, whose communicator is unusable afterwards.
 _SHORTAGE = re.compile(r"(?:CUDA|HIP)(?: driver)? error: out of memory|(?:BLAS|DNN|SOLVER)\w*_STATUS_ALLOC_FAILED")
 
+#: Errors of modelling code on a configuration or tensor that it does not support.
+FOREIGN_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError),
+    *(LookupError, RuntimeError, TypeError, ValueError),
+)
+
 
 class TuneError(Exception):
     """Base of the errors that this package raises.

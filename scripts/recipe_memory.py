@@ -86,7 +86,8 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
 
 def _planned_split(name: str, request: PlanRequest, layers: str, card: CardMemory) -> tuple[str, Case]:
     """The same for a model that lies on two cards."""
-    found = split_plan(request, cards=(card, card), counts=parse(layers))
+    whole = plan_for(request, card=card)
+    found = split_plan(whole, cards=(card, card), counts=parse(layers))
     if not found.fits:
         raise ValueError(f"{name} does not fit two of {card.name}")
     each = " and ".join(f"{estimate.total / GIB:.1f}" for estimate in found.estimates)
@@ -94,7 +95,7 @@ def _planned_split(name: str, request: PlanRequest, layers: str, card: CardMemor
         f"{each} of {card.usable / GIB:.1f} GiB on the two cards, {DESKTOP_GIB:g} GiB of a desktop on each included; "
         "planned, not measured on a card."
     )
-    return memory, found.plan.with_evaluation(found.option).case
+    return memory, whole.with_evaluation(found.option).case
 
 
 if __name__ == "__main__":

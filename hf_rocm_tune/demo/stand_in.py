@@ -51,14 +51,14 @@ def _why_not(model: str) -> str | None:
     """Why a model cannot be trained here; None if it can."""
     import torch
 
-    from hf_rocm_tune.plan import load_config
+    from hf_rocm_tune.models.factory import ModelSource, read_config
 
     if model == DEMO:
         return f"{VARIABLE}={DEMO}"
     if not torch.cuda.is_available():
         return f"torch sees no GPU here, so this is not {model}"
     try:
-        load_config(model)
+        read_config(ModelSource(name=model))
     except UsageError as error:
         return str(error)
     return None

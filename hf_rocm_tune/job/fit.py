@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
-from transformers import AutoConfig
 
 from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.cards.pipeline import IN_FLIGHT
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.models import recompute, streamed
+from hf_rocm_tune.models.factory import ModelSource, read_config
 from hf_rocm_tune.models.split import FLAG, LayerSplit, SplitMover, counts_for, parse, stack_of
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.plan import (
@@ -39,9 +39,6 @@ from hf_rocm_tune.plan import (
 )
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, triton_refusal
-
-if TYPE_CHECKING:
-    from hf_rocm_tune.models.factory import ModelSource
 
 Say = Callable[..., None]
 _LOGICAL_CARDS = 2
@@ -241,11 +238,7 @@ def _gib(nbytes: float) -> str:
 def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
     """Refuses ``--recompute_layers`` for more layers than the model has."""
     if (counts := arguments.tune.recompute) is not None:
-        recompute.check(counts, getattr(_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
-
-
-def _config(source: ModelSource) -> Any:
-    return AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+        recompute.check(counts, getattr(read_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
 
 
 # ---- weight streaming ---------------------------------------------------------------------------------------------
@@ -259,7 +252,7 @@ def streamed_layers(
     training, count = arguments.training, streamed.parse(arguments.tune.stream_weights)
     if not count:
         return None
-    config = _config(source)
+    config = read_config(source)
     stack, layers = stack_of(config, streamed.FLAG, trust_remote_code=source.trust_remote_code)
     from_files = source.quantization is None and getattr(config, "quantization_config", None) is None
     if choice is not None:
@@ -292,7 +285,7 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
     if text is None:
         return Mover(training.device, settings=settings, faults=faults)
     given = parse(text)
-    config = _config(source)
+    config = read_config(source)
     stack, layers = stack_of(config, trust_remote_code=source.trust_remote_code)
     wanted = counts_for(given, layers) if given else None
     devices = _devices(training.device, len(wanted) if wanted else None, layers)
@@ -336,7 +329,8 @@ def _planned_counts(
             stream=0,
         )
         flights = IN_FLIGHT * len(cards) if arguments.ranks.pipeline == "auto" else 1
-        plan = split_plan(request, cards=cards, counts=wanted, config=config, flights=flights)
+        whole = plan_for(request, card=cards[0], config=config)
+        plan = split_plan(whole, cards=cards, counts=wanted, flights=flights)
     except UsageError as error:
         counts = wanted or even_counts(layers, [card.free for card in cards])
         say(f"split: {_shared(counts)}; the memory of each card could not be planned ({error})")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
+import urllib.parse
+import urllib.request
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.errors import UsageError, first_line
+from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
 from hf_rocm_tune.models.experts import use_packed
 from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, default_memory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelSource:
     name: str  # Hub id or local directory
     revision: str = "main"  # branch, tag or commit of a Hub id
@@ -51,19 +54,10 @@ class ModelSource:
 
 def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     """Checks files, configuration and bitsandbytes before anything is loaded; returns the configuration."""
-    from huggingface_hub.errors import StrictDataclassError
-
     require_model(source.name)
     if source.is_local:
         check_model_directory(expand_user(source.name))
-    try:
-        config = _config(source)
-    except StrictDataclassError as error:
-        raise UsageError(f"model {source.name}: config.json: {error}; download or copy it again") from error
-    except (OSError, ValueError, KeyError) as error:
-        cure = "download or copy it again" if source.is_local else HUB_FIX
-        raise UsageError(f"model {source.name}: {first_line(error)}; {cure}") from error
-    check_architecture(config, source.name)
+    config = read_config(source)
     _check_generation_config(source)
     bits = checkpoint_bits(config, source.name, on_card=device.type != "cpu")
     if has_mxfp4(config):
@@ -79,16 +73,43 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     return config
 
 
-def _config(source: ModelSource) -> PreTrainedConfig:
+def read_config(source: ModelSource) -> PreTrainedConfig:
+    """The configuration of a model, which names an architecture."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    config: PreTrainedConfig = AutoConfig.from_pretrained(
-        source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
-    )
+    name, path = source.name, expand_user(source.name)
+    if source.is_local and not os.path.isfile(path / "config.json"):
+        raise UsageError(f"model: {name} has no config.json: give a model directory or a Hub id")
+    fix = "download or copy it again" if source.is_local else HUB_FIX
+    how = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
+    try:
+        where = str(path) if source.is_local else name
+        offline = not source.is_local and not _hub_answers()
+        config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=offline, **how)
+    except (*FOREIGN_ERRORS, OSError, StrictDataclassError) as error:
+        raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
+    _check_architecture(config, name)
     return config
 
 
-def check_architecture(config: Any, name: str) -> None:
+def _hub_answers(patience: float = 3.0) -> bool:
+    """Whether the Hub can be reached; its client would retry for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if urllib.request.getproxies():
+        return True
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=patience).close()
+    except OSError:
+        return False
+    return True
+
+
+def _check_architecture(config: Any, name: str) -> None:
     """Checks that a configuration names an architecture, of transformers or of the model's own code."""
     import transformers
 
@@ -141,7 +162,7 @@ def load_model(
     try:
         if source.reward:
             arguments["num_labels"] = 1
-        mxfp4 = has_mxfp4(_config(source))
+        mxfp4 = has_mxfp4(read_config(source))
         if mxfp4:  # transformers' other way needs kernels that are no torch operators, and do not train
             arguments["quantization_config"] = Mxfp4Config(dequantize=True)
             logging.getLogger("transformers.quantizers.quantizer_mxfp4").setLevel(logging.ERROR)  # of those kernels

@@ -82,14 +82,24 @@ def counts_for(given: Sequence[int], layers: int) -> tuple[int, ...]:
     return (*given, rest) if rest else tuple(given)
 
 
+def find_layers(model: nn.Module, text: PreTrainedConfig) -> tuple[str, nn.ModuleList, str] | None:
+    """The heaviest list of as many modules as the configuration has layers: its name, and the setting that counts."""
+    names = (text.attribute_map.get(key, key) for key in ("num_hidden_layers", "decoder_layers", "num_layers"))
+    counts = {key: getattr(text, key, None) for key in names}
+    found = [
+        (name, module, key)
+        for name, module in model.named_modules()
+        for key, count in counts.items()
+        if isinstance(module, nn.ModuleList) and len(module) and len(module) == count
+    ]
+    return max(found, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=None)
+
+
 def layer_stack(model: nn.Module, config: PreTrainedConfig, flag: str = FLAG) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers and its name: the heaviest list of as many modules as the configuration has layers."""
-    count = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    found = [(name, module) for name, module in stacks if len(module) == count > 0]
-    if not found:
-        raise UsageError(f"{flag}: no list of {count} layers could be told in {type(model).__name__}: leave it out")
-    return max(found, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
+    """The list of decoder layers and its name."""
+    if (found := find_layers(model, config.get_text_config())) is None:
+        raise UsageError(f"{flag}: its layers could not be told in {type(model).__name__}: leave it out")
+    return found[:2]
 
 
 def stack_of(config: Any, flag: str = FLAG, *, trust_remote_code: bool) -> tuple[str, int]:

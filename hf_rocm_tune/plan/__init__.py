@@ -14,11 +14,10 @@ from hf_rocm_tune.plan.request import (
     card_memory,
     config_of,
     from_training,
-    load_config,
     public_model,
 )
 from hf_rocm_tune.plan.ways import advice, even_counts, split_plan
 
 __all__ = ["CONTEXT_BYTES", "GIB", "PUBLIC_MODELS", "TRAINERS", "CardMemory", "Estimate", "Plan", "PlanRequest"]
 __all__ += ["advice", "card_memory", "config_of", "cpu_rates", "describe", "even_counts", "from_training", "missing"]
-__all__ += ["load_config", "plan_for", "public_model", "split_plan"]
+__all__ += ["plan_for", "public_model", "split_plan"]

@@ -7,7 +7,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,11 @@ from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, che
 from hf_rocm_tune.machine.software import missing_for_triton
 from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.models.streamed import FLAG as STREAM
-from hf_rocm_tune.models.streamed import parse as parse_streamed
-from hf_rocm_tune.plan.estimate import GIB, LINK, OPTIMIZERS, CardMemory, Case, Estimate, host, missing
+from hf_rocm_tune.plan.estimate import GIB, LINK, CardMemory, Case, Estimate, host, missing
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
-    ALL_LINEAR,
-    ATTENTIONS,
-    DTYPES,
     METHODS,
     PUBLIC_MODELS,
-    TRAINERS,
     PlanRequest,
     as_targets,
     card_memory,
@@ -49,16 +44,15 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
     wanted = _parser().parse_args(list(argv))
     if wanted.model is None and not wanted.largest:
         raise UsageError(f"give --model, a Hub id or a directory, or --largest; see `{_PROGRAM} plan --help`")
-    fields = {name: value for name, value in vars(wanted).items() if name in PlanRequest.__dataclass_fields__}
-    fields |= {"target_parameters": tuple(wanted.target_parameters)}
-    fields |= {"targets": as_targets(wanted.targets), "modules_to_save": tuple(wanted.modules_to_save)}
-    if wanted.stream and wanted.cards > 1:
+    given = {each.name: getattr(wanted, each.name) for each in fields(PlanRequest) if hasattr(wanted, each.name)}
+    given = {name: tuple(each) if isinstance(each, list) else each for name, each in given.items() if each is not None}
+    given |= {"targets": as_targets(given["targets"])} if "targets" in given else {}
+    given |= {"methods": (wanted.method,)} if wanted.method else {}
+    if wanted.stream and (wanted.cards or 1) > 1:
         raise UsageError(f"{STREAM} is planned for one card (of several, each streams for itself): leave out --cards")
-    fields["methods"] = wanted.method and (wanted.method,)
     card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
     here = card.desktop_source.startswith("read")  # from a card of this machine
-    fields["triton"] = not here or not missing_for_triton()
-    request = PlanRequest(**{name: value for name, value in fields.items() if value is not None})
+    request = PlanRequest(**given, triton=not here or not missing_for_triton())
     prepare()
     memory = None if wanted.gpu or wanted.vram else psutil.virtual_memory().total
     card = replace(card, host=memory if wanted.host_gib is None else int(wanted.host_gib * GIB))
@@ -362,56 +356,25 @@ def _largest_table(found: dict[str, Any]) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     what = "Memory that a training job needs on the card, and the fastest settings that fit."
     parser = CommandParser(prog=f"{_PROGRAM} plan", description=what)
-    usual = PlanRequest()
 
     def flag(names: str, help: str, **settings: Any) -> None:
         parser.add_argument(*names.split(), help=help, **settings)
 
-    def switch(names: str, help: str) -> None:
-        flag(names, help, action="store_true")
-
-    flag("--model --model_name_or_path", "Hub id or directory; only its configuration is read")
-    flag("--revision --model_revision", "branch, tag or commit of a Hub id", default=usual.revision)
-    switch("--trust_remote_code", "run the model's own configuration code")
+    for each in fields(PlanRequest):
+        if each.metadata:
+            own = {name: value for name, value in each.metadata.items() if name not in ("names", "least")}
+            parser.add_argument(*each.metadata["names"], dest=each.name, default=None, **own)
     flag("--gpu", "a card by name, as rx7900xt (default: the card in this machine, else rx7900xt)")
     flag("--vram", "plan for a card of this size", type=float, metavar="GIB")
     flag("--desktop_gib", "memory of other processes (default: read from the card, else 1; headless: 0)", type=float)
-    flag("--trainer", "the verb to plan (sft)", choices=TRAINERS, default=usual.trainer)
     flag("--method", "default: the faster of lora and qlora that fits", choices=METHODS)
-    length = "tokens of a sequence (2048, or the model's limit)"
-    flag("--seq --max_length --max_seq_length", length, dest="length", type=int)
-    flag("--effective_batch", "sequences per step, over all cards (16)", type=int, default=usual.effective_batch)
-    names = "--batch_size --micro_batch --per_device_train_batch_size"
-    flag(names, "sequences in one pass on a card (default: the fastest)", dest="micro_batch", type=int)
-    size = "sequences at a time in evaluation (default: no more memory than a step)"
-    flag("--eval_batch --per_device_eval_batch_size", size, type=int, dest="eval_batch")
-    several = "number of cards; with several, DDP, FSDP2, split, pipeline and tensor parallelism are compared (1)"
-    flag("--cards", several, type=int, default=1)
-    flag("--rows", "rows to count hours for; without --dataset each has --seq tokens (1000)", type=int, default=0)
-    recompute = "only with, or only without, checkpointing (default: the faster that fits)"
-    flag("--checkpointing", recompute, action=argparse.BooleanOptionalAction, default=None)
-    switch("--packing", "several short sequences in a row")
-    streams = "layers whose weights live in host memory: how many, auto or off (off)"
-    flag(STREAM, streams, dest="stream", type=parse_streamed, metavar="auto|off|N", default=0)
     flag("--host_gib", "memory of the host (default: of this machine, with its card)", type=float, metavar="GIB")
     link = "from host memory to the card, as `hf-rocm-tune doctor --full` measures it (13, assumed)"
     flag("--link_gb_s", link, type=checked(float, lambda rate: rate > 0, "above 0"), metavar="GB/S")
-    flag("--rank --lora_r", "of the adapters (16)", type=int, default=usual.rank)
-    flag("--dropout --lora_dropout", "of the adapters (0)", type=float, default=usual.dropout)
-    flag("--targets --lora_target_modules", "modules with adapters", nargs="+", default=[ALL_LINEAR])
-    experts = "experts with adapters: experts.gate_up_proj experts.down_proj"
-    flag("--target_parameters --lora_target_parameters", experts, nargs="+", default=[])
-    flag("--modules_to_save --lora_modules_to_save", "modules that are trained whole", nargs="+", default=[])
-    switch("--dora --use_dora", "DoRA")
-    switch("--one_pass_loss", "gradient of the loss in the forward pass")
-    flag("--dtype", "of weights that are not quantised (bfloat16; float32 with --method full)", choices=DTYPES)
-    flag("--optim", f"optimizer ({usual.optim})", choices=tuple(OPTIMIZERS), default=usual.optim)
-    flag("--attention --attn_implementation", "(sdpa)", choices=ATTENTIONS, default=usual.attention)
-    flag("--workers --dataloader_num_workers", "data loader workers of a process (0)", type=int, default=0)
     flag("--dataset --dataset_name", "rows to read for lengths, padding and hours", dest="dataset_name")
-    switch("-v --verbose", "all parts; --json has all cases and ways")
-    switch("--json", "print JSON; memory in bytes")
-    switch("--largest", "list the largest known public models that fit, by method")
+    flag("-v --verbose", "all parts; --json has all cases and ways", action="store_true")
+    flag("--json", "print JSON; memory in bytes", action="store_true")
+    flag("--largest", "list the largest known public models that fit, by method", action="store_true")
     return parser
 
 

@@ -205,21 +205,18 @@ class Step:
                 blocks.append((role, outside[role, -1][None]))
         blocks = [(role, rows[::-1] if role == "backward" else rows) for role, rows in blocks]
         change, highest, landed = np.concatenate([rows for _, rows in blocks]).T
+        roles = [role for role, rows in blocks for _ in rows]
         kept = start + np.cumsum(change - landed) - (change - landed)
         if self.layers_only:  # its copies go with those of the first card, which its own segments free
-            kept -= np.concatenate([np.full(len(rows), (role == "backward") * first.dropped) for role, rows in blocks])
+            kept -= np.array([first.dropped if role == "backward" else 0.0 for role in roles])
         all_gradients = float(landed.sum())
         gradients = np.full_like(landed, all_gradients) if accumulating else np.cumsum(landed) - landed
         levels = kept + gradients + highest
         at = int(levels.argmax())
         by_role: dict[str, float] = {}
-        first_row, found = 0, ("", 0)
-        for role, rows in blocks:
-            by_role[role] = float(levels[first_row : first_row + len(rows)].max())
-            if first_row <= at < first_row + len(rows):
-                found = role, at - first_row
-            first_row += len(rows)
-        role, layer = found
+        for name, level in zip(roles, levels.tolist(), strict=True):
+            by_role[name] = max(level, by_role.get(name, level))
+        role, layer = roles[at], at - roles.index(roles[at])
         layer = self.layers - 1 - layer if role == "backward" else layer if role in _OF_LAYERS else -1
         some = {"total": levels[at], "kept": kept[at], "most_kept": kept.max(), "gradients": gradients[at]}
         values = {name: float(value) for name, value in some.items()}
@@ -338,6 +335,11 @@ class Weights:
     loading: int  # most bytes beside those of its parts while one tensor is loaded
     # of each layer of the real model, what can be streamed
     streams: tuple[Mapping[str, int], ...] = ()
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of all gradients, and of the trained tensors."""
+        return float(sum(tensor.nbytes for tensor in self.trained))
 
     @classmethod
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
@@ -534,7 +536,7 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         copied = weights.parts["weights"] + weights.parts["quantisation constants"]
         parts["reference model"] = float(copied)
     if case.cards > 1:
-        parts["gradient buckets"] = float(sum(tensor.nbytes for tensor in weights.trained))
+        parts["gradient buckets"] = weights.gradients
     held = sum(parts.values())
     others = (case.flights - 1) * peak.most_kept  # an upper bound: each at its highest
     moments = {f"{role} pass" if role in _OF_LAYERS else role: held + others + at for role, at in peak.by_role.items()}
@@ -632,7 +634,7 @@ def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
         "system": float(SYSTEM_BYTES),
         "processes": float(case.cards * PROCESS_BYTES),
         "page-locked ring": float(case.cards * RING_BYTES),
-        "a checkpoint being written": float(sum(tensor.nbytes for tensor in variant.weights.trained) + state),
+        "a checkpoint being written": variant.weights.gradients + state,
     }
     if variant.optimizer.paged:
         parts["paged optimizer state"] = float(case.cards * state)

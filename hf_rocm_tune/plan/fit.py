@@ -43,6 +43,12 @@ _MANY_EVENTS = 5_000
 _PROBE = Case(micro_batch=2, length=2, checkpointing=False)
 
 
+def _record(sample: Sample, case: Case) -> Tape:
+    from hf_rocm_tune.plan import recorder  # imports torch
+
+    return recorder.record(sample, case, *case.shape)
+
+
 @dataclass
 class Recordings:
     """The recorded steps of one method. A case is recorded at its own batch and length when it is first asked for."""
@@ -53,6 +59,7 @@ class Recordings:
     # by content of the rows, recomputation, and batch and length of the tensors
     _recorded: dict[tuple[str, str, int, int], StepRecording] = field(default_factory=dict)
     _events: int = 0  # allocations and releases of the first recorded step
+    _parts: dict[tuple[int, int], Variant] = field(default_factory=dict)
 
     @cached_property
     def sample(self) -> Sample:
@@ -67,7 +74,7 @@ class Recordings:
             tried = found.keep
             try:
                 # not kept: a first step may cast biases for good and fill caches
-                self._events = len(self._record(found, _PROBE, 2, self.request.length).events)
+                self._events = len(_record(found, replace(_PROBE, length=self.request.length)).events)
                 return found
             except TooManyOperations:
                 raise
@@ -89,12 +96,15 @@ class Recordings:
         )
 
     def part(self, start: int, stop: int) -> Variant:
-        weights = (each for each in self.sample.weights() if start == 0 or each.layer >= 0)
-        return replace(
-            self.variant,
-            weights=Weights.total(weights, self.sample.layer_of[start:stop]),
-            trace=lambda case: self(case).part(start, stop),
-        )
+        """A card of a split: these layers and, if it is the first, all else."""
+        if (start, stop) not in self._parts:
+            weights = (each for each in self.sample.weights() if start == 0 or each.layer >= 0)
+            self._parts[start, stop] = replace(
+                self.variant,
+                weights=Weights.total(weights, self.sample.layer_of[start:stop]),
+                trace=lambda case: self(case).part(start, stop),
+            )
+        return self._parts[start, stop]
 
     @property
     def takes_long(self) -> bool:
@@ -139,15 +149,8 @@ class Recordings:
         how = "selective" if case.recompute else "whole" if case.checkpointing else "none"
         key = (case.content, "evaluation" if case.evaluation else how, *case.shape)
         if key not in self._recorded:
-            self._recorded[key] = StepRecording(self._record(self.sample, case, *case.shape))
+            self._recorded[key] = StepRecording(_record(self.sample, case))
         return self._recorded[key]
-
-    def _record(self, sample: Sample, case: Case, batch: int, length: int) -> Tape:
-        from hf_rocm_tune.plan import recorder
-
-        asked = self.request
-        how: dict[str, Any] = {"platform": asked.platform, "autocast": asked.autocast, "triton": asked.triton}
-        return recorder.record(sample, case, batch, length, one_pass=asked.one_pass_loss, **how)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_rocm_tune.data.summary import MASKED
-from hf_rocm_tune.errors import UsageError, first_line
+from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment
-from hf_rocm_tune.plan.request import FOREIGN_ERRORS, TooManyOperations
+from hf_rocm_tune.plan.request import TooManyOperations
 from hf_rocm_tune.plan.sample import Sample
 
 aten = torch.ops.aten
@@ -35,31 +35,17 @@ _SELECTIVE_LAUNCHES = 3
 MOST_OPERATIONS = 20_000
 
 
-def record(
-    sample: Sample,
-    case: Case,
-    batch: int,
-    length: int,
-    *,
-    platform: str = "hip",
-    autocast: bool = True,
-    triton: bool = True,
-    one_pass: bool = False,
-) -> Tape:
-    """Records one training step of a sample: the case's kind of rows and recomputation, at this batch and length.
-
-    ``platform`` (``hip``, ``cuda``, ``cpu``) and ``triton`` say whose kernels; ``autocast``: mixed precision in
-    bfloat16.
-    """
-    name, model, tape = type(sample.base).__name__, sample.model, Tape()
+def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
+    """Records one training step of a sample: the case's kind of rows and recomputation, at this batch and length."""
+    name, model, request, tape = type(sample.base).__name__, sample.model, sample.request, Tape()
+    platform, autocast = request.platform, request.autocast
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    existing = [*model.parameters(), *model.buffers()]
-    recorder = Recorder(tape, existing, _workspaces(platform), sample.kernels)
+    recorder = Recorder(tape, [*model.parameters(), *model.buffers()], _workspaces(platform), sample.kernels)
     mode = DeviceMode(platform=platform, autocast=autocast, content_is_plain=case.content == "plain")
     _set_checkpointing(sample.base, mode if case.checkpointing else None, selective=case.recompute is not None)
     hooks = _watch(sample, trained, recorder)
-    kernels = "cpu" if platform == "cpu" else "triton" if triton else "plain"
-    head = partial(FusedHead.apply, recorder, kernels, one_pass)
+    kernels = "cpu" if platform == "cpu" else "triton" if request.triton else "plain"
+    head = partial(FusedHead.apply, recorder, kernels, request.one_pass_loss)
     forward = partial(_forward, sample, (batch, length), case.packing, head, compact=kernels == "triton")
     try:
         with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
@@ -77,13 +63,6 @@ def record(
                 recorder.segment("loss")
                 loss.backward()
             del loss, other  # frees what only the graph still referenced
-        for segment in tape.segments:
-            if case.recompute is not None and segment.role == "forward":
-                segment.launches *= _SELECTIVE_LAUNCHES
-            if case.trainer == "kto" and segment.role.startswith("reference"):  # its KL estimate takes two more passes
-                for work in WORK:
-                    setattr(segment, work, 3 * getattr(segment, work))
-        return tape
     except TooManyOperations as error:
         raise TooManyOperations(f"{name} cannot be planned: {error}") from error
     except FOREIGN_ERRORS as error:
@@ -94,6 +73,13 @@ def record(
             hook.remove()
         for parameter in trained:
             parameter.grad = None
+    for segment in tape.segments:
+        if case.recompute is not None and segment.role == "forward":
+            segment.launches *= _SELECTIVE_LAUNCHES
+        if case.trainer == "kto" and segment.role.startswith("reference"):  # its KL estimate takes two more passes
+            for work in WORK:
+                setattr(segment, work, 3 * getattr(segment, work))
+    return tape
 
 
 def _forward(
@@ -107,8 +93,13 @@ def _forward(
     if balanced:
         extra["output_router_logits"] = True
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
-    states, projection = outputs.last_hidden_state, sample.base.get_output_embeddings()
-    loss = _loss_of(states, labels, partial(head, projection.weight, getattr(projection, "bias", None)), compact)
+    projection = sample.base.get_output_embeddings()
+    states, targets = outputs.last_hidden_state[:, :-1], labels[:, 1:]
+    mask = targets != MASKED
+    # not `states[mask]`: the number of selected ones is unknown on the meta device
+    rows = _Selected.apply(states) if compact else states.reshape(-1, states.shape[-1])
+    per_token = head(projection.weight, getattr(projection, "bias", None), rows)
+    loss: Tensor = -(per_token.view(mask.shape) * mask).sum()
     if not balanced or not outputs.router_logits:
         return loss
     # the auxiliary loss of experts, by the function that TRL calls, of each sparse layer of the real model
@@ -120,17 +111,9 @@ def _forward(
         by_layer = dict(zip(sparse, logits, strict=True))
         logits = [by_layer[i] for i in sample.layer_of if i in by_layer]
     experts = getattr(config, "num_experts", None) or config.num_local_experts
-    mask = extra.get("attention_mask")
-    return loss + load_balancing_loss_func(tuple(logits), experts, config.num_experts_per_tok, mask)
-
-
-def _loss_of(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], compact: bool) -> Tensor:
-    states, targets = hidden[:, :-1], labels[:, 1:]
-    mask = targets != MASKED
-    # not `states[mask]`: the number of selected ones is unknown on the meta device
-    per_token = head(_Selected.apply(states) if compact else states.reshape(-1, states.shape[-1]))
-    log_probs = per_token.view(mask.shape) * mask
-    return -log_probs.sum()
+    attention_mask = extra.get("attention_mask")
+    balance = load_balancing_loss_func(tuple(logits), experts, config.num_experts_per_tok, attention_mask)
+    return loss + balance
 
 
 @contextmanager

@@ -3,77 +3,123 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import socket
-import urllib.parse
-import urllib.request
 import warnings
+from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from hf_rocm_tune.errors import UsageError, first_line
+from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.cards import CARDS, Card
 from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.models.streamed import FLAG, parse
-from hf_rocm_tune.paths import expand_user
-from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, RATES_OF, CardMemory, Rates, optimizer
+from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, OPTIMIZERS, RATES_OF, CardMemory, Rates, optimizer
 
 METHODS = ("lora", "qlora", "full")
 TRAINERS = ("sft", "dpo", "kto")
-PLATFORMS = ("hip", "cuda", "cpu")
 DTYPES = ("bfloat16", "float16", "float32")
 ATTENTIONS = ("sdpa", "eager")
 ALL_LINEAR = "all-linear"
-DEFAULT_OPTIMIZER = "adamw_torch_fused"
+_OPTIMIZER = "adamw_torch_fused"
 _LARGEST_BATCH = 1 << 16  # every divisor is a case
+
+
+def _flag(default: Any, names: str, meaning: str, *, least: int | None = None, **more: Any) -> Any:
+    """A field that is a flag of ``hf-rocm-tune plan``; ``more``: for argparse."""
+    kind = {"action": "store_true"} if default is False else {"type": type(default)} if type(default) is int else {}
+    return field(default=default, metadata={"names": names.split(), "least": least, "help": meaning, **kind, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A request to the planner; invalid values are named in a UsageError."""
 
-    model: str = ""  # directory or Hub id; only the configuration is read. Empty if a configuration is passed
-    revision: str = "main"
-    trust_remote_code: bool = False
-    trainer: str = "sft"  # of `TRAINERS`
+    model: str = _flag("", "--model --model_name_or_path", "Hub id or directory; only its configuration is read")
+    revision: str = _flag("main", "--revision --model_revision", "branch, tag or commit of a Hub id")
+    trust_remote_code: bool = _flag(False, "--trust_remote_code", "run the model's own configuration code")
+    trainer: str = _flag("sft", "--trainer", "the verb to plan (sft)", choices=TRAINERS)
     methods: tuple[str, ...] = ("lora", "qlora")  # to choose from, of `METHODS`
-    length: int = 2048  # tokens of the longest sequence
-    effective_batch: int = 16  # sequences (``dpo``: pairs) per optimizer step, over all cards
-    cards: int = 1  # each with the whole model
-    packing: bool = False  # several sequences in a row
-    rank: int = 16
-    dropout: float = 0.0  # of the adapters
-    targets: str | tuple[str, ...] = ALL_LINEAR
-    target_parameters: tuple[str, ...] = ()  # of fused experts
-    modules_to_save: tuple[str, ...] = ()
-    dora: bool = False
-    nested: bool = True  # constants of 4-bit weights are quantised too
-    # of weights that are not quantised; None: ``bfloat16`` below adapters, ``float32`` when all are trained
-    dtype: str | None = None
-    autocast: bool = True  # mixed precision in bfloat16
-    attention: str = "sdpa"  # of `ATTENTIONS`
-    optim: str = DEFAULT_OPTIMIZER  # optimizer, by transformers' name
-    platform: str = "hip"  # whose kernels count
-    triton: bool = True  # whether Triton's run there
-    workers: int = 0  # data loader workers, for the host's memory
-    rows: int = 0  # of the dataset, to estimate hours; 0: unknown
-    micro_batch: int | None = None  # only this one; None: all divisors of the effective batch
-    eval_batch: int | None = None  # of evaluation; None: the largest up to 8 that needs no more than a training step
+    length: int = _flag(
+        2048, "--seq --max_length --max_seq_length", "tokens of a sequence (2048, or the model's limit)", least=2
+    )
+    effective_batch: int = _flag(16, "--effective_batch", "sequences per step, over all cards (16)", least=1)
+    micro_batch: int | None = _flag(
+        None,
+        "--batch_size --micro_batch --per_device_train_batch_size",
+        "sequences in one pass on a card (default: the fastest)",
+        type=int,
+    )
+    eval_batch: int | None = _flag(
+        None,
+        "--eval_batch --per_device_eval_batch_size",
+        "sequences at a time in evaluation (default: no more memory than a step)",
+        type=int,
+        least=1,
+    )
     evaluates: bool = True
-    checkpointing: bool | None = None  # only with (True) or without (False)
+    cards: int = _flag(
+        1,
+        "--cards",
+        "number of cards; with several, DDP, FSDP2, split, pipeline and tensor parallelism are compared (1)",
+        least=1,
+    )
+    rows: int = _flag(0, "--rows", "rows to count hours for; without --dataset each has --seq tokens (1000)", least=0)
+    checkpointing: bool | None = _flag(
+        None,
+        "--checkpointing",
+        "only with, or only without, checkpointing (default: the faster that fits)",
+        action=BooleanOptionalAction,
+    )
     recompute: tuple[int, int] | None = None  # only this mix; see `estimate.Case`
     mixes: bool = True  # consider mixes of recomputation
-    one_pass_loss: bool = False  # see `models.loss`
-    stream: int = 0  # layers whose weights are streamed, or `AUTO`; see `models.streaming`
+    packing: bool = _flag(False, "--packing", "several short sequences in a row")
+    stream: int = _flag(
+        0,
+        FLAG,
+        "layers whose weights live in host memory: how many, auto or off (off)",
+        type=parse,
+        metavar="auto|off|N",
+    )
+    rank: int = _flag(16, "--rank --lora_r", "of the adapters (16)", least=1)
+    dropout: float = _flag(0.0, "--dropout --lora_dropout", "of the adapters (0)", type=float)
+    targets: str | tuple[str, ...] = _flag(
+        ALL_LINEAR, "--targets --lora_target_modules", "modules with adapters", nargs="+"
+    )
+    target_parameters: tuple[str, ...] = _flag(
+        (),
+        "--target_parameters --lora_target_parameters",
+        "experts with adapters: experts.gate_up_proj experts.down_proj",
+        nargs="+",
+    )
+    modules_to_save: tuple[str, ...] = _flag(
+        (), "--modules_to_save --lora_modules_to_save", "modules that are trained whole", nargs="+"
+    )
+    dora: bool = _flag(False, "--dora --use_dora", "DoRA")
+    one_pass_loss: bool = _flag(False, "--one_pass_loss", "gradient of the loss in the forward pass")
+    nested: bool = True  # constants of 4-bit weights are quantised too
+    dtype: str | None = _flag(
+        None, "--dtype", "of weights that are not quantised (bfloat16; float32 with --method full)", choices=DTYPES
+    )
+    autocast: bool = True  # mixed precision in bfloat16
+    optim: str = _flag(_OPTIMIZER, "--optim", f"optimizer ({_OPTIMIZER})", choices=tuple(OPTIMIZERS))
+    attention: str = _flag("sdpa", "--attention --attn_implementation", "(sdpa)", choices=ATTENTIONS)
+    workers: int = _flag(0, "--workers --dataloader_num_workers", "data loader workers of a process (0)", least=0)
+    platform: str = "hip"  # whose kernels count: ``hip``, ``cuda`` or ``cpu``
+    triton: bool = True  # whether Triton's run there
 
     def __post_init__(self) -> None:
-        least = {"seq": (self.length, 2), "effective_batch": (self.effective_batch, 1), "cards": (self.cards, 1)}
-        least |= {"rank": (self.rank, 1), "eval_batch": (self.eval_batch or 1, 1)}
-        least |= {"workers": (self.workers, 0), "rows": (self.rows, 0)}
-        faults = [f"--{name} must be {low} or more, got {value}" for name, (value, low) in least.items() if value < low]
+        faults = []
+        for each in fields(self):
+            value, low, known = getattr(self, each.name), each.metadata.get("least"), each.metadata.get("choices")
+            name = each.metadata["names"][0] if each.metadata else ""
+            if low is not None and value is not None and value < low:
+                faults.append(f"{name} must be {low} or more, got {value}")
+            if known is not None and value is not None and value not in known:
+                faults.append(f"{name} must be one of {', '.join(known)}, got {value}")
+        if unknown := set(self.methods) - set(METHODS):
+            faults.append(f"--method must be one of {', '.join(METHODS)}, got {', '.join(unknown)}")
         batch, full = self.effective_batch, "full" in self.methods
         if batch > _LARGEST_BATCH:
             faults.append(f"--effective_batch must be {_LARGEST_BATCH} or less, got {batch}")
@@ -92,11 +138,6 @@ class PlanRequest:
             faults.append(f"{ours} are for adapters: leave them out with --method full")
         if self.stream and self.dora:
             faults.append(f"{FLAG} does not support --dora: leave one out")
-        choices: list[tuple[str, str, tuple[str, ...]]] = [("method", each, METHODS) for each in self.methods]
-        choices += [("trainer", self.trainer, TRAINERS), ("platform", self.platform, PLATFORMS)]
-        choices += [("dtype", self.dtype or DTYPES[0], DTYPES), ("attention", self.attention, ATTENTIONS)]
-        for name, given, known in choices:
-            faults += [] if given in known else [f"--{name} must be one of {', '.join(known)}, got {given}"]
         if faults:
             raise UsageError("; ".join(faults))
         optimizer(self.optim)
@@ -114,6 +155,10 @@ def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
     return words[0] if alone else tuple(words)
 
 
+_SAME = ("model", "revision", "trust_remote_code", "length", "packing", "rank", "optim", "workers")
+"""Fields whose flag a training job has with the same value."""
+
+
 def from_training(
     settings: Mapping[str, Any], *, trainer: str = "sft", cards: int = 1, platform: str = "hip"
 ) -> PlanRequest:
@@ -129,36 +174,30 @@ def from_training(
     lora = bool(settings.get("use_peft"))
     targets = settings.get("lora_target_modules") or ALL_LINEAR
     each = int(settings["per_device_train_batch_size"]) * int(settings["gradient_accumulation_steps"])
-    dtype = settings.get("dtype")
-    mix = settings.get("recompute_layers")
+    dtype, mix = settings.get("dtype"), settings.get("recompute_layers")
+    same = {each.name: {name[2:] for name in each.metadata["names"]} for each in fields(PlanRequest) if each.metadata}
+    same = {name: same[name] for name in _SAME} | {"nested": {"use_bnb_nested_quant"}, "autocast": {"bf16"}}
+    own = {name: settings[flag] for name, flags in same.items() for flag in flags if settings.get(flag) is not None}
+    if lora:
+        own |= {"dora": bool(settings.get("use_dora"))}
+        for name in ("target_parameters", "modules_to_save"):
+            own[name] = tuple(settings.get(f"lora_{name}") or ())
     return PlanRequest(
-        model=str(settings["model_name_or_path"]),
-        revision=str(settings.get("model_revision") or "main"),
-        trust_remote_code=bool(settings.get("trust_remote_code")),
         trainer=trainer,
         methods=("full",) if not lora else ("qlora",) if settings.get("load_in_4bit") else ("lora",),
-        length=int(settings["max_length"]),
         effective_batch=cards * each,
         cards=cards,
-        packing=bool(settings.get("packing")),
-        rank=int(settings["lora_r"]),
         # TRL turns dropout off for preferences
         dropout=0.0 if settings.get("disable_dropout") else float(settings["lora_dropout"]),
         targets=as_targets([targets] if isinstance(targets, str) else targets),
-        target_parameters=tuple((lora and settings.get("lora_target_parameters")) or ()),
-        modules_to_save=tuple((lora and settings.get("lora_modules_to_save")) or ()),
-        dora=lora and bool(settings.get("use_dora")),
-        nested=bool(settings.get("use_bnb_nested_quant")),
         # TRL's `auto` and None load the file's dtype, nearly always bfloat16
         dtype="bfloat16" if dtype in ("auto", None) else str(dtype),
-        autocast=bool(settings.get("bf16")),
         attention="eager" if settings.get("attn_implementation") == "eager" else "sdpa",
-        optim=str(settings["optim"]),
         platform=platform,
-        workers=int(settings.get("dataloader_num_workers") or 0),
         recompute=None if mix is None else parse_counts(str(mix)),
         mixes=not settings.get("torch_compile"),
         stream=parse(str(settings.get("stream_weights") or "off")),
+        **own,
     )
 
 
@@ -185,23 +224,21 @@ def card_memory(
     for flag, given, least in (("--vram", vram_gib, 1), ("--desktop_gib", desktop_gib, 0)):
         if given is not None and not least <= given <= 1024:
             raise UsageError(f"{flag} must be from {least} to 1024 GiB, got {given:g}")
-    gpus = (survey() if machine is None else machine).gpus
-    described = [gpu for gpu in gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
+    described = [gpu for gpu in (machine or survey()).gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
     here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes or 0, default=None)
+    here_gib = (here.sensors.vram_total_bytes or 0) / GIB if here else 0.0
     known = None if vram_gib is not None else _named(name) if name else here.card if here else _named("rx7900xt")
-    size = vram_gib or (known.vram_gib if known else None)
-    if size is None and name is None and here is not None:  # a card whose memory the table does not have
-        size = (here.sensors.vram_total_bytes or 0) / GIB
-    if size is None:
+    # a card here may not be in the table, or without its memory
+    size = vram_gib or (known.vram_gib if known else None) or (here_gib if name is None else None)
+    if not size:
         raise UsageError(f"the memory of {known.name if known else name} is not in the card table; give --vram in GiB")
     rates = Rates(known=False)  # of most cards no speed is published, and only choices are ranked
     if known is not None and known.bf16_tflops:
         rates = replace(RATES_OF.get(known.key, Rates()), products=1e12 * known.bf16_tflops)
     desktop, source = DESKTOP_BYTES, "assumed"
-    same = here is not None and abs((here.sensors.vram_total_bytes or 0) / GIB - size) < 1
     if desktop_gib is not None:
         desktop, source = int(desktop_gib * GIB), "given"
-    elif here is not None and same and here.sensors.vram_used_bytes is not None:
+    elif here and here.sensors.vram_used_bytes is not None and abs(here_gib - size) < 1:
         desktop, source = here.sensors.vram_used_bytes, f"read from the card at {here.address}"
     return CardMemory(
         name=known.name if known else f"a card of {size:g} GiB",
@@ -224,37 +261,8 @@ def _named(name: str) -> Card:
     raise UsageError(f"--gpu {name} is not in the card table; it has {names}. Or give --vram in GiB")
 
 
-#: Errors of modelling code on a configuration or tensor that it does not support.
-FOREIGN_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError),
-    *(LookupError, RuntimeError, TypeError, ValueError),
-)
-
-
 class TooManyOperations(UsageError):
     """A step with too many operations to record, most often because it loops over tokens."""
-
-
-def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    from hf_rocm_tune.models.factory import check_architecture
-
-    path = expand_user(name)
-    local = os.path.exists(path) or name.startswith((".", "/", "~"))
-    if local and not os.path.isfile(path / "config.json"):
-        raise UsageError(f"model: {name} has no config.json: give a model directory or a Hub id")
-    fix = "download or copy it again" if local else "check the spelling, the network and HF_HUB_OFFLINE"
-    try:
-        with quiet():
-            where = str(path) if local else name
-            how = {"revision": revision, "local_files_only": not local and not _hub_answers()}
-            config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **how)
-    except (*FOREIGN_ERRORS, OSError, StrictDataclassError) as error:
-        raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
-    check_architecture(config, name)
-    return config
 
 
 def config_of(fields: Mapping[str, Any]) -> Any:
@@ -267,8 +275,12 @@ def config_of(fields: Mapping[str, Any]) -> Any:
 
 def config_for(request: PlanRequest) -> tuple[Any, list[str]]:
     """The configuration of the model; if it cannot be read, that of our table, with a note."""
+    from hf_rocm_tune.models.factory import ModelSource, read_config
+
     try:
-        return load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code), []
+        with quiet():
+            source = ModelSource(request.model, request.revision, request.trust_remote_code)
+            return read_config(source), []
     except UsageError:
         if (known := public_model(request.model)) is None:
             raise
@@ -291,28 +303,11 @@ def longest_position(config: Any) -> int | None:
     return next((value for key in names if isinstance(value := getattr(text, key, None), int) and value > 0), None)
 
 
-def _hub_answers(patience: float = 3.0) -> bool:
-    """Whether the Hub can be reached; its client would retry for half a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if urllib.request.getproxies():
-        return True
-    address = urllib.parse.urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((address.hostname or "", address.port or 443), timeout=patience).close()
-    except OSError:
-        return False
-    return True
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     import transformers  # sets its level when it is imported  # noqa: F401
 
-    loggers = [logging.getLogger(name) for name in ("transformers", "bitsandbytes")]
-    before = [logger.level for logger in loggers]
+    loggers = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "bitsandbytes"))}
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
@@ -320,7 +315,7 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
+        for logger, level in loggers.items():
             logger.setLevel(level)
 
 

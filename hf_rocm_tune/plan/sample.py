@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_rocm_tune.errors import UsageError, first_line
+from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
 from hf_rocm_tune.models.adapter import adaptable, beside_experts, check_targets, share_inputs, target_names
 from hf_rocm_tune.models.experts import experts_of, mxfp4_code, pack_mxfp4, pack_nf4, routers_of, use_packed, weights_of
 from hf_rocm_tune.models.placement import quant_state_of
 from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
+from hf_rocm_tune.models.split import find_layers
 from hf_rocm_tune.models.streaming import is_streamed
 from hf_rocm_tune.plan.estimate import Counts, Weight
-from hf_rocm_tune.plan.request import FOREIGN_ERRORS, PlanRequest, text_config
+from hf_rocm_tune.plan.request import PlanRequest, text_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Sample:
     layers: nn.ModuleList  # its recorded layers, in order
     layer_of: Counts  # for each layer of the real model, the position of its stand-in among ``layers``
     config: Any  # the text configuration
+    request: PlanRequest
     notes: tuple[str, ...]  # for the reader of the plan
     keep: str  # one of ``KEEPS``: how its layers were kept
     # cached results of operators, shared by its recordings; see `recorder.cached`
@@ -100,7 +102,9 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
     dtype = getattr(torch, request.dtype_of(method))
     base = _meta_model(copy.deepcopy(config), dtype, request)
     text = text_config(base.config, decoder=True)
-    layers, count = _find_layers(base, text)
+    if (found := find_layers(base, text)) is None:
+        raise UsageError(f"{type(base).__name__} cannot be planned: no stack of its layers was found in it")
+    _, layers, count = found
     layer_of: Counts = tuple(range(len(layers)))
     if keep != "all":
         layer_of, counted = _keep_one_of_each_kind(layers, text, count if keep == "few" else None)
@@ -126,11 +130,8 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
     model.train()
-    return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, notes=tuple(notes), keep=keep)
-
-
-#: More than any published model; building them takes minutes.
-_MOST_LAYERS = 1000
+    made: dict[str, Any] = {"model": model, "base": base, "layers": layers, "layer_of": layer_of, "keep": keep}
+    return Sample(config=text, request=request, notes=tuple(notes), **made)
 
 
 def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
@@ -140,8 +141,6 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
 
     name = (config.architectures or ["?"])[0]
     part = text_config(config)
-    if (most := max(_layer_counts(part).values())) > _MOST_LAYERS:
-        raise UsageError(f"{name} cannot be planned: {most} layers are more than any model has ({_MOST_LAYERS})")
     architecture = getattr(transformers, name, None)
     more: dict[str, Any] = {} if request.attention == "sdpa" else {"attn_implementation": request.attention}
     if architecture is None:  # as in TRL
@@ -173,26 +172,6 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
     if model.base_model is model:
         raise UsageError(f"{name} cannot be planned: TRL's fused loss finds no backbone in it and cannot train it")
     return model
-
-
-def _layer_counts(text: Any) -> dict[str, int]:
-    names = ("num_hidden_layers", "decoder_layers", "num_layers")
-    counts = {text.attribute_map.get(key, key): getattr(text, key, 0) for key in names}
-    return {key: count if isinstance(count, int) else 0 for key, count in counts.items()}
-
-
-def _find_layers(model: nn.Module, text: Any) -> tuple[nn.ModuleList, str]:
-    """The largest list of as many modules as the configuration has layers, and the setting that counts them."""
-    found = [
-        (each, key)
-        for each in model.modules()
-        for key, count in _layer_counts(text).items()
-        if isinstance(each, nn.ModuleList) and len(each) and len(each) == count
-    ]
-    if not found:
-        count = getattr(text, "num_hidden_layers", 0)
-        raise UsageError(f"{type(model).__name__} cannot be planned: no stack of {count} layers was found in it")
-    return max(found, key=lambda pair: sum(parameter.numel() for parameter in pair[0].parameters()))
 
 
 def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) -> tuple[Counts, bool]:

@@ -29,14 +29,11 @@ from hf_rocm_tune.plan.estimate import (
     Case,
     Counts,
     Estimate,
-    Step,
-    Variant,
     Weights,
     estimate,
     fastest,
 )
 from hf_rocm_tune.plan.fit import Plan, grid_of, plan_for
-from hf_rocm_tune.plan.request import PlanRequest
 
 #: Assumed: as `LINK` through host memory, with digests, and with gloo for averages.
 THROUGH_HOST = 3e9
@@ -51,8 +48,7 @@ class SplitPlan:
     The cards compute one after the other, so a second one adds memory, not speed.
     """
 
-    plan: Plan  # of one card, the source of model, cases and speed
-    option: Estimate  # the case on one card
+    option: Estimate  # the case on one card, the source of its speed
     counts: Counts  # layers of each card
     estimates: tuple[Estimate, ...]  # what they take
     cards: tuple[CardMemory, ...]
@@ -67,39 +63,25 @@ class SplitPlan:
         return self.least_spare >= 0
 
     def lines(self) -> Iterator[str]:
-        start = 0
-        for number, (count, found, card) in enumerate(zip(self.counts, self.estimates, self.cards, strict=True)):
+        for number, ((start, stop), found, card) in enumerate(
+            zip(_ranges(self.counts), self.estimates, self.cards, strict=True)
+        ):
             beside = ", embeddings, head and loss" if number == 0 else ""
-            rest = f"{found.spare / GIB:.1f} spare" if found.fits else f"{-found.spare / GIB:.1f} missing"
+            rest = f"{abs(found.spare) / GIB:.1f} {'spare' if found.fits else 'missing'}"
             yield (
-                f"card {number}: layers {start} to {start + count - 1}{beside}: {found.total / GIB:.1f} of "
+                f"card {number}: layers {start} to {stop - 1}{beside}: {found.total / GIB:.1f} of "
                 f"{card.usable / GIB:.1f} GiB, {rest}"
             )
-            start += count
 
 
 def split_plan(
-    request: PlanRequest,
-    *,
-    cards: Sequence[CardMemory],
-    counts: Counts | None = None,
-    config: Any = None,
-    flights: int = 1,
+    whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None, flights: int = 1
 ) -> SplitPlan:
-    """Plans one model over several cards: the fastest case that fits on every card, else that with the least missing.
+    """Splits a plan of one card over several: the fastest case that fits on each, else that with the least missing.
 
     ``counts``: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
     the fullest card. ``flights``: micro-batches in flight, if a step has as many.
     """
-    assert request.cards == 1, "one process"
-    single = replace(request, mixes=False)  # the one that fits one card is not that of several
-    whole = plan_for(single, card=cards[0], config=config)
-    return over_cards(whole, cards=cards, counts=counts, flights=flights)
-
-
-def over_cards(
-    whole: Plan, *, cards: Sequence[CardMemory], counts: Counts | None = None, flights: int = 1
-) -> SplitPlan:
     if counts is not None:
         from hf_rocm_tune.models.split import counts_for
 
@@ -107,26 +89,30 @@ def over_cards(
         cards = cards[: len(counts)]
     if whole.layers < len(cards):
         raise UsageError(f"{whole.layers} layers cannot be distributed over {len(cards)} cards")
-    parts: dict[tuple[str, int, int], Variant] = {}
 
     def split(option: Estimate, shared: Counts) -> SplitPlan:
-        found, case = [], replace(option.case, flights=min(flights, option.case.accumulation))
-        for (start, stop), card in zip(_ranges(shared), cards, strict=True):
-            key = option.variant, start, stop
-            part = parts.get(key) or parts.setdefault(key, whole.recordings[option.variant].part(start, stop))
-            found.append(estimate(part, case, card))
-        return SplitPlan(plan=whole, option=option, counts=shared, estimates=tuple(found), cards=tuple(cards))
+        found = parts(whole, option.variant, option.case, shared, cards, flights)
+        return SplitPlan(option=option, counts=shared, estimates=found, cards=tuple(cards))
 
     def best(option: Estimate) -> SplitPlan:
         if counts is not None:
             return split(option, counts)
         return best_cut(partial(split, option), even_counts(whole.layers, [card.free for card in cards]))
 
-    found = list(map(best, whole.grid))
+    found = [best(option) for option in whole.grid if option.case.recompute is None]  # a mix is what fits one card
     if roomy := [each for each in found if each.least_spare >= cards[0].margin]:
         top = max(each.option.tokens_per_second for each in roomy)
         found = [each for each in roomy if each.option.tokens_per_second >= top * (1 - NEAR)]
     return max(found, key=lambda each: each.least_spare)
+
+
+def parts(
+    plan: Plan, method: str, case: Case, counts: Counts, cards: Sequence[CardMemory], flights: int
+) -> tuple[Estimate, ...]:
+    """What each card takes, with so many micro-batches in flight if a step has as many."""
+    case, recordings = replace(case, flights=min(flights, case.accumulation)), plan.recordings[method]
+    ranges = zip(_ranges(counts), cards, strict=True)
+    return tuple(estimate(recordings.part(start, stop), case, card) for (start, stop), card in ranges)
 
 
 def _ranges(counts: Counts) -> list[tuple[int, int]]:
@@ -162,6 +148,9 @@ def best_cut(plan: Callable[[Counts], SplitPlan], counts: Counts) -> SplitPlan:
 
 
 # ---- the ways, compared -----------------------------------------------------------------------------------------
+
+At = Callable[[str, Case], Estimate]
+"""Memory of the fullest card and speed of all, of a method and case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,41 +201,43 @@ def sentence(plan: Plan, best: CardsWay) -> str:
     return f"{best.name}: {method} {reason}{slow}; {crossing}"
 
 
-def _at(option: Estimate, plan: Plan, *, times: float = 1.0, plus: float = 0.0, least: float = 0.0) -> Estimate:
+def _way(
+    plan: Plan,
+    name: str,
+    flags: str,
+    cases: Iterable[Estimate],
+    at: At,
+    crossing: Callable[[Estimate], float],
+    lines: Iterable[str] = (),
+) -> CardsWay:
+    """The best of these cases of one card."""
+    options = [at(one.variant, one.case) for one in cases]
+    best = fastest(options) or min(options, key=lambda each: each.total)
+    longest = plan.longest(best.variant, lambda case: at(best.variant, case).fits)
+    return CardsWay(name=name, option=best, longest=longest, crossing=crossing(best), flags=flags, lines=tuple(lines))
+
+
+def _timed(option: Estimate, plan: Plan, *, times: float = 1.0, plus: float = 0.0, least: float = 0.0) -> Estimate:
     """The option with ``times`` the seconds of its step ``plus`` others, at ``least`` that many."""
     tokens = plan.request.effective_batch * option.case.length
     seconds = max(times * tokens / option.tokens_per_second + plus, least)
     return replace(option, tokens_per_second=tokens / seconds)
 
 
-def _way(
-    plan: Plan,
-    name: str,
-    flags: str,
-    options: list[Estimate],
-    fits: Callable[[str, Case], bool],
-    crossing: Callable[[Estimate], float],
-    lines: Iterable[str] = (),
-) -> CardsWay:
-    """The best of a way's cases; ``fits`` is asked of method and case."""
-    best = fastest(options) or min(options, key=lambda each: each.total)
-    longest = plan.longest(best.variant, partial(fits, best.variant))
-    return CardsWay(name=name, option=best, longest=longest, crossing=crossing(best), flags=flags, lines=tuple(lines))
-
-
-def _gradients(variant: Variant) -> float:
-    return float(sum(each.nbytes for each in variant.weights.trained))
+def _itemsize(plan: Plan, method: str) -> int:
+    return 4 if plan.request.dtype_of(method) == "float32" else 2
 
 
 def _replicated(plan: Plan, name: str, times: float, rate: float, flags: str) -> CardsWay:
     """In a ring each card sends the shares of the others, twice; through the host it sends and receives all."""
-    sends = {method: times * _gradients(variant) for method, variant in plan.variants.items()}
-    options = [_at(one, plan, plus=sends[one.variant] / rate) for one in plan.grid]
 
-    def fits(method: str, case: Case) -> bool:
-        return estimate(plan.variants[method], case, plan.card).fits
+    def sends(method: str) -> float:
+        return times * plan.variants[method].weights.gradients
 
-    return _way(plan, name, flags, options, fits, lambda one: plan.request.cards * sends[one.variant])
+    def at(method: str, case: Case) -> Estimate:
+        return _timed(estimate(plan.variants[method], case, plan.card), plan, plus=sends(method) / rate)
+
+    return _way(plan, name, flags, plan.grid, at, lambda one: plan.request.cards * sends(one.variant))
 
 
 def _sharded(plan: Plan, flags: str) -> CardsWay:
@@ -262,13 +253,12 @@ def _sharded(plan: Plan, flags: str) -> CardsWay:
         layers = sum(by_layer[layer] for layer in layer_of)
         embeddings = recordings.sample.base.get_input_embeddings().weight.nbytes
         saved = max(0, int(layers * (cards - 1) / cards) - 2 * max(by_layer))  # two layers are gathered at a time
-        parts = dict(whole.weights.parts)
-        parts |= {"weights": parts["weights"] - saved, "adapters": parts["adapters"] // cards}
+        held = dict(whole.weights.parts)
+        held |= {"weights": held["weights"] - saved, "adapters": held["adapters"] // cards}
         trained = tuple(replace(each, elements=-(-each.elements // cards)) for each in whole.weights.trained)
         # 4-bit weights are quantised on each card before they are sharded
         loading = whole.weights.loading + saved if whole.weights.parts["quantisation constants"] else 0
-        weights = replace(whole.weights, parts=parts, trained=trained, loading=loading)
-        variants[method] = replace(whole, weights=weights)
+        variants[method] = replace(whole, weights=replace(whole.weights, parts=held, trained=trained, loading=loading))
         # all weights outside the layers once, the embeddings again
         every = whole.weights.parts["weights"] + layers + embeddings + 2 * whole.weights.parts["adapters"]
         gathered[method] = every * (cards - 1) / cards
@@ -276,14 +266,13 @@ def _sharded(plan: Plan, flags: str) -> CardsWay:
     def at(method: str, case: Case) -> Estimate:
         found = replace(estimate(variants[method], replace(case, cards=1), plan.card), case=case)
         found = replace(found, tokens_per_second=cards * found.tokens_per_second)
-        return _at(found, plan, least=case.accumulation * gathered[method] / LINK)
+        return _timed(found, plan, least=case.accumulation * gathered[method] / LINK)
 
     def crossing(best: Estimate) -> float:
         weights = cards * best.case.accumulation * gathered[best.variant]
-        return weights + (cards - 1) * _gradients(plan.variants[best.variant])
+        return weights + (cards - 1) * plan.variants[best.variant].weights.gradients
 
-    options = [at(one.variant, one.case) for one in plan.grid if one.case.recompute is None]
-    return _way(plan, "fsdp2", flags, options, lambda method, case: at(method, case).fits, crossing)
+    return _way(plan, "fsdp2", flags, (one for one in plan.grid if one.case.recompute is None), at, crossing)
 
 
 def _for_all(plan: Plan) -> Plan:
@@ -302,42 +291,29 @@ def _layered(plan: Plan) -> list[CardsWay]:
     from hf_rocm_tune.cards.pipeline import IN_FLIGHT  # imports torch
 
     cards, plan = plan.request.cards, _for_all(plan)
-    found = over_cards(plan, cards=[plan.card] * cards)
+    found = split_plan(plan, cards=[plan.card] * cards)
 
-    def same(step: Step, _: Case) -> Step:
-        return step
-
-    def at(method: str, case: Case, in_flight: int) -> Estimate:
-        """The fullest card, with so many micro-batches in flight; its speed is that of one card with all layers."""
-        recordings, flights = plan.recordings[method], min(in_flight, case.accumulation)
-        step = recordings(case)
-        each = []
-        for start, stop in _ranges(found.counts):
-            part = replace(recordings.part(start, stop), trace=partial(same, step.part(start, stop)))
-            each.append(estimate(part, replace(case, flights=flights), plan.card))
-        fullest = max(each, key=lambda one: one.total)
+    def at(in_flight: int, method: str, case: Case) -> Estimate:
+        """The fullest card; its speed is that of one card with all layers, or of all in a pipeline."""
+        each = parts(plan, method, case, found.counts, found.cards, in_flight)
         seconds = sum(case.micro_batch * case.length / one.tokens_per_second for one in each)
-        return replace(fullest, case=case, tokens_per_second=case.micro_batch * case.length / seconds)
+        fullest = replace(max(each, key=lambda one: one.total), case=case)
+        fullest = replace(fullest, tokens_per_second=case.micro_batch * case.length / seconds)
+        steps = case.accumulation
+        times, sides = (1.0, 1) if in_flight == 1 else ((steps + cards - 1) / steps / cards, cards)
+        return _timed(fullest, plan, times=times, plus=crossing(fullest) / THROUGH_HOST / sides)
 
     def crossing(option: Estimate) -> float:
         """Each boundary, and back to the first card; both ways."""
-        wide = 4 if plan.request.dtype_of(option.variant) == "float32" else 2
-        hidden = option.case.micro_batch * option.case.length * plan.sample.config.hidden_size * wide
-        return 2.0 * cards * option.case.accumulation * hidden
+        hidden = option.case.micro_batch * option.case.length * plan.sample.config.hidden_size
+        return 2.0 * cards * option.case.accumulation * hidden * _itemsize(plan, option.variant)
 
-    def way(name: str, options: list[Estimate], in_flight: int, flags: str, lines: Iterable[str] = ()) -> CardsWay:
-        made = []
-        for one in (at(each.variant, each.case, in_flight) for each in options):
-            steps = one.case.accumulation
-            times, sides = (1.0, 1) if in_flight == 1 else ((steps + cards - 1) / steps / cards, cards)
-            made.append(_at(one, plan, times=times, plus=crossing(one) / THROUGH_HOST / sides))
-        fits = lambda method, case: at(method, case, in_flight).fits  # noqa: E731
-        return _way(plan, name, flags, made, fits, crossing, lines)
-
-    split = way("split", [found.option], 1, f"--split_layers {','.join(map(str, found.counts))}", found.lines())
-    piped = [each for each in plan.grid if each.case.accumulation > 1]
-    flags = "--split_layers auto --pipeline auto"
-    return [split, *([way("pipeline", piped, IN_FLIGHT * cards, flags)] if piped else [])]
+    flags = f"--split_layers {','.join(map(str, found.counts))}"
+    made = [_way(plan, "split", flags, [found.option], partial(at, 1), crossing, found.lines())]
+    if piped := [each for each in plan.grid if each.case.accumulation > 1]:
+        flags = "--split_layers auto --pipeline auto"
+        made.append(_way(plan, "pipeline", flags, piped, partial(at, IN_FLIGHT * cards), crossing))
+    return made
 
 
 def _together(plan: Plan) -> list[CardsWay]:
@@ -356,29 +332,24 @@ def _together(plan: Plan) -> list[CardsWay]:
     sharded = replace(whole, weights=weights)
     head = sample.vocabulary * int(sample.config.hidden_size)
     layers = cards * (whole.weights.parameters - weights.parameters) / (cards - 1)
-    counts = {
+    times_of = {
         id(module): sample.layer_of.count(number)
         for number, layer in enumerate(sample.layers)
         for module in layer.modules()
     }
-    sent = {
-        recomputed: sum(
-            counts[id(module)] * elements for module, elements in summed(sample.model, cards, recomputed=recomputed)
-        )
-        for recomputed in (False, True)
-    }
-    wide = 4 if plan.request.dtype_of("lora") == "float32" else 2
 
     def crossing(option: Estimate) -> float:
-        return float(plan.request.effective_batch * option.case.length * wide * sent[option.case.checkpointing])
+        sums = summed(sample.model, cards, recomputed=option.case.checkpointing)
+        sent = sum(times_of[id(module)] * elements for module, elements in sums)
+        return float(plan.request.effective_batch * option.case.length * _itemsize(plan, "lora") * sent)
 
-    def at(case: Case) -> Estimate:
+    def at(_: str, case: Case) -> Estimate:
         found = estimate(sharded, replace(case, cards=1), plan.card)
-        return _at(found, plan, times=(layers / cards + head) / (layers + head), plus=crossing(found) / LINK)
+        return _timed(found, plan, times=(layers / cards + head) / (layers + head), plus=crossing(found) / LINK)
 
-    options = [at(one.case) for one in _for_all(plan).grid if one.variant == "lora"]
+    cases = [one for one in _for_all(plan).grid if one.variant == "lora"]
     flags = "--accelerate_config dual_rx7900xt --tensor_parallel true"
-    return [_way(plan, "tensor", flags, options, lambda _, case: at(case).fits, lambda one: cards * crossing(one))]
+    return [_way(plan, "tensor", flags, cases, at, lambda one: cards * crossing(one))]
 
 
 def advice(plan: Plan, *, training: bool = False) -> str:

@@ -11,9 +11,11 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import Machine, survey
+from hf_rocm_tune.models.factory import ModelSource, read_config
+from hf_rocm_tune.plan import fit
 from hf_rocm_tune.plan.command import command
 from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, Weights, estimate
-from hf_rocm_tune.plan.fit import Plan, Recordings, plan_for
+from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
     PUBLIC_MODELS,
     PlanRequest,
@@ -21,7 +23,6 @@ from hf_rocm_tune.plan.request import (
     card_memory,
     config_of,
     from_training,
-    load_config,
     public_model,
 )
 from hf_rocm_tune.plan.sample import build
@@ -292,27 +293,27 @@ def _small(**more: Any) -> Plan:
 
 
 def test_a_refusal_of_one_method_is_told_and_the_other_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Recordings._record
+    record = fit._record
 
-    def refuse(self: Recordings, *rest: Any) -> Any:
-        if self.method == "qlora":
+    def refuse(sample: Any, case: Case) -> Any:
+        if getattr(sample.base, "is_loaded_in_4bit", False):
             raise UsageError("not in four bits")
-        return record(self, *rest)
+        return record(sample, case)
 
-    monkeypatch.setattr(Recordings, "_record", refuse)
+    monkeypatch.setattr(fit, "_record", refuse)
     found = _small()
     assert list(found.variants) == ["lora"]
     assert any("not in four bits" in note for note in found.notes)
 
 
 def test_a_case_is_recorded_once_and_at_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    record, seen = Recordings._record, []
+    record, seen = fit._record, []
 
-    def note(self: Recordings, sample: Any, case: Case, batch: int, length: int) -> Any:
-        seen.append((case.checkpointing, batch, length))
-        return record(self, sample, case, batch, length)
+    def note(sample: Any, case: Case) -> Any:
+        seen.append((case.checkpointing, *case.shape))
+        return record(sample, case)
 
-    monkeypatch.setattr(Recordings, "_record", note)
+    monkeypatch.setattr(fit, "_record", note)
     found = _small(methods=("lora",), mixes=False)
     wanted = {(each.case.checkpointing, *each.case.shape) for each in found.grid}
     assert wanted <= set(seen)
@@ -353,14 +354,14 @@ def test_a_configuration_that_is_none_is_one_line(tmp_path: Path, content: str |
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError) as refused:
-        load_config(str(tmp_path))
+        read_config(ModelSource(name=str(tmp_path)))
     assert str(tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_a_hub_that_does_not_answer_is_one_line() -> None:
     with pytest.raises(UsageError, match=r"nobody/nothing.*network"):
-        load_config("nobody/nothing")
+        read_config(ModelSource(name="nobody/nothing"))
 
 
 @pytest.mark.parametrize(("arch", "joined"), [("Qwen3Moe", True), ("GptOss", False)])

@@ -237,7 +237,7 @@ def test_checkpointing_keeps_less_and_computes_more() -> None:
 @pytest.mark.parametrize(("one_pass", "products"), [(False, (1, 2)), (True, (2, 0))])
 @pytest.mark.parametrize("vocabulary", [640, 100_000])  # one tile, and more
 def test_the_products_of_the_head_are_counted(one_pass: bool, products: tuple[int, int], vocabulary: int) -> None:
-    tape = record(sample_of({**LLAMA, "vocab_size": vocabulary}), PLAIN, 2, 512, one_pass=one_pass)
+    tape = record(sample_of({**LLAMA, "vocab_size": vocabulary}, one_pass_loss=one_pass), PLAIN, 2, 512)
     flops = [sum(each.flops for each in tape.segments if each.role == role) for role in ("head", "loss")]
     product = 2 * (2 * 511) * SIZES["hidden_size"] * vocabulary
     assert flops == [number * product for number in products]
@@ -245,8 +245,8 @@ def test_the_products_of_the_head_are_counted(one_pass: bool, products: tuple[in
 
 def test_the_loss_of_a_card_without_triton_has_tiles_of_its_own() -> None:
     assert shapes_device.PLAIN_TOKENS == loss.PLAIN_TOKENS
-    sample, tile = sample_of({**LLAMA, "vocab_size": 32768}), 32768 * 1022
-    largest = [max(record(sample, PLAIN, 2, 512, triton=triton).sizes) for triton in (True, False)]
+    fields, tile = {**LLAMA, "vocab_size": 32768}, 32768 * 1022
+    largest = [max(record(sample_of(fields, triton=each), PLAIN, 2, 512).sizes) for each in (True, False)]
     assert largest == [2 * tile, 4 * tile]  # bfloat16, and float32 beside it
 
 

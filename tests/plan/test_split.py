@@ -17,7 +17,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import PlanRequest, config_of, public_model
-from hf_rocm_tune.plan.ways import SplitPlan, best_cut, even_counts, over_cards, split_plan
+from hf_rocm_tune.plan.ways import SplitPlan, best_cut, even_counts, split_plan
 
 MIB = 1 << 20
 Planned = Callable[..., SplitPlan]
@@ -52,7 +52,7 @@ def planned(config: Any) -> Callable[..., SplitPlan]:
         request = PlanRequest(**(usual | more))
         if str(request) not in wholes:
             wholes[str(request)] = plan_for(request, card=card(9000), config=config)
-        return over_cards(wholes[str(request)], cards=[card(each) for each in mib], counts=counts)
+        return split_plan(wholes[str(request)], cards=[card(each) for each in mib], counts=counts)
 
     return plan
 
@@ -140,7 +140,7 @@ def test_a_14b_in_bfloat16_needs_two_cards_of_20_gib_and_fits_them() -> None:
     assert known is not None
     xt = CardMemory(name="xt", usable=int(19.9 * GIB))
     request = PlanRequest(methods=("lora",), length=1024, effective_batch=16, micro_batch=1, checkpointing=True)
-    found = split_plan(request, cards=(xt, xt), config=config_of(known.fields))
+    found = split_plan(plan_for(request, card=xt, config=config_of(known.fields)), cards=(xt, xt))
     assert found.fits and not found.option.fits
     assert sum(found.counts) == 40 and found.counts[0] < found.counts[1]
     assert sum(each.parts["weights"] for each in found.estimates) == pytest.approx(14.77e9 * 2, rel=0.01)

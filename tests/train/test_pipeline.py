@@ -26,6 +26,7 @@ from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.split import LayerSplit, SplitMover, tell_of_devices
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
+from hf_rocm_tune.plan.fit import plan_for
 from hf_rocm_tune.plan.request import PlanRequest
 from hf_rocm_tune.plan.ways import split_plan
 from hf_rocm_tune.transfer import FaultSpec
@@ -263,7 +264,8 @@ def _memory(place: Path, flights: int) -> dict[str, Any]:
     for _ in range(5):  # how many flights coincide is a matter of time
         runs(pipeline=flights > 1, max_steps=1, **sizes)
         cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
-        plan = split_plan(request, cards=cards, counts=(2, 2), config=runs.config, flights=flights)
+        whole = plan_for(request, card=cards[0], config=runs.config)
+        plan = split_plan(whole, cards=cards, counts=(2, 2), flights=flights)
         planned = [each.allocated for each in plan.estimates]
         measured = [torch.cuda.max_memory_allocated(card) for card in range(2)]
         if flights == 1 or all(most >= IN_FLIGHT * least for most, least in zip(measured, planned, strict=True)):
