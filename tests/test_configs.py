@@ -80,10 +80,11 @@ def test_what_fsdp2_is_told_passes_our_own_refusals(name: str, monkeypatch: pyte
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    from hf_rocm_tune.cards.fsdp import check_plugin, is_wanted
+    from hf_rocm_tune.cards.fsdp import check_plugin
+    from hf_rocm_tune.cards.way import is_on
 
     environment = prepare_multi_gpu_env(launch_arguments(name))
-    assert is_wanted(environment)
+    assert is_on("ACCELERATE_USE_FSDP", environment)
     for variable, value in environment.items():
         if variable.startswith("FSDP_"):
             monkeypatch.setenv(variable, value)

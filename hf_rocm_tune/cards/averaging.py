@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import override
 
 from hf_rocm_tune.cards.preflight import GradSync
 from hf_rocm_tune.errors import CorruptionError, UsageError
@@ -57,44 +56,12 @@ class SyncSettings:
         return chosen if chosen.itemsize < dtype.itemsize else dtype
 
 
-class Averaging:
-    """One way to average the buckets of a model."""
-
-    keeps_buckets = False  # whether the memory of a bucket still holds the local gradients after backward
-    between: int | None = 0  # bytes given to collectives; None: unknown
-    crossed = 0  # bytes copied to the host and back
-    waited_s: float | None = None  # from the start of the last bucket to the last average; None: not measured
-
-    def __init__(self, settings: SyncSettings) -> None:
-        self._settings = settings
-
-    def wire(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype in which gradients are summed; None if the result only approximates their average."""
-        return self._settings.wire_dtype(dtype)
-
-    def step_begins(self) -> None:
-        """Called before the first bucket of a backward pass."""
-
-    def start(self, bucket: GradBucket, *, number: int) -> torch.futures.Future[Tensor]:
-        """Begin to average a bucket; ``number`` counts the buckets of the run. Returns a future of the average."""
-        raise NotImplementedError
-
-    def failure(self, number: int) -> str | None:
-        """The error of a bucket of this step on this rank, after backward; None without one."""
-
-    def check(self) -> None:
-        """Called after backward, before averages are used."""
-
-    def forget(self, index: int) -> None:
-        """The bucket was averaged again in another way."""
-
-
-class GroupAveraging(Averaging):
+class GroupAveraging:
     """Averages by the process group (RCCL, NCCL or gloo) with torch's own hooks, which raise their errors."""
 
     def __init__(self, model: DistributedDataParallel, settings: SyncSettings) -> None:
-        super().__init__(settings)
-        self._group = model.process_group
+        self._settings, self._group = settings, model.process_group
+        self.between: int | None = 0  # bytes given to collectives; None: unknown
         self._powersgd: PowerSGDState | None = None
         if settings.compression == "powersgd":
             self._powersgd = PowerSGDState(self._group, start_powerSGD_iter=settings.powersgd_after)
@@ -103,12 +70,8 @@ class GroupAveraging(Averaging):
         # of gloo's threads would wait for one another.
         self._one_by_one = self._powersgd is not None and dist.get_backend(self._group) != "nccl"
 
-    @override
-    def wire(self, dtype: torch.dtype) -> torch.dtype | None:
-        return None if self._powersgd is not None else super().wire(dtype)
-
-    @override
-    def start(self, bucket: GradBucket, *, number: int) -> torch.futures.Future[Tensor]:
+    def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to average a bucket. Returns a future of the average."""
         if self._powersgd is not None:
             average = powerSGD_hook(self._powersgd, bucket)
             if self._one_by_one:
@@ -123,44 +86,36 @@ class GroupAveraging(Averaging):
         hooks = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
         return hooks[wire](self._group, bucket)
 
-    @override
     def forget(self, index: int) -> None:
+        """The bucket was averaged again in another way."""
         if self._powersgd is not None:
             self._powersgd.error_dict.pop(index, None)
 
 
-class HostAveraging(Averaging):
+class HostAveraging:
     """Averages on the host; see the module's description. The constructor is collective."""
 
-    keeps_buckets = True
-    between: int
-
     def __init__(self, mover: Mover, settings: SyncSettings) -> None:
-        super().__init__(settings)
-        self._mover = mover
+        self._mover, self._settings = mover, settings
         averages_group()  # created here, on every rank, not in the middle of a step
         self._fetcher: Fetcher | None = None
         self._worker: _Worker | None = None
         self._failures: dict[int, str] = {}
         self._error: BaseException | None = None
-        self.between = self.crossed = 0
-        self.waited_s: float = 0.0
+        self.between = self.crossed = 0  # bytes given to collectives; copied to the host and back
+        self.waited_s = 0.0  # from the start of the last bucket to the last average
 
-    @override
     def step_begins(self) -> None:
+        """Called before the first bucket of a backward pass."""
         self._failures.clear()
         self._error = None
 
-    @override
-    def start(self, bucket: GradBucket, *, number: int) -> torch.futures.Future[Tensor]:
-        return self.begin(bucket.buffer(), name=f"bucket {bucket.index()}", number=number, is_last=bucket.is_last())
-
-    @override
     def failure(self, number: int) -> str | None:
+        """The error of a bucket of this step on this rank, after backward; None without one."""
         return self._failures.get(number)
 
-    @override
     def check(self) -> None:
+        """Called after backward, before averages are used."""
         if self._error is not None:
             raise self._error
 

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from accelerate.utils import str_to_bool
 from torch import nn
 from typing_extensions import override
 
 from hf_rocm_tune.cards.fsdp_traffic import Traffic
 from hf_rocm_tune.cards.sharded import Sharded, declare_accelerators
-from hf_rocm_tune.cards.way import CardSettings
+from hf_rocm_tune.cards.way import CardSettings, is_on
 from hf_rocm_tune.errors import SeamError, UsageError
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, rows_of
@@ -27,14 +26,6 @@ if TYPE_CHECKING:
     from trl import ModelConfig
 
 CONFIGURATION = "--accelerate_config dual_rx7900xt_fsdp2"
-
-
-def is_wanted(environ: Mapping[str, str]) -> bool:
-    return _is_on(environ, "ACCELERATE_USE_FSDP")
-
-
-def _is_on(environ: Mapping[str, str], name: str) -> bool:
-    return bool(str_to_bool(environ.get(name) or "false"))
 
 
 class Fsdp(Sharded):
@@ -57,7 +48,7 @@ class Fsdp(Sharded):
         self, args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str]
     ) -> list[tuple[bool, str]]:
         names = ("CPU_RAM_EFFICIENT_LOADING", "OFFLOAD_PARAMS", "ACTIVATION_CHECKPOINTING")
-        on = [_is_on(environ, f"FSDP_{name}") for name in names]
+        on = [is_on(f"FSDP_{name}", environ) for name in names]
         refusals = [
             (bool(args.fsdp), f"--fsdp is not used here: choose {CONFIGURATION}, and leave --fsdp out"),
             (args.world_size < 2, "there is one process, and FSDP2 shards over two or more: give --num_processes 2"),

@@ -200,9 +200,9 @@ class Traffic(Gathers):
         return {**super().describe(), **judged}
 
     def _write(self, read: Tensor, average: Tensor) -> str | None:
-        place = read.untyped_storage().data_ptr()
+        memory = read.untyped_storage().data_ptr()
         gradients = [each.grad._local_tensor for each in self._model.parameters() if isinstance(each.grad, DTensor)]
-        if all(each.untyped_storage().data_ptr() != place for each in gradients):
+        if all(each.untyped_storage().data_ptr() != memory for each in gradients):
             return "its gradients were converted since, so it cannot replace them"
         read.copy_(average)  # device: from this device's memory to itself
         return None

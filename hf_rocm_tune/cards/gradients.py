@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune.cards.agree import exchange
-from hf_rocm_tune.cards.averaging import Averaging, GradBucket, GroupAveraging, HostAveraging, SyncSettings
+from hf_rocm_tune.cards.averaging import GradBucket, GroupAveraging, HostAveraging, SyncSettings
 from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError, device_shortage
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.transfer import Mover, digest, digest_on_device
@@ -221,9 +221,9 @@ class GradientCheck:
         self.model, self._mover, self._settings = model, mover, settings
         self.judging = mover.settings.verify != "off"
         self._judge = AverageJudge(mover, settings, rung="all_reduce")
-        through_host = settings.way == "host"
-        self._averaging: Averaging = self._judge.through_host if through_host else GroupAveraging(model, settings)
-        self._copies = not self._averaging.keeps_buckets or model.gradient_as_bucket_view
+        self._host = self._judge.through_host
+        self._group = None if settings.way == "host" else GroupAveraging(model, settings)
+        self._copies = self._group is not None or model.gradient_as_bucket_view  # else buckets keep what was sent
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._pending: list[Average] = []
         self._indices: dict[int, int] = {}  # of pending ones, DistributedDataParallel's number of the bucket
@@ -237,8 +237,8 @@ class GradientCheck:
         return bool(self._pending)
 
     def describe(self) -> dict[str, Any]:
-        steps, averaging = max(self._backwards, 1), self._averaging
-        waited = averaging.waited_s
+        steps, host = max(self._backwards, 1), self._host if self._group is None else None
+        between = self._host.between if self._group is None else self._group.between
         compressed = self._settings.compression == "powersgd"
         return {
             "way": self._settings.way,
@@ -246,17 +246,17 @@ class GradientCheck:
             "process_group": dist.get_backend(self.model.process_group),
             "judged": "no" if not self.judging else "equal on all ranks" if compressed else "projections",
             "averages": self._backwards,
-            "bytes_between_ranks_per_step": None if averaging.between is None else round(averaging.between / steps),
-            "bytes_to_host_and_back_per_step": round(averaging.crossed / steps),
-            "wait_seconds": None if waited is None else round(waited, 6),
-            "wait_seconds_per_step": None if waited is None else round(waited / steps, 6),
+            "bytes_between_ranks_per_step": None if between is None else round(between / steps),
+            "bytes_to_host_and_back_per_step": round(host.crossed / steps) if host else 0,
+            "wait_seconds": round(host.waited_s, 6) if host else None,
+            "wait_seconds_per_step": round(host.waited_s / steps, 6) if host else None,
         }
 
     def before_averaging(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self._pending.clear()  # another backward of the same step: its average includes the earlier one
             self._packed, self._short_of_memory = None, False
-            self._averaging.step_begins()
+            self._host.step_begins()
             self._backwards += 1
         number, self._recorded = self._recorded, self._recorded + 1
         if self.judging:
@@ -266,13 +266,17 @@ class GradientCheck:
                 if device_shortage(error) is None:
                     raise
                 self._short_of_memory = True  # the other ranks wait for this average; `collect` raises afterwards
-        average = self._averaging.start(bucket, number=number)
+        name = f"bucket {bucket.index()}"
+        if self._group is not None:
+            average = self._group.start(bucket)
+        else:
+            average = self._host.begin(bucket.buffer(), name=name, number=number, is_last=bucket.is_last())
         if not self.judging or self._short_of_memory or self._mover.fault_injection() is None:
             return average
 
         def injected(done: torch.futures.Future[Tensor]) -> Tensor:
             found = done.value()
-            self._mover.inject(found, name=f"bucket {bucket.index()}", stage=STAGE, number=number, attempt=0)
+            self._mover.inject(found, name=name, stage=STAGE, number=number, attempt=0)
             return found
 
         average = average.then(injected)
@@ -281,7 +285,7 @@ class GradientCheck:
 
     def _record(self, bucket: GradBucket, number: int) -> None:
         buffer, index, parameters = bucket.buffer(), bucket.index(), tuple(bucket.parameters())
-        wire = self._averaging.wire(buffer.dtype)
+        wire = None if self._settings.compression == "powersgd" else self._settings.wire_dtype(buffer.dtype)
         sent = buffer.clone() if self._copies else buffer  # it will be overwritten
         none = torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=buffer.device)
         projected = none if wire is None else project(buffer.to(wire))
@@ -306,11 +310,11 @@ class GradientCheck:
 
         `settle` then needs device memory only to compute a wrong average again.
         """
-        self._averaging.check()
+        self._host.check()
         if self._short_of_memory:
             raise torch.OutOfMemoryError("no memory for a copy of the gradients to be averaged")
         if self._pending:
-            failed = [self._averaging.failure(bucket.number) is not None for bucket in self._pending]
+            failed = [self._host.failure(bucket.number) is not None for bucket in self._pending]
             self._packed = packed(self._pending, failed)
 
     def settle(self, *, step: int) -> None:
@@ -330,7 +334,8 @@ class GradientCheck:
         assert mine is not None
         self._mover.report.count(STAGE, buckets=len(buckets))
         for bucket in self._judge.conclude(buckets, exchange(mine), step):
-            self._averaging.forget(self._indices[bucket.number])
+            if self._group is not None:
+                self._group.forget(self._indices[bucket.number])
         self._indices.clear()
 
 

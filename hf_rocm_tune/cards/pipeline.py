@@ -106,13 +106,13 @@ class _Flight:
         self._cuts: list[tuple[Tensor, Tensor, Crossing]] = []
 
     @contextmanager
-    def cross(self, place: int) -> Iterator[Callable[[int], tuple[Fetcher, Any]]]:
-        """Around all that crosses at one place; gives, by card, what fetches from it, and the mark of its queue."""
+    def cross(self, stage: int) -> Iterator[Callable[[int], tuple[Fetcher, Any]]]:
+        """Around all that crosses at one stage; gives, by card, what fetches from it, and the mark of its queue."""
         pipeline = self._pipeline
         marks = [card.mark() for card in pipeline.mover.cards]
         pipeline.scheduler.leave(self.number)
         yield lambda card: (self._fetchers[card], marks[card])
-        pipeline.scheduler.enter(self.number, place)
+        pipeline.scheduler.enter(self.number, stage)
 
     def wait(self, tensor: Tensor) -> None:
         """Wait for the kernels that compute ``tensor`` before it is read, and let other micro-batches run meanwhile."""
@@ -122,9 +122,9 @@ class _Flight:
             mark.synchronize()
         self._pipeline.scheduler.enter(self.number, stage)
 
-    def cut(self, tensor: Tensor, moved: Tensor, way: Crossing) -> Tensor:
+    def cut(self, tensor: Tensor, moved: Tensor, crossing: Crossing) -> Tensor:
         leaf = moved.detach().requires_grad_()
-        self._cuts.append((tensor, leaf, way))
+        self._cuts.append((tensor, leaf, crossing))
         return leaf
 
     def backward(self) -> None:
@@ -133,10 +133,12 @@ class _Flight:
         for card in range(cards - 1, -1, -1):
             mine = [cut for cut in self._cuts if cut[2].source == card]
             self._cuts = [cut for cut in self._cuts if cut[2].source != card]  # frees what is no longer needed
-            used = [(tensor, leaf.grad, way) for tensor, leaf, way in mine if leaf.grad is not None]
+            used = [(tensor, leaf.grad, crossing) for tensor, leaf, crossing in mine if leaf.grad is not None]
             if used:
-                with self.cross(2 * cards + 1 - card) as crossing:
-                    gradients = [way.backward(gradient, *crossing(way.target)) for _, gradient, way in used]
+                with self.cross(2 * cards + 1 - card) as fetches:
+                    gradients = [
+                        crossing.backward(gradient, *fetches(crossing.target)) for _, gradient, crossing in used
+                    ]
                 torch.autograd.backward([tensor for tensor, _, _ in used], gradients)
 
 

@@ -49,14 +49,14 @@ def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
     """
     step("waking both devices")
     destination, source = device_of(request["destination"]), device_of(request["source"])
-    way, pair = f"copying from {source} to {destination}", _Pair(source, destination, Copies())
+    copying, pair = f"copying from {source} to {destination}", _Pair(source, destination, Copies())
     problems: list[dict[str, Any] | None] = []
     for number, (words, nbytes, shape, non_blocking) in enumerate(_copies(request["largest"], request["repeats"])):
-        step(f"{way}: {words}")
+        step(f"{copying}: {words}")
         problems.append(pair.try_case(words, nbytes, shape, number, non_blocking=non_blocking))
-    step(f"{way} and back at the same time")
+    step(f"{copying} and back at the same time")
     problems += pair.both_ways(min(64 << 20, request["largest"]))
-    step(f"{way} through the host")
+    step(f"{copying} through the host")
     wrong = [each for each in problems if each is not None]
     access = bool(torch.cuda.can_device_access_peer(source, destination)) if source.type == "cuda" else None
     found = {"peer_access": access, "cases": len(problems), "wrong": len(wrong), "problems": wrong[:_KEPT]}

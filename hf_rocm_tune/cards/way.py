@@ -5,12 +5,14 @@ A new way is one file with a subclass, and one row in `ways.WAYS`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from accelerate.utils import str_to_bool
 from torch import Tensor, nn
 
 from hf_rocm_tune.cards.averaging import SyncSettings
@@ -28,6 +30,11 @@ Stock = Callable[[nn.Module, Any, Any], Tensor]
 
 Compare = Callable[[Iterable[tuple[str, Tensor]], str], None]
 """Compares named tensors over the ranks; the text says when."""
+
+
+def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a variable of the launcher, such as ``ACCELERATE_USE_FSDP``, says yes."""
+    return bool(str_to_bool(environ.get(name) or "no"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 from transformers import TrainingArguments
 
 from hf_rocm_tune.cards.ddp import Ddp, Host
-from hf_rocm_tune.cards.fsdp import Fsdp, is_wanted
+from hf_rocm_tune.cards.fsdp import Fsdp
 from hf_rocm_tune.cards.split import Split
 from hf_rocm_tune.cards.tensor_parallel import TensorParallel
-from hf_rocm_tune.cards.way import CardSettings, Way
+from hf_rocm_tune.cards.way import CardSettings, Way, is_on
 from hf_rocm_tune.models.split import SplitMover
 from hf_rocm_tune.transfer import Mover
 
@@ -27,7 +25,7 @@ def way_of(args: TrainingArguments | None, mover: Mover) -> Way:
     return choose(
         CardSettings(
             world_size=1 if args is None else args.world_size,
-            fsdp=is_wanted(os.environ) or bool(getattr(args, "fsdp", None)),
+            fsdp=is_on("ACCELERATE_USE_FSDP") or bool(getattr(args, "fsdp", None)),
             split=isinstance(mover, SplitMover),
         )
     )

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_rocm_tune.cards import preflight
+from hf_rocm_tune.cards.way import is_on
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.settings.arguments import RanksArguments
-from hf_rocm_tune.settings.compatibility import launched_with
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.adapter import Adapter
@@ -113,7 +113,7 @@ def decide(
         "your other flags (the same effective batch)"
     )
     preflight.insist(done, one_card=one_card)
-    if done.way == "host" and any(launched_with(each, environ) for each in ("FSDP", "DEEPSPEED")):
+    if done.way == "host" and any(is_on(f"ACCELERATE_USE_{each}", environ) for each in ("FSDP", "DEEPSPEED")):
         raise StallError(
             f"gradients can only be averaged through host memory here ({done.reason}), which FSDP and DeepSpeed "
             f"do not support: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"

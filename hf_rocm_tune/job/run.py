@@ -101,7 +101,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     group = exits.RankGroup.of(os.environ)
     rendezvous = group.rendezvous() if group else None
     preflight = partial(decide, environ=os.environ, say=announce.say)
-    arguments = command_line.parse(argv, method=method, before_meeting=preflight)
+    arguments = command_line.parse(argv, method=method, before_joining=preflight)
     if arguments.tune.print_config:
         print(arguments.to_yaml(), end="")
         return 0

@@ -210,7 +210,7 @@ def _kept_with_the_root(model: nn.Module) -> Iterator[None]:
     TRL's fused loss reads ``lm_head.weight`` without calling ``lm_head``; a unit of its own would be gathered by TRL
     itself, by a collective that nothing checks (trl 1.16.0, ``trainer/utils.py``).
     """
-    given, made = (getattr(model, f"get_{way}_embeddings", lambda: None)() for way in ("input", "output"))
+    given, made = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
     tied = made is not None and given is not None and given.weight is made.weight
     with nullcontext() if tied or made is None else _hidden(model):
         yield

@@ -277,11 +277,11 @@ class Hops:
             hooks.append(layer.register_forward_pre_hook(self._fetch_arguments(number, card), with_kwargs=True))
             if self._mover.logical:
                 hooks += [module.register_forward_hook(partial(self._made_on, card)) for module in layer.modules()]
-        name, place = f"layers.{len(layers) - 1}.output", len(self._mover.cards)
-        return [*hooks, layers[-1].register_forward_hook(lambda *given: self._home(given[-1], name, place))]
+        name, stage = f"layers.{len(layers) - 1}.output", len(self._mover.cards)
+        return [*hooks, layers[-1].register_forward_hook(lambda *given: self._home(given[-1], name, stage))]
 
-    def _home(self, output: Any, name: str, place: int) -> Any:
-        return self._all_to(0, output, [(name, output)], place)
+    def _home(self, output: Any, name: str, stage: int) -> Any:
+        return self._all_to(0, output, [(name, output)], stage)
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
         """A forward pass begins, whatever became of the one before."""
@@ -311,27 +311,27 @@ class Hops:
             return self._elsewhere.get(tensor.untyped_storage(), 0)
         return next((card for card, mover in enumerate(self._mover.cards) if mover.serves(tensor.device)), None)
 
-    def _all_to(self, card: int, tree: Any, named: Sequence[tuple[str, Any]], place: int) -> Any:
+    def _all_to(self, card: int, tree: Any, named: Sequence[tuple[str, Any]], stage: int) -> Any:
         names = {id(tensor): path for name, part in named for path, tensor in named_tensors(part, name)}
         flight = self._pass.flight
         found: dict[int, Tensor] = {}  # by identity: the tensors that have to be carried
         for tensor in tree_tensors(tree):
             if self._card_of(tensor) not in (None, card) and (id(tensor), card) not in self._pass.carried:
                 found[id(tensor)] = tensor
-        with flight.cross(place) if flight is not None and found else nullcontext() as crossing:
-            moved = {key: self._carry(card, tensor, names[key], crossing) for key, tensor in found.items()}
+        with flight.cross(stage) if flight is not None and found else nullcontext() as fetches:
+            moved = {key: self._carry(card, tensor, names[key], fetches) for key, tensor in found.items()}
         carried = self._pass.carried
         return map_tensors(tree, lambda each: moved.get(id(each), carried.get((id(each), card), (each, each))[1]))
 
-    def _carry(self, card: int, tensor: Tensor, name: str, crossing: Any) -> Tensor:
+    def _carry(self, card: int, tensor: Tensor, name: str, fetches: Any) -> Tensor:
         here = self._card_of(tensor)
         assert here is not None
-        way = Crossing(self._mover, source=here, target=card, name=name)
+        crossing = Crossing(self._mover, source=here, target=card, name=name)
         if self._pass.flight is None:
-            moved: Tensor = _Hop.apply(tensor, way) if tensor.requires_grad else way.forward(tensor)
+            moved: Tensor = _Hop.apply(tensor, crossing) if tensor.requires_grad else crossing.forward(tensor)
         else:
-            moved = way.forward(tensor, *crossing(here))
-            moved = self._pass.flight.cut(tensor, moved, way) if tensor.requires_grad else moved
+            moved = crossing.forward(tensor, *fetches(here))
+            moved = self._pass.flight.cut(tensor, moved, crossing) if tensor.requires_grad else moved
         if self._mover.logical:
             self._elsewhere[moved.untyped_storage()] = card
         if self._pass.is_under_way:  # and not in a recomputation, after which nobody would let go of it
@@ -372,10 +372,10 @@ class Crossing:
 
 class _Hop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, way: Crossing) -> Tensor:
-        ctx.way = way
-        return way.forward(tensor)
+    def forward(ctx: Any, tensor: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        return crossing.forward(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.way.backward(gradients[0]), None
+        return ctx.crossing.backward(gradients[0]), None

@@ -314,8 +314,8 @@ def _case(case: dict[str, Any]) -> str:
     packed = " packed" if case["packing"] else ""
     how = f"activations {'recomputed' if case['checkpointing'] else 'kept'}"
     if case["recompute"] is not None:
-        ways = zip(case["recompute"], ("whole", "selectively"), strict=True)
-        how = " and ".join(f"{count} layers recomputed {way}" for count, way in ways if count)
+        counts = zip(case["recompute"], ("whole", "selectively"), strict=True)
+        how = " and ".join(f"{count} layers recomputed {kind}" for count, kind in counts if count)
     return f"{case['micro_batch']}{packed} x {case['length']} tokens x {case['accumulation']} accumulated, {how}"
 
 

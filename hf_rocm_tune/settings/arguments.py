@@ -26,9 +26,8 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
 from hf_rocm_tune.cards.averaging import SyncSettings
-from hf_rocm_tune.cards.fsdp import is_wanted
 from hf_rocm_tune.cards.preflight import Asked, GradSync, Preflight
-from hf_rocm_tune.cards.way import CardSettings, Way
+from hf_rocm_tune.cards.way import CardSettings, Way, is_on
 from hf_rocm_tune.cards.ways import choose
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
@@ -219,7 +218,7 @@ class Arguments:
             CardSettings(
                 world_size=self.training.world_size,
                 sync=self.grad_sync,
-                fsdp=is_wanted(os.environ) or bool(self.training.fsdp),
+                fsdp=is_on("ACCELERATE_USE_FSDP") or bool(self.training.fsdp),
                 tensor_parallel=self.ranks.tensor_parallel,
                 split=self.ranks.split_layers is not None,
                 pipeline=self.ranks.pipeline == "auto",
@@ -265,12 +264,12 @@ def parse(
     method: Method = "sft",
     accelerator: bool | None = None,
     bf16_supported: bool | None = None,
-    before_meeting: Callable[[RanksArguments, bool, int], Preflight | None] | None = None,
+    before_joining: Callable[[RanksArguments, bool, int], Preflight | None] | None = None,
 ) -> Arguments:
     """Read a command line and its recipe, whose ``env`` is in ``os.environ`` then (what was set before is kept).
 
     ``accelerator``, ``bf16_supported``: whether there is a GPU, and whether it computes in bfloat16; None: ask torch.
-    ``before_meeting``: `job.refusals.decide`, called before the ranks join a process group.
+    ``before_joining``: `job.refusals.decide`, called before the ranks join a process group.
     """
     parser = build_parser(method)
     recipe, rest = names.recipe_of(argv)
@@ -296,9 +295,9 @@ def parse(
         functools.partial(_build, owner, owners=flags.owners, values=values) for owner in flags.types
     )
     ours, of_ranks, preflight = tune(), ranks(), None
-    if before_meeting is not None and not ours.print_config:
+    if before_joining is not None and not ours.print_config:
         steps: Any = values.get("gradient_accumulation_steps", flags.defaults["gradient_accumulation_steps"])
-        preflight = before_meeting(of_ranks, accelerator, steps)
+        preflight = before_joining(of_ranks, accelerator, steps)
     sync = of_ranks.sync(preflight.way if preflight else None)
     if sync.way == "host" and os.environ.get("WORLD_SIZE", "1") != "1":  # Accelerate takes a back end for a group
         if (other := values.get("ddp_backend")) not in (None, "gloo"):

@@ -9,18 +9,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate.utils import str_to_bool
-
+from hf_rocm_tune.cards.way import is_on
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.experts import has_experts
 from hf_rocm_tune.models.quantised import has_mxfp4
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.settings.names import VERBS
-
-
-def launched_with(engine: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher asks for ``FSDP`` or ``DEEPSPEED``."""
-    return bool(str_to_bool(environ.get(f"ACCELERATE_USE_{engine}") or "no"))
 
 
 def _saves_between_generations(job: Arguments) -> bool:
@@ -35,8 +29,8 @@ _BETWEEN_GENERATIONS = "a checkpoint between two generations"
 _REFERENCE = "--use_peft false with --beta and --model_revision"
 USES: Mapping[str, Callable[[Arguments], object]] = {
     "several processes": lambda job: job.training.world_size > 1,
-    "FSDP": lambda job: job.training.fsdp or launched_with("FSDP"),
-    "DeepSpeed": lambda job: job.training.deepspeed or launched_with("DEEPSPEED"),
+    "FSDP": lambda job: job.training.fsdp or is_on("ACCELERATE_USE_FSDP"),
+    "DeepSpeed": lambda job: job.training.deepspeed or is_on("ACCELERATE_USE_DEEPSPEED"),
     "FSDP2 or --tensor_parallel": lambda job: job.way().on_host,
     "--init_lora_weights": lambda job: job.tune.rewrites_base,
     "the CPU": lambda job: job.training.device.type == "cpu",
