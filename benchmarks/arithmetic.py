@@ -23,7 +23,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,13 @@ from common import Figures, main, print_table
 import torch  # isort: skip
 from torch import Tensor, nn  # isort: skip
 
-KINDS = ("float32", "bfloat16", "float16", "nf4", "int8")
+MIXTURES = {
+    "experts float32": torch.float32,
+    "experts bfloat16": torch.bfloat16,
+    "experts adapters": torch.bfloat16,
+    "experts nf4": torch.bfloat16,
+}
+KINDS = ("float32", "bfloat16", "float16", "nf4", "int8", *MIXTURES)
 WIDTHS = ((64, 64), (64, 256), (256, 64), (192, 128))
 SIZES = {"none": 0.0, "within": 1.0, "1 to 3": 3.0, "3 to 10": 10.0, "10 to 30": 30.0, "above 30": math.inf}
 """Norm of the error of the worst row over t times the output's rounding."""
@@ -79,6 +85,57 @@ def layers(kind: str, generator: torch.Generator) -> nn.ModuleList:
     return found
 
 
+class Mixture(nn.Module):
+    """Frozen experts of transformers, as their models call them, and a router."""
+
+    def __init__(self, kind: str, number: int, generator: torch.Generator) -> None:
+        from transformers import GptOssConfig, Qwen3MoeConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        super().__init__()
+        width, inner = ((64, 128), (128, 64))[number % 2]
+        given = {"hidden_size": width, "num_experts_per_tok": 2}
+        if number < 2:
+            own = Qwen3MoeConfig(**given, moe_intermediate_size=inner, num_experts=8)
+            self.experts: Any = Qwen3MoeExperts(own)
+        else:
+            own = GptOssConfig(**given, intermediate_size=inner, num_local_experts=8)
+            self.experts = GptOssExperts(own)
+        own._experts_implementation = ("grouped_mm", "eager", "grouped_mm", "batched_mm")[number]
+        for weight in self.experts.parameters():
+            weight.data = torch.randn(weight.shape, generator=generator) / math.sqrt(weight.shape[-1])
+        self.experts.requires_grad_(False).to(MIXTURES[kind])
+        self.router = torch.randn(width, 8, generator=generator)
+        self.columns = (width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = (x.detach().float() @ self.router).softmax(-1).topk(2)
+        return self.experts(x, index, weights.to(x.dtype))
+
+
+def mixtures(kind: str, generator: torch.Generator) -> nn.ModuleList:
+    """Of two architectures, two shapes and all ways to compute; with adapters that PEFT adds, or in 4 bit."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import BitsAndBytesConfig
+
+    from hf_rocm_tune.models.experts import pack_nf4, use_packed, weights_of
+
+    found = nn.ModuleList([Mixture(kind, number, generator) for number in range(4)])
+    if kind == "experts nf4":
+        for each in found:
+            for name in weights_of(each.experts):
+                weight = pack_nf4(name, getattr(each.experts, name).data, BitsAndBytesConfig(load_in_4bit=True))
+                setattr(each.experts, name, weight)
+        use_packed(found)
+    elif kind == "experts adapters":
+        config = LoraConfig(
+            r=8, target_modules=[], target_parameters=["gate_up_proj", "down_proj"], init_lora_weights=False
+        )
+        return get_peft_model(found, config).base_model.model
+    return found
+
+
 class Bench:
     """Frozen layers under the checks, without a model around them."""
 
@@ -87,8 +144,8 @@ class Bench:
         from hf_rocm_tune.transfer import Mover
 
         self.generator = torch.Generator().manual_seed(seed)
-        self.layers = layers(kind, self.generator)
-        self.dtype = torch.bfloat16 if kind in ("nf4", "int8") else getattr(torch, kind)
+        self.layers = mixtures(kind, self.generator) if kind in MIXTURES else layers(kind, self.generator)
+        self.dtype = MIXTURES.get(kind) or (torch.bfloat16 if kind in ("nf4", "int8") else getattr(torch, kind))
         self.mover = Mover(torch.device("cpu"))
         self.checks = ArithmeticChecks("every", self.mover)
         trainer: Any = SimpleNamespace(
@@ -104,7 +161,8 @@ class Bench:
 
     def inputs(self) -> Iterator[tuple[Any, Tensor, Tensor]]:
         """Each layer with an input and a gradient of its output, of many sizes and shapes of distribution."""
-        for layer, (into, out) in zip(self.layers, WIDTHS, strict=True):
+        for layer, columns in zip(self.layers, WIDTHS, strict=True):
+            into, out = getattr(layer, "columns", columns)
             rows = int(torch.randint(1, 65, (), generator=self.generator))
             yield layer, self._draw(rows, into), self._draw(rows, out)
 
@@ -143,13 +201,13 @@ class Bench:
         self.mover.close()
 
 
-def clean(checks: int, seed: int) -> Figures:
+def clean(kinds: Sequence[str], checks: int, seed: int) -> Figures:
     """Right products: none is accused, and the largest residual over the bound stays below 1."""
     rows, found = [], {}
-    for kind in KINDS:
+    for kind in kinds:
         bench = Bench(kind, seed)
         begun = time.process_time()
-        for _ in range(math.ceil(checks / len(KINDS) / 2 / len(WIDTHS))):
+        for _ in range(math.ceil(checks / len(kinds) / (4 if kind in MIXTURES else 2) / len(WIDTHS))):
             each = bench.begin()
             if bench.run(each):  # accused: the step again, in which the host judges
                 bench.run(each)
@@ -241,26 +299,35 @@ def runs(steps: int, seed: int) -> Figures:
     return {"runs": found}
 
 
-def faults(runs: int, seed: int) -> Figures:
+def faults(kinds: Sequence[str], runs: int, seed: int) -> Figures:
     """Wrong products in forward and backward, each at a random place."""
-    from tests.train.faulty_products import DEQUANTISED, Faults
+    from tests.train.faulty_products import ANOTHER, DEQUANTISED, Faults
     from tests.train.faulty_products import KINDS as HARMS
 
     found: dict[str, dict[str, Counter[str]]] = {}
-    for kind in ("float32", "bfloat16", "nf4"):
+    for kind in (each for each in kinds if each not in ("float16", "int8")):
         bench = Bench(kind, seed)
         bound = 8.5 * torch.finfo(bench.dtype).eps / 2
         for name in HARMS:
             for side in ("forward", "backward"):
-                if name == DEQUANTISED and kind != "nf4":
+                if name == DEQUANTISED and "nf4" not in kind:
+                    continue
+                if name == ANOTHER and (kind not in MIXTURES or "nf4" in kind):
                     continue
                 counts: Counter[str] = Counter()
                 for run in range(runs):
                     each = bench.begin()
                     first, x, gradient = each[0]
-                    each[0] = (first, bench._draw(64, x.shape[1]), bench._draw(64, gradient.shape[1]))
+                    rows = 256 if kind in MIXTURES else 64  # 64 of an expert, on average
+                    each[0] = (first, bench._draw(rows, x.shape[1]), bench._draw(rows, gradient.shape[1]))
                     strength = 1.0 if run % 2 or name in WHOLE else 10 ** -(3 * run / runs)
-                    harm = Faults(kind=name, first=int(side == "backward"), count=1, seed=run, strength=strength)
+                    where: dict[str, Any] = {"first": int(side == "backward")}
+                    if name == DEQUANTISED:
+                        where["first"] *= 8
+                    elif kind in MIXTURES:
+                        where = {"shape": ((64, 256), (128, 64)) if side == "forward" else ((64, 128), (256, 64))}
+                        where["shape"] = where["shape"][run // 2 % 2]
+                    harm = Faults(kind=name, count=1, seed=run, strength=strength, **where)
                     verdict = bench.run(each, harm)
                     size = harm.relative / bound
                     bucket = next(name for name, end in SIZES.items() if size <= end or end == math.inf)
@@ -295,14 +362,14 @@ class AfterEachStep:
         trainer.add_callback(Looking())
 
 
-def trainers(length: int, batch: int, scratch: Path, **options: Any) -> Callable[[str], Any]:
-    """Makes a trainer of the smallest model, with rows of this length, by the mode of its checks."""
+def trainers(arch: str, length: int, batch: int, scratch: Path, **options: Any) -> Callable[[str], Any]:
+    """Makes a trainer of a small model, with rows of this length, by the mode of its checks."""
     from datasets import Dataset
 
     from tests import tiny
     from tests.train.trainers import VerifiedSFT, build
 
-    model = tiny.build("llama3", scratch)
+    model = tiny.build(arch, scratch)
     tokens = torch.randint(5, 500, (256, length), generator=torch.Generator().manual_seed(1)).tolist()
     data = Dataset.from_list([{"input_ids": row, "labels": row} for row in tokens])
     settings = {"per_device_train_batch_size": batch, "logging_steps": 100, **options}
@@ -314,19 +381,32 @@ def trainers(length: int, batch: int, scratch: Path, **options: Any) -> Callable
     return make
 
 
+ARCHITECTURES = {"llama3": "", "qwen3_moe": " of a mixture"}
+
+
 def cost(repeats: int) -> Figures:
     """CPU seconds of steps without a replay, by mode in turn, and the estimate for Llama 3.1 8B."""
     from hf_rocm_tune.train.arithmetic import SHARE, share_of_step
     from hf_rocm_tune.train.replay import EVERY
 
+    attention = [(2048, 4096), (2048, 512), (2048, 512), (4096, 2048)]
+    experts = [(2048, 1536), (768, 2048)]  # Qwen3-30B-A3B, 8 of 128
+    of_mixture = share_of_step((attention + experts) * 48, [0, 0, 0, 0, 8, 8] * 48)
     whole = share_of_step(LLAMA_8B)
     at_once = max(1, int(min(1.0, SHARE / whole) * len(LLAMA_8B)))
     share = {"all": whole, "layers_a_step": at_once, "sampled": whole * at_once / len(LLAMA_8B), "replays": 1 / EVERY}
-    found: Figures = {"llama_8b": share}
+    found: Figures = {
+        "llama_8b": share,
+        "qwen3_30b_a3b": {"all": of_mixture, "layers_a_step": SHARE / of_mixture * 288},
+    }
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for name, length, batch, steps in (("short steps", 32, 4, 60), ("long steps", 256, 64, 9)):
-            make = trainers(length, batch, Path(scratch), max_steps=steps)
+        for arch, name, length, batch, steps in (
+            (arch, name + more, *of)
+            for arch, more in ARCHITECTURES.items()
+            for name, *of in (("short steps", 32, 4, 60), ("long steps", 256, 64, 9))
+        ):
+            make = trainers(arch, length, batch, Path(scratch), max_steps=steps)
             seconds: dict[str, list[float]] = {"off": [], "sampled": [], "every": []}
             begin: dict[str, list[float]] = {mode: [] for mode in seconds}
             wall = []
@@ -352,7 +432,9 @@ def cost(repeats: int) -> Figures:
             )
     print_table(["", "off, CPU ms a step", "sampled", "every", "steps a second"], rows)
     print(
-        f"Llama 3.1 8B: all products {whole:.1%} of their time, sampled {share['sampled']:.2%}, replays {1 / EVERY:.2%}"
+        f"Llama 3.1 8B: all products {whole:.1%} of their time, sampled {share['sampled']:.2%}, "
+        f"replays {1 / EVERY:.2%}; "
+        f"Qwen3-30B-A3B: all {of_mixture:.1%}, {SHARE / of_mixture * 288:.1f} of 288 products a step"
     )
     return {"cost": found}
 
@@ -361,25 +443,28 @@ def launches() -> Figures:
     """Kernels, waits and bytes of a step on the simulated card, by mode; the third one has a replay."""
     counts = sys.modules["simcard"].counts
     names = {"kernels": ("kernels_async", "kernels_sync"), "waits": ("waits",), "bytes read": ("to_host_bytes",)}
-    found: dict[str, Any] = {"a step": {}, "the third step": {}, "products checked": {}}
+    found: dict[str, Any] = {"products checked": {}}
     with tempfile.TemporaryDirectory() as scratch:
-        make = trainers(32, 2, Path(scratch), max_steps=8, use_cpu=False)
-        for mode in ("off", "sampled", "every"):
-            trainer = make(mode)
-            looked = AfterEachStep(trainer, counts)
-            trainer.train()
-            pairs = list(zip(looked.rows, looked.rows[1:], strict=False))
-            for name, at in (("a step", slice(4, 7)), ("the third step", slice(1, 2))):
-                found[name][mode] = {
-                    title: statistics.median(
-                        sum(after[each] - before[each] for each in of) for before, after in pairs[at]
-                    )
-                    for title, of in names.items()
-                }
-            found["products checked"][mode] = trainer.transfer_report.to_dict()["arithmetic"]["checked"]
+        for arch, more in ARCHITECTURES.items():
+            make = trainers(arch, 32, 2, Path(scratch), max_steps=8, use_cpu=False)
+            for mode in ("off", "sampled", "every"):
+                trainer = make(mode)
+                looked = AfterEachStep(trainer, counts)
+                trainer.train()
+                pairs = list(zip(looked.rows, looked.rows[1:], strict=False))
+                for name, at in (("a step", slice(4, 7)), ("the third step", slice(1, 2))):
+                    found.setdefault(name + more, {})[mode] = {
+                        title: statistics.median(
+                            sum(after[each] - before[each] for each in of) for before, after in pairs[at]
+                        )
+                        for title, of in names.items()
+                    }
+                counted = trainer.transfer_report.to_dict()["arithmetic"]
+                found["products checked"][mode + more] = counted["checked"]
     rows = [
         [name, mode, *figures.values()]
-        for name in ("a step", "the third step")
+        for name in found
+        if name != "products checked"
         for mode, figures in found[name].items()
     ]
     print_table(["", "mode", "kernels", "waits", "bytes read"], rows)
@@ -389,13 +474,14 @@ def launches() -> Figures:
 def run(wanted: Namespace) -> Figures:
     torch.set_num_threads(1)
     logging.getLogger("hf_rocm_tune").setLevel(logging.ERROR)  # each fault found is a warning
+    kinds = [each for each in KINDS if wanted.kinds in each]
     if wanted.part == "clean":
-        return clean(wanted.checks, wanted.seed)
+        return clean(kinds, wanted.checks, wanted.seed)
     if wanted.part == "launches":
         return launches()
     if wanted.part == "runs":
         return runs(wanted.steps, wanted.seed)
-    return faults(wanted.runs, wanted.seed) if wanted.part == "faults" else cost(wanted.repeats)
+    return faults(kinds, wanted.runs, wanted.seed) if wanted.part == "faults" else cost(wanted.repeats)
 
 
 if __name__ == "__main__":
@@ -404,6 +490,7 @@ if __name__ == "__main__":
         __doc__,
         {
             "part": {"choices": ("clean", "runs", "faults", "cost", "launches"), "required": True},
+            "kinds": {"default": "", "help": "clean, faults: only kinds with this in their names"},
             "checks": {"type": int, "default": 20_000, "help": "clean: how many products"},
             "steps": {"type": int, "default": 120, "help": "runs: of each"},
             "runs": {"type": int, "default": 200, "help": "faults: products of each kind"},

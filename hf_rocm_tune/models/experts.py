@@ -14,19 +14,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models.quantised import rows_of_4_bit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from transformers import BitsAndBytesConfig
 
@@ -83,6 +85,14 @@ def _is_weight(parameter: Tensor) -> bool:
     return len(_shape(parameter)) == 3
 
 
+def layout(experts: Any, key: str) -> tuple[int, int, int, bool]:
+    """How many experts a weight has, rows and columns of each as stored, and whether these are (inputs, outputs)."""
+    weight = getattr(experts, key)
+    count, rows, columns = _shape(weight)
+    mxfp4 = getattr(getattr(weight, "quant_state", None), "quant_type", "") == "mxfp4"
+    return count, rows, columns, experts.is_transposed and not mxfp4
+
+
 def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "quant_state", parameter).shape
 
@@ -96,6 +106,27 @@ class Mxfp4State:
     shape: torch.Size  # experts, outputs, inputs
     dtype: torch.dtype
     quant_type: str = "mxfp4"
+
+
+def host_weights(
+    weight: Any, wanted: Iterable[int], transposed: bool, dtype: torch.dtype | None, copy: Callable[[Tensor], Tensor]
+) -> Iterator[Tensor]:
+    """Weights of these experts (outputs, inputs), float32 on the host, where packed ones are unpacked too.
+
+    ``dtype``: to which weights that are not packed are rounded; ``copy``: gives a host copy of a tensor.
+    """
+    held, state = copy(weight), getattr(weight, "quant_state", None)
+    if state is None:
+        each: Iterator[Tensor] = (held[expert].to(dtype).float() for expert in wanted)
+    elif state.quant_type == "mxfp4":
+        known = replace(state, code=copy(state.code))
+        exponents = copy(state.absmax)
+        each = (_mxfp4(held[expert], exponents[expert], known).float() for expert in wanted)
+    else:
+        rows = state.shape[1]
+        parts = (slice(expert * rows, (expert + 1) * rows) for expert in wanted)
+        each = (values for _, values in rows_of_4_bit(held, state, copy, parts))
+    return (found.T if transposed else found for found in each)
 
 
 def pack_nf4(name: str, weights: Tensor, settings: BitsAndBytesConfig) -> Any:
@@ -180,15 +211,22 @@ def _linear(experts: Any, name: str, rows: Tensor, sizes: Sequence[int], by_expe
     weight = getattr(experts, name)
     state, transposed = weight.quant_state, experts.is_transposed
     rows = rows.to(state.dtype)
-    out: Tensor = _Product.apply(rows, weight, sizes, transposed and state.quant_type != "mxfp4")
+    out = multiply(rows, weight, sizes, transposed and state.quant_type != "mxfp4")
     if experts.has_bias:
         out = out + getattr(experts, f"{name}_bias")[by_expert]
     for left, right, scaling in vars(experts).get(_ADAPTERS, {}).get(name, ()):
         one, two = (left, right) if transposed else (right.mT, left.mT)
         ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
-        multiply = torch.ops.transformers.grouped_mm_fallback
-        out = out + scaling * multiply(multiply(rows, one, ends), two, ends)
+        grouped = torch.ops.transformers.grouped_mm_fallback
+        out = out + scaling * grouped(grouped(rows, one, ends), two, ends)
     return out
+
+
+def multiply(rows: Tensor, weight: Any, sizes: Sequence[int], transposed: bool) -> Tensor:
+    """As `_Product`, seen by torch's function modes."""
+    if has_torch_function_unary(rows):
+        return handle_torch_function(multiply, (rows,), rows, weight, sizes, transposed)
+    return _Product.apply(rows, weight, sizes, transposed)
 
 
 class _Product(torch.autograd.Function):
@@ -208,13 +246,23 @@ class _Product(torch.autograd.Function):
 def _multiply(rows: Tensor, weight: Any, sizes: Sequence[int], transposed: bool) -> Tensor:
     _, *shape = weight.quant_state.shape
     result = rows.new_empty(len(rows), shape[transposed])
-    unpacked = _unpacked(weight, sizes)
-    for part, out in zip(rows.split(sizes), result.split(sizes), strict=True):
-        matrix = next(unpacked)
+    matrices = _unpacked(weight, sizes)
+    look = getattr(weight.quant_state, "look", None)
+    for expert, (part, out) in enumerate(zip(rows.split(sizes), result.split(sizes), strict=True)):
+        matrix = next(matrices)
         if matrix is not None:
+            if look is not None:
+                look(matrix, expert)
             torch.mm(part, matrix if transposed else matrix.t(), out=out)
         del matrix  # before the next one is unpacked
     return result
+
+
+def unpacked(weight: Any, expert: int) -> Tensor:
+    """One expert's weights as they are stored, unpacked as for a product."""
+    found = list(_unpacked(weight, [int(each == expert) for each in range(_shape(weight)[0])]))[expert]
+    assert found is not None
+    return found
 
 
 def _unpacked(weight: Any, sizes: Sequence[int]) -> Iterator[Tensor | None]:

@@ -138,11 +138,32 @@ def _forward(
     rows = max(1, min(tokens, upstream_head.TOKEN_CHUNK_SIZE) * chunk_size // max(vocabulary, chunk_size))
     choice = products.choose(hidden.device)
     rounded = choice is not None and choice.rounded and dtype == torch.bfloat16
+
+    def logits(of: Tensor) -> Tensor:
+        found = torch.mm(of, weight.t())
+        if bias is not None:
+            found += bias.to(dtype)
+        return found
+
+    def add(sum_: Tensor, of: Tensor) -> Tensor:
+        if rounded:
+            products.add(sum_, of, weight, library=products.ROUNDED)
+        else:
+            columns = vocabulary if of.is_cuda else chunk_size  # elsewhere the product is of copies in float32
+            for start in range(0, vocabulary, columns):
+                words = slice(start, start + columns)
+                upstream_head._addmm_fp32(sum_, of[:, words], weight[words])
+        return sum_
+
+    def back(of: Tensor) -> Tensor:
+        return add(torch.zeros_like(gradient[: len(of)]), of.to(dtype))
+
+    look = getattr(weight, "look", None)  # of the checks of arithmetic
     for first in range(0, tokens, rows):
         part = slice(first, first + rows)
-        tile = torch.mm(hidden[part].to(dtype), weight.t())
-        if bias is not None:
-            tile += bias.to(dtype)
+        tile = logits(hidden[part].to(dtype))
+        if look is not None:
+            look("forward", hidden[part], tile, dtype, logits)
         count, blocks = tile.shape[0], -(-vocabulary // upstream_head._BLOCK_SIZE)
         place = (tile, tile.stride(0), targets[part])
         fold = upstream_head._forward_tile
@@ -154,13 +175,9 @@ def _forward(
         normaliser[part] = highest[part] + torch.log(total[part])
         factors = (normaliser[part], normaliser[part], ones[part], ones[part])  # entropy has no gradient
         turn(*place, *factors, 0, vocabulary, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options)
-        if rounded:
-            products.add(gradient[part], tile, weight, library=products.ROUNDED)
-        else:
-            columns = vocabulary if tile.is_cuda else chunk_size  # elsewhere the product is of copies in float32
-            for start in range(0, vocabulary, columns):
-                words = slice(start, start + columns)
-                upstream_head._addmm_fp32(gradient[part], tile[:, words], weight[words])
+        add(gradient[part], tile)
+        if look is not None:
+            look("backward", tile, gradient[part], dtype if rounded else torch.float32, logits, back)
         del tile, place  # before the next one
     ctx.save_for_backward(gradient)
     ctx.dtype = hidden.dtype

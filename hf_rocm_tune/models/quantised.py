@@ -13,7 +13,7 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
 
@@ -154,15 +154,26 @@ def _parts(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
 
 
 def _from_4_bit(packed: Tensor, state: Any, copy: Callable[[Tensor], Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Two values a byte, the first in the high bits: code[value] * scale of its block; the layout of bitsandbytes."""
     rows, columns = state.shape
+    parts = _parts(rows, columns, multiple=state.blocksize)  # so that each part begins with a block
+    return rows_of_4_bit(packed, state, copy, parts)
+
+
+def rows_of_4_bit(
+    packed: Tensor, state: Any, copy: Callable[[Tensor], Tensor], parts: Iterable[slice]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows that begin with a block, float32; of experts (experts, rows, columns) the rows of all are counted.
+
+    Two values a byte, the first in the high bits: code[value] * scale of its block; the layout of bitsandbytes.
+    """
+    columns = state.shape[-1]
     data, code, size = packed.flatten().view(torch.uint8), copy(state.code).float(), state.blocksize
     scales = copy(state.absmax)
     if state.nested:
         inner = state.state2
         outer = copy(inner.absmax).float().repeat_interleave(inner.blocksize)[: scales.numel()]
         scales = copy(inner.code).float()[scales.int()] * outer + copy(state.offset).float()
-    for part in _parts(rows, columns, multiple=size):  # so that each part begins with a block
+    for part in parts:
         first, last = part.start * columns, part.stop * columns
         pairs = data[first // 2 : -(-last // 2)]
         values = code[torch.stack([pairs >> 4, pairs & 15], dim=1).flatten()[: last - first].int()]
@@ -177,11 +188,17 @@ def dequantised(module: Any) -> Tensor:
     return found
 
 
-def on_dequantised(weight: Any, look: Callable[[Tensor], None]) -> _Removable:
-    """Have each weight that bitsandbytes dequantises from this one looked at, before it is multiplied with."""
-    upstream.replace_for_good("dequantise", _looked_at)
-    weight.quant_state.look = look
-    return _Removable(weight.quant_state)
+def on_dequantised(weight: Any, look: Callable[..., None]) -> _Removable:
+    """Have what is dequantised from this weight looked at, before it is multiplied with; of packed experts each one."""
+    if weight.quant_state.quant_type != "mxfp4":
+        upstream.replace_for_good("dequantise", _looked_at)
+    return watched(weight.quant_state, look)
+
+
+def watched(holder: Any, look: Callable[..., None]) -> _Removable:
+    """Have what is computed with a weight given to ``look``, until the result is removed."""
+    holder.look = look
+    return _Removable(holder)
 
 
 def _looked_at(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -195,11 +212,11 @@ def _looked_at(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Removable:
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
 
     def remove(self) -> None:
-        self._state.look = None
+        self._holder.look = None
 
 
 def running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -187,11 +187,11 @@ class VerifiedTransferMixin(_Base):
         self.stop_requests = StopRequests()
         self.way = way or way_of(args, self.mover)
         self.recompute_layers = recompute_layers
-        self._loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
         loss.fit_to(self.mover.device, compiled=bool(args is not None and args.torch_compile))
         if one_pass_loss:
             loss.install()
-            self._loss_way = loss.one_pass_loss
+            self.loss_way = loss.one_pass_loss
         self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer
         self._result_writer = result_writer or partial(write_report, self)
         self._consent_unverified, self._on_oom = consent_unverified, on_oom
@@ -468,7 +468,7 @@ class VerifiedTransferMixin(_Base):
         with (
             self._metrics_queue.deferring(),
             self._keep_checkpointing_choice(),
-            self._loss_way(),
+            self.loss_way(),
             as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
             result = super().compute_loss(*arguments, **keywords)

@@ -1,7 +1,7 @@
 """Wrong products, put in below torch: what `torch.nn.functional.linear` gives, and its gradient, is changed on purpose.
 
-The fault sits in torch's dispatcher, under autograd, in place of the kernels ``mm``, ``addmm`` and bitsandbytes' 4-bit
-product, so that nothing of the package is touched.
+The fault sits in torch's dispatcher, under autograd, in place of the kernels ``mm``, ``addmm``, ``bmm``,
+``_grouped_mm`` and bitsandbytes' 4-bit product, so that nothing of the package is touched.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ def _tile(size: int) -> Harm:
 
 
 def _dropped_block(result: Tensor, call: dict[str, Any]) -> None:
-    left, right = call["factors"]
-    width = max(1, left.shape[1] // 4)
-    result -= (left[:, :width].float() @ right[:width].float()).to(result.dtype)
+    result -= call["part"](max(1, call["inner"] // 4)).to(result.dtype)
 
 
 def _stale(result: Tensor, call: dict[str, Any]) -> None:
@@ -61,15 +59,20 @@ def _low_bit(result: Tensor, _: dict[str, Any]) -> None:
     result[0, 0] *= 1 + torch.finfo(result.dtype).eps
 
 
+def _others(result: Tensor, call: dict[str, Any]) -> None:
+    """An expert's rows are multiplied with another one's weights."""
+    result.copy_(call["others"]())
+
+
 def _block(result: Tensor, call: dict[str, Any]) -> None:
-    if call["factors"] is None:  # the weight itself
+    if call["part"] is None:  # the weight itself
         result[0, :64] *= -1
     else:
-        left, right = call["factors"]
-        result[:, 0] -= 2 * (left[:, :64].float() @ right[:64, 0].float()).to(result.dtype)
+        result[:, 0] -= 2 * call["part"](64)[:, 0].to(result.dtype)
 
 
 DEQUANTISED = "wrong dequantisation block"
+ANOTHER = "another expert"
 KINDS: dict[str, Harm] = {
     "zero tile": _tile(16),
     "dropped k-block": _dropped_block,
@@ -81,8 +84,9 @@ KINDS: dict[str, Harm] = {
     "NaN": _nan,
     "low mantissa bit": _low_bit,
     DEQUANTISED: _block,
+    ANOTHER: _others,
 }
-_PLACES = {"aten::mm": (0, 1), "aten::addmm": (1, 2)}
+_PLACES = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2)}
 
 
 @dataclass
@@ -122,20 +126,45 @@ class Faults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        call, name = result, func._schema.name
-        if name == "bitsandbytes::dequantize_4bit":
-            if self.kind != DEQUANTISED:
+        call, name, others = result, func._schema.name, None
+        part: Callable[[int], Tensor] | None = None
+        if self.kind == DEQUANTISED:
+            if name == "bitsandbytes::dequantize_4bit":
+                sizes = (self.sizes.start, *result.shape)
+            elif name == "aten::mul_" and result.dtype == torch.bfloat16 and result.shape[2:] == (32,):  # of MXFP4
+                sizes = (self.sizes.start, len(result), result[0].numel())
+                result = result.view(len(result), -1)
+            else:
                 return result
-            sizes, factors = (self.sizes.start, *result.shape), None
-        elif name == "bitsandbytes::gemm_4bit":
+        elif name == "bitsandbytes::gemm_4bit" and self.kind != ANOTHER:
             out, into = args[2]
             result = result.view(-1, out)
             unit = torch.eye(into, dtype=result.dtype, device=result.device)
-            factors = args[0].reshape(-1, into), func(unit, *args[1:6], None, *args[7:], **(kwargs or {}))
+            left, right = args[0].reshape(-1, into), func(unit, *args[1:6], None, *args[7:], **(kwargs or {}))
+            part = lambda width: left[:, :width].float() @ right[:width].float()  # noqa: E731
             sizes = (len(result), into, out)
-        elif name in _PLACES and self.kind != DEQUANTISED:
-            left, weight = factors = tuple(args[place] for place in _PLACES[name])
-            sizes = (*left.shape, weight.shape[1])
+        elif name in _PLACES and self.kind != ANOTHER:
+            first, second = (args[place] for place in _PLACES[name])
+            part = lambda width: first[:, :width].float() @ second[:width].float()  # noqa: E731
+            sizes = (*first.shape, second.shape[1])
+        elif name in ("aten::_grouped_mm", "aten::bmm") and args[0].dim() + args[1].dim() > 4 and result.shape[-2]:
+            at = int(result.shape[-1] == 1)  # a weight stands before the rows in a product of columns
+            if not (result.dim() == 2 or 1 in result.shape[1:]):
+                return result
+            inner = args[0].shape[-1]
+
+            def part(width: int) -> Tensor:
+                rows = args[at].clone()
+                (rows[:, width:] if at or rows.dim() == 2 else rows[:, :, width:]).zero_()
+                return func(*args[:at], rows, *args[at + 1 :], **(kwargs or {})).reshape(len(rows), -1).float()
+
+            def others() -> Tensor:
+                weights = args[1 - at].roll(1, 0)
+                given = (weights, args[1]) if at else (args[0], weights)
+                return func(*given, *args[2:], **(kwargs or {})).reshape(result.shape)
+
+            sizes = (len(result), inner, result.numel() // len(result))
+            result = result.view(len(result), -1)
         else:
             return result
         if self.operators and name not in self.operators:
@@ -148,7 +177,8 @@ class Faults(TorchDispatchMode):
         if self.seen > self.first and on and self.count != 0 and self._random.random() < self.rate:
             self.done += 1
             self.count = None if self.count is None else self.count - 1
-            KINDS[self.kind](result, {"factors": factors, "before": self._before.get(sizes)})
+            of_call = {"part": part, "inner": sizes[1], "before": self._before.get(sizes), "others": others}
+            KINDS[self.kind](result, of_call)
             if self.strength != 1.0:
                 result.copy_(right + self.strength * (result - right))
             error, norms = (result.double() - right.double()).norm(dim=1), right.double().norm(dim=1)

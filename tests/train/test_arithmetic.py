@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_rocm_tune.errors import CorruptionError
-from tests.train.faulty_products import DEQUANTISED, KINDS, Faults
+from hf_rocm_tune.models.factory import ModelSource, load_model
+from hf_rocm_tune.train import arithmetic
+from hf_rocm_tune.transfer import Mover
+from tests import tiny
+from tests.train.faulty_products import ANOTHER, DEQUANTISED, KINDS, Faults
 from tests.train.trainers import VerifiedSFT, build, two_ranks
 
 LONG = os.environ.get("LONG")
-FOUND = [kind for kind in KINDS if kind not in ("low mantissa bit", DEQUANTISED)]
+FOUND = [kind for kind in KINDS if kind not in ("low mantissa bit", DEQUANTISED, ANOTHER)]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,12 @@ def run(model_path: Path, tokens: Dataset, tmp_path_factory: pytest.TempPathFact
 def clean(run: Callable[..., Any]) -> Any:
     """Without checks."""
     return run(mode="off")
+
+
+@pytest.fixture(scope="module")
+def one_pass(run: Callable[..., Any]) -> Any:
+    """Without checks, by the one-pass loss."""
+    return run(mode="off", ours={"one_pass_loss": True})
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +166,154 @@ def test_a_wrong_dequantised_block_is_found_apart_from_its_product(
     assert sides["dequantised"] == "recovered"
     with pytest.raises(CorruptionError, match=r"the dequantised weight of .* is wrong"):
         train(Faults(kind=DEQUANTISED, operators=("bitsandbytes::dequantize_4bit",)))
+
+
+# ---- experts ------------------------------------------------------------------------------------------------------
+
+GROUPED, BATCHED = ("aten::_grouped_mm",), ("aten::bmm",)
+WITH_ADAPTERS = {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "grouped": {"arch": "qwen3_moe", "operators": GROUPED},
+    "eager": {"arch": "gpt_oss", "how": "eager", "dtype": torch.bfloat16},
+    "batched": {"arch": "qwen3_moe", "how": "batched_mm", "operators": BATCHED},
+    "batched, transposed": {"arch": "gpt_oss", "how": "batched_mm", "dtype": torch.bfloat16, "operators": BATCHED},
+    "adapters": {"arch": "qwen3_moe", "dtype": torch.bfloat16, "lora": WITH_ADAPTERS, "operators": GROUPED},
+    "adapters, transposed": {"arch": "gpt_oss", "lora": WITH_ADAPTERS, "operators": GROUPED},
+    "nf4": {"arch": "qwen3_moe", "dtype": torch.bfloat16, "nf4": True, "lora": WITH_ADAPTERS},
+    "nf4, transposed": {"arch": "gpt_oss", "dtype": torch.bfloat16, "nf4": True},
+    "mxfp4": {"arch": "mxfp4", "dtype": torch.bfloat16},
+}
+"""Where no operators are named, products are told by their shapes from those of other layers."""
+SOME = MIXTURES if LONG else ("grouped", "adapters", "nf4", "mxfp4")
+
+
+@pytest.fixture(scope="module")
+def mixture(tokens: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Trains a mixture of `MIXTURES` for four steps; returns the trainer."""
+    models = tmp_path_factory.mktemp("mixtures")
+
+    def train(case: str, faults: Faults | None = None, mode: str = "every", **options: Any) -> Any:
+        wanted = MIXTURES[case]
+        arch = wanted["arch"]
+        path = tiny.build_mxfp4(models) if arch == "mxfp4" else tiny.build(arch, models)
+        quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        init = {"dtype": wanted.get("dtype", torch.float32), "experts_implementation": wanted.get("how")}
+        with Mover(torch.device("cpu")) as mover:
+            source = ModelSource(name=str(path), init=init, quantization=quantised if wanted.get("nf4") else None)
+            model, _ = load_model(source, mover)
+            lora = wanted.get("lora", {"target_modules": ["q_proj", "o_proj"]})
+            ours = {"consent_unverified": True, "check_arithmetic": mode, "mover": mover}
+            out = tmp_path_factory.mktemp("run")
+            trainer = build(VerifiedSFT, model, tokens, out, lora=lora, ours=ours, **{"max_steps": 4, **options})
+            with faults or Faults(rate=0.0):
+                trainer.train()
+        return trainer
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def clean_mixture(mixture: Callable[..., Any]) -> Callable[[str], Any]:
+    """Without checks."""
+    return cache(lambda case: mixture(case, mode="off"))
+
+
+def of_experts(trainer: Any) -> list[tuple[str, str, str]]:
+    """Side, kind and outcome of the incidents, all of experts."""
+    rows = [row for row in trainer.transfer_report.incidents if row["stage"] == "arithmetic"]
+    assert all("mlp.experts" in row["tensor"] and row["tensor"].endswith("_proj") for row in rows), rows
+    return [(row["side"], row["kind"], row["outcome"]) for row in rows]
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_checks_of_experts_change_nothing_and_find_nothing(mixture: Any, clean_mixture: Any, case: str) -> None:
+    trainer = mixture(case)
+    assert_same(trainer, clean_mixture(case))
+    found = counted(trainer)
+    assert found["cleared"] == found["disagreements"] == trainer._arithmetic.describe()["never_seen"] == 0
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("side", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["zero tile", ANOTHER, "NaN"] if not LONG else [*FOUND, ANOTHER])
+def test_a_wrong_product_of_an_expert_leaves_no_trace(
+    mixture: Any, clean_mixture: Any, case: str, side: str, kind: str
+) -> None:
+    operators = MIXTURES[case].get("operators")
+    if operators is None:  # one product an expert
+        if kind == ANOTHER:
+            pytest.skip("no operator with several experts")
+        where = {"operators": ("aten::mm",), "shape": (64, 128) if side == "forward" else (128, 64), "first": 10}
+    else:  # four products in forward, and four in backward
+        where = {"operators": operators, "first": 9 if side == "forward" else 13}
+    faults = Faults(kind=kind, count=1, **where)
+    trainer = mixture(case, faults)
+    assert faults.done == 1
+    assert of_experts(trainer) == [(side, "transient", "recovered")]
+    assert_same(trainer, clean_mixture(case))
+
+
+def test_experts_that_one_library_computes_wrong_are_left_to_the_other(mixture: Any) -> None:
+    trainer = mixture("adapters", Faults(kind="swapped columns", operators=GROUPED, library="oneDNN"))
+    assert {outcome for _, _, outcome in of_experts(trainer)} == {"recovered"}
+    assert "oneDNN computes it so: BLAS is used" in trainer.transfer_report.incidents[0]["text"]
+    assert not torch.backends.mkldnn.enabled
+    assert_same(trainer, mixture("adapters", mode="off"))  # by the other library, too
+
+
+@pytest.mark.parametrize("case", [each for each in SOME if "operators" in MIXTURES[each]])
+@pytest.mark.parametrize("first", [0, 6])
+def test_experts_that_are_wrong_for_good_end_the_run(mixture: Any, case: str, first: int) -> None:
+    with pytest.raises(CorruptionError, match=r"step 1: the \w+ product of .*experts.*no library computes it right"):
+        mixture(case, Faults(kind="zero tile", operators=MIXTURES[case]["operators"], first=first), mode="sampled")
+
+
+@pytest.mark.parametrize("case", [each for each in SOME if "4" in each])
+def test_a_wrong_block_of_an_unpacked_expert_is_found_apart_from_its_product(
+    mixture: Any, clean_mixture: Any, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    operator = ("aten::mul_",) if case == "mxfp4" else ("bitsandbytes::dequantize_4bit",)
+    first = 16 if case == "mxfp4" else 0  # the host's own, of its checksums
+    faults = Faults(kind=DEQUANTISED, operators=operator, first=first, count=1)
+    trainer = mixture(case, faults)
+    assert faults.done == 1
+    assert ("dequantised", "transient", "recovered") in of_experts(trainer)
+    assert_same(trainer, clean_mixture(case))
+    if case != "mxfp4":  # which the host unpacks with the same operator
+        with pytest.raises(CorruptionError, match=r"the dequantised weight of .* is wrong"):
+            mixture(case, Faults(kind=DEQUANTISED, operators=operator))
+        assert re.search(r"the dequantised weight of .*experts.* is wrong .*: no library", caplog.text)
+
+
+def test_checksums_of_many_experts_are_on_the_device_in_turn(
+    mixture: Any, clean_mixture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arithmetic, "_HELD", 10_000)  # of one product
+    trainer = mixture("grouped", mode="sampled", max_steps=12)
+    products = [each for each in trainer._arithmetic._products if each.experts]
+    sides = [each.sides["forward"] for each in products if each.sides]
+    assert len([side for side in sides if side.checksum.numel()]) <= 1 < len([side for side in sides if side.seen])
+    faults = Faults(kind=ANOTHER, operators=GROUPED, count=1)
+    assert of_experts(mixture("grouped", faults, mode="sampled")) == [("forward", "transient", "recovered")]
+
+
+# ---- the head of the one-pass loss ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("side", "shape"), [("forward", (64, 512)), ("backward", (512, 64))])
+@pytest.mark.parametrize("kind", ["zero tile", "NaN"])
+def test_wrong_products_of_the_one_pass_loss(
+    run: Any, one_pass: Any, side: str, shape: tuple[int, int], kind: str
+) -> None:
+    here: dict[str, Any] = {"kind": kind, "shape": shape, "sizes": range(17, 1024)}
+    trainer = run(Faults(count=1, first=2, **here), ours={"one_pass_loss": True})
+    assert_same(trainer, one_pass)
+    (row,) = [row for row in trainer.transfer_report.incidents if row["stage"] == "arithmetic"]
+    assert (row["tensor"].endswith("lm_head"), row["side"], row["outcome"]) == (True, side, "recovered")
+    with pytest.raises(
+        CorruptionError, match=f"step 1: the {side} product of .*lm_head .*no library computes it right"
+    ):
+        run(Faults(**here), ours={"one_pass_loss": True}, mode="sampled")
 
 
 # ---- what is no product with a frozen weight -----------------------------------------------------------------------
