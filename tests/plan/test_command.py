@@ -334,6 +334,10 @@ def test_what_transformers_makes_bfloat16_is_planned_so(changed: Any, run: Any) 
             "it is no causal language model",
         ),
         (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "num_key_value_heads": None},
+            "cannot be planned",
+        ),
+        (
             {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 16},
             "PEFT does not adapt",
         ),

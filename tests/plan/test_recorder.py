@@ -306,25 +306,6 @@ def test_torch_is_as_it_was_afterwards_also_after_a_failure() -> None:
     assert (torch.ones(2) + 1).tolist() == [2, 2]  # no mode is left on
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
-        {"model_type": "bert", "architectures": ["BertModel"]},
-        {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
-    ],
-)
-def test_what_is_no_causal_language_model_is_refused_in_one_line(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="cannot be planned") as refused:
-        sample_of(fields)
-    assert "\n" not in str(refused.value)
-
-
-def test_adapters_that_match_nothing_are_refused_as_in_training() -> None:
-    with pytest.raises(UsageError, match="q_proj"):
-        sample_of(LLAMA, targets=("query",))
-
-
 def test_a_tensor_moved_by_mistake_is_not_a_plan() -> None:
     """Nothing of a sample is on a real device, whatever the size of the model."""
     big = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
