@@ -130,7 +130,7 @@ def shown(trainer: Any, form: str, *, colour: bool) -> str:
         lines += [summary.line(), *filter(None, [summary.warning()])]
         most = max(count for _, count in summary.histogram)
         lines += [
-            f"  up to {longest:>7,} tokens {count:>7,} rows {'#' * round(_BAR * count / most)}".rstrip()
+            f"  up to {longest:>7,} tokens {count:>7,} rows {'#' * -(-_BAR * count // most)}".rstrip()
             for longest, count in summary.histogram
         ]
     escaped = html.escape if form == "html" else str
