@@ -249,6 +249,8 @@ def collect(directory: Path) -> RunFiles:
         state = read_json(path, missing) if path.is_file() else {}
         if (number(state, "global_step") or 0) > (number(log, "step") or 0):
             # A trainer's state does not say what was trained, which does not change over a run.
+            if path.parent == directory:  # a user's own script leaves this one
+                missing = [line for line in missing if not line.startswith(LOG_NAME)]
             log = {**log, "max_steps": state.get("max_steps")}
             log |= {"step": state.get("global_step"), "log": state.get("log_history")}
     if inspection.manifest is None:

@@ -6,19 +6,21 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_rocm_tune.errors import listed
+from hf_rocm_tune.errors import UsageError, listed
 from hf_rocm_tune.models import products
 from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.heartbeat import survival
+from hf_rocm_tune.survive.run_directory import new_record, read_record, write_record
 from hf_rocm_tune.train.telemetry import describe_device
 from hf_rocm_tune.transfer import STAGES, TransferReport
 from hf_rocm_tune.transfer.digest import device_method, host_method
@@ -111,11 +113,19 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
 
 
 def write_report(trainer: Any, directory: Path) -> list[str]:
-    """Write the report of a result that a user's own script saves; returns its name. Collective."""
-    content = build(trainer, RunFacts(run_id=trainer.run_id), gather=True)
+    """Write report, log and record of a result that a user's own script saves; returns the names of the first two.
+    Collective."""
+    data = tuple(one.to_dict() for one in getattr(trainer, "data_summaries", {}).values())
+    content = build(trainer, RunFacts(run_id=trainer.run_id, data=data), gather=True)
     if trainer.is_world_process_zero():
         write(content, directory)
-    return [FILE_NAME]
+        trainer.state.save_to_json(str(directory / TRAINER_STATE_NAME))
+        base = getattr(trainer.accelerator.unwrap_model(trainer.model).config, "_name_or_path", None)
+        settings = {**trainer.args.to_dict(), "model_name_or_path": base, "world_size": trainer.args.world_size}
+        with suppress(UsageError):  # a file of the user's that has its name stays
+            if (found := read_record(directory)) is None or found.run_id == trainer.run_id:
+                write_record(directory, replace(new_record(settings), run_id=trainer.run_id, data=data))
+    return [FILE_NAME, TRAINER_STATE_NAME]
 
 
 def write_partial(trainer: Any, facts: RunFacts, error: BaseException) -> None:

@@ -182,7 +182,10 @@ def test_python_script(user: User, whole: Path) -> None:
     assert [row["step"] for row in log_rows(ran.stdout)] == ["1/4", "2/4", "3/4", "4/4"]
     assert_covered(report_of(user.place / "out"))
     assert manifest.verify(user.place / "out") == []
-    assert "<svg" in user.page("out")
+    page = user.page("out")
+    assert (
+        "<svg" in page and "<h1>base" in page and "Missing files" not in page and '<td data-name="split">train' in page
+    )
     assert user.answer("out")
 
 
@@ -196,7 +199,7 @@ def test_notebook(user: User) -> None:
     assert "Warning" not in text and "it/s" not in text, text
     tables = [found["text/html"] for output in outputs if "text/html" in (found := output.get("data", {}))]
     evaluated, drawn, _ = tables
-    assert "0/0" in evaluated and "evaluation: loss" in evaluated
+    assert "<td>0</td>" in evaluated and "evaluation: loss" in evaluated
     assert drawn.count("<th>step</th>") == 1 and all(f"<td>{step}/4</td>" in drawn for step in range(1, 5))
     assert "<table" in notebook.cells[1].outputs[0].data["text/html"]
     assert_covered(report_of(user.place / "out"))
