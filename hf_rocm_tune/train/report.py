@@ -119,7 +119,7 @@ def write_report(trainer: Any, directory: Path) -> list[str]:
     content = build(trainer, RunFacts(run_id=trainer.run_id, data=data), gather=True)
     if trainer.is_world_process_zero():
         write(content, directory)
-        trainer.state.save_to_json(str(directory / TRAINER_STATE_NAME))
+        write_text_atomic(directory / TRAINER_STATE_NAME, json.dumps(asdict(trainer.state), indent=2) + "\n")
         base = getattr(trainer.accelerator.unwrap_model(trainer.model).config, "_name_or_path", None)
         settings = {**trainer.args.to_dict(), "model_name_or_path": base, "world_size": trainer.args.world_size}
         with suppress(UsageError):  # a file of the user's that has its name stays
