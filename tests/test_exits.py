@@ -75,7 +75,7 @@ def test_a_library_that_ends_the_process_when_it_is_imported_gets_a_line(
 ) -> None:
     (tmp_path / "bitsandbytes.py").write_text(f"import ctypes, sys\n{at_import}\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"}
-    command = [sys.executable, "-m", "hf_rocm_tune.sft", "--model_name_or_path", "m", "--dataset_name", "d"]
+    command = [sys.executable, "-m", "hf_rocm_tune.sft", "--model_name_or_path", ".", "--dataset_name", "d"]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith("hf-rocm-tune: error:")]
     assert done.returncode == code and len(lines) == 1 and says in lines[0], done.stderr[-2000:]
