@@ -37,6 +37,7 @@ def test_transfer_measures_every_way_and_checks_what_arrived(tmp_path: Path) -> 
     assert json.loads((tmp_path / "out.json").read_text()) == result
 
 
+@pytest.mark.long
 def test_load_compares_the_same_logits(tmp_path: Path) -> None:
     result, _ = bench("load", "--gb", "0.01", "--repeats", "1", "--dir", str(tmp_path), cwd=tmp_path)
     stock, ours = result["rows"]
@@ -44,6 +45,7 @@ def test_load_compares_the_same_logits(tmp_path: Path) -> None:
     assert result["same_logits"] and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_comm_averages_and_trains_in_every_way(tmp_path: Path) -> None:
     result, _ = bench("comm", *SMALL, "--max_mib", "1", "--repeats", "1", "--turns", "1", cwd=tmp_path)
     assert {row["way"] for row in result["averages"]} == {"gloo", "host", "host, unverified"}
@@ -72,6 +74,7 @@ def test_sft_trains_every_side_to_the_same_loss(tmp_path: Path) -> None:
     assert chosen["micro_batch"] * chosen["accumulation"] == 2
 
 
+@pytest.mark.long
 def test_a_side_that_fails_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nif 'trl.scripts.sft' in sys.orig_argv: sys.exit('no such card')\n"

@@ -240,8 +240,12 @@ def test_the_command_is_the_planned_job(method: str, small: Path, tmp_path: Path
     ("words", "advised"),
     [
         (("--vram", "2.0", "--method", "full"), ("--method lora",)),
-        (("--vram", "4.6", "--method", "lora", "--rank", "4096"), ("--rank 16",)),
-        (("--vram", "1.45", "--method", "lora", "--micro_batch", "2"), ("another micro-batch",)),
+        pytest.param(("--vram", "4.6", "--method", "lora", "--rank", "4096"), ("--rank 16",), marks=pytest.mark.long),
+        pytest.param(
+            ("--vram", "1.45", "--method", "lora", "--micro_batch", "2"),
+            ("another micro-batch",),
+            marks=pytest.mark.long,
+        ),
         (("--vram", "1.0", "--method", "lora"), ("a smaller model",)),
     ],
 )
