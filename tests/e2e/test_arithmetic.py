@@ -73,6 +73,38 @@ def test_a_rank_with_a_wrong_product_has_both_compute_the_step_again(job: Job, t
     assert_recovered(tmp_path / "out", clean)
 
 
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+SHARDED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "fsdp2": (FSDP2, {}),
+    "fsdp2, bf16": (FSDP2, {"bf16": True, "dtype": "bfloat16"}),
+    "tensor parallel": ({}, {"tensor_parallel": True, "lora_dropout": 0.0}),
+}
+"""Variables and settings of two ranks that share the weights."""
+
+
+@pytest.mark.parametrize("way", sampled(SHARDED, "fsdp2", "tensor parallel"))
+def test_products_with_sharded_weights_are_checked(job: Job, way: str, tmp_path: Path) -> None:
+    env, settings = SHARDED[way]
+    outs = {}
+    for mode in ("off", "every"):
+        outs[mode] = tmp_path / mode
+        for rank in job.ranks(outs[mode], each=[env, env], max_steps=4, check_arithmetic=mode, **settings):
+            done(rank)
+    assert (outs["every"] / ADAPTER).read_bytes() == (outs["off"] / ADAPTER).read_bytes()
+    counted = report_of(outs["every"])["arithmetic"]
+    assert counted["residuals"] > counted["checked"] > 0 == counted["disagreements"] == counted["cleared"]
+    assert counted["never_seen"] == 0
+
+    once = env | wrong(kind="zero tile", count=1, first=90)  # a step that is not computed again is skipped
+    for rank in job.ranks(tmp_path / "once", each=[env, once], max_steps=4, **settings):
+        done(rank)
+    assert report_of(tmp_path / "once")["arithmetic"]["disagreements"] >= 1
+    always = env | wrong(kind="zero tile")
+    results = job.ranks(tmp_path / "always", each=[env, always], max_steps=4, check_arithmetic="sampled", **settings)
+    assert [rank.code for rank in results] == [3, 3]
+    assert "no library computes it right" in results[1].stderr and not (tmp_path / "always" / ADAPTER).exists()
+
+
 CARDS: dict[str, tuple[dict[str, Any], int]] = {
     "one": ({"bf16": True}, 1),
     "split": ({"dtype": "float32", "bf16": False, "split_layers": "auto"}, 2),

@@ -116,7 +116,8 @@ class Faults(TorchDispatchMode):
     sizes: range = range(17, 257)  # above the rank of an adapter and the columns of a check, below a vocabulary
     done: int = 0
     seen: int = 0
-    relative: float = 0.0  # of the last wrong product: norm of the error over the right row's, in the worst row
+    # Of the last wrong product: norm of the error over the right row's, in the worst row; below 1e-17 nothing is found.
+    relative: float = 0.0
     _before: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -182,7 +183,7 @@ class Faults(TorchDispatchMode):
             if self.strength != 1.0:
                 result.copy_(right + self.strength * (result - right))
             error, norms = (result.double() - right.double()).norm(dim=1), right.double().norm(dim=1)
-            self.relative = float((error / norms.clamp(min=1e-300)).nan_to_num(1e38, 1e38).amax())
+            self.relative = float((error / norms.clamp(min=1e-17)).nan_to_num(1e38, 1e38).amax())
         if self.kind == "previous output":
             self._before[sizes] = right
         return call
