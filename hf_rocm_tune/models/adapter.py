@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.experts import experts_of, routers_of
 from hf_rocm_tune.transfer import redirected
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from peft import PeftModel
     from torch import Tensor
@@ -121,6 +122,48 @@ def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tens
             warnings.filterwarnings("ignore", message=".* changes the base weights of the model")
             model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(begun))
     model.train(training)
+
+
+def keep_weights_from_vllm() -> None:
+    """Have TRL send vLLM the weights with the adapter, and leave the frozen ones as they are to the last bit.
+
+    TRL merges the adapter into the whole model and takes it out again: each time the frozen weights are rounded.
+    """
+    upstream.replace_for_good("vllm_weights", _with_adapter)
+
+
+def _with_adapter(stock: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[..., Iterator[tuple[str, Tensor]]]:
+    def weights(self: Any) -> Iterator[tuple[str, Tensor]]:
+        from peft import PeftModel
+
+        if not isinstance(self.model, PeftModel):
+            yield from stock(self)
+            return
+        for name, value in _merged(self.model):
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            yield self._fix_param_name_to_vllm(plain, extra_prefixes=["modules_to_save.default."]), value
+
+    return weights
+
+
+@torch.no_grad()
+def _merged(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """All weights but the adapter's, by name; those of layers with an adapter as PEFT merges them, one at a time."""
+    for name, parameter in model.named_parameters():
+        owner, inside, _ = name.partition(".base_layer.")
+        if model.prefix in name or "original_module" in name:
+            continue
+        if not inside:
+            yield name, parameter.data
+            continue
+        layer: Any = model.get_submodule(owner)
+        kept = [(each, each.detach().clone()) for each in layer.get_base_layer().parameters()]
+        layer.merge()
+        merged = parameter.detach().clone()
+        layer.unmerge()
+        for each, value in kept:
+            each.data.copy_(value)
+        yield name, merged
 
 
 def share_inputs(model: nn.Module) -> int:

@@ -27,6 +27,7 @@ def _saves_between_generations(job: Arguments) -> bool:
 _CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 _BETWEEN_GENERATIONS = "a checkpoint between two generations"
 _REFERENCE = "--use_peft false with --beta and --model_revision"
+_VLLM = "--use_vllm without --consent_unverified"
 USES: Mapping[str, Callable[[Arguments], object]] = {
     "several processes": lambda job: job.training.world_size > 1,
     "FSDP": lambda job: job.training.fsdp or is_on("ACCELERATE_USE_FSDP"),
@@ -40,6 +41,7 @@ USES: Mapping[str, Callable[[Arguments], object]] = {
         getattr(job.training, "packing", False) and job.training.packing_strategy == "wrapped"
     ),
     _BETWEEN_GENERATIONS: _saves_between_generations,
+    _VLLM: lambda job: getattr(job.training, "use_vllm", False) and not job.tune.consent_unverified,
     _REFERENCE: lambda job: job.training.beta and not job.model.use_peft and job.model.model_revision != "main",
 }
 """Whether a job uses what is more than the value of a flag."""
@@ -64,10 +66,11 @@ _OTHER_METHODS = {
     **dict.fromkeys(("--split_layers", "--tensor_parallel"), "it was never tried; leave it out"),
     **dict.fromkeys(("--mask_thinking", "--one_pass_loss"), "it is for supervised fine-tuning"),
     "--precompute_ref_log_probs": "its batches are moved unverified",
-    "--use_vllm": "its weights and answers are not verified",
+    _VLLM: "what it loads and answers is not verified",
     "--use_transformers_continuous_batching": "it casts the model in place",
     "--sync_ref_model": "no checkpoint has the moved reference model",
 }
+_UNPACKED = "vLLM takes weights with the adapter merged, which quantised ones cannot be"
 PACKED = "a mixture whose experts are in 4 bit"
 EXCLUDES: Mapping[str, Mapping[str, str]] = {
     "--auto_fit": {
@@ -106,8 +109,10 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "--pipeline auto": "a layer's weights would have to stay for several micro-batches",
         "--torch_compile": "compiled layers do not wait for their weights",
     },
+    "--use_vllm": dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), _UNPACKED),
     PACKED: {
         "--use_peft false": "packed weights cannot be trained; adapters can",
+        "--use_vllm": _UNPACKED,
         "FSDP2 or --tensor_parallel": "packed experts cannot be cut; use --split_layers auto",
         "--torch_compile": "it was never tried",
     },

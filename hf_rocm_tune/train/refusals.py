@@ -183,6 +183,8 @@ def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool =
         rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
     if card and getattr(args, "activation_offloading", False):
         rows["activations in host memory"] = "--activation_offloading: TRL copies them to the host and back by itself"
+    if getattr(args, "use_vllm", False):
+        rows["weights and answers of vLLM"] = "--use_vllm: TRL sends vLLM the weights and takes its answers by itself"
     if card and optimizer_name(args) == "adafactor":
         rows["new optimizer state"] = "--optim adafactor creates it on the host and copies it at the first step"
     named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]

@@ -36,7 +36,7 @@ from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models import loss
-from hf_rocm_tune.models.adapter import LearningRates, share_inputs
+from hf_rocm_tune.models.adapter import LearningRates, keep_weights_from_vllm, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
     Coverage,
@@ -208,6 +208,8 @@ class VerifiedTransferMixin(_Base):
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._recovery = OutOfMemoryRecovery(self)
         self._operations: int | None = None  # floating point operations a token
+        if getattr(args, "use_vllm", False):
+            keep_weights_from_vllm()
         own = own_arguments(args)
         if "args" in keywords:
             keywords["args"] = own
