@@ -75,7 +75,13 @@ def test_the_report_covers_parts_and_counts_what_crossed(outputs: tuple[Path, Pa
     weights = load_file(model_of("llama3") / "model.safetensors")
     cut = sum(each.nbytes for name, each in weights.items() if "_proj" in name)
     # a half on each rank; what each has whole does not cross on the CPU
-    assert two["weights"]["bytes"] == pytest.approx(cut, abs=1024) and cut < one["weights"]["bytes"]
+    halves = [
+        (out, into // 2) if "o_proj" in name or "down_proj" in name else (out // 2, into)
+        for name, (out, into) in ((name, each.shape) for name, each in weights.items() if "_proj" in name)
+    ]
+    sizes = {size for half in halves for size in half}
+    checksums = 2 * 12 * (sum(out + into + 1 for out, into in halves) + sum(sizes))  # three float32 each, on each rank
+    assert two["weights"]["bytes"] == pytest.approx(cut + checksums, abs=1024) and cut < one["weights"]["bytes"]
     assert two["gathered"]["checked"] > 0
     assert two["gathered"]["mismatches"] == two["frozen"]["mismatches"] == two["replicas"]["mismatches"] == 0
     assert two["replicas"]["checks"] > 0
