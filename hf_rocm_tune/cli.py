@@ -9,13 +9,14 @@ import argparse
 import difflib
 import errno
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, UsageError
@@ -49,12 +50,18 @@ def _until_read(argv: Sequence[str]) -> int:
         return code
     except OSError as error:
         full = error.errno == errno.ENOSPC and error.filename is None
-        if not full and not isinstance(error, BrokenPipeError):
-            raise
+        if not full and not (isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout)):
+            raise  # of another pipe or file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         if full:
             raise UsageError("no space is left on the disk that the output goes to: free some") from error
         return 128 + signal.SIGPIPE
+
+
+def _has_lost_its_reader(stream: TextIO) -> bool:
+    output = select.poll()
+    output.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def configs(argv: Sequence[str]) -> int:
