@@ -241,7 +241,9 @@ def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
         lacks = f"{_gib(short)} GiB of host memory" if short else f"{_gib(-found['spare'])} GiB"
         verdict = f"DOES NOT FIT: {lacks} missing ({of})"
     name = found["model"] or found["architecture"]
-    yield f"{verdict}: {name}, {found['parameters'] / 1e9:.2f} billion parameters, on {card['name']}"
+    count = found["parameters"]
+    size = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
+    yield f"{verdict}: {name}, {size} parameters, on {card['name']}"
     case = f"{choice['method']}, {_case(choice)}, effective batch {request['effective_batch']}"
     if request["trainer"] != "sft":
         case = f"{request['trainer']}, {case}"
