@@ -1,9 +1,12 @@
-"""Paths as a user gives them."""
+"""Paths and ids as a user gives them."""
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 from hf_rocm_tune.errors import UsageError
@@ -42,3 +45,19 @@ def can_be_file(path: Path) -> bool:
         return os.path.isdir(path.absolute().parent)
     except OSError:
         return False
+
+
+def hub_answers(patience: float = 3.0) -> bool:
+    """Whether the Hub can be reached; its client would retry for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if urllib.request.getproxies():
+        return True
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=patience).close()
+    except OSError:
+        return False
+    return True

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
-import urllib.parse
-import urllib.request
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +25,7 @@ from hf_rocm_tune.models.quantised import (
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import Streamer
-from hf_rocm_tune.paths import HUB_FIX, expand_user, is_local_model, require_model
+from hf_rocm_tune.paths import HUB_FIX, expand_user, hub_answers, is_local_model, require_model
 
 if TYPE_CHECKING:
     import torch
@@ -85,28 +82,12 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
     how = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
     try:
         where = str(path) if source.is_local else name
-        offline = not source.is_local and not _hub_answers()
+        offline = not source.is_local and not hub_answers()
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=offline, **how)
     except (*FOREIGN_ERRORS, OSError, StrictDataclassError) as error:
         raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
     _check_architecture(config, name)
     return config
-
-
-def _hub_answers(patience: float = 3.0) -> bool:
-    """Whether the Hub can be reached; its client would retry for half a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if urllib.request.getproxies():
-        return True
-    address = urllib.parse.urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((address.hostname or "", address.port or 443), timeout=patience).close()
-    except OSError:
-        return False
-    return True
 
 
 def _check_architecture(config: Any, name: str) -> None:

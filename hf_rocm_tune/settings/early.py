@@ -17,7 +17,7 @@ from typing import Any
 from hf_rocm_tune.data.formats import Method, recognise
 from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.paths import HUB_FIX, expand_user, is_local_model, require_model
+from hf_rocm_tune.paths import HUB_FIX, expand_user, hub_answers, is_local_model, require_model
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -95,7 +95,7 @@ def _require_on_hub(model: str, revision: str | None) -> None:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        hf_hub_download(model, "config.json", revision=revision)
+        hf_hub_download(model, "config.json", revision=revision, local_files_only=not hub_answers())
         return
     except GatedRepoError:
         return
