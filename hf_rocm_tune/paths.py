@@ -1,4 +1,4 @@
-"""Paths and ids as a user gives them."""
+"""Paths and addresses as a user gives them."""
 
 from __future__ import annotations
 
@@ -47,17 +47,13 @@ def can_be_file(path: Path) -> bool:
         return False
 
 
-def hub_answers(patience: float = 3.0) -> bool:
-    """Whether the Hub can be reached; its client would retry for half a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
+def answers(address: str, patience: float = 3.0) -> bool:
+    """Whether a server can be reached, as the Hub, whose client would retry for half a minute; True behind a proxy."""
     if urllib.request.getproxies():
         return True
-    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    parts = urllib.parse.urlsplit(address)
     try:
-        socket.create_connection((address.hostname or "", address.port or 443), timeout=patience).close()
+        socket.create_connection((parts.hostname or "", parts.port or 443), timeout=patience).close()
     except OSError:
         return False
     return True

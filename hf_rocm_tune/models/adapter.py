@@ -157,12 +157,14 @@ def _merged(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.data
             continue
         layer: Any = model.get_submodule(owner)
-        kept = [(each, each.detach().clone()) for each in layer.get_base_layer().parameters()]
+        kept = [(each, each.data) for each in layer.get_base_layer().parameters()]
+        for each, value in kept:
+            each.data = value.clone()
         layer.merge()
-        merged = parameter.detach().clone()
+        merged = parameter.data.clone()
         layer.unmerge()
         for each, value in kept:
-            each.data.copy_(value)
+            each.data = value
         yield name, merged
 
 

@@ -25,7 +25,7 @@ from hf_rocm_tune.models.quantised import (
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import Streamer
-from hf_rocm_tune.paths import HUB_FIX, expand_user, hub_answers, is_local_model, require_model
+from hf_rocm_tune.paths import HUB_FIX, answers, expand_user, is_local_model, require_model
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,7 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
 
 def read_config(source: ModelSource) -> PreTrainedConfig:
     """The configuration of a model, which names an architecture."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -82,7 +83,7 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
     how = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
     try:
         where = str(path) if source.is_local else name
-        offline = not source.is_local and not hub_answers()
+        offline = not source.is_local and (constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT))
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=offline, **how)
     except (*FOREIGN_ERRORS, OSError, StrictDataclassError) as error:
         raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error

@@ -17,7 +17,7 @@ from typing import Any
 from hf_rocm_tune.data.formats import Method, recognise
 from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.paths import HUB_FIX, expand_user, hub_answers, is_local_model, require_model
+from hf_rocm_tune.paths import HUB_FIX, answers, expand_user, is_local_model, require_model
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -88,14 +88,15 @@ def check(method: Method, given: Mapping[str, Any]) -> None:
 
 def _require_on_hub(model: str, revision: str | None) -> None:
     """Refuses a model of which not even the configuration can be had. Other answers of the Hub are for the loader."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        hf_hub_download(model, "config.json", revision=revision, local_files_only=not hub_answers())
+        offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
+        hf_hub_download(model, "config.json", revision=revision, local_files_only=offline)
         return
     except GatedRepoError:
         return
