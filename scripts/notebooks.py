@@ -124,15 +124,13 @@ def _merged(outputs: list[Any]) -> list[Any]:
     """Pieces of one stream in one piece; nothing empty, and no widgets, which live in their kernel only."""
     kept: list[Any] = []
     for output in outputs:
+        if output.get("text") == "" or "application/vnd.jupyter.widget-view+json" in output.get("data", {}):
+            continue
         if output.output_type == "stream" and kept and kept[-1].get("name") == output.name:
             kept[-1].text += output.text
         else:
             kept.append(output)
-    return [
-        output
-        for output in kept
-        if output.get("text", "x").strip() and "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
-    ]
+    return [output for output in kept if output.get("text", "x").strip()]
 
 
 def _hub() -> AbstractContextManager[Any]:
