@@ -271,7 +271,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.begun: Begun | None = None
+        self._begun: Begun | None = None
         self.failure: OSError | None = None  # of the last write
         self._waiting: list[dict[str, Any]] = []
 
@@ -279,11 +279,23 @@ class Ledger:
         """Add an entry, without None values."""
         told = {key: value for key, value in details.items() if value is not None}
         self._waiting.append({"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
+        self._write()
+
+    @property
+    def begun(self) -> Begun | None:
+        return self._begun
+
+    @begun.setter
+    def begun(self, begun: Begun) -> None:
+        self._begun = begun
+        self._write()
+
+    def _write(self) -> None:
         self.failure = None
         try:
-            while self.begun is not None and self._waiting:
-                if self.begun.leads:
-                    heartbeat.enter(Path(self.begun.output_dir), {"run_id": self.begun.run_id, **self._waiting[0]})
+            while self._begun is not None and self._waiting:
+                if self._begun.leads:
+                    heartbeat.enter(Path(self._begun.output_dir), {"run_id": self._begun.run_id, **self._waiting[0]})
                 self._waiting.pop(0)
         except OSError as error:
             self.failure = error

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 FORWARD = "packed_4bit"
+CHECKSUMS_OF_EXPERTS = 64 << 20
+"""Bytes of experts' checksums that are on a card in sampled checks of products; the host keeps the others."""
 _BLOCK = 64  # values of a constant, in NF4
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -85,7 +85,9 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
         where = str(path) if source.is_local else name
         offline = not source.is_local and (constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT))
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=offline, **how)
-    except (*FOREIGN_ERRORS, OSError, StrictDataclassError) as error:
+    except StrictDataclassError as error:  # its first line does not say what was expected
+        raise UsageError(f"model {name}: config.json: {error}; {fix}") from error
+    except (*FOREIGN_ERRORS, OSError) as error:
         raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
     _check_architecture(config, name)
     return config

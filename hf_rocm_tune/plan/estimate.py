@@ -310,7 +310,7 @@ def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
 class Weight:
     """A tensor that exists during the whole step."""
 
-    part: str  # ``weights`` (buffers, too), ``quantisation constants`` or ``adapters``
+    part: str  # ``weights`` (buffers, too), ``quantisation constants``, ``adapters`` or ``checksums``
     layer: int  # position among the recorded layers; -1: none
     nbytes: int  # as it is stored
     elements: int = 0  # of a parameter, before it is quantised
@@ -344,7 +344,7 @@ class Weights:
     @classmethod
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
         """The sums over the tensors of the recorded layers, each as often as the real model has such a layer."""
-        parts = {"weights": 0, "quantisation constants": 0, "adapters": 0}
+        parts = {"weights": 0, "quantisation constants": 0, "adapters": 0, "checksums": 0}
         trained: Counter[tuple[int, int]] = Counter()
         parameters, loading = 0, 0
         streams: dict[int, Counter[str]] = {layer: Counter() for layer in layer_of}

@@ -117,7 +117,7 @@ class PlanRequest:
             if low is not None and value is not None and value < low:
                 faults.append(f"{name} must be {low} or more, got {value}")
             if known is not None and value is not None and value not in known:
-                faults.append(f"{name} must be one of {', '.join(known)}, got {value}")
+                faults.append(f"{name} {value} is not known to the planner; it knows {', '.join(known)}")
         if unknown := set(self.methods) - set(METHODS):
             faults.append(f"--method must be one of {', '.join(METHODS)}, got {', '.join(unknown)}")
         batch, full = self.effective_batch, "full" in self.methods

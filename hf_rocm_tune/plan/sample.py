@@ -10,7 +10,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -18,10 +18,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
 from hf_rocm_tune.models.adapter import adaptable, beside_experts, check_targets, share_inputs, target_names
-from hf_rocm_tune.models.experts import experts_of, mxfp4_code, pack_mxfp4, pack_nf4, routers_of, use_packed, weights_of
+from hf_rocm_tune.models.experts import (
+    CHECKSUMS_OF_EXPERTS,
+    experts_of,
+    layout,
+    mxfp4_code,
+    pack_mxfp4,
+    pack_nf4,
+    routers_of,
+    use_packed,
+    weights_of,
+)
 from hf_rocm_tune.models.placement import quant_state_of
 from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
 from hf_rocm_tune.models.split import find_layers
@@ -80,6 +91,30 @@ class Sample:
             yield Weight(part="quantisation constants", layer=layer, nbytes=constants)
         for buffer in self.model.buffers():
             yield Weight(part="weights", layer=owners.get(id(buffer), -1), nbytes=buffer.nbytes)
+        yield from self._checksums(owners)
+
+    def _checksums(self, owners: Mapping[int, int]) -> Iterator[Weight]:
+        """What the checks of products with frozen weights hold on the card: three float32 a row, a column and a layer,
+        and three for each number of them (``train/arithmetic.py``)."""
+        head, sizes, of_experts = self.base.get_output_embeddings(), set[int](), 0
+        for module in self.model.modules():
+            if not isinstance(module, nn.Linear | Conv1D) or any(each.requires_grad for each in module.parameters()):
+                continue
+            if module is head and not self.request.one_pass_loss:
+                continue
+            columns = (
+                (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+            )
+            sizes |= {*columns}
+            yield Weight(part="checksums", layer=owners.get(id(module.weight), -1), nbytes=12 * (sum(columns) + 1))
+        for _, experts in experts_of(self.base):
+            for name in weights_of(experts):
+                if not (weight := getattr(experts, name)).requires_grad:
+                    count, into, out, _ = layout(experts, name)
+                    sizes |= {into, out}
+                    layer = owners.get(id(weight), -1)
+                    of_experts += (1 if layer < 0 else self.layer_of.count(layer)) * 12 * (count * (into + out) + 1)
+        yield Weight(part="checksums", layer=-1, nbytes=min(of_experts, CHECKSUMS_OF_EXPERTS) + 12 * sum(sizes))
 
 
 def _joined(base: Any) -> set[str]:

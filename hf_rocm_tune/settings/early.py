@@ -122,9 +122,9 @@ def _number(value: Any) -> float | int | None:
 def _first_row(file: Path, split: str) -> dict[str, Any] | None:
     """The first row of a data file that a person would write, or of the split's in a folder; None where it is not
     plainly one."""
-    if file.is_dir():
-        file = next((each for kind in ("jsonl", "csv") if (each := file / f"{split}.{kind}").is_file()), file)
     try:
+        if file.is_dir():
+            file = next((each for kind in ("jsonl", "csv") if (each := file / f"{split}.{kind}").is_file()), file)
         with file.open(encoding="utf-8", newline="") as lines:
             if file.suffix.lower() == ".csv":
                 return next(csv.DictReader(lines), None)

@@ -86,7 +86,6 @@ _CHUNK = 1 << 23  # elements of an activation that are widened to float32 at onc
 _ROWS = 8  # computed on the host when a product is judged
 _ATTEMPTS = 5
 _OPERATIONS, _BYTES = 50e12, 640e9  # a second, of an RX 7900 XT: dense bfloat16 and memory, as achieved, not peak
-_HELD = 64 << 20  # bytes of experts' checksums that are on a card in sampled checks; else the host keeps them
 _BYTES_AN_ELEMENT = 12  # of a bfloat16 activation: read for its norm and to widen it (2 + 2), written, read (4 + 4)
 
 
@@ -393,7 +392,10 @@ class ArithmeticChecks:
         self._vectors = {size: _random_vectors(size, generator) for size in sizes}
         for layer in self._products:
             self._checksum(layer)
-        self._few = self._mode == "every" or _bytes_of(each for each in self._products if each.experts) <= _HELD
+        self._few = (
+            self._mode == "every"
+            or _bytes_of(each for each in self._products if each.experts) <= experts.CHECKSUMS_OF_EXPERTS
+        )
         self._place([each for each in self._products if self._few or not each.experts])
 
     def _place(self, layers: Sequence[Product]) -> None:
@@ -519,7 +521,7 @@ class ArithmeticChecks:
         due, held = [], 0
         for layer in wanted:
             held += _bytes_of([layer]) if layer.experts else 0
-            if not layer.experts or held <= _HELD or held == _bytes_of([layer]):
+            if not layer.experts or held <= experts.CHECKSUMS_OF_EXPERTS or held == _bytes_of([layer]):
                 due.append(layer)
         for layer in self._products:
             if layer.experts and layer not in due:

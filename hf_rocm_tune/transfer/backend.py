@@ -71,6 +71,8 @@ class Backend(Protocol):
 
     device: torch.device
     default_slot_bytes: int
+    staging_grows: bool
+    """Whether staging memory is cheap to allocate, so that slots start small and grow."""
 
     def staging(self, nbytes: int) -> Tensor:
         """Host memory to copy from, uint8[nbytes], page-locked for an accelerator."""
@@ -112,6 +114,7 @@ class HostBackend:
     """
 
     default_slot_bytes = 8 << 20
+    staging_grows = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -233,6 +236,7 @@ class AcceleratorBackend:
     """
 
     default_slot_bytes = 32 << 20
+    staging_grows = False
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index

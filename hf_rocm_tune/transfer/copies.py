@@ -24,6 +24,9 @@ from hf_rocm_tune.transfer.report import TransferReport, count_crossing
 MODES = {"verify": ("full", "sample", "off"), "on_corruption": ("recover", "stop")}
 
 
+SMALLEST_SLOT_BYTES = 64 << 10
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransferSettings:
     """How transfers are verified, and what happens on a mismatch.
@@ -88,8 +91,10 @@ class Ring:
             if slot.ticket is not None:
                 slot.ticket.join()
                 slot.ticket = None
-            if slot.buffer is None:
-                slot.buffer = self._backend.staging(self.slot_bytes)
+            if slot.buffer is None or slot.buffer.numel() < nbytes:
+                grown = max(SMALLEST_SLOT_BYTES, 1 << (nbytes - 1).bit_length())
+                wanted = min(self.slot_bytes, grown) if self._backend.staging_grows else self.slot_bytes
+                slot.buffer = self._backend.staging(wanted)
             yield slot, slot.buffer[:nbytes]
         finally:
             with self._changed:

@@ -90,6 +90,7 @@ class FaultyBackend:
     def __init__(self, inner: Backend, spec: FaultSpec) -> None:
         self.inner, self.spec = inner, spec
         self.device, self.default_slot_bytes = inner.device, inner.default_slot_bytes
+        self.staging_grows = inner.staging_grows
         self.staging, self.allocate, self.mark = inner.staging, inner.allocate, inner.mark
         self.follow, self.read_back, self.hand_out = inner.follow, inner.read_back, inner.hand_out
         self.injected = 0

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.models import experts
 from hf_rocm_tune.models.factory import ModelSource, load_model
-from hf_rocm_tune.train import arithmetic
 from hf_rocm_tune.transfer import Mover
 from tests import tiny
 from tests.train.faulty_products import ANOTHER, DEQUANTISED, KINDS, Faults
@@ -288,7 +288,7 @@ def test_a_wrong_block_of_an_unpacked_expert_is_found_apart_from_its_product(
 def test_checksums_of_many_experts_are_on_the_device_in_turn(
     mixture: Any, clean_mixture: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arithmetic, "_HELD", 10_000)  # of one product
+    monkeypatch.setattr(experts, "CHECKSUMS_OF_EXPERTS", 10_000)  # of one product
     trainer = mixture("grouped", mode="sampled", max_steps=12)
     products = [each for each in trainer._arithmetic._products if each.experts]
     sides = [each.sides["forward"] for each in products if each.sides]
