@@ -30,6 +30,7 @@ SLACK_BYTES = 16 << 20
 class SharedMemoryDevice(HostBackend):
     """Weights lie in shared memory, and staging memory is counted."""
 
+    staging_grows = False
     staged = 0
 
     def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
