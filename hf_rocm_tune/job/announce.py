@@ -205,7 +205,7 @@ _BUILDERS = frozenset({"json", "csv", "parquet", "arrow", "text", "xml", "webdat
 
 
 @dataclass(kw_only=True)
-class RunFiles:
+class RunOutputs:
     """The log, the picture and the model card of one run."""
 
     arguments: Arguments

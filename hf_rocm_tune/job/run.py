@@ -93,7 +93,7 @@ class Job:
     adapter: Adapter | None = None  # to continue training
     rewards: list[Any] | None = None  # GRPO's reward functions, and the name of a reward model
     findings: tuple[dict[str, Any], ...] = ()
-    files: announce.RunFiles = field(init=False)  # made with the trainer
+    files: announce.RunOutputs = field(init=False)  # made with the trainer
 
 
 def run(argv: Sequence[str], *, method: Method = "sft") -> int:
@@ -232,7 +232,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
         )
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
-    job.files = announce.RunFiles(arguments=job.arguments, data=job.data, trainer=trainer, facts=facts)
+    job.files = announce.RunOutputs(arguments=job.arguments, data=job.data, trainer=trainer, facts=facts)
     try:
         with trainer.stop_requests.installed():  # so that Ctrl-C does not interrupt the final save
             _train(job, trainer)

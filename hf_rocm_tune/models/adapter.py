@@ -160,11 +160,13 @@ def _merged(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
         kept = [(each, each.data) for each in layer.get_base_layer().parameters()]
         for each, value in kept:
             each.data = value.clone()
-        layer.merge()
-        merged = parameter.data.clone()
-        layer.unmerge()
-        for each, value in kept:
-            each.data = value
+        try:
+            layer.merge()
+            merged = parameter.data.clone()
+            layer.unmerge()
+        finally:
+            for each, value in kept:
+                each.data = value
         yield name, merged
 
 

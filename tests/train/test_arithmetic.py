@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models import experts
 from hf_rocm_tune.models.factory import ModelSource, load_model
+from hf_rocm_tune.plan import CardMemory, PlanRequest, plan_for
 from hf_rocm_tune.transfer import Mover
 from tests import tiny
 from tests.train.faulty_products import ANOTHER, DEQUANTISED, KINDS, Faults
@@ -314,6 +315,20 @@ def test_wrong_products_of_the_one_pass_loss(
         CorruptionError, match=f"step 1: the {side} product of .*lm_head .*no library computes it right"
     ):
         run(Faults(**here), ours={"one_pass_loss": True}, mode="sampled")
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ours", [{}, {"one_pass_loss": True}], ids=["linear layers", "and the head"])
+def test_the_plan_counts_the_checksums_that_a_run_holds(run: Any, model_path: Path, ours: dict[str, Any]) -> None:
+    sides = [side for each in run(max_steps=1, ours=ours)._arithmetic._products for side in each.sides.values()]
+    held = {each.data_ptr(): each.nbytes for side in sides for each in (side.vectors, side.checksum)}
+    request = PlanRequest(model=str(model_path), methods=("lora",), length=32, effective_batch=2, **ours)
+    plan = plan_for(request, card=CardMemory(name="any", usable=1 << 40, desktop=0, context=0))
+    counted = plan.grid[0].parts["checksums"]
+    assert counted == pytest.approx(sum(held.values()), abs=12 * len(sides))  # a layer's three numbers for its bias
+    assert sum(held.values()) > 100 * len(sides)
 
 
 # ---- what is no product with a frozen weight -----------------------------------------------------------------------
