@@ -98,6 +98,38 @@ def one_pass_loss() -> Iterator[None]:
         _WANTED.reset(before)
 
 
+class _Head:
+    """The products with the output head: ``logits`` (rows, V) of hidden states, and what goes back (rows, H)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, chunk_size: int) -> None:
+        choice = products.choose(weight.device)
+        self._rounded = choice is not None and choice.rounded and dtype == torch.bfloat16
+        self._weight, self._bias, self._dtype, self._chunk_size = weight, bias, dtype, chunk_size
+        self.dtype_back = dtype if self._rounded else torch.float32
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        found = torch.mm(hidden, self._weight.t())
+        if self._bias is not None:
+            found += self._bias.to(self._dtype)
+        return found
+
+    def add_back(self, sum_: Tensor, tile: Tensor) -> None:
+        """Add ``tile @ weight`` to a float32 sum."""
+        if self._rounded:
+            products.add(sum_, tile, self._weight, library=products.ROUNDED)
+            return
+        vocabulary = self._weight.shape[0]
+        columns = vocabulary if tile.is_cuda else self._chunk_size  # elsewhere the product is of copies in float32
+        for start in range(0, vocabulary, columns):
+            words = slice(start, start + columns)
+            upstream_head._addmm_fp32(sum_, tile[:, words], self._weight[words])
+
+    def back(self, tile: Tensor) -> Tensor:
+        found = torch.zeros(len(tile), self._weight.shape[1], dtype=torch.float32, device=tile.device)
+        self.add_back(found, tile.to(self._dtype))
+        return found
+
+
 def _forward(
     stock: Callable[..., Any],
     ctx: Any,
@@ -136,34 +168,13 @@ def _forward(
     gradient = torch.zeros_like(hidden, dtype=torch.float32)
     # a tile has no more elements than upstream's
     rows = max(1, min(tokens, upstream_head.TOKEN_CHUNK_SIZE) * chunk_size // max(vocabulary, chunk_size))
-    choice = products.choose(hidden.device)
-    rounded = choice is not None and choice.rounded and dtype == torch.bfloat16
-
-    def logits(of: Tensor) -> Tensor:
-        found = torch.mm(of, weight.t())
-        if bias is not None:
-            found += bias.to(dtype)
-        return found
-
-    def add(sum_: Tensor, of: Tensor) -> Tensor:
-        if rounded:
-            products.add(sum_, of, weight, library=products.ROUNDED)
-        else:
-            columns = vocabulary if of.is_cuda else chunk_size  # elsewhere the product is of copies in float32
-            for start in range(0, vocabulary, columns):
-                words = slice(start, start + columns)
-                upstream_head._addmm_fp32(sum_, of[:, words], weight[words])
-        return sum_
-
-    def back(of: Tensor) -> Tensor:
-        return add(torch.zeros_like(gradient[: len(of)]), of.to(dtype))
-
+    head = _Head(weight, bias, dtype, chunk_size)
     look = getattr(weight, "look", None)  # of the checks of arithmetic
     for first in range(0, tokens, rows):
         part = slice(first, first + rows)
-        tile = logits(hidden[part].to(dtype))
+        tile = head.logits(hidden[part].to(dtype))
         if look is not None:
-            look("forward", hidden[part], tile, dtype, logits)
+            look("forward", hidden[part], tile, dtype, head.logits)
         count, blocks = tile.shape[0], -(-vocabulary // upstream_head._BLOCK_SIZE)
         place = (tile, tile.stride(0), targets[part])
         fold = upstream_head._forward_tile
@@ -175,9 +186,9 @@ def _forward(
         normaliser[part] = highest[part] + torch.log(total[part])
         factors = (normaliser[part], normaliser[part], ones[part], ones[part])  # entropy has no gradient
         turn(*place, *factors, 0, vocabulary, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options)
-        add(gradient[part], tile)
+        head.add_back(gradient[part], tile)
         if look is not None:
-            look("backward", tile, gradient[part], dtype if rounded else torch.float32, logits, back)
+            look("backward", tile, gradient[part], head.dtype_back, head.logits, head.back)
         del tile, place  # before the next one
     ctx.save_for_backward(gradient)
     ctx.dtype = hidden.dtype

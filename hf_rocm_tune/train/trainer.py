@@ -187,11 +187,7 @@ class VerifiedTransferMixin(_Base):
         self.stop_requests = StopRequests()
         self.way = way or way_of(args, self.mover)
         self.recompute_layers = recompute_layers
-        self.loss_way: Callable[[], AbstractContextManager[None]] = nullcontext
-        loss.fit_to(self.mover.device, compiled=bool(args is not None and args.torch_compile))
-        if one_pass_loss:
-            loss.install()
-            self.loss_way = loss.one_pass_loss
+        self.loss_way = self._fit_upstream(args, one_pass_loss)
         self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer
         self._result_writer = result_writer or partial(write_report, self)
         self._consent_unverified, self._on_oom = consent_unverified, on_oom
@@ -208,8 +204,6 @@ class VerifiedTransferMixin(_Base):
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._recovery = OutOfMemoryRecovery(self)
         self._operations: int | None = None  # floating point operations a token
-        if getattr(args, "use_vllm", False):
-            keep_weights_from_vllm()
         own = own_arguments(args)
         if "args" in keywords:
             keywords["args"] = own
@@ -240,6 +234,16 @@ class VerifiedTransferMixin(_Base):
         self._add_callbacks(telemetry)
 
     # ---- while the trainer is built -------------------------------------------------------------------------
+
+    def _fit_upstream(self, args: Any, one_pass_loss: bool) -> Callable[[], AbstractContextManager[None]]:
+        """Fit TRL's loss and its weights for vLLM to this run; returns the context in which a loss is computed."""
+        loss.fit_to(self.mover.device, compiled=bool(args is not None and args.torch_compile))
+        if getattr(args, "use_vllm", False):
+            keep_weights_from_vllm()
+        if not one_pass_loss:
+            return nullcontext
+        loss.install()
+        return loss.one_pass_loss
 
     def _digests_before(self, model: Any, peft_config: Any) -> dict[str, Digest]:
         """Attest a model that was handed over. Returns its digests if the adapter's initialisation changes weights."""
