@@ -6,6 +6,7 @@ ours and is replaced by the next one; any other ``README.md`` was written or edi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -126,9 +127,8 @@ def _code(value: str) -> str:
     return f"`{' '.join(value.split()).replace('`', chr(39)).replace('|', chr(92) + '|')}`" if value.strip() else ""
 
 
-def _text(facts: CardFacts) -> str:
-    """The template ``card.md.j2``, without the empty lines of what is left out."""
-    trained, report, config = facts.trained, facts.report, facts.trained.quantization or {}
+@functools.cache
+def template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_rocm_tune.publish", ""),
         autoescape=False,  # Markdown: each foreign value passes one of the filters
@@ -137,11 +137,17 @@ def _text(facts: CardFacts) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"prose": _prose, "code": _code, "json": json.dumps, "dtype": _dtype, "plain": plain}
+    return environment.get_template("card.md.j2")
+
+
+def _text(facts: CardFacts) -> str:
+    """The template ``card.md.j2``, without the empty lines of what is left out."""
+    trained, report, config = facts.trained, facts.report, facts.trained.quantization or {}
     auto = "AutoModelForCausalLM" if trained.model_class.endswith("ForCausalLM") else trained.model_class
     auto = "AutoModelForSequenceClassification" if facts.gives_scores else auto
     wanted = [name for name in config if config.get("load_in_4bit") or not name.startswith("bnb_4bit_")]
     given = [(name, _literal(name, config[name])) for name in wanted if config[name] not in (None, False)]
-    text = environment.get_template("card.md.j2").render(
+    text = template().render(
         facts=facts,
         trained=trained,
         auto=auto,

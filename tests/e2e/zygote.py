@@ -14,8 +14,10 @@ It reads one JSON request a line from standard input and answers one JSON line:
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+import io
 import itertools
 import json
 import os
@@ -192,16 +194,28 @@ def _import() -> None:
     import datasets  # noqa: F401
     import matplotlib.backends.backend_agg
     import matplotlib.pyplot  # noqa: F401
-    import peft.tuners.lora.bnb  # noqa: F401
+    import peft.tuners.lora.bnb
+    import peft.utils.transformers_weight_conversion  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
-    import trl.trainer.dpo_trainer
-    import trl.trainer.kto_trainer
-    import trl.trainer.reward_trainer
-    import trl.trainer.sft_trainer  # noqa: F401
+    from matplotlib.figure import Figure
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import hf_rocm_tune.job.run
     import hf_rocm_tune.publish.page
     import hf_rocm_tune.train.trainer  # noqa: F401
+    from hf_rocm_tune import upstream
+    from hf_rocm_tune.machine import software
+    from hf_rocm_tune.publish import card
+
+    # What every command would do again, a third of its time: imports of single functions, tables, fonts, templates.
+    upstream.check_all()
+    get_checkpoint_conversion_mapping("llama")
+    software._read_wheels = functools.cache(software._read_wheels)
+    software._read_wheels()
+    card.template()
+    figure = Figure()
+    figure.add_subplot().plot([1, 2])
+    figure.savefig(io.BytesIO())
 
 
 def main() -> None:
