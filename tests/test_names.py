@@ -32,12 +32,8 @@ def read(*argv: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("verb", names.VERBS)
-def test_flags_and_defaults_are_those_of_the_real_parser(verb: Method) -> None:
-    found, defaults = names.flags(verb), arguments._flags(verb).defaults
-    assert found.keys() == {action.dest for action in build_parser(verb)._actions} - {"help"}
-    told = {name: value for name, value in found.items() if value is not None and name in defaults}
-    assert {name: defaults[name] for name in told} == told
-    assert len(told) > 90
+def test_flags_are_those_of_the_real_parser(verb: Method) -> None:
+    assert names.flags(verb) == {action.dest for action in build_parser(verb)._actions} - {"help"}
 
 
 def test_the_launchers_flags_are_those_of_its_real_parser() -> None:
@@ -58,7 +54,7 @@ def test_the_screen_shows_what_a_run_on_a_card_would_use(verb: Method) -> None:
     asked: Any = {"method": verb, "accelerator": True, "bf16_supported": True}
     defaults = arguments._flags(verb).defaults
     ours = {each.name: each.ours for each in arguments.differences({}, **asked)}
-    real = {**defaults, **ours, **dict(vars(parse(["--model", "x", "--dataset", "y"]).tune))}
+    real = {**defaults, **ours}
     real["activation_checkpointing"] = real["gradient_checkpointing"]
     assert {"lr", "lora_r", "use_peft", "verify", *(["batch_size"] if verb != "grpo" else [])} <= shown.keys()
     for name, text in shown.items():
@@ -71,7 +67,7 @@ def test_the_screen_shows_what_a_run_on_a_card_would_use(verb: Method) -> None:
 
 def test_aliases_are_the_flags_that_they_stand_for(tmp_path: Path) -> None:
     assert TYPED.keys() == names.ALIASES.keys()
-    assert not names.ALIASES.keys() & names.flags("sft").keys()
+    assert not names.ALIASES.keys() & names.flags("sft")
     assert not names.ALIASES.keys() & names.launcher_flags().keys()
     short = [part for name, value in TYPED.items() for part in (f"--{name.replace('_', '-')}", value)]
     full = [f"--{names.ALIASES[name]}={value}" for name, value in TYPED.items()]
@@ -110,7 +106,7 @@ def test_what_is_no_flag_is_left_to_the_real_parser(monkeypatch: pytest.MonkeyPa
     names.check("sft", ["--eos_token", "--two words", "-v", "--", "--nothing"])
     with pytest.raises(UsageError, match="--nothing"):
         names.check("sft", ["--nothing"])
-    monkeypatch.setitem(names.VERBS, "newer", names.Verb(config="ConfigThatNobodyHas", what=""))
+    monkeypatch.setitem(names.VERBS, "newer", names.Verb(config="ConfigThatNobodyHas", what="", rate=1.0))
     names.check("newer", ["--nothing"])  # a source that cannot be read refuses nothing
     assert "--model NAME" in names.screen("newer")
 

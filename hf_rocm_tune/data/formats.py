@@ -10,23 +10,21 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedTokenizerBase
 
     Rows: TypeAlias = Dataset | IterableDataset
 
 STREAMED_ROWS = 100
 _BATCH = 1000
-_KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+MASKED = -100  # the label of a token that does not count in the loss
 
 Kind = Literal["messages", "prompt_completion", "text", "tokenized", "preference", "unpaired", "prompt"]
 Method = Literal["sft", "dpo", "kto", "reward", "grpo", "orpo"]
@@ -66,7 +64,6 @@ class FormatInfo:
     content_key: str
     conversational: bool = False  # a chat template is applied
     mapping: str | None = None  # the changes that `as_trl` makes; None if TRL reads the rows as they are
-    unusual_roles: tuple[str, ...] = ()  # which a chat template may not support
 
     @property
     def columns(self) -> list[str]:
@@ -102,8 +99,7 @@ def check_format(
     roles = set[str]()
     for number, row in enumerate(_rows(dataset, layout), start=1):
         if fault := _fault_in(row, layout):
-            begins = repr({column: row[column] for column in layout.columns if column in row})
-            begins = begins if len(begins) <= 120 else begins[:117] + "..."
+            begins = repr({column: row[column] for column in layout.columns if column in row})[:120]
             raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {begins}")
         roles.update(turn[layout.role_key] for column in layout.messages for turn in _turns(row[column]))
     if layout.messages and not has_chat_template:
@@ -116,12 +112,8 @@ def check_format(
     foreign = layout.dropped or layout.role_key == "from" or roles & {*_ROLES}
     changed = renamed or mixed or foreign or any(isinstance(first[each], dict) for each in layout.messages)
     conversational = bool(layout.messages) or (renamed and has_chat_template)
-    return replace(
-        layout,
-        conversational=conversational,
-        mapping=_in_words(layout, conversational, roles) if changed else None,
-        unusual_roles=tuple(sorted(roles - _KNOWN_ROLES - {*_ROLES})),
-    )
+    mapping = _in_words(layout, conversational, roles) if changed else None
+    return replace(layout, conversational=conversational, mapping=mapping)
 
 
 def as_trl(dataset: Rows, info: FormatInfo) -> Rows:
@@ -167,14 +159,10 @@ def _in_words(layout: FormatInfo, conversational: bool, roles: set[str]) -> str:
     said += [f"'{name}' goes into it" for name in layout.more]
     said += [f"'{name}' is not used" for name in layout.dropped]
     said += [f"{role} is {_ROLES[role]}" for role in sorted(roles & {*_ROLES})]
-    if layout.role_key == "from":
-        said.append("from/value are role/content")
+    said += ["from/value are role/content"] if layout.role_key == "from" else []
     if len(layout.messages) < len(layout.content):
-        said.append(
-            "text becomes chat messages"
-            if conversational
-            else "as plain text, because the tokenizer has no chat template"
-        )
+        plain = "as plain text, because the tokenizer has no chat template"
+        said.append("text becomes chat messages" if conversational else plain)
     return ", ".join(said)
 
 
@@ -191,9 +179,8 @@ def _layout(
     vocabulary: int | None,
 ) -> FormatInfo:
     kind, content, dropped = recognise(columns, first, method, text_field, split)
-    may_chat = kind not in ("text", "tokenized")
     messages = {each for each in content.values() if isinstance(first[each], list | dict) or each in _CHATS}
-    messages = messages if may_chat else set()
+    messages = set() if kind in ("text", "tokenized") else messages
     foreign = content.get("prompt", "prompt") != "prompt" or content.get("messages", "messages") != "messages"
     more = [name for name in columns if foreign and name in (*_MORE, _SYSTEM) and name not in content.values()]
     if content.get("prompt") not in {*content.values()} - messages or kind == "prompt":  # a reward function may read it
@@ -326,51 +313,46 @@ def _fault_in(row: dict[str, Any], layout: FormatInfo) -> str | None:
                 right, what = value in (True, False), "true or false"
             elif column == _KWARGS:
                 right, what = isinstance(value, dict | None), "an object"
-            fault = None if right else f"column '{column}' holds {_named(value)}, not {what}"
+            fault = None if right else f"holds {_named(value)}, not {what}"
         if fault:
-            return fault
+            return f"column '{column}' {fault}"
     return None
 
 
 def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | None:
     if not isinstance(value, list) or not value:
-        return f"column '{column}' holds {_named(value)}, not a list of messages"
+        return f"holds {_named(value)}, not a list of messages"
     role, content = layout.role_key, layout.content_key
     for number, message in enumerate(value, start=1):
-        where = f"column '{column}', message {number}"
-        if not isinstance(message, dict):
-            return f"{where} is {_named(message)}, not an object with '{role}' and '{content}'"
-        if not isinstance(message.get(role), str):
-            keys = ", ".join(f"'{key}'" for key, entry in message.items() if entry is not None) or "nothing"
-            return f"{where} has no '{role}' of type text (it has {keys})"
+        if not isinstance(message, dict) or not isinstance(message.get(role), str):
+            keys = [f"'{key}'" for key in message if message[key] is not None] if isinstance(message, dict) else []
+            what = f"an object with {', '.join(keys)}" if keys else _named(message)
+            return f"message {number} is {what}, not an object with '{role}' and '{content}'"
         said = message.get(content)
         parts = isinstance(said, list) and said and all(isinstance(each, dict) and "type" in each for each in said)
         if not (isinstance(said, str) or parts or (said is None and message.get("tool_calls"))):
-            return f"{where} has {_named(said)} as '{content}', not text"
-    roles = [_ROLES.get(message[role], message[role]) for message in value]
+            return f"message {number} has {_named(said)} as '{content}', not text"
+    roles = {_ROLES.get(message[role], message[role]) for message in value}
     if layout.needs_assistant and layout.content.get("prompt") != column and "assistant" not in roles:
-        return f"column '{column}' has no message of the role 'assistant', which --assistant_only_loss needs"
+        return "has no message of the role 'assistant', which --assistant_only_loss needs"
     return None
 
 
 def _fault_in_tokens(row: dict[str, Any], layout: FormatInfo) -> str | None:
-    count = len(row.get("input_ids") or ())
+    """Of lists of token ids and masks: their types and lengths, and ids that the model does not have."""
+    count, end = len(row.get("input_ids") or ()), layout.vocabulary or sys.maxsize
     for column in layout.columns:
         value, mask = row.get(column), column not in ("input_ids", "labels")
         what = "zeros and ones" if mask else "token ids"
-        if not isinstance(value, list) or not value:
-            return f"column '{column}' holds {_named(value)}, not a list of {what}"
-        if others := {*map(type, value)} - ({int, bool} if mask else {int}):
-            wrong = next(token for token in value if type(token) in others)
-            return f"column '{column}' has {_named(wrong)} among its {what}"
+        if not isinstance(value, list) or not value or {*map(type, value)} - {int, bool}:
+            return f"column '{column}' is {_named(value)} and no list of {what}"
         if len(value) != count:
             return f"column '{column}' has {len(value)} entries for {count} 'input_ids'"
-        known = range(sys.maxsize if layout.vocabulary is None else layout.vocabulary)
-        tokens = {0} if mask else {*value} - ({_NOT_LEARNT} if column == "labels" else set()) or {0}
-        for token in (min(tokens), max(tokens)):
-            if token not in known:
-                last = "" if layout.vocabulary is None else f" to {known[-1]}, the vocabulary of the model"
-                return f"column '{column}' has the token id {token}; ids are from 0{last}"
+        tokens = {0} if mask else {*value} - ({MASKED} if column == "labels" else set()) or {0}
+        if min(tokens) < 0 or max(tokens) >= end:
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            last = f" to {end - 1}, the vocabulary of the model" if layout.vocabulary else ""
+            return f"column '{column}' has the token id {wrong}; ids are from 0{last}"
     return None
 
 
@@ -379,57 +361,14 @@ def _fault_in_tools(value: Any) -> str | None:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            return f"column 'tools' is not valid JSON ({error.msg}, column {error.colno})"
-    if value is None or isinstance(value, list):
-        return None
-    return f"column 'tools' holds {_named(value)}, not a list of tools or its JSON"
+            return f"is not valid JSON ({error.msg}, column {error.colno})"
+    return None if isinstance(value, list | None) else f"holds {_named(value)}, not a list of tools or its JSON"
 
 
 def _named(value: Any) -> str:
     if value is None:
         return "nothing (null)"
-    if isinstance(value, list) and not value:
+    if value == []:
         return "an empty list"
     kinds = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return kinds.get(type(value), f"a {type(value).__name__}")
-
-
-# ---- thinking that is left out of the loss --------------------------------------------------------------------------
-
-_BEGIN, _END, _NOT_LEARNT = "<think>", "</think>", -100
-
-
-def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> tuple[Rows, int]:
-    """Masks the labels from ``<think>`` to ``</think>``; returns the rows with other labels, and how many have none."""
-    from datasets import Dataset
-
-    masked = dataset.map(_without_thinking, fn_kwargs={"tokenizer": tokenizer})
-    left = masked.filter(lambda row: any(label != _NOT_LEARNT for label in row["labels"]))
-    if not isinstance(dataset, Dataset):
-        return left, 0
-    if not len(left):
-        raise UsageError(
-            f"--mask_thinking masks all labels of the '{split}' rows: the text after {_END} is cut off; raise "
-            "--max_length"
-        )
-    return left, len(dataset) - len(left)
-
-
-def _without_thinking(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    ids, labels, start = row["input_ids"], list(row["labels"]), 0
-    for length in row.get("seq_lengths") or [len(ids)]:
-        # Pieces of ASCII stand for themselves in the vocabularies of byte-level BPE and of SentencePiece.
-        pieces = tokenizer.convert_ids_to_tokens(ids[start : start + length])
-        ends = list(accumulate(map(len, pieces)))
-        text, at = "".join(pieces), 0
-        while (at := text.find(_BEGIN, at)) >= 0:
-            first = bisect_right(ends, at)
-            if labels[start + first] == _NOT_LEARNT:
-                at += len(_BEGIN)
-                continue
-            end = text.find(_END, at)
-            at = len(text) if end < 0 else end + len(_END)
-            for token in range(start + first, start + bisect_left(ends, at) + 1):
-                labels[min(token, start + length - 1)] = _NOT_LEARNT
-        start += length
-    return {"labels": labels}

@@ -65,7 +65,7 @@ def load_source(
         origin = f"split '{test_split}'"
     else:
         raise UsageError(
-            f"evaluation was requested, but '{name}' has no split '{test_split}', only {_listed(splits)}: "
+            f"evaluation was requested, but '{name}' has no split '{test_split}', only {', '.join(splits)}: "
             "choose one with --dataset_test_split NAME, or split rows off with --eval_split_size 0.05"
         )
     return Splits(train=train, eval=evaluation, description=_describe(name, train, evaluation, origin))
@@ -78,16 +78,16 @@ def load_mixture(
     from datasets import DatasetDict
     from trl import get_dataset
 
-    names = ", ".join(part.path for part in mixture.datasets)
-    parts = []
+    names, parts, files = ", ".join(part.path for part in mixture.datasets), [], []
     for part in mixture.datasets:
         file = expand_user(part.path)
-        reader = _reader_of(file) if os.path.isfile(file) else None
-        as_file = {"path": reader, "data_files": glob.escape(str(file.absolute()))}
-        parts.append(dataclasses.replace(part, **as_file) if reader else part)
-    named = [part.data_files or [part.path] for part in parts]
-    every = [[each] if isinstance(each, str) else each.values() if isinstance(each, dict) else each for each in named]
-    with _explained(names, files=[Path(name) for each in every for name in each if os.path.isfile(name)]):
+        if os.path.isfile(file) and (reader := _reader_of(file)):
+            part = dataclasses.replace(part, path=reader, data_files=glob.escape(str(file.absolute())))
+            files.append(file)
+        elif isinstance(part.data_files, str) and os.path.isfile(part.data_files):
+            files.append(Path(part.data_files))
+        parts.append(part)
+    with _explained(names, files=files):
         # TRL's own split has no seed: a resumed run would evaluate on other rows
         mixed: Any = get_dataset(dataclasses.replace(mixture, datasets=parts, test_split_size=None))
         if mixture.test_split_size is not None:
@@ -199,7 +199,7 @@ def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:
     from datasets import Dataset
 
     if split not in splits:
-        raise UsageError(f"'{name}' has no split '{split}', only {_listed(splits)}: choose one with {flag} NAME")
+        raise UsageError(f"'{name}' has no split '{split}', only {', '.join(splits)}: choose one with {flag} NAME")
     rows = splits[split]
     with _explained(name):
         count = len(rows) if isinstance(rows, Dataset) else len(list(islice(rows, 1)))
@@ -211,9 +211,7 @@ def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:
 def _divide(rows: Rows, size: float | int, *, seed: int, name: str) -> tuple[Rows, Rows]:
     from datasets import Dataset
 
-    share, count = isinstance(size, float) and size < 1, int(size)
-    if size <= 0 or (not share and count != size):
-        raise UsageError(f"--eval_split_size {size}: give a share between 0 and 1, or a number of rows")
+    share, count = size < 1, int(size)
     if not isinstance(rows, Dataset):
         if share:
             raise UsageError(f"--eval_split_size {size}: a streamed dataset has no known length, give a number of rows")
@@ -223,10 +221,6 @@ def _divide(rows: Rows, size: float | int, *, seed: int, name: str) -> tuple[Row
         raise UsageError(f"--eval_split_size {size} takes {count} of the {len(rows)} rows of '{name}': none are left")
     parts = rows.train_test_split(test_size=count, seed=seed)
     return parts["train"], parts["test"]
-
-
-def _listed(splits: dict[str, Rows]) -> str:
-    return ", ".join(f"'{split}'" for split in splits)
 
 
 def _describe(name: str, train: Rows, evaluation: Rows | None, origin: str = "") -> str:
@@ -261,48 +255,34 @@ def _cannot_be_opened(path: Path) -> str | None:
 
 
 def _find_fault(path: Path) -> str | None:
-    """What is wrong with a data file, with the line or byte offset (from 0); None if nothing was found."""
+    """What is wrong with a data file, with the line; None if nothing was found."""
     try:
         if (fault := _cannot_be_opened(path)) or _reader_of(path) == "parquet":
             return fault
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            return _fault_in_lines(path, file, _reader_of(path))
+            fault = _fault_in_text(file, _reader_of(path))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        return f"{path} is cut off or damaged: {error}"
+        fault = f" is cut off or damaged: {error}"
+    return f"{path}{fault}" if fault else None
 
 
-def _fault_in_lines(path: Path, file: Any, reader: str | None) -> str | None:
-    """For text; JSON is one array, or has a row on each line."""
+def _fault_in_text(file: Any, reader: str | None) -> str | None:
+    """JSON is one array, or has a row on each line."""
     array = reader == "json" and file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     file.seek(0)
-    number, offset, fault = 0, 0, None
-    for number, line in enumerate(file, start=1):
+    number = 0
+    for number, line in enumerate([file.read()] if array else file, start=1):
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            text = line.decode("utf-8-sig")
+            found = json.loads(text) if reader == "json" and text.strip() else {}
         except UnicodeDecodeError as error:
-            where = f"byte 0x{line[error.start]:02x} in line {number}, byte offset {offset + error.start}"
-            return f"{path} is not UTF-8: {where}; convert it, for example with `iconv -f latin1 -t utf-8`"
-        offset += len(line)
-        if reader == "json" and not array and line.strip():
-            fault = fault or _fault_in_json(text, number)
-    if reader == "csv" and number == 1:
-        return f"{path} has a header and no rows"
-    if array:
-        file.seek(0)
-        fault = _fault_in_json(file.read().decode("utf-8-sig"), None)
-    return f"{path}, {fault}" if fault else None
-
-
-def _fault_in_json(text: str, line: int | None) -> str | None:
-    """Of one row, with its line, or of an array of rows."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        return f"line {line or error.lineno}, column {error.colno}: not valid JSON ({error.msg})"
-    if line is None and not found:
-        return "line 1: no rows, an empty list"
-    for count, row in enumerate([found] if line else found, start=1):
-        if not isinstance(row, dict):
-            where = f"line {line}" if line else f"row {count}"
-            return f"{where}: a row has to be a JSON object, this is a {type(row).__name__}"
-    return None
+            at = number + line.count(b"\n", 0, error.start)
+            return f" is not UTF-8: byte 0x{line[error.start]:02x} in line {at}; convert it: `iconv -f latin1 -t utf-8`"
+        except json.JSONDecodeError as error:
+            return f", line {number + error.lineno - 1}, column {error.colno}: not valid JSON ({error.msg})"
+        if array and not found:
+            return " has no rows, an empty list"
+        for row in found if array else [found]:
+            if not isinstance(row, dict):
+                return f", line {number}: a row has to be a JSON object, this is a {type(row).__name__}"
+    return " has a header and no rows" if reader == "csv" and number == 1 else None

@@ -15,6 +15,8 @@ import numpy as np
 from trl import SFTTrainer
 from typing_extensions import override
 
+from hf_rocm_tune.data.formats import MASKED
+
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     Counts: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 _BATCH = 10_000
-MASKED = -100  # the label of a token that does not count in the loss
 
 
 @dataclass(frozen=True, kw_only=True)

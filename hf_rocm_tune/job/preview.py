@@ -14,7 +14,8 @@ import trl
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import get_peft_config
 
-from hf_rocm_tune.data.summary import MASKED, CountedSFTTrainer, DataSummary, of_pairs
+from hf_rocm_tune.data.formats import MASKED
+from hf_rocm_tune.data.summary import CountedSFTTrainer, DataSummary, of_pairs
 from hf_rocm_tune.settings.names import VERBS
 from hf_rocm_tune.train.refusals import as_usage_errors
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
+import runpy
 from collections.abc import Callable, Iterable, MutableMapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,13 +73,9 @@ def _imported(name: str, known: Iterable[str]) -> Any:
         raise UsageError(f"--reward_funcs {name}: give {', '.join(known)}, or a path module.function")
     try:
         if here:
-            spec = importlib.util.spec_from_file_location(module, Path.cwd() / f"{module.replace('.', os.sep)}.py")
-            assert spec is not None and spec.loader is not None, "the name ends in .py"
-            loaded = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(loaded)
+            found = runpy.run_path(f"{module.replace('.', os.sep)}.py", run_name=module)[function]
         else:
-            loaded = importlib.import_module(module)
-        found = getattr(loaded, function)
+            found = getattr(importlib.import_module(module), function)
     except Exception as error:  # the user's code runs here
         local = " (begin with ./ for a file in the working directory)" if not here else ""
         raise UsageError(f"--reward_funcs {name} cannot be imported: {type(error).__name__}: {error}{local}") from error
@@ -104,7 +99,10 @@ def decide(
     world = int(environ.get("WORLD_SIZE", "1"))
     if world < 2 or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):
         return None
-    device = _device(int(environ["LOCAL_RANK"]), accelerator)
+    rank, device = int(environ["LOCAL_RANK"]), {"device": "cpu", "address": None}
+    if accelerator:  # by Accelerate's rule the card of this number; if it is missing, its trials say so
+        address = pci_address(rank) if rank < torch.cuda.device_count() else None
+        device = {"device": f"cuda:{rank}", "address": address}
     done = preflight.run(asked=ranks.grad_sync, device=device, environ=environ)
     say(*done.lines())
     config = "single_rx7900xt" if accelerator else "cpu"
@@ -118,8 +116,7 @@ def decide(
             f"gradients can only be averaged through host memory here ({done.reason}), which FSDP and DeepSpeed "
             f"do not support: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"
         )
-    several_machines = environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world)
-    if done.way == "host" and ranks.grad_sync != "host" and several_machines:
+    if done.way == "host" and ranks.grad_sync != "host" and environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world):
         raise StallError(
             f"gradients can only be averaged through host memory on this machine ({done.reason}), and the "
             "other machines may average differently: start all of them again with --grad_sync host"
@@ -127,11 +124,3 @@ def decide(
     if done.way == "ddp_without_p2p":
         environ[preflight.P2P_VARIABLE] = "1"
     return done
-
-
-def _device(local_rank: int, accelerator: bool) -> dict[str, Any]:
-    """The device of this rank: by Accelerate's rule the card with its local rank."""
-    if not accelerator:
-        return {"device": "cpu", "address": None}
-    seen = local_rank < torch.cuda.device_count()  # otherwise its trials report that it is missing
-    return {"device": f"cuda:{local_rank}", "address": pci_address(local_rank) if seen else None}

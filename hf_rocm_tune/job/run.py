@@ -28,8 +28,8 @@ from typing_extensions import override
 
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
-from hf_rocm_tune.data import turns
-from hf_rocm_tune.data.formats import Method, as_trl, check_format, without_thinking
+from hf_rocm_tune.data import masks
+from hf_rocm_tune.data.formats import Method, as_trl, check_format
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import DataSummary, lengths_of, of_trained
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
@@ -475,7 +475,7 @@ def _rows_told(job: Job, trainer: Any) -> dict[str, DataSummary]:
     if masked:
         for split in ("train", "eval"):
             if (rows := getattr(trainer, f"{split}_dataset")) is not None:
-                rows, lost = without_thinking(rows, trainer.processing_class, split)
+                rows, lost = masks.without_thinking(rows, trainer.processing_class, split)
                 setattr(trainer, f"{split}_dataset", rows)
                 if lost:
                     announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
@@ -516,7 +516,7 @@ def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: 
     train = understand(found.train, "train")
     evaluation = None if found.eval is None else understand(found.eval, "evaluation")
     if getattr(training, "assistant_only_loss", False) and "labels" in (train.column_names or next(iter(train))):
-        training.assistant_only_loss = False  # done, see `turns`; TRL would ask its template for marks
+        training.assistant_only_loss = False  # done, see `masks`; TRL would ask its template for marks
     return replace(found, train=train, eval=evaluation)
 
 
@@ -539,15 +539,12 @@ def _understood(
     )
     if found.mapping:
         announce.say(f"the {split} rows become {found.description}: {found.mapping}")
-    if found.unusual_roles:
-        roles = ", ".join(found.unusual_roles)
-        announce.say(f"the {split} rows have roles that the chat template may not support: {roles}")
     rows = as_trl(rows, found)
     # a model's template is known to TRL only, and a processor's rows have pictures
     readable = hasattr(tokenizer, "is_fast") and (not template or template.endswith((".jinja", ".j2")))
-    if turns_only and found.kind == "messages" and readable and not turns.template_is_marked(tokenizer):
+    if turns_only and found.kind == "messages" and readable and not masks.template_is_marked(tokenizer):
         announce.say(
             f"the chat template has no marks: the assistant's turns of the {split} rows are found by their prefixes"
         )
-        return turns.with_labels(rows, tokenizer, split)
+        return masks.with_labels(rows, tokenizer, split)
     return rows

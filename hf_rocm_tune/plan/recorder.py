@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from hf_rocm_tune.data.summary import MASKED
+from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment

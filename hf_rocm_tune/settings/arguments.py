@@ -26,7 +26,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
 from hf_rocm_tune.cards.averaging import SyncSettings
-from hf_rocm_tune.cards.preflight import Asked, GradSync, Preflight
+from hf_rocm_tune.cards.preflight import Asked, Preflight
 from hf_rocm_tune.cards.way import CardSettings, Way, is_on
 from hf_rocm_tune.cards.ways import choose
 from hf_rocm_tune.data.formats import Method
@@ -42,11 +42,9 @@ if TYPE_CHECKING:
 
 
 _INITS = r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d*)?|olora"
-_FROM_WEIGHTS = ("pissa", "olora")
 
 
 def _option(default: Any, meaning: str, aliases: Sequence[str] = ()) -> Any:
-    """A flag of ours. `names` reads these calls from the source."""
     return field(default=default, metadata={"help": meaning, "aliases": list(aliases)})
 
 
@@ -117,8 +115,6 @@ class TuneArguments:
     print_config: bool = _option(False, "Print the resolved configuration as a YAML recipe and exit.")
 
     def __post_init__(self) -> None:
-        if faults := early.out_of_range(dataclasses.asdict(self)):
-            raise ValueError(faults[0])
         if self.recompute_layers is not None:
             recompute.parse(self.recompute_layers)
         streamed.parse(self.stream_weights)
@@ -131,7 +127,7 @@ class TuneArguments:
     @property
     def rewrites_base(self) -> bool:
         """Whether LoRA is initialised from the weights, which then lose that part."""
-        return self.init_lora_weights.startswith(_FROM_WEIGHTS)
+        return self.init_lora_weights.startswith(("pissa", "olora"))
 
     @property
     def recompute(self) -> tuple[int, int] | None:
@@ -182,8 +178,7 @@ class RanksArguments:
     def sync(self, found: str | None) -> SyncSettings:
         """How gradients are averaged: as the user set it, else as the preflight ``found``; None: none ran."""
         wanted = found if self.grad_sync == "auto" else self.grad_sync
-        way: Any = wanted if wanted in typing.get_args(GradSync) else "ddp"
-        return SyncSettings(way=way, compression=self.grad_compression)
+        return SyncSettings(way="host" if wanted == "host" else "ddp", compression=self.grad_compression)
 
 
 class Difference(NamedTuple):
@@ -356,7 +351,7 @@ def build_parser(method: Method = "sft") -> _Parser:
 
 
 class _Parser(HfArgumentParser):
-    method: Method
+    method: Method  # whose flags it reads
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("argument "):
@@ -372,7 +367,7 @@ _UNSET = object()
 class _Flags(NamedTuple):
     types: tuple[Any, ...]  # ours, then TRL's: script arguments, configuration, model, mixture
     owners: Mapping[str, type]
-    defaults: Mapping[str, Any]  # TRL's
+    defaults: Mapping[str, Any]
     hints: Mapping[str, Any]
 
 
@@ -380,19 +375,17 @@ class _Flags(NamedTuple):
 def _flags(method: Method) -> _Flags:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # our help says that ORPO is experimental
     owned = names.VERBS[method].owners[len(_OUR_TYPES) :]
-    theirs = tuple(getattr(importlib.import_module(module), name) for module, name in owned)
-    fields = [(owner, each) for owner in (*_OUR_TYPES, *theirs) for each in dataclasses.fields(owner) if each.init]
-    hints = {owner: typing.get_type_hints(owner) for owner in (*_OUR_TYPES, *theirs)}
-    defaults = {
-        each.name: each.default_factory() if callable(each.default_factory) else each.default
-        for owner, each in fields
-        if owner in theirs
-    }
+    types = (*_OUR_TYPES, *(getattr(importlib.import_module(module), name) for module, name in owned))
+    fields = {each.name: (owner, each) for owner in types for each in dataclasses.fields(owner) if each.init}
+    hints = {owner: typing.get_type_hints(owner) for owner in types}
     return _Flags(
-        types=(*_OUR_TYPES, *theirs),
-        owners={each.name: owner for owner, each in fields},
-        defaults=defaults,
-        hints={each.name: hints[owner][each.name] for owner, each in fields},
+        types=types,
+        owners={name: owner for name, (owner, _) in fields.items()},
+        defaults={
+            name: each.default_factory() if callable(each.default_factory) else each.default
+            for name, (_, each) in fields.items()
+        },
+        hints={name: hints[owner][name] for name, (owner, _) in fields.items()},
     )
 
 
@@ -413,8 +406,6 @@ def _read_recipe_values(parser: _Parser, recipe: names.RecipeFile) -> dict[str, 
     values, faults = {}, []
     for key, name in names.canonical_keys(recipe).items():
         try:
-            if name not in (owners := _flags(parser.method).owners):
-                raise UsageError(names.unknown(key, owners, dashes=""))
             values[name] = _convert(parser, name, recipe.values[key])
         except UsageError as error:
             faults.append(str(error))
@@ -425,19 +416,18 @@ def _read_recipe_values(parser: _Parser, recipe: names.RecipeFile) -> dict[str, 
 
 def _convert(parser: _Parser, name: str, value: Any) -> Any:
     """A YAML value in the type of a flag: through the flag's own parser, so that both accept the same."""
-    hint = _flags(parser.method).hints[name]
-    allowed, kinds = _members(hint), {type(None): "nothing", dict: "a mapping", list: "a list"}
+    hints = _flags(parser.method).hints
+    if name not in hints:
+        raise UsageError(names.unknown(name, hints, dashes=""))
+    allowed, kinds = _members(hints[name]), {type(None): "nothing", dict: "a mapping", list: "a list"}
     if type(value) in kinds and type(value) not in allowed:
         raise UsageError(f"--{name}: expected a single value, got {kinds[type(value)]}")
-    if value is None or isinstance(value, dict):
-        return value
     if isinstance(value, list):
-        of_text = list[str] in (hint, *typing.get_args(hint))
+        of_text = list[str] in (hints[name], *typing.get_args(hints[name]))
         if of_text and (wrong := [item for item in value if not isinstance(item, str)]):
             raise UsageError(f"--{name}: expected a list of text, got {wrong[0]} in it; put it in quotes")
-        if not value or any(not isinstance(item, str) for item in value) or str in allowed:
-            return value
-        return _read_flags(parser, [f"--{name}", *value])[name]
+    if type(value) in kinds:
+        return value
     if isinstance(value, bool) and bool not in allowed:
         value = "yes" if value else "no"  # YAML reads the bare words as booleans: `eval_strategy: no`
     return _read_flags(parser, [f"--{name}={value}"])[name]
@@ -470,26 +460,24 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-_BATCHES_OF_GRPO = frozenset(
-    ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
-)
-
-
 def differences(
     given: Mapping[str, Any], *, method: Method = "sft", accelerator: bool, bf16_supported: bool
 ) -> tuple[Difference, ...]:
+    """Our defaults in use that differ from TRL's; ``given``: the user's values."""
+    verb = names.VERBS[method]
     theirs = {**_flags(method).defaults, "bf16": not given.get("fp16", False)}  # an unset bf16 becomes that
     lora, nf4, fp16 = given.get("use_peft", True), bool(given.get("load_in_4bit")), given.get("fp16", False)
     half = lora and bf16_supported and not fp16
     bf16 = "the device computes in bfloat16" if bf16_supported else "no device here computes in bfloat16"
     qlora = "QLoRA computes in bfloat16, and so do the layers that are not quantised"
     frozen = "frozen weights take half the memory; adapters are trained in float32"
-    rate = float(f"{names.LORA_FACTOR * theirs['learning_rate']:.6g}")
-    generates = method == "grpo" and not given.keys() & _BATCHES_OF_GRPO
+    batches = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    generates = method == "grpo" and not given.keys() & {*batches, "steps_per_generation", "generation_batch_size"}
     answers = int(given.get("num_generations", theirs["num_generations"])) if generates else 0
     micro = 2 - answers % 2
     at_once = "as many answers are generated at once as a prompt has, and trained on in micro-batches"
     modules = lora and given.get("lora_target_parameters") is None
+    rate = float(f"{names.LORA_FACTOR * verb.rate:.6g}")
     stops = given.get("early_stopping_patience") is not None
     rows: list[tuple[Any, str, object, str]] = [
         (True, "use_peft", True, "LoRA; --use_peft false trains all weights"),
@@ -503,12 +491,7 @@ def differences(
         (stops, "metric_for_best_model", "loss", "early stopping watches the evaluation loss"),
         (generates, "per_device_train_batch_size", micro, at_once),
         (generates, "gradient_accumulation_steps", answers // micro, at_once),
-        (
-            names.VERBS[method].keeps_columns,
-            "remove_unused_columns",
-            False,
-            "its collator reads more than the model does",
-        ),
+        (verb.keeps_columns, "remove_unused_columns", False, "its collator reads more than the model does"),
         (not accelerator, "use_cpu", True, "there is no GPU here"),
         (True, "dataloader_pin_memory", False, "the verified transfer has its own page-locked slots"),
     ]
@@ -529,13 +512,10 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
     """Values of a mixture's parts that TRL does not check; a bare path is one of its objects already."""
     for number, part in enumerate(parts, start=1):
         values = part if isinstance(part, Mapping) else {"path": getattr(part, "path", None)}
-        share = values.get("fraction")
-        if not isinstance(values.get("path"), str):
-            yield f"--datasets, part {number}: expected a mapping with a path, got {part}"
-        if share is not None and not (type(share) in (int, float) and 0 < share < math.inf):
-            yield f"--datasets, part {number}: fraction must be a number above 0, and finite, got {share}"
-        if isinstance(values.get("columns"), str):
-            yield f"--datasets, part {number}: columns must be a list, got {values['columns']}"
+        share: Any = values.get("fraction")
+        wrong = share is not None and not (type(share) in (int, float) and 0 < share < math.inf)
+        if wrong or not isinstance(values.get("path"), str):
+            yield f"--datasets, part {number}: expected a path, and a fraction above 0 if any, got {part}"
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,34 +44,34 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda size: 0 < size < 1 or (1 <= size < math.inf and size == int(size)),
         "eval_split_size",
     ),
-    (
-        "1 or more, or auto",
-        lambda value: bool(re.fullmatch(r"auto|none|null|[1-9]\d{0,6}", str(value).lower())),
-        "pad_to_multiple_of",
-    ),
+    ("1 or more, or auto", lambda value: value >= 1, "pad_to_multiple_of"),
 )
 
 
 def out_of_range(given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with these values, which may still be text."""
+    numbers = {name: _number(value) for name, value in given.items()}
     return [
         f"--{name} must be {expected}, got {given[name]}"
         for expected, holds, names in _RANGES
         for name in names.split()
-        if given.get(name) is not None and not holds(given[name])
+        if numbers.get(name) is not None and not holds(numbers[name])
     ]
+
+
+def _number(value: Any) -> Any:
+    """The number that a text stands for; None for words that a flag may have instead, nan for others."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return None if value.lower() in ("none", "null", "auto") else math.nan
 
 
 def check(method: Method, given: Mapping[str, Any]) -> None:
     """Refuses what is wrong in any case; ``given``: flags as typed, or a recipe's values, by name."""
-    numbers = {name: _number(value) for name, value in given.items()}
-    faults = out_of_range(numbers)
-    faults += [
-        f"--{name} must be {expected}, got {given[name]!r}"
-        for expected, _, names in _RANGES[:-1]  # the last one has words too
-        for name in names.split()
-        if isinstance(given.get(name), str) and numbers[name] is None and given[name].lower() not in ("none", "null")
-    ]
-    if faults:
+    if faults := out_of_range(given):
         raise UsageError("; ".join(faults))
     model, data = given.get("model_name_or_path"), given.get("dataset_name")
     if isinstance(model, str):
@@ -109,14 +108,6 @@ def _require_on_hub(model: str, revision: str | None) -> None:
     finally:
         logging.set_verbosity(verbosity)
     raise UsageError(f"model {model}: {what}; {HUB_FIX}")
-
-
-def _number(value: Any) -> float | int | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return int(number) if number.is_integer() and not isinstance(value, float) else number
 
 
 def _first_row(file: Path, split: str) -> dict[str, Any] | None:

@@ -1,18 +1,18 @@
 """The command line before torch and TRL are imported, which takes ten seconds: names of flags, ``--help``, recipes.
 
-Names and defaults of flags are read from the sources of the classes from which the parser in ``arguments`` is built.
-That parser refuses everything that is refused here, and nothing is refused here if a source cannot be read.
+Names of flags are read from the sources of the classes from which the parser in ``arguments`` is built. That parser
+refuses everything that is refused here, and nothing is refused here if a source cannot be read.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,7 @@ class Verb:
 
     config: str  # TRL's class of training settings
     what: str  # one sentence
+    rate: float  # TRL's learning rate
     script: tuple[str, str] = ("trl.scripts.utils", "ScriptArguments")  # TRL's class of the other settings
     library: str = ""  # module of config and trainer, if not ``trl``
     makes_rows: bool = False  # while it trains, so that they cannot be shown before
@@ -68,16 +69,21 @@ class Verb:
         return self.config.replace("Config", "Trainer")
 
 
+_SFT = "Fine-tune a language model; every byte sent to the device is verified."
+_REWARD = "Train a reward model on chosen and rejected answers, verified."
 _ORPO = "Train on pairs without a reference model (experimental in TRL), verified."
 _GRPO = "Train on rewards for the model's own answers, verified."
 _GRPO_SCRIPT = ("trl.scripts.grpo", "GRPOScriptArguments")
+_ORPO_LIBRARY = "trl.experimental.orpo"
 VERBS: dict[Method, Verb] = {
-    "sft": Verb(config="SFTConfig", what="Fine-tune a language model; every byte sent to the device is verified."),
-    "dpo": Verb(config="DPOConfig", what="Train on pairs of a chosen and a rejected answer, verified."),
-    "kto": Verb(config="KTOConfig", what="Train on answers labelled good or bad, verified."),
-    "reward": Verb(config="RewardConfig", what="Train a reward model on chosen and rejected answers, verified."),
-    "grpo": Verb(config="GRPOConfig", what=_GRPO, script=_GRPO_SCRIPT, makes_rows=True),
-    "orpo": Verb(config="ORPOConfig", what=_ORPO, library="trl.experimental.orpo", makes_rows=True, keeps_columns=True),
+    "sft": Verb(config="SFTConfig", rate=2e-5, what=_SFT),
+    "dpo": Verb(config="DPOConfig", rate=1e-6, what="Train on pairs of a chosen and a rejected answer, verified."),
+    "kto": Verb(config="KTOConfig", rate=1e-6, what="Train on answers labelled good or bad, verified."),
+    "reward": Verb(config="RewardConfig", rate=1e-4, what=_REWARD),
+    "grpo": Verb(config="GRPOConfig", rate=1e-6, what=_GRPO, script=_GRPO_SCRIPT, makes_rows=True),
+    "orpo": Verb(
+        config="ORPOConfig", rate=1e-6, what=_ORPO, library=_ORPO_LIBRARY, makes_rows=True, keeps_columns=True
+    ),
 }
 
 
@@ -102,7 +108,7 @@ def check(verb: Method, argv: Sequence[str]) -> None:
         return
     recipe, typed = _typed(argv)
     on = {f"no_{name}" for name in known}  # `--no_NAME` is argparse's for flags that are on, and left to it
-    if wrong := [flag for flag in typed if bare(flag) not in known.keys() | on]:
+    if wrong := [flag for flag in typed if bare(flag) not in known | on]:
         raise UsageError("; ".join(unknown(flag, known, dashes="--") for flag in wrong))
     values = {bare(flag): value for flag, value in typed.items()}
     if recipe is not None:
@@ -156,7 +162,7 @@ def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
     return found
 
 
-def unknown(name: str, names: Mapping[str, Any], *, dashes: str) -> str:
+def unknown(name: str, names: Iterable[str], *, dashes: str) -> str:
     what = "flag" if dashes else "key"
     if bare(name) in launcher_flags() or bare(name) == bare(CONFIG_FLAG):
         return f"{what} {name} belongs to the launcher; give it on the command line of `hf-rocm-tune sft`"
@@ -173,43 +179,43 @@ model and data:
   --dataset NAME                  Hub id, directory or file
   --config RECIPE                 flags from a YAML file, or of `recipes ls`
   --output_dir DIR                result and report
-  --max_seq_length N              tokens per row; longer rows are cut
+  --max_seq_length N              tokens per row; longer rows are cut [1024]
   --packing                       several short examples in a row
   --assistant_only_loss           train on the assistant's turns only
 
 method:
   --use_peft BOOL                 LoRA; false trains all weights [true]
   --load_in_4bit                  QLoRA: LoRA on a base in 4 bits
-  --lora_r N                      rank of the adapters
-  --lora_alpha N                  adapter scale is alpha over rank
+  --lora_r N                      rank of the adapters [16]
+  --lora_alpha N                  adapter scale is alpha over rank [32]
   --lora_dropout X                dropout before the adapters [0]
   --lora_target_modules NAME ...  layers with adapters [all-linear]
 OWN
 steps:
-  --epochs X                      passes over the data
-  --max_steps N                   stop after N steps; -1: no limit
-  --lr X                          learning rate
-  --batch_size N                  rows in one pass on a card
-  --gradient_accumulation_steps N passes per step
+  --epochs X                      passes over the data [3]
+  --max_steps N                   stop after N steps; -1: no limit [-1]
+  --lr X                          learning rate [RATE]
+  --batch_size N                  rows in one pass on a card [8]
+  --gradient_accumulation_steps N passes per step [1]
   --warmup_steps N                steps to reach the full rate
-  --eval_strategy no|steps|epoch  when to evaluate
-  --save_steps N                  steps between two checkpoints
-  --logging_steps N               steps between two log rows
-  --seed N                        seed of all random numbers
+  --eval_strategy no|steps|epoch  when to evaluate [no]
+  --save_steps N                  steps between two checkpoints [500]
+  --logging_steps N               steps between two log rows [10]
+  --seed N                        seed of all random numbers [42]
 
 memory:
-  --auto_fit off|plan             choose batch and checkpointing
+  --auto_fit off|plan             choose batch and checkpointing [off]
   --activation_checkpointing BOOL recompute activations [true]
-  --stream_weights auto|off|N     layers in host memory, fetched in use
+  --stream_weights auto|off|N     layers in host memory, fetched in use [off]
   --split_layers auto|N,N         one model over several cards
-  --on_oom step_down|stop         smaller passes, or exit code 5
+  --on_oom step_down|stop         smaller passes, or exit code 5 [step_down]
 
 verification and result:
-  --verify full|sample|off        which transfers are verified
-  --on_corruption recover|stop    send again, or exit code 3
+  --verify full|sample|off        which transfers are verified [full]
+  --on_corruption recover|stop    send again, or exit code 3 [recover]
   --overwrite_output_dir          replace another run in --output_dir
   --push_to_hub                   upload the result and verify it
-  --report_to NAME                tensorboard, trackio, wandb ...
+  --report_to NAME                tensorboard, trackio, wandb ... [none]
 
 more:
   --accelerate_config NAME        launcher settings: of `configs ls`, or a file
@@ -217,22 +223,23 @@ more:
   --print_config                  print all settings as a recipe and exit
   -v, --quiet                     print more at the start, or warnings only
   --help_all                      every flag: ours, TRL's and the launcher's"""
-_BETA = "  --beta X                        weight of the distance to the reference\n"
-_ANSWER = "  --max_completion_length N       tokens per answer; longer ones are cut\n"
+_BETA = "  --beta X                        weight of the distance to the reference [{}]\n"
+_ANSWER = "  --max_completion_length N       tokens per answer; longer ones are cut"
 _OF_METHOD: dict[Method, str] = {
-    "dpo": f"{_BETA}  --loss_type NAME                sigmoid, ipo, hinge, apo_zero ...\n",
-    "kto": f"""{_BETA}\
-  --desirable_weight X            weight of the good answers
-  --undesirable_weight X          weight of the bad answers
+    "dpo": f"{_BETA.format(0.1)}  --loss_type NAME                sigmoid, ipo, hinge, apo_zero ...\n",
+    "kto": f"""{_BETA.format(0.1)}\
+  --desirable_weight X            weight of the good answers [1]
+  --undesirable_weight X          weight of the bad answers [1]
 """,
-    "orpo": f"  --beta X                        weight of the odds ratio\n{_ANSWER}",
+    "orpo": f"  --beta X                        weight of the odds ratio [0.1]\n{_ANSWER}\n",
     "reward": "  --center_rewards_coefficient X  keeps the rewards around zero\n",
     "grpo": f"""\
   --reward_funcs NAME ...         of TRL, or module.function
   --reward_model_name_or_path ID  a reward model, verified too
-  --num_generations N             answers for each prompt
+  --num_generations N             answers for each prompt [8]
   --steps_per_generation N        micro-batches from one generation
-{_ANSWER}{_BETA}""",
+{_ANSWER} [512]
+{_BETA.format(0)}""",
 }
 #: Flags of the screen that the other methods refuse, and those whose default GRPO computes.
 _SFT_ONLY = frozenset({"auto_fit", "split_layers"})
@@ -242,91 +249,66 @@ _NO_FIELDS = frozenset({bare(CONFIG_FLAG), bare(HELP_ALL), ""})
 
 def screen(verb: Method) -> str:
     """The common flags of a verb with their defaults, on one screen."""
-    known = flags(verb)
-    lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", VERBS[verb].what, ""]
+    known, row = flags(verb), VERBS[verb]
     hidden = frozenset[str]() if verb == "sft" else _SFT_ONLY | (_COMPUTED if verb == "grpo" else set())
-    hidden |= {"dry_run"} if VERBS[verb].makes_rows else set()
+    hidden |= {"dry_run"} if row.makes_rows else set()
     own = f"\n{verb}:\n{_OF_METHOD[verb]}" if verb in _OF_METHOD else ""
-    for line in _SCREEN.replace("OWN\n", f"{own}\n").splitlines():
+    text = _SCREEN.replace("OWN\n", f"{own}\n").replace(
+        "[RATE]", f"[{LORA_FACTOR * row.rate:g}; {row.rate:g} without LoRA]"
+    )
+    lines = [f"usage: hf-rocm-tune {verb} --model NAME --dataset NAME [flags]", "", row.what, ""]
+    for line in text.splitlines():
         typed = bare(line.split()[0]) if line.startswith("  --") else ""
         name = ALIASES.get(typed, typed)
-        if name in hidden or (known and name not in known.keys() | _NO_FIELDS):
-            continue
-        value = known.get(name)
-        shown = "true" if value is True else f"{value:g}" if type(value) is float else "" if not value else str(value)
-        if name == "learning_rate" and known:
-            shown = f"{LORA_FACTOR * known[name]:g}; {shown} without LoRA"
-        lines.append(f"{line} [{shown}]" if shown and not line.endswith("]") else line)
+        if name not in hidden and (not known or name in known | _NO_FIELDS):
+            lines.append(line)
     return "\n".join(lines)
 
 
-# ---- flags from sources -------------------------------------------------------------------------------------------
+# ---- names of flags from sources ----------------------------------------------------------------------------------
 
 
 @functools.cache
-def flags(verb: Method) -> dict[str, Any]:
-    """The default of each flag of a verb, None where there is none or it is computed; empty if a class is missing."""
-    try:
-        return {"config": None} | {key: each for owner in VERBS[verb].owners for key, each in _fields(*owner).items()}
-    except LookupError:
-        return {}
+def flags(verb: Method) -> frozenset[str]:
+    """The flags of a verb; none if one of its classes is not found."""
+    fields = [_fields(*owner) for owner in VERBS[verb].owners]
+    return frozenset({"config"}.union(*fields)) if all(fields) else frozenset()
 
 
 @functools.cache
 def launcher_flags() -> dict[str, bool]:
     """The flags that only the launcher reads: name without dashes, and whether a value follows."""
-    functions = {each.name: each for each in _body("accelerate.commands.launch") if isinstance(each, ast.FunctionDef)}
     found: dict[str, bool] = {}
-    for call in ast.walk(functions["launch_command_parser"]) if functions else ():
-        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument":
-            action = next((_literal(each.value) for each in call.keywords if each.arg == "action"), None)
-            options = [each for each in map(_literal, call.args) if isinstance(each, str) and each.startswith("--")]
-            found |= dict.fromkeys(map(bare, options), not str(action).startswith(("store_", "help")))
+    for call in _source("accelerate.commands.launch").partition("    return parser")[0].split("add_argument(")[1:]:
+        valued = re.search(r'action="(store_|help)', call) is None
+        found |= dict.fromkeys(map(bare, re.findall(r'^\s*"(--\S+)"', call, re.MULTILINE)), valued)
     return {name: valued for name, valued in found.items() if name not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS}
 
 
 _BASES = {"_BaseConfig": "trl.trainer.base_config", "TrainingArguments": "transformers.training_args"}
 
 
-def _fields(module: str, name: str) -> dict[str, Any]:
-    owner = next((each for each in _body(module) if isinstance(each, ast.ClassDef) and each.name == name), None)
-    if owner is None:
-        raise LookupError(name)
-    found: dict[str, Any] = {}
-    for base in map(ast.unparse, owner.bases):
-        found |= _fields(_BASES.get(base, "trl.scripts.utils"), base)
-    for each in owner.body:
-        if not isinstance(each, ast.AnnAssign) or ast.unparse(each.annotation).startswith("ClassVar"):
-            continue
-        value = each.value
-        if isinstance(value, ast.Call):  # `field(default=...)`, or ours with the default first
-            settings = {each.arg: each.value for each in value.keywords}
-            if "init" in settings and _literal(settings["init"]) is False:
-                continue
-            value = value.args[0] if value.args else settings.get("default")
-        found[ast.unparse(each.target)] = None if value is None else _literal(value)
-    return found
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return None
+def _fields(module: str, name: str) -> set[str]:
+    """The fields of a dataclass and of its bases."""
+    found = re.search(rf"^class {name}(?:\((\w+)\))?:\n((?:    .*\n|\n)*)", _source(module), re.MULTILINE)
+    if found is None:
+        return set()
+    own = set(re.findall(r"^    ([a-z]\w*): (?!ClassVar)", found[2], re.MULTILINE))
+    return own | _fields(_BASES.get(found[1], "trl.scripts.utils"), found[1]) if found[1] else own
 
 
 @functools.cache
-def _body(module: str) -> list[ast.stmt]:
+def _source(module: str) -> str:
     """The source of a module, found without importing its package; empty where it cannot be read."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:
-        return []
+        return ""
     file = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
     try:
-        return ast.parse(file.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError):
-        return []
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -419,14 +401,12 @@ def asks_for_split(argv: Sequence[str]) -> bool:
     return any(bare(name) == "split_layers" for name in [*typed, *(recipe.values if recipe else ())])
 
 
-def show_all_cards(
-    argv: Sequence[str], environ: MutableMapping[str, str], *, topology: gpus.Topology | None = None
-) -> None:
+def show_all_cards(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     """Make several cards visible if the job splits a model, and print it; does nothing once torch is imported."""
     if not asks_for_split(argv) or "torch" in sys.modules:
         return
     environ["HF_ROCM_TUNE_SPLIT"] = "1"  # for processes that this one starts
-    found = gpus.read_topology() if topology is None else topology
+    found = gpus.read_topology()
     nodes = () if variables.read_facts(archs=()).is_rocm is False else found.nodes
     count = process.local_processes(environ)
     choice = process.choose(nodes, environ, complete=found.complete, processes=count, split=True)

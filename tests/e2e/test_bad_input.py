@@ -119,7 +119,7 @@ def the_line(result: Result) -> str:
     ("more", "says"),
     [
         (["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate?"),
-        (["--max_steps", "many"], "--max_steps must be 1 or more, or -1 for no limit, got 'many'"),
+        (["--max_steps", "many"], "--max_steps must be 1 or more, or -1 for no limit, got many"),
         (["--max_steps", "0"], "--max_steps must be 1 or more, or -1 for no limit, got 0"),
         (["--per_device_train_batch_size", "-2"], "--per_device_train_batch_size must be 1 or more, got -2"),
         (["--learning_rate", "-0.1"], "--learning_rate must be 0 or more, and finite, got -0.1"),

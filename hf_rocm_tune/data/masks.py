@@ -1,23 +1,24 @@
-"""Loss on the assistant's turns for chat templates without ``{% generation %}`` marks, where a row proves them.
+"""Labels where TRL cannot tell by itself what counts in the loss: the assistant's turns, and text without thinking.
 
-The text of a conversation up to an assistant's turn, with the generation prompt, and the text with that turn must both
-be beginnings of the whole text. What lies between them is what the model has to write, with its end-of-turn token. A
-row for which this does not hold (a template that rewrites earlier turns, for example) is refused, not guessed.
+For chat templates without ``{% generation %}`` marks: the text of a conversation up to an assistant's turn, with the
+generation prompt, and the text with that turn must both be beginnings of the whole text. What lies between them is what
+the model has to write, with its end-of-turn token. A row for which this does not hold is refused, not guessed.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, TypeAlias
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.data.summary import MASKED
+from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-    Rows: TypeAlias = Dataset | IterableDataset
+    from hf_rocm_tune.data.formats import Rows
 
 _FIX = "train on all tokens without --assistant_only_loss, or give a template with marks by --chat_template_path"
 
@@ -73,3 +74,44 @@ def _labelled(row: dict[str, Any], index: int, *, tokenizer: PreTrainedTokenizer
             )
         labels[first : last + 1] = encoded["input_ids"][first : last + 1]
     return {"input_ids": encoded["input_ids"], "labels": labels}
+
+
+# ---- thinking that is left out of the loss --------------------------------------------------------------------------
+
+_BEGIN, _END = "<think>", "</think>"
+
+
+def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> tuple[Rows, int]:
+    """Masks the labels from ``<think>`` to ``</think>``; returns the rows with other labels, and how many have none."""
+    from datasets import Dataset
+
+    masked = dataset.map(_without_thinking, fn_kwargs={"tokenizer": tokenizer})
+    left = masked.filter(lambda row: any(label != MASKED for label in row["labels"]))
+    if not isinstance(dataset, Dataset):
+        return left, 0
+    if not len(left):
+        raise UsageError(
+            f"--mask_thinking masks all labels of the '{split}' rows: the text after {_END} is cut off; raise "
+            "--max_length"
+        )
+    return left, len(dataset) - len(left)
+
+
+def _without_thinking(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    ids, labels, start = row["input_ids"], list(row["labels"]), 0
+    for length in row.get("seq_lengths") or [len(ids)]:
+        # Pieces of ASCII stand for themselves in the vocabularies of byte-level BPE and of SentencePiece.
+        pieces = tokenizer.convert_ids_to_tokens(ids[start : start + length])
+        ends = list(accumulate(map(len, pieces)))
+        text, at = "".join(pieces), 0
+        while (at := text.find(_BEGIN, at)) >= 0:
+            first = bisect_right(ends, at)
+            if labels[start + first] == MASKED:
+                at += len(_BEGIN)
+                continue
+            end = text.find(_END, at)
+            at = len(text) if end < 0 else end + len(_END)
+            for token in range(start + first, start + bisect_left(ends, at) + 1):
+                labels[min(token, start + length - 1)] = MASKED
+        start += length
+    return {"labels": labels}

@@ -11,8 +11,8 @@ import trl
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from hf_rocm_tune.data.summary import MASKED
-from hf_rocm_tune.data.turns import template_is_marked, with_labels
+from hf_rocm_tune.data.formats import MASKED
+from hf_rocm_tune.data.masks import template_is_marked, with_labels
 from hf_rocm_tune.errors import UsageError
 from tests import tiny
 
