@@ -215,7 +215,7 @@ def _complete(job: Job) -> None:
 
 def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     """Load, train and save once; returns the message of a memory fault that a rollback may recover."""
-    job.guard.beat(step=0, phase="start", fresh=True)  # a trainer that is being made sends none
+    job.guard.beat(step=0, phase="start")  # a trainer that is being made sends none
     trainer, facts = _make_trainer(job)
     announce.say(announce.model(trainer, facts))
     trainer.require_coverage()

@@ -108,13 +108,10 @@ class Heartbeat:
             file = Path(supervised.directory) / PULSE_FILE
             self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def beat(self, *, step: int, phase: Phase, fresh: bool = False) -> None:
-        """Send one heartbeat; ``step``: completed steps.
-
-        ``fresh``: a phase begins whose duration is not known yet, such as an epoch, so it gets more time.
-        """
+    def beat(self, *, step: int, phase: Phase) -> None:
+        """Send one heartbeat; ``step``: completed steps."""
         if self._listener is not None:
-            self._listener(step=step, phase=phase, fresh=fresh)
+            self._listener(step=step, phase=phase)
         if self._file is not None:
             os.pwrite(self._file, f"{step} {phase}".ljust(_PULSE_BYTES).encode("ascii"), 0)
 

@@ -20,9 +20,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 import psutil
 
@@ -35,22 +34,28 @@ _VERDICT_SECONDS = 40.0
 """How long the other ranks wait for the one that declares a stall."""
 LAST_SECONDS = 60.0
 """The process ends after this time even if the diagnosis hangs."""
-_BLOCK_BYTES = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """The published state of a rank; ``tick`` grows while its watchdog runs, ``overdue``: it has exceeded its limit."""
+class Rank(NamedTuple):
+    """The published state of a rank; ``tick`` changes while its watchdog runs, ``stacks``: it has exceeded its limit
+    and writes them there."""
 
     rank: int
     pid: int
     born: int
     tick: int = 0
-    overdue: bool = False
+    stacks: Path | None = None
 
     @property
     def name(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
+
+    @property
+    def answer(self) -> dict[str, str]:
+        """Its `stacks`; empty if they cannot be read."""
+        with suppress(OSError, ValueError):
+            return dict(json.loads(self.stacks.read_text())) if self.stacks else {}
+        return {}
 
     @property
     def alive(self) -> bool:
@@ -58,28 +63,33 @@ class Rank:
 
 
 class Board:
-    """One rank's access to the directory of the watchdogs of one machine; the last rank to leave deletes it.
-
-    Every rank rewrites its file in place, so that a full disk does not matter, and reads those of the others.
-    """
+    """One rank's access to the directory of the watchdogs of one machine; the last rank to leave deletes it."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         make_private(directory)
         self.directory = directory
-        self.me = Rank(rank=rank, pid=os.getpid(), born=start_ticks(os.getpid()))
-        self._file = os.open(directory / f"rank-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self.show(tick=0, overdue=False)
+        self.me = Rank(rank, os.getpid(), start_ticks(os.getpid()))
+        self._file, self._stacks = directory / f"rank-{rank}", directory / f"stacks-{rank}"
+        self._file.write_text(f"{self.me.pid} {self.me.born}")
 
-    def show(self, *, tick: int, overdue: bool) -> None:
-        text = json.dumps({**vars(self.me), "tick": tick, "overdue": overdue})
-        os.pwrite(self._file, text.encode("ascii").ljust(_BLOCK_BYTES), 0)
+    def tick(self, *, overdue: bool) -> list[Rank]:
+        """Show that this rank's watchdog runs, and whether it has exceeded its limit. Returns the other ranks."""
+        os.utime(self._file)
+        if not overdue:
+            self._stacks.unlink(missing_ok=True)
+        elif not self._stacks.exists():
+            with suppress(OSError):  # on a full disk the others do not get them
+                self._stacks.write_text(json.dumps(stacks()))
+        return self.others()
 
     def others(self) -> list[Rank]:
         """The other ranks that have joined and not left, alive or not."""
         found = []
         for file in sorted(self.directory.glob("rank-*")):
-            with suppress(OSError, ValueError, TypeError):  # gone, or being written
-                found.append(Rank(**json.loads(file.read_bytes())))
+            with suppress(OSError, ValueError):  # gone, or being written
+                rank, (pid, born) = int(file.name[5:]), map(int, file.read_text().split())
+                stacks = file.with_name(f"stacks-{rank}")
+                found.append(Rank(rank, pid, born, file.stat().st_mtime_ns, stacks if stacks.exists() else None))
         return [each for each in found if each.rank != self.me.rank]
 
     def claim(self, name: str) -> bool:
@@ -91,78 +101,68 @@ class Board:
 
     def leave(self) -> None:
         """Remove this rank; if no other living rank is left, delete the directory."""
-        (self.directory / f"rank-{self.me.rank}").unlink(missing_ok=True)
+        self._file.unlink(missing_ok=True)
         if not any(each.alive for each in self.others()):
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class Watchdog:
-    """Watches this process from `start` to `stop`; ``progress`` has ``beats``, ``where`` (for people) and ``limit_s``.
+    """Watches this process from `start` to `stop`.
 
-    ``on_stall``: called with the cause, the seconds without progress and a page of stacks; it must return.
+    The thread that makes progress counts ``beats``, and sets ``where`` (for people) and ``limit_s``: the seconds that
+    may pass until the next one, None for no limit.
     """
 
-    def __init__(
-        self, *, progress: Any, on_stall: Callable[[str, float, str], None], board: Board | None, tick_s: float = 1.0
-    ) -> None:
-        self._progress, self._on_stall, self._board, self._tick_s = progress, on_stall, board, tick_s
+    def __init__(self, board: Board | None, *, tick_s: float = 1.0) -> None:
+        self.board, self._tick_s = board, tick_s
+        self.beats, self.where = 0, ""
+        self.limit_s: float | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall watchdog", daemon=True)
         self.start = self._thread.start
+
+    def leave_evidence(self, cause: str, silent_s: float, page: str) -> None:
+        """Tell the cause and keep a page of stacks, in a time; the process ends after it."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()  # if it has declared a stall, it ends the process
 
     def _watch(self) -> None:
-        board, before, tick, beats, silent_s, was_overdue = self._board, time.monotonic(), 0, -1, 0.0, False
+        board, before, beats, silent_s = self.board, time.monotonic(), -1, 0.0
         seen: dict[int, tuple[int, float]] = {}  # by rank: its last tick, and the seconds since it changed
-        patience = max(_TICK_SECONDS, 4 * self._tick_s)
         while not self._stopped.wait(self._tick_s):
             now = time.monotonic()
             # Time beyond two ticks is time in which this process was suspended.
-            passed, before, tick = min(now - before, 2 * self._tick_s), now, tick + 1
-            limit_s = self._progress.limit_s
-            silent_s = silent_s + passed if self._progress.beats == beats else 0.0
-            beats = self._progress.beats
-            overdue, others = limit_s is not None and silent_s > limit_s, list[Rank]()
-            if board is not None:
-                if overdue and not was_overdue:
-                    with suppress(OSError):  # on a full disk the others do not get them
-                        (board.directory / f"stacks-{board.me.rank}").write_text(json.dumps(stacks()))
-                board.show(tick=tick, overdue=overdue)
-                others = board.others()
-            was_overdue = overdue
+            passed, before = min(now - before, 2 * self._tick_s), now
+            silent_s, limit_s = silent_s + passed if self.beats == beats else 0.0, self.limit_s
+            beats, overdue = self.beats, limit_s is not None and silent_s > limit_s
+            others = board.tick(overdue=overdue) if board is not None else []
             for each in others:
                 last, seconds = seen.get(each.rank, (-1, 0.0))
                 seen[each.rank] = each.tick, seconds + passed if each.tick == last else 0.0
-            waited_for = [each for each in others if seen[each.rank][1] < patience]
+            answering = [each for each in others if seen[each.rank][1] < max(_TICK_SECONDS, 4 * self._tick_s)]
             # Another rank that may still make progress is rightly waited for.
-            is_stall = overdue and all(each.overdue for each in waited_for)
+            is_stall = overdue and all(each.stacks for each in answering)
             if is_stall or (board is not None and (board.directory / "declared").exists()):
-                self._conclude(others, [each for each in others if each not in waited_for], silent_s)
+                self._conclude(others, [each for each in others if each not in answering], silent_s)
 
     def _conclude(self, others: Sequence[Rank], mute: Sequence[Rank], silent_s: float) -> NoReturn:
         """Name the cause, or wait until the rank that was first has done so, and end the job."""
         _end_in_any_case(LAST_SECONDS)
-        board = self._board
+        board = self.board
         if board is not None and not board.claim("declared"):
             _wait((board.directory / "finished").exists, _VERDICT_SECONDS)
             self._end([])
         try:
-            me = board.me if board is not None else Rank(rank=0, pid=os.getpid(), born=0)
-            ranks = sorted([me, *others], key=lambda each: each.rank)
-            answers = {me.rank: stacks()}
-            for each in others:
-                with suppress(OSError, ValueError):
-                    if board is not None and each.overdue and each not in mute:
-                        answers[each.rank] = json.loads((board.directory / f"stacks-{each.rank}").read_text())
-            cause = explain(ranks, answers)
-            page = f"no progress for {silent_s:.0f} s {self._progress.where}\n{cause}\n"
-            for each in ranks:
-                answer = answers.get(each.rank, {})
-                page += f"\n==== {each.name} {_what(each, answer)}\n{answer.get('text', '')}"
-            self._on_stall(cause, round(silent_s, 1), page)
+            me = board.me if board is not None else Rank(0, os.getpid(), 0)
+            answers = {me: stacks(), **{each: {} if each in mute else each.answer for each in others}}
+            cause = explain(answers)
+            page = f"no progress for {silent_s:.0f} s {self.where}\n{cause}\n"
+            for each in sorted(answers):
+                page += f"\n==== {each.name} {_what(each, answers[each])}\n{answers[each].get('text', '')}"
+            self.leave_evidence(cause, round(silent_s, 1), page)
         except Exception:
             traceback.print_exc()  # a bug of ours must not keep the job running
         finally:
@@ -174,11 +174,11 @@ class Watchdog:
         for pid in doomed:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if self._board is not None:
+        if self.board is not None:
             with suppress(OSError):
-                self._board.claim("finished")
+                self.board.claim("finished")
             _wait(lambda: not any(each.alive for each in mute), 1.0)
-            self._board.leave()
+            self.board.leave()
         briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()), 1.0)
         os._exit(StallError.exit_code)
 
@@ -247,18 +247,22 @@ def _position(frame: traceback.FrameSummary) -> str:
     return f"{frame.name}() in {file}:{frame.lineno}"
 
 
-def explain(ranks: Sequence[Rank], answers: Mapping[int, Mapping[str, str]]) -> str:
+def explain(answers: Mapping[Rank, Mapping[str, str]]) -> str:
     """The cause of a stall, in one line: the ranks of this machine that do not wait for others, and those that do."""
-    if len(ranks) == 1:
-        return f"the process (pid {ranks[0].pid}) {_what(ranks[0], answers[ranks[0].rank])}"
-    waits = {each: "" if state_of(each.pid) in "DTt" else answers.get(each.rank, {}).get("waits", "") for each in ranks}
-    causes = sorted((each for each in ranks if not waits[each]), key=lambda each: bool(answers.get(each.rank)))
-    parts = [f"{each.name} {_what(each, answers.get(each.rank, {}))}" for each in causes]
-    what = "waits" if not causes else "waits for it" if len(causes) == 1 else "waits for them"
-    parts += [f"{each.name} {what} in {waits[each]}" for each in ranks if each not in causes]
+    if len(answers) == 1:
+        ((alone, answer),) = answers.items()
+        return f"the process (pid {alone.pid}) {_what(alone, answer)}"
+    causes = [f"{each.name} {_what(each, answer)}" for each, answer in sorted(answers.items()) if not _waits(answer)]
+    waiting = [(each, answer["waits"]) for each, answer in sorted(answers.items()) if _waits(answer)]
+    what = "waits for it in" if len(causes) == 1 else "waits in"
+    parts = [*causes, *(f"{each.name} {what} {where}" for each, where in waiting)]
     if not causes:
         parts.append("they wait in different collectives, for another machine, or their connection does not deliver")
     return "; ".join(parts)
+
+
+def _waits(answer: Mapping[str, str]) -> bool:
+    return bool(answer.get("waits"))
 
 
 def _what(rank: Rank, answer: Mapping[str, str]) -> str:
@@ -267,7 +271,7 @@ def _what(rank: Rank, answer: Mapping[str, str]) -> str:
     if state in ("", "Z", "X"):
         return "has ended: it was killed, or it crashed"
     if state in "Tt":
-        return "is stopped (state T)" if state == "T" else "is held by a debugger (state t)"
+        return f"is stopped (state {state})"
     if state == "D":
         return f"hangs in the kernel (state D), in {at or 'a driver'}: if it does not end, restart the machine"
     return f"is in {at}" if at else f"is in a call that does not let Python answer (state {state})"

@@ -131,22 +131,21 @@ def _is_asked(args: TrainingArguments) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == 0
 
 
-_BEATS: dict[str, tuple[Phase, bool]] = {
-    "on_train_begin": ("between", True), "on_epoch_begin": ("between", True), "on_step_begin": ("step", False),
-    "on_substep_end": ("step", False), "on_step_end": ("between", False), "on_prediction_step": ("evaluate", False),
-    "on_evaluate": ("between", False), "on_train_end": ("end", False),
+_BEATS: dict[str, Phase] = {
+    "on_train_begin": "between", "on_epoch_begin": "between", "on_step_begin": "step", "on_substep_end": "step",
+    "on_step_end": "between", "on_prediction_step": "evaluate", "on_evaluate": "between", "on_train_end": "end",
 }  # fmt: skip
 
 
 class HeartbeatCallback(TrainerCallback):
-    """Sends a heartbeat at every event of the trainer: its phase, and whether it has no measure yet."""
+    """Sends a heartbeat at every event of the trainer."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
-        def beat(phase: Phase, fresh: bool, _args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
-            heartbeat.beat(step=state.global_step, phase=phase, fresh=fresh)
+        def beat(phase: Phase, _args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
+            heartbeat.beat(step=state.global_step, phase=phase)
 
-        for event, (phase, fresh) in _BEATS.items():
-            setattr(self, event, partial(beat, phase, fresh))
+        for event, phase in _BEATS.items():
+            setattr(self, event, partial(beat, phase))
 
 
 def signal_name(number: int) -> str:

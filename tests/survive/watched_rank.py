@@ -23,23 +23,24 @@ from hf_rocm_tune.survive import watchdog as watchdogs
 from hf_rocm_tune.survive.watchdog import Board, Watchdog
 
 
-class Progress:
-    """What the watchdog looks at."""
+class Rank(Watchdog):
+    """A watchdog that keeps what it finds in a file."""
 
-    def __init__(self, limits: dict[str, float | None]) -> None:
-        self.beats, self.phase, self._limits = 0, "step", limits
+    def __init__(self, given: dict[str, Any], board: Board | None) -> None:
+        super().__init__(board, tick_s=0.05)
+        self._given = given
+        self.beat("step")
 
     def beat(self, phase: str) -> None:
-        self.phase = phase
+        self.limit_s, self.where = self._given["limits"][phase], f"in {phase} {self.beats}"
         self.beats += 1
 
-    @property
-    def where(self) -> str:
-        return f"in {self.phase} {self.beats}"
-
-    @property
-    def limit_s(self) -> float | None:
-        return self._limits[self.phase]
+    def leave_evidence(self, cause: str, silent_s: float, page: str) -> None:
+        if self._given.get("on_stall") == "raise":
+            raise ValueError("a bug in what tells of a stall")
+        if self._given.get("on_stall") == "hold":
+            ctypes.PyDLL(None).sleep(600)  # it keeps the interpreter's lock
+        Path(self._given["report"]).write_text(json.dumps({"cause": cause, "page": page}))
 
 
 def stuck_here() -> None:
@@ -52,16 +53,16 @@ def _leave_a_stopped_child(apart: bool) -> None:
     child.send_signal(signal.SIGSTOP)
 
 
-def _work(progress: Progress, seconds: float, phase: str = "step") -> None:
+def _work(rank: Rank, seconds: float, phase: str = "step") -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        progress.beat(phase)
+        rank.beat(phase)
         time.sleep(0.02)
 
 
 _STEPS: dict[str, Callable[..., Any]] = {
     "work": _work,
-    "phase": lambda progress, name: progress.beat(name),
+    "phase": lambda rank, name: rank.beat(name),
     "sleep": lambda _, seconds: time.sleep(seconds),
     "spin": lambda _: stuck_here(),
     "wait": lambda _: threading.Event().wait(),
@@ -73,25 +74,15 @@ _STEPS: dict[str, Callable[..., Any]] = {
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    report = Path(given["report"])
-
-    def on_stall(cause: str, silent_s: float, page: str) -> None:
-        if given.get("on_stall") == "raise":
-            raise ValueError("a bug in what tells of a stall")
-        if given.get("on_stall") == "hold":
-            ctypes.PyDLL(None).sleep(600)  # it keeps the interpreter's lock
-        report.write_text(json.dumps({"cause": cause, "page": page}))
-
     watchdogs.LAST_SECONDS = given.get("last_s", watchdogs.LAST_SECONDS)
     board = Board(Path(given["place"]), given["rank"]) if given["place"] else None
-    progress = Progress(given["limits"])
-    watchdog = Watchdog(progress=progress, on_stall=on_stall, board=board, tick_s=0.05)
-    while board is not None and not report.with_name("all-joined").exists():
+    rank = Rank(given, board)
+    while board is not None and not Path(given["report"]).with_name("all-joined").exists():
         time.sleep(0.01)
-    watchdog.start()
+    rank.start()
     for name, *arguments in given["script"]:
-        _STEPS[name](progress, *arguments)
-    watchdog.stop()
+        _STEPS[name](rank, *arguments)
+    rank.stop()
     if board is not None:
         board.leave()
 

@@ -18,7 +18,7 @@ from hf_rocm_tune import exits
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.settings.arguments import RanksArguments
 from hf_rocm_tune.survive.heartbeat import Phase, Supervised
-from hf_rocm_tune.train.stall import PeerLostError, TrainingProgress, is_lost_peer, watched
+from hf_rocm_tune.train.stall import PeerLostError, StallGuard, is_lost_peer, watched
 
 
 class Run:
@@ -26,52 +26,49 @@ class Run:
 
     def __init__(self, setting: str = "auto", supervisor: Supervised | None = None, **more: float) -> None:
         self.now, self.done = 0.0, 0
-        self.progress = TrainingProgress(setting, supervisor, clock=lambda: self.now, **more)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: self.now)
+            self.guard = StallGuard(setting, supervisor, **more)
 
-    def beat(self, phase: Phase, *, after: float = 0.0, fresh: bool = False) -> float | None:
+    def beat(self, phase: Phase, *, after: float = 0.0) -> float | None:
         self.now += after
-        self.progress.beat(step=self.done, phase=phase, fresh=fresh)
-        return self.progress.limit_s
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: self.now)
+            self.guard.beat(step=self.done, phase=phase)
+        return self.guard.limit_s
 
     def steps(self, count: int, seconds: float) -> float | None:
+        """The limit of the step after these."""
         for _ in range(count):
             self.beat("step")
             self.done += 1
             self.beat("between", after=seconds)
-        return self.progress.limit_s
+        return self.beat("step")
 
 
 def test_a_step_is_held_to_the_median_of_the_last_ones_and_what_is_not_measured_gets_longer() -> None:
     run = Run()
-    assert run.progress.limit_s == 7200
-    assert run.beat("between", fresh=True) == 1200
+    assert run.guard.limit_s == 7200
+    assert run.beat("between") == 1200
     assert run.steps(1, 500.0) == 1200  # kernels are compiled
     assert run.steps(2, 1.0) == 300
     assert run.steps(9, 50.0) == 500
     assert run.steps(100, 1.0) == 300
     assert run.steps(3, 900.0) == 300  # a few slow ones do not count
-    assert [run.beat(phase) for phase in ("evaluate", "save", "end", "publish")] == [1200, 1200, 1200, None]
-
-
-def test_a_new_pass_over_the_data_gets_longer_until_its_first_step_is_done() -> None:
-    run = Run()
-    run.steps(9, 1.0)
-    assert run.beat("between", fresh=True) == 1200
-    run.beat("step")
-    assert run.beat("step", after=1.0) == 1200  # one of several micro-steps
-    assert run.beat("between", after=1.0) == 300
+    phases: tuple[Phase, ...] = ("between", "evaluate", "save", "end", "publish")
+    assert [run.beat(phase) for phase in phases] == [1200, 1200, 1200, 1200, None]
 
 
 def test_seconds_of_the_user_are_the_limit_of_a_step_and_the_supervisor_comes_later() -> None:
     run = Run("20")
     assert (run.steps(9, 50.0), run.beat("save")) == (20, 80)
-    assert TrainingProgress("0", None).limit_s is None
+    assert Run("0").guard.limit_s is None
     for setting in ("auto", "5000"):
         run = Run(setting, Supervised(directory="", start_seconds=100.0, stall_seconds=50.0))
-        limits = [run.progress.limit_s, run.beat("between", fresh=True), run.steps(9, 40.0)]
+        limits = [run.guard.limit_s, run.beat("between"), run.steps(9, 40.0)]
         assert all(each is not None and each < most for each, most in zip(limits, (100, 50, 50), strict=True))
     assert Run(collective_s=1000).beat("save") == 800, "before RCCL gives up by itself"
-    assert Run(supervisor=Supervised(directory="", start_seconds=0.0, stall_seconds=0.0)).progress.limit_s == 7200
+    assert Run(supervisor=Supervised(directory="", start_seconds=0.0, stall_seconds=0.0)).guard.limit_s == 7200
     for text in ("never", "-1", "nan", "inf", "", "5s"):
         with pytest.raises(UsageError, match="--stall_timeout"):
             RanksArguments(stall_timeout=text)
@@ -157,7 +154,7 @@ def test_before_the_run_owns_its_directory_the_report_goes_to_the_temporary_one(
 
         def hang() -> None:
             with watched("0.2", rendezvous=None, tell=exits.speak, environ={}) as guard:
-                guard.beat(step=0, phase="save", fresh=False)  # no trainer yet
+                guard.beat(step=0, phase="save")  # no trainer yet
                 time.sleep(60)
 
         exits.run_guarded(hang, environ={})
