@@ -1,9 +1,8 @@
 """Out-of-memory recovery: a step that does not fit on the device is repeated with smaller micro-batches.
 
-In one process the optimizer step is rewound to its start and the same samples are repeated in smaller parts; where a
-library or the driver ran out of memory, the first retry is unchanged, because the cache has been returned by then
-(pytorch#128601). With several ranks the others wait in a collective that cannot be undone: the job ends (code 5), and
-the same command continues from the newest checkpoint with smaller parts. An evaluation is repeated with fewer rows.
+In one process the optimizer step is rewound to its start and its samples are repeated in smaller parts. With several
+ranks the others wait in a collective that cannot be undone: the job ends (code 5), and the same command continues from
+the newest checkpoint with smaller parts. An evaluation is repeated with fewer rows.
 
 The parts add up to the whole: exactly for losses normalised by label tokens and for means over a micro-batch; not for
 terms that are not sums over tokens (balance of experts), random draws, TRL's logged entropy and accuracy, losses of a
@@ -41,23 +40,12 @@ STATE_FILE = "_step_down.json"
 
 # ---- splitting a micro-batch --------------------------------------------------------------------------------
 
-_KNOWN = {
-    "rows": frozenset([  # tensors of shape [rows, ...] in which row ``i`` is about example ``i`` and no other
-        "input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds",
-        "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "completion_mask", "assistant_masks",
-        "special_tokens_mask", "global_attention_mask",
-    ]),
-    "packed": frozenset([  # of shape [1, tokens]
-        "input_ids", "labels", "shift_labels", "position_ids", "seq_idx", "completion_mask", "assistant_masks",
-    ]),
-    "pairs": frozenset([  # of shape [2 * pairs, ...], chosen before rejected, or [pairs]
-        "input_ids", "attention_mask", "completion_mask", "ref_chosen_logps", "ref_rejected_logps", "margin",
-    ]),
-    "unpaired": frozenset([  # of shape [rows, ...], KTO's
-        "input_ids", "attention_mask", "completion_mask", "KL_input_ids", "KL_attention_mask", "KL_completion_mask",
-        "label", "ref_logps", "ref_KL_logps",
-    ]),
-}  # fmt: skip
+# By row, pair or sequence: [units, ...], of pairs also [2 * units, ...] (chosen, then rejected); packed [1, tokens].
+_KNOWN = frozenset([
+    "input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds",
+    "completion_mask", "assistant_masks", "seq_idx", "ref_chosen_logps", "ref_rejected_logps", "margin", "label",
+    "KL_input_ids", "KL_attention_mask", "KL_completion_mask", "ref_logps", "ref_KL_logps",
+])  # fmt: skip
 _BOUNDARIES = frozenset(["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"])
 _IGNORED_LABEL = -100
 
@@ -73,6 +61,7 @@ class Layout(NamedTuple):
 class BatchPart(NamedTuple):
     """One part of a micro-batch."""
 
+    layout: Layout
     inputs: dict[str, Any]  # given to the trainer instead of the batch
     units: range  # the rows, pairs or sequences of the batch that it holds
     tokens: int  # padding included
@@ -81,7 +70,8 @@ class BatchPart(NamedTuple):
 
 def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
     """How this batch of host tensors may be split; ``pairs``: its rows are all chosen, then all rejected answers."""
-    first, tensors = batch.get("input_ids", batch.get("labels")), _tensors(batch)
+    first = batch.get("input_ids", batch.get("labels"))
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     if not isinstance(first, Tensor) or first.dim() == 0:
         return Layout("whole", (1,), "it has no input_ids")
     tokens, positions = first.numel(), tensors.get("position_ids")
@@ -92,22 +82,17 @@ def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
         kind = "packed"
     units = len(first) // 2 if pairs else len(first)
 
-    def fits(name: str, value: Tensor) -> bool:
-        if kind == "packed":
-            return name in _BOUNDARIES or (name in _KNOWN[kind] and value.shape == (1, tokens))
-        return name in _KNOWN[kind] and value.dim() > 0 and len(value) in (units, 2 * units if pairs else units)
-
     for name, value in tensors.items():
-        if not fits(name, value):
+        if kind == "packed":
+            fits = name in _BOUNDARIES or value.shape == (1, tokens)
+        else:
+            fits = value.dim() > 0 and len(value) in (units, 2 * units if pairs else units)
+        if not fits or name not in _KNOWN | _BOUNDARIES:
             return Layout("whole", (tokens,), f"it is not known how to split its {name}")
     if kind == "packed":
         return Layout(kind, _sizes_of_sequences(batch))
     tokens += batch["KL_input_ids"].numel() if "KL_input_ids" in batch else 0
     return Layout(kind, (tokens // units,) * units)
-
-
-def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
 
 def _sizes_of_sequences(batch: Mapping[str, Any]) -> tuple[int, ...]:
@@ -138,21 +123,12 @@ def group(sizes: Sequence[int], parts: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(begins)]
 
 
-def next_divisor(sizes: Sequence[int], divisor: int, units: range) -> int | None:
-    """The next power of two times ``divisor`` that separates these units of a batch; None for a single unit."""
-    if len(units) < 2:
-        return None
-    while any(units[0] in each and units[-1] in each for each in group(sizes, divisor)):
-        divisor *= 2
-    return divisor
-
-
 def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[BatchPart]:
     """Split a batch of host tensors into at most ``divisor`` parts, which are views of it where possible."""
     found = layout(batch, pairs=pairs)
     groups = group(found.sizes, divisor)
     if len(groups) == 1:
-        return [BatchPart(dict(batch), groups[0], sum(found.sizes), 1.0)]
+        return [BatchPart(found, dict(batch), groups[0], sum(found.sizes), 1.0)]
     tokens = [sum(found.sizes[number] for number in each) for each in groups]
     if found.kind == "packed":
         ends = itertools.accumulate(tokens)
@@ -165,7 +141,7 @@ def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs
         counts = [_labels_that_count(one, shifted=labels_shifted) for one in inputs]
         weights = counts if any(counts) else tokens
     shares = [weight / sum(weights) for weight in weights]
-    return list(map(BatchPart, inputs, groups, tokens, shares))
+    return [BatchPart(found, *part) for part in zip(inputs, groups, tokens, shares, strict=True)]
 
 
 def _rows(value: Any, units: range, count: int) -> Any:
@@ -187,7 +163,7 @@ def _labels_that_count(inputs: Mapping[str, Any], *, shifted: bool) -> int:
 def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
     """The sequences in tokens [begin, end) of a packed batch."""
     inputs = {
-        name: value[:, begin:end] if isinstance(value, Tensor) and name in _KNOWN["packed"] else value
+        name: value[:, begin:end] if isinstance(value, Tensor) and name in _KNOWN else value
         for name, value in batch.items()
     }
     if "seq_idx" in inputs:
@@ -198,16 +174,6 @@ def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]
         value, like = boundaries if name.startswith("cu_seq_lens") else boundaries.diff().max(), batch[name]
         inputs[name] = value.to(like.dtype) if isinstance(like, Tensor) else int(value)
     return inputs
-
-
-def parts_of(trainer: Any, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
-    """`split` with the arguments that fit this trainer's loss and collator."""
-    return split(batch, divisor, labels_shifted=trainer._loss_shifts_labels, pairs=has_pairs(trainer))
-
-
-def has_pairs(trainer: Any) -> bool:
-    """Whether the rows of a batch are chosen answers, then as many rejected ones (TRL's DPO and reward models)."""
-    return type(trainer.data_collator).__name__ == "DataCollatorForPreference"
 
 
 # ---- rewinding an optimizer step ----------------------------------------------------------------------------
@@ -235,12 +201,10 @@ class StepWindow:
         """The tokens that TRL's trainers have counted so far and log as ``num_tokens``; 0 for other trainers."""
         return getattr(self._trainer, "_total_train_tokens", 0)
 
-    @tokens.setter
-    def tokens(self, number: Any) -> None:
-        if number is not self.tokens:
-            self._trainer._total_train_tokens = number
-            if "num_tokens" in self._metrics:
-                self._metrics["num_tokens"] = [number]
+    def set_tokens(self, number: Any) -> None:
+        self._trainer._total_train_tokens = number
+        if "num_tokens" in self._metrics:
+            self._metrics["num_tokens"] = [number]
 
     def rewind(self, model: nn.Module) -> None:
         """Return to the start of the step and release the memory that was taken since."""
@@ -255,7 +219,7 @@ class StepWindow:
             del self._metrics[name][self._lengths.get(name, 0) :]
             if name not in self._lengths:
                 del self._metrics[name]
-        self.tokens = self._tokens
+        self.set_tokens(self._tokens)
         random.setstate(self._random[0])
         numpy.random.set_state(self._random[1])
         torch.set_rng_state(self._random[2])
@@ -276,7 +240,6 @@ class OutOfMemoryRecovery:
         self.on, self.divisor = False, 1
         self._window: StepWindow | None = None
         self._at: tuple[int, BatchPart | None] = 0, None  # the micro-step in the window, and the part of it, if known
-        self._cache_was_returned = False  # in this optimizer step
         self.loss_factor = 1.0
 
     def prepare(self, *, stop: bool, resumed: bool) -> None:
@@ -294,13 +257,12 @@ class OutOfMemoryRecovery:
 
     def begin_step(self) -> None:
         self._window = None
-        self._cache_was_returned = False
 
     def run(self, stock: Stock, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> Tensor:
         """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape []."""
         trainer = self._trainer
         if not self.on:
-            (part,) = parts_of(trainer, trainer.host_batch(inputs), 1)
+            (part,) = self._parts(trainer.host_batch(inputs), 1)
             with self._fault(model, part):
                 return stock(model, inputs, num_items)
         window = self._window = self._window or StepWindow(trainer)
@@ -319,8 +281,7 @@ class OutOfMemoryRecovery:
             except RuntimeError as error:  # it keeps every activation alive until this block ends
                 if (said := device_shortage(error)) is None:
                     raise
-                outside = not isinstance(error, torch.OutOfMemoryError)
-            self._step_down(window, said, outside, shortages)
+            self._step_down(window, said, shortages)
             window.rewind(model)
             todo = list(enumerate(window.batches))
         _count_shortages(trainer, shortages, "recovered")
@@ -362,7 +323,7 @@ class OutOfMemoryRecovery:
         # The host tensors are verified again if they are used: without a split or a repetition only their shapes are.
         if self.divisor > 1 or batch is whole:
             trainer.mover.require_unchanged(whole)
-        parts = parts_of(trainer, whole, self.divisor)
+        parts = self._parts(whole, self.divisor)
         apart = self.divisor > 1 and trainer.args.world_size > 1
         before = window.tokens
         losses = []
@@ -377,9 +338,13 @@ class OutOfMemoryRecovery:
                     losses.append(stock(model, batch if self.divisor == 1 else part.inputs, num_items))
                 trainer.beat("step")
         if apart:
-            counted = window.tokens - before
-            window.tokens += round(sum(row[0] for row in everyone([counted]))) - counted
+            window.set_tokens(before + round(sum(row[0] for row in everyone([window.tokens - before]))))
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _parts(self, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
+        """`split` as it fits this trainer's loss and collator (that of TRL's DPO and reward models makes pairs)."""
+        pairs = type(self._trainer.data_collator).__name__ == "DataCollatorForPreference"
+        return split(batch, divisor, labels_shifted=self._trainer._loss_shifts_labels, pairs=pairs)
 
     def _fault(self, model: nn.Module, part: BatchPart) -> AbstractContextManager[None]:
         step = self._trainer.state.global_step + 1
@@ -401,68 +366,47 @@ class OutOfMemoryRecovery:
             trainer.current_gradient_accumulation_steps = steps
             self.loss_factor = 1.0
 
-    def _step_down(self, window: StepWindow, said: str, outside: bool, shortages: list[dict[str, Any]]) -> None:
-        """Use smaller parts from now on, or end the run. ``outside``: it was not torch's allocator that had no memory.
+    def _step_down(self, window: StepWindow, said: str, shortages: list[dict[str, Any]]) -> None:
+        """Use smaller parts from now on, or end the run. Adds an incident to ``shortages``.
 
-        Adds an incident to ``shortages``. Until the memory is released it allocates none on the device.
+        Until the memory is released it allocates none on the device.
         """
         trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step + 1
         number, part = self._at
-        part = part or parts_of(trainer, window.batches[number], 1)[0]
-        found, several = layout(window.batches[number], pairs=has_pairs(trainer)), args.world_size > 1
-        retry = outside and not self._cache_was_returned
-        self._cache_was_returned |= outside
-        if (trainer.way.fewer_in_flight() or retry) and not several:
-            wanted: int | None = self.divisor
-        else:
-            wanted = next_divisor(found.sizes, self.divisor, part.units)
-            wanted = wanted and wanted * (1 + several)  # with several ranks each further shortage costs a restart
-        unit = {"packed": "sequence", "pairs": "pair"}.get(found.kind, "row") + "s" * (len(part.units) > 1)
-        what = f"{len(part.units)} {unit} ({part.tokens} tokens){f' ({found.reason})' if found.reason else ''}"
-        shapes = {name: list(value.shape) for name, value in _tensors(part.inputs).items()}
-        incident = {"step": step, "stage": "memory", "kind": "out of memory", "micro_step": number + 1}
-        incident |= {"rows": len(part.units), "tokens": part.tokens, "divisor": self.divisor, "said": said}
-        shortages.append(incident | {"shapes": shapes})
-        who = f"rank {args.process_index}: " if several else ""
-        if wanted is None:
+        part = part or self._parts(window.batches[number], 1)[0]
+        rows, several = len(part.units), args.world_size > 1
+        unit = {"packed": "sequence", "pairs": "pair"}.get(part.layout.kind, "row")
+        incident = {"step": step, "stage": "memory", "kind": "out of memory", "micro_step": number + 1, "rows": rows}
+        incident |= {"tokens": part.tokens, "divisor": self.divisor, "said": said}
+        shortages.append(incident)
+        what = f"no memory for {rows} {unit}{'s' * (rows > 1)} ({part.tokens} tokens) at step {step}"
+        what = f"rank {args.process_index}: {what}" if several else what
+        fewer = not several and trainer.way.fewer_in_flight()
+        if not fewer and rows == 1:
             _count_shortages(trainer, shortages, "failed")
+            why = part.layout.reason or "the micro-batch cannot be made smaller"
             raise OutOfMemoryError(
-                f"{who}no memory for {what} at step {step}, and the micro-batch cannot be made smaller ({said}): "
-                f"{_advice(trainer)}"
+                f"{what}, and {why} ({said}): lower --max_length (it is {getattr(args, 'max_length', None)}), turn "
+                "--activation_checkpointing on, add --load_in_4bit, or see what fits with `hf-rocm-tune plan`"
             )
-        cut = f"micro-batches split into up to {wanted} parts (the effective batch stays the same)"
-        self._write_state(wanted, shortages[-1] | {"on_rank": args.process_index} if several else None)
+        if not fewer:
+            self.divisor *= 4 if several else 2  # with several ranks each further shortage costs a restart
+        cut = f"micro-batches split into up to {self.divisor} parts (the effective batch stays the same)"
+        self._write_state(incident | {"on_rank": args.process_index} if several else None)
         if several:
             raise OutOfMemoryError(
-                f"{who}no memory for {what} at step {step} ({said}): start the same command again, it continues from "
-                f"the newest checkpoint with {cut}"
+                f"{what} ({said}): start the same command again, it continues from the newest checkpoint with {cut}"
             )
-        now = f"with {cut} from now on" if wanted > self.divisor else "unchanged"
-        logger.warning("step %d: no memory for %s; the step is repeated, %s", step, what, now)
-        self.divisor = wanted
+        logger.warning("%s; the step is repeated, with %s from now on", what, cut)
 
-    def _write_state(self, divisor: int, incident: Mapping[str, Any] | None) -> None:
+    def _write_state(self, incident: Mapping[str, Any] | None) -> None:
         """Record the divisor beside the checkpoints, so that a restart begins with it."""
         trainer = self._trainer
         directory, size = Path(trainer.args.output_dir), trainer.args.per_device_train_batch_size
-        body = {"run_id": trainer.run_id, "batch_size": size, "divisor": divisor, "incident": incident}
+        body = {"run_id": trainer.run_id, "batch_size": size, "divisor": self.divisor, "incident": incident}
         with suppress(OSError):  # a restart then begins with undivided micro-batches
             directory.mkdir(parents=True, exist_ok=True)
             write_text_atomic(directory / STATE_FILE, json.dumps(body) + "\n")
-
-
-def _advice(trainer: Any) -> str:
-    args, model = trainer.args, trainer.model
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    longest, checkpointed = getattr(args, "max_length", None), args.activation_checkpointing
-    advice = {
-        f"lower --max_length (it is {longest})": longest,
-        "turn --activation_checkpointing on": not checkpointed,
-        "recompute more layers (--recompute_layers)": checkpointed and trainer.recompute_layers is not None,
-        "add --load_in_4bit": hasattr(model, "peft_config") and not getattr(base, "is_loaded_in_4bit", False),
-        "see what fits with `hf-rocm-tune plan`": True,
-    }
-    return ", or ".join(text for text, fits in advice.items() if fits)
 
 
 def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
@@ -473,15 +417,13 @@ def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
     while True:
         try:
             found = evaluate()
+            _count_shortages(trainer, shortages, "recovered")
+            return found
         except RuntimeError as error:  # the tensors it refers to are freed with this frame
             if (said := device_shortage(error)) is None:
                 raise
-        else:
-            _count_shortages(trainer, shortages, "recovered")
-            return found
-        size, step = args.per_device_eval_batch_size, trainer.state.global_step
-        kind = "out of memory in evaluation"
-        shortages.append({"step": step, "stage": "memory", "kind": kind, "rows": size, "said": said})
+        size, row = args.per_device_eval_batch_size, {"step": trainer.state.global_step, "stage": "memory"}
+        shortages.append({**row, "kind": "out of memory in evaluation", "rows": size, "said": said})
         generates = hasattr(trainer, "num_generations")  # GRPO's batches are groups of answers
         if size == 1 or args.world_size > 1 or on_oom == "stop" or generates:
             _count_shortages(trainer, shortages, "failed")
@@ -507,13 +449,11 @@ def _count_shortages(trainer: Any, shortages: Sequence[dict[str, Any]], outcome:
 def read_state(trainer: Any, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:
     """The divisor recorded for this run (1 without a record), and the incident that ended its last start, if any; a
     user's own trainer has no run id: then only what resumes counts."""
-    # A file that is not there, or not ours, says nothing.
-    with suppress(OSError, ValueError, TypeError, KeyError):
+    with suppress(OSError, ValueError, TypeError, KeyError):  # a file that is not there, or not ours, says nothing
         body = json.loads((Path(trainer.args.output_dir) / STATE_FILE).read_text(encoding="utf-8"))
         same = (body["run_id"], body["batch_size"]) == (trainer.run_id, trainer.args.per_device_train_batch_size)
         if same and (trainer.run_id or resumed):
-            incident = body.get("incident")
-            return max(1, int(body["divisor"])), incident if isinstance(incident, dict) else None
+            return max(1, int(body["divisor"])), body.get("incident")
     return 1, None
 
 

@@ -62,8 +62,7 @@ def test_what_does_not_fit_is_split_and_ends_the_same(job: Job, plenty: Path, tm
     found = shortages_of(tmp_path / "out")
     assert found and {row["outcome"] for row in found} == {"recovered"}
     assert report_of(tmp_path / "out")["memory"]["micro_batch_divisor"] > 1
-    # What torch's allocator keeps is of no use to others: it is given back first, and nothing is cut.
-    assert [row["divisor"] for row in found[:2]] == ([1, 2] if refusal == "torch" else [1, 1])[: len(found[:2])]
+    assert [row["divisor"] for row in found[:2]] == [1, 2][: len(found[:2])]
 
 
 def test_a_native_library_that_ends_the_process_gets_a_line_and_a_code(job: Job, plenty: Path, tmp_path: Path) -> None:
