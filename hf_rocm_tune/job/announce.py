@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm.auto import tqdm
+
 from hf_rocm_tune.doctor.diagnose import all_checks, crashed, diagnose
 from hf_rocm_tune.doctor.findings import Evidence, Finding, unknown
 from hf_rocm_tune.doctor.system import of_decision
@@ -64,7 +66,7 @@ def say_of_this_rank(*lines: str) -> None:
 
 
 def _print(line: str) -> None:
-    with telemetry.above_live_line():
+    with tqdm.external_write_mode():  # above the live line
         print_line(line)
 
 

@@ -212,7 +212,7 @@ _PANELS: tuple[tuple[str, str, bool, Mapping[str, str]], ...] = (
     ("Throughput", "tokens a second", True, {"speed/tokens_per_second": "tokens a second"}),
     ("Time of a step", "seconds", True, {"speed/seconds_per_step": "seconds a step"}),
     ("Memory of the card", "GiB", True, {"gpu/vram_used_gib": "used on the card"}
-     | {f"gpu/torch_{what}_gib": f"{what} by torch" for what in ("reserved", "allocated")}),
+     | {f"memory/{what}_gib": f"{what} by torch" for what in ("reserved", "allocated")}),
     ("Temperature", "degrees Celsius", False, {f"gpu/{at}_c": at for at in ("hotspot", "memory", "edge")}),
     ("Power of the card", "watts", True, {"gpu/power_w": "power"}),
 )  # fmt: skip

@@ -12,9 +12,7 @@ weights are loaded. Not covered: kernels selected only by other shapes or dtypes
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +40,7 @@ _GIB = 2**30
 _SIDE = 64  # of the operands of the libraries' first operations
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllocatorReading:
+class AllocatorReading(NamedTuple):
     """The memory of one device at one moment, in bytes."""
 
     total: int
@@ -52,55 +49,40 @@ class AllocatorReading:
     allocated_peak: int  # the most that tensors held at once since the process began
     reserved: int  # taken from the driver
     inactive_split: int  # free, in blocks of which another part is in use
-    largest_free: int  # the largest block that is reserved and free
     retries: int  # allocations that failed at first and succeeded after the cache was returned
-
-    @classmethod
-    def of(
-        cls, stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]], *, free: int, total: int
-    ) -> AllocatorReading:
-        """From ``torch.cuda.memory_stats``, ``torch.cuda.memory_snapshot`` and ``torch.cuda.mem_get_info``."""
-        blocks = (block for segment in segments for block in segment["blocks"])
-        return cls(
-            total=total,
-            free=free,
-            allocated=stats.get("allocated_bytes.all.current", 0),
-            allocated_peak=stats.get("allocated_bytes.all.peak", 0),
-            reserved=stats.get("reserved_bytes.all.current", 0),
-            inactive_split=stats.get("inactive_split_bytes.all.current", 0),
-            largest_free=max((each["size"] for each in blocks if each["state"] == "inactive"), default=0),
-            retries=stats.get("num_alloc_retries", 0),
-        )
-
-    @property
-    def never_in_use(self) -> int:
-        """Reserved beyond the most that tensors ever held at once."""
-        return max(0, self.reserved - self.allocated_peak)
 
     def for_log(self) -> dict[str, float]:
         """The figures that are logged beside the loss, in GiB."""
-        names = ("allocated", "reserved", "inactive_split", "largest_free")
+        names = ("allocated", "reserved", "inactive_split")
         return {f"memory/{name}_gib": round(getattr(self, name) / _GIB, 3) for name in names}
+
+
+def read(device: torch.device) -> AllocatorReading:
+    """The memory of an accelerator now. Waits for nothing on the device."""
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)  # empty before the first allocation
+    return AllocatorReading(
+        total=total,
+        free=free,
+        allocated=stats.get("allocated_bytes.all.current", 0),
+        allocated_peak=stats.get("allocated_bytes.all.peak", 0),
+        reserved=stats.get("reserved_bytes.all.current", 0),
+        inactive_split=stats.get("inactive_split_bytes.all.current", 0),
+        retries=stats.get("num_alloc_retries", 0),
+    )
 
 
 def reason_to_empty(now: AllocatorReading, earlier: AllocatorReading | None) -> str | None:
     """Why the cache should be returned at the next safe point; None when it should stay."""
     if earlier is not None and now.retries > earlier.retries:
         return f"{now.retries - earlier.retries} allocations succeeded only after the cache was returned"
-    if now.free < LITTLE_FREE * now.total and now.never_in_use > MUCH_UNUSED * now.total:
+    never_in_use = now.reserved - now.allocated_peak
+    if now.free < LITTLE_FREE * now.total and never_in_use > MUCH_UNUSED * now.total:
         return (
-            f"{now.never_in_use / _GIB:.1f} GiB are reserved beyond what was ever in use at once, and "
+            f"{never_in_use / _GIB:.1f} GiB are reserved beyond what was ever in use at once, and "
             f"{now.free / _GIB:.1f} GiB are left"
         )
     return None
-
-
-def read(device: torch.device) -> AllocatorReading:
-    """The memory of an accelerator now. Waits for nothing on the device."""
-    free, total = torch.cuda.mem_get_info(device)
-    here = torch.cuda.current_device() if device.index is None else device.index
-    segments = (one for one in torch.cuda.memory_snapshot() if one["device"] == here)
-    return AllocatorReading.of(torch.cuda.memory_stats(device), segments, free=free, total=total)
 
 
 class FragmentationCallback(TrainerCallback):
@@ -115,8 +97,8 @@ class FragmentationCallback(TrainerCallback):
         step = state.global_step
         if self._device.type != "cuda" or step % LOOK_EVERY:
             return
-        earlier, self._earlier = self._earlier, read(self._device)
-        before = self._earlier
+        earlier, before = self._earlier, read(self._device)
+        self._earlier = before
         reason = reason_to_empty(before, earlier)
         if reason is None or step < self._quiet_until:
             return

@@ -16,7 +16,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,40 +94,36 @@ class Crashes:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self.text = environ.get(CRASH_VARIABLE, "").strip() or None
         self._specs = [CrashSpec.parse(part) for part in (self.text or "").split(";") if part.strip()]
-        rank = environ.get("RANK", "0")
-        self._rank = int(rank) if rank.isdecimal() else 0
+        self._rank = int(environ.get("RANK", "0"))
 
     def crash_if_due(self, step: int, *, directory: Path, run_id: str) -> None:
         """Crash if a crash is due here. It is counted in ``directory`` first, separately for each run."""
         for number, spec in enumerate(self._specs):
-            if spec.rank != self._rank or spec.step != step:
+            if (spec.rank, spec.step) != (self._rank, step):
                 continue
-            key, done = f"{number}: {spec}", _counts(directory, run_id)
+            key, done = f"{run_id} {number}: {spec}", {}
+            with suppress(FileNotFoundError):
+                done = json.loads((directory / COUNT_FILE).read_text(encoding="utf-8"))
             if done.get(key, 0) < spec.times:
-                counts = done | {key: done.get(key, 0) + 1}
-                write_text_atomic(directory / COUNT_FILE, json.dumps({"run_id": run_id, "done": counts}))
+                write_text_atomic(directory / COUNT_FILE, json.dumps(done | {key: done.get(key, 0) + 1}))
                 _CRASHES[spec.kind]()
 
 
-def _counts(directory: Path, run_id: str) -> dict[str, int]:
-    try:
-        body = json.loads((directory / COUNT_FILE).read_text(encoding="utf-8"))
-        return dict(body["done"]) if body["run_id"] == run_id else {}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return {}
+def _hang() -> None:
+    time.sleep(1e9)
 
 
-def _hang(pause: Callable[[], object]) -> None:
+def _spin() -> None:
     while True:
-        pause()
+        pass
 
 
 _CRASHES: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(1),
-    "hang": lambda: _hang(partial(time.sleep, 3600)),
-    "spin": lambda: _hang(lambda: None),
+    "hang": _hang,
+    "spin": _spin,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
@@ -150,43 +146,34 @@ class StepFaults:
     @contextmanager
     def during(self, model: nn.Module, *, step: int, rows: int) -> Iterator[None]:
         """A context around one micro-step of optimizer step ``step`` with ``rows`` rows (or sequences)."""
-        if self._spec is None or (drawn := self._draw(self._spec, step=step, rows=rows)) is None:
+        spec = self._spec
+        if spec is None or spec.rank not in (None, self._rank) or step < spec.first or rows <= spec.rows:
             yield
             return
-        where, layer = drawn
+        self._seen += 1
+        chooser = random.Random(f"{spec.seed} {self._seen}")
+        chance, half, where = chooser.random(), chooser.random(), chooser.random()
+        if chance >= spec.rate or (spec.count is not None and self._injected >= spec.count):
+            yield
+            return
+        forward = spec.kind == "oom" and (spec.where or ("forward" if half < 0.5 else "backward")) == "forward"
         layers = next((list(one) for one in model.modules() if isinstance(one, nn.ModuleList) and len(one)), [model])
-        handle = layers[int(layer * len(layers))].register_forward_hook(partial(self._in_layer, self._spec.kind, where))
+        handle = layers[int(where * len(layers))].register_forward_hook(partial(self._in_layer, spec.kind, forward))
         try:
             yield
         finally:
             handle.remove()
 
-    def _draw(self, spec: StepFaultSpec, *, step: int, rows: int) -> tuple[str, float] | None:
-        """Forward or backward, and the layer (as a share of all), of this micro-step's fault; None without one."""
-        ended = spec.count is not None and self._injected >= spec.count
-        if spec.rank not in (None, self._rank) or step < spec.first or ended:
-            return None
-        if rows <= spec.rows:
-            return None
-        self._seen += 1
-        chooser = random.Random(f"{spec.seed} {self._seen}")
-        chance, half, layer = chooser.random(), chooser.random(), chooser.random()
-        if chance >= spec.rate:
-            return None
-        drawn = "forward" if half < 0.5 else "backward"
-        return ("backward" if spec.kind == "nan" else spec.where or drawn), layer
+    def _in_layer(self, kind: str, forward: bool, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        def harm(gradient: Tensor | None = None) -> Tensor:
+            self._injected += 1
+            self._report.count("step_faults", injected=1)
+            if kind == "nan" and gradient is not None:
+                return torch.full_like(gradient, torch.nan)
+            raise torch.OutOfMemoryError(f"out of memory, because {STEP_VARIABLE} asks for it")
 
-    def _in_layer(self, kind: str, where: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        harm = partial(self._harm, kind)
-        if where == "forward":
+        if forward:
             harm()
         produced = next((tensor for tensor in tree_tensors(output) if tensor.requires_grad), None)
         if produced is not None:
             produced.register_hook(harm)
-
-    def _harm(self, kind: str, gradient: Tensor | None = None) -> Tensor:
-        self._injected += 1
-        self._report.count("step_faults", injected=1)
-        if kind == "nan" and gradient is not None:
-            return torch.full_like(gradient, torch.nan)
-        raise torch.OutOfMemoryError(f"out of memory, because {STEP_VARIABLE} asks for it")

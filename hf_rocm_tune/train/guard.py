@@ -40,30 +40,14 @@ logger = logging.getLogger(__name__)
 
 SKIPPED_AMONG = 100
 """Steps among which skipped ones are counted."""
-FIRST_LOOK, LATER_LOOKS = 10, 100
-"""Steps from the start of training to the first comparison of weights, and between later ones."""
+FIRST_LOOK = 10
+"""Steps after which weights are compared with those at the start of training."""
 
 _HOST = torch.device("cpu")
 _DEAD_WARNS, _DEAD_STOPS = 3, 20
 _REMEMBERED, _ENOUGH = 100, 30
 _DEVIATIONS, _MAD_TO_SIGMA, _AT_LEAST = 10.0, 1.4826, 1.5
 _SPIKE_PAUSE = 20
-
-_NOT_FINITE_CAUSES = (
-    "a learning rate that is too high, fp16 overflow, NaN in the data or the base weights, or wrong arithmetic on the "
-    "device, which has been reported on these cards (the doctor tests it)"
-)
-_DEAD_CAUSES = (
-    "no label counts in the loss (answers cut off by --max_length, a mask that covers everything), or weights or "
-    "activations that are zero on the device: https://github.com/huggingface/accelerate/issues/3043 (the doctor tests "
-    "its arithmetic)"
-)
-_SPIKE_CAUSES = "unusual rows in this batch, a learning rate that is too high, or wrong arithmetic on the device"
-_STILL_CAUSES = (
-    "a learning rate that is too small for the dtype of the weights (bfloat16 loses changes below about 0.4 %), "
-    "gradients that do not reach them, or arithmetic on the device that gives zeros (the doctor tests it)"
-)
-_UNUSED = "these layers take no part in the loss (experts that no token is routed to, for example), or get no gradient"
 
 
 class StepFinding(NamedTuple):
@@ -97,13 +81,20 @@ class StepGuard:
             count = sum(each > step - SKIPPED_AMONG for each in self._skips)
             said = (
                 f"loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was skipped ({count} of the last "
-                f"{SKIPPED_AMONG}; at most {self._max_skipped} are allowed). Likely causes: {_NOT_FINITE_CAUSES}"
+                f"{SKIPPED_AMONG}; at most {self._max_skipped} are allowed). Likely causes: a learning rate that is "
+                "too high, fp16 overflow, NaN in the data or the base weights, or wrong arithmetic on the device, "
+                "which has been reported on these cards (the doctor tests it)"
             )
             return StepFinding(step, "not finite", said, stops=count > self._max_skipped, skips=True)
         self._dead = self._dead + 1 if loss == 0 and grad_norm == 0 else 0
         if self._dead:
-            said = f"loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. "
-            found = StepFinding(step, "dead", f"{said}Likely causes: {_DEAD_CAUSES}", stops=self._dead == _DEAD_STOPS)
+            said = (
+                f"loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. Likely causes: "
+                "no label counts in the loss (answers cut off by --max_length, a mask that covers everything), or "
+                "weights or activations that are zero on the device: "
+                "https://github.com/huggingface/accelerate/issues/3043 (the doctor tests its arithmetic)"
+            )
+            found = StepFinding(step, "dead", said, stops=self._dead == _DEAD_STOPS)
             return found if self._dead in (_DEAD_WARNS, _DEAD_STOPS) else None
         spike = self._spike(step, loss)
         self._losses.append(loss)
@@ -119,7 +110,8 @@ class StepGuard:
         self._quiet_until = step + _SPIKE_PAUSE
         said = (
             f"the loss is {loss:.4g}, far above those of the last {len(self._losses)} steps (median {median:.4g}). "
-            f"Likely causes: {_SPIKE_CAUSES}"
+            "Likely causes: unusual rows in this batch, a learning rate that is too high, or wrong arithmetic on the "
+            "device"
         )
         return StepFinding(step, "loss spike", said)
 
@@ -216,47 +208,47 @@ class TrainingGuard:
 
 
 class MovementCallback(TrainerCallback):
-    """Checks that the trainable weights change; each rank checks its own (replicas, or its shards).
+    """Checks, once, that the trainable weights change; each rank checks its own (replicas, or its shards).
 
     LoRA's ``B`` starts at zero, so one that is still zero has never had a gradient.
     """
 
     def __init__(self, model: nn.Module, report: Callable[[StepFinding], None]) -> None:
         self._model, self._report = model, report
-        self._before: dict[str, Digest] = {}
-        self._since = self._next = 0
-        self._rate = 0.0
+        self._before: list[Digest] = []
+        self._began = self._look_at = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._look(state.global_step, wait=FIRST_LOOK)
+        self._before = self._digests()
+        self._began, self._look_at = state.global_step, state.global_step + FIRST_LOOK
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Compares at the intervals. Steps with a learning rate of 0 change nothing and do not count."""
-        optimizer = more.get("optimizer")
-        self._rate += max((group["lr"] for group in optimizer.param_groups), default=0.0) if optimizer else 0.0
-        if state.global_step < self._next:
+        if state.global_step != self._look_at:
             return
-        before, steps, moved = self._before, state.global_step - self._since, self._rate > 0
-        self._look(state.global_step, wait=LATER_LOOKS)
-        if not (moved and before):
+        if not any(group["lr"] for group in more["optimizer"].param_groups):
+            self._look_at += FIRST_LOOK  # such steps change nothing
             return
-        if before == self._before:
-            said = f"none of the {len(before)} trainable weights has changed in {steps} steps. Likely causes: "
-            self._report(StepFinding(state.global_step, "nothing moves", said + _STILL_CAUSES))
-        elif steps == FIRST_LOOK and (zero := self._zero()):
-            said = f"{len(zero)} LoRA matrices B are still zero after {steps} steps ({listed(zero)}): {_UNUSED}"
+        steps = state.global_step - self._began
+        zero = [(name, weight.detach().any()) for name, weight in _trainable(self._model) if "lora_B" in name]
+        moved = torch.stack([each.reshape(()) for _, each in zero]).tolist() if zero else []  # one wait for all of them
+        still = [name for (name, _), some in zip(zero, moved, strict=True) if not some]
+        if self._before and self._before == self._digests():
+            said = (
+                f"none of the {len(self._before)} trainable weights has changed in {steps} steps. Likely causes: a "
+                "learning rate that is too small for the dtype of the weights (bfloat16 loses changes below about 0.4 "
+                "%), gradients that do not reach them, or arithmetic on the device that gives zeros (the doctor tests "
+                "it)"
+            )
+            self._report(StepFinding(state.global_step, "nothing moves", said))
+        elif still:
+            said = (
+                f"{len(still)} LoRA matrices B are still zero after {steps} steps ({listed(still)}): these layers take "
+                "no part in the loss (experts that no token is routed to, for example), or get no gradient"
+            )
             self._report(StepFinding(state.global_step, "adapters do not move", said))
 
-    def _look(self, step: int, *, wait: int) -> None:
-        rows = _trainable(self._model)
-        digests = QueuedDigests([weight.detach() for _, weight in rows]).result()
-        self._before = {name: found for (name, _), found in zip(rows, digests, strict=True)}
-        self._since, self._next, self._rate = step, step + wait, 0.0
-
-    def _zero(self) -> list[str]:
-        rows = [(name, weight.detach().any()) for name, weight in _trainable(self._model) if "lora_B" in name]
-        moved = torch.stack([each.reshape(()) for _, each in rows]).tolist() if rows else []  # one wait for all of them
-        return [name for (name, _), some in zip(rows, moved, strict=True) if not some]
+    def _digests(self) -> list[Digest]:
+        return list(QueuedDigests([weight.detach() for _, weight in _trainable(self._model)]).result())
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:

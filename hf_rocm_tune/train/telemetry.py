@@ -14,19 +14,19 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.machine.gpus import HOTSPOT_C, read_sensors, throttle_causes
 from hf_rocm_tune.machine.sysfs import Files
+from hf_rocm_tune.train.device_memory import read
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerState
@@ -35,29 +35,6 @@ if TYPE_CHECKING:
 
 _STOP_S = 1.0  # a reading that hangs is not waited for
 _GIB = 1 << 30
-_HELD_DOWN = "held_down_"
-_LIMITS = {
-    "temperature": (
-        {"temperature"},
-        "warning: the card lowers its clocks because of its temperature ({source}): training is slower than it could "
-        "be; check the card's fans and the airflow in the case",
-    ),
-    "power": (
-        {"power", "current"},
-        "note: the card lowers its clocks because of its power or current limit ({source}): usual under full load, "
-        "nothing to do (general knowledge, lower confidence)",
-    ),
-    "other": (
-        {"other"},
-        "warning: the card lowers its clocks for an unknown reason of its driver ({source}): training may be slower "
-        "than it could be",
-    ),
-}
-"""What a cause means for the clocks: causes as `throttle_causes` names them, and what is said of it once."""
-_TOO_HOT = (
-    "warning: the card's hotspot is at {hotspot:.0f} degrees Celsius ({source}); RDNA3 throttles up to about 110 "
-    "(general knowledge, lower confidence): check its fans and the airflow in the case, or lower its power limit"
-)
 # Name of the metric: field of the sensors' record, and the factor to its unit.
 _METRICS = {
     "edge_c": ("edge_c", 1.0),
@@ -67,31 +44,35 @@ _METRICS = {
     "utilisation_percent": ("utilisation", 100.0),
     "vram_used_gib": ("vram_used_bytes", 1 / _GIB),
 }
+_LIMITS = {"held_down_temperature": {"temperature"}, "held_down_power": {"power", "current"}}
+"""Metrics that are 1 while the card lowers its clocks for one of these causes, see `throttle_causes`."""
+_SAID = {
+    "held_down_temperature": "warning: the card lowers its clocks because of its temperature ({source}): training is "
+    "slower than it could be; check the card's fans and the airflow in the case",
+    "held_down_power": "note: the card lowers its clocks because of its power or current limit ({source}): usual under "
+    "full load, nothing to do (general knowledge, lower confidence)",
+    "hotspot_c": "warning: the card's hotspot is at {hotspot_c:.0f} degrees Celsius ({source}); RDNA3 throttles up to "
+    "about 110 (general knowledge, lower confidence): check its fans and the airflow in the case, or lower its power "
+    "limit",
+}
+"""What is said once when a metric reaches 1, and the hotspot's temperature `HOTSPOT_C`."""
+
+Reading = tuple[dict[str, float], dict[str, str]]
+"""Metrics by name, with the unit in the name; and by name why others could not be read."""
 
 
-# ---- one reading --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SensorSample:
-    """The sensors at one moment."""
-
-    metrics: Mapping[str, float]  # with the unit in the name: hotspot_c, power_w, utilisation_percent, vram_used_gib
-    limits: frozenset[str] | None = None  # what limits the clocks; None if that could not be read
-    missing: Mapping[str, str] = field(default_factory=dict)  # metrics not in `metrics`, with the reason
-
-
-def sample(files: Files, address: str) -> SensorSample:
+def sample(files: Files, address: str) -> Reading:
     """Read the sensors of the card at a PCI address, ``domain:bus:device.function``."""
     sensors = read_sensors(files, address)
     read = {name: (getattr(sensors, one), factor) for name, (one, factor) in _METRICS.items()}
     metrics = {name: value * factor for name, (value, factor) in read.items() if value is not None}
     missing = {name: sensors.missing[one] for name, (one, _) in _METRICS.items() if name not in metrics}
-    if (held := sensors.throttle) is None:
+    if sensors.throttle is None:
         missing["limits"] = sensors.missing["throttle"]
-    return SensorSample(
-        metrics=metrics, limits=None if held is None else frozenset(throttle_causes(held)), missing=missing
-    )
+    else:
+        causes = throttle_causes(sensors.throttle)
+        metrics |= {name: float(not limits.isdisjoint(causes)) for name, limits in _LIMITS.items()}
+    return metrics, missing
 
 
 def card_of(device: torch.device) -> tuple[str | None, str]:
@@ -114,19 +95,6 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     return {"type": kind, "name": found.name, "memory_bytes": found.total_memory, "arch": arch}
 
 
-def torch_memory(device: torch.device) -> dict[str, float]:
-    """Memory that torch's allocator holds in this process, in GiB: now, and the peak since the run began."""
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)  # empty before the first allocation, and with some allocators
-    which = [(when, what) for when in ("current", "peak") for what in ("allocated", "reserved")]
-    names = {f"torch_{'peak_' * (w == 'peak')}{what}_gib": f"{what}_bytes.all.{w}" for w, what in which}
-    return {ours: stats[theirs] / _GIB for ours, theirs in names.items() if theirs in stats}
-
-
-# ---- all readings of a run ----------------------------------------------------------------------------------
-
-
 class _Series(NamedTuple):
     """A metric's values."""
 
@@ -136,7 +104,7 @@ class _Series(NamedTuple):
 
     @property
     def mean(self) -> float:
-        return self.total / self.number
+        return round(self.total / self.number, 3)
 
 
 class Telemetry:
@@ -144,22 +112,22 @@ class Telemetry:
 
     def __init__(
         self,
-        read: Callable[[], SensorSample] | None,
+        read: Callable[[], Reading] | None,
         *,
         source: str,
         every_s: float,
-        memory: Callable[[], dict[str, float]] = dict,
         tell: Callable[[str], None],
+        device: torch.device | None = None,
     ) -> None:
-        self._read, self._source, self._every_s, self._memory, self._tell = read, source, every_s, memory, tell
+        self._read, self._source, self._every_s, self._tell, self._device = read, source, every_s, tell, device
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # over all below
         self._seconds, self._looks = 0.0, 0
         self._run: dict[str, _Series] = {}
         self._recent: dict[str, _Series] = {}
-        self._said: set[str] = set()  # each cause is reported once
-        self._latest = SensorSample(metrics={})
+        self._missing: dict[str, str] = {}
+        self._left_to_say = dict(_SAID)
 
     def start(self) -> None:
         if self._read is None or self._thread is not None:
@@ -183,66 +151,48 @@ class Telemetry:
         if self._read is None:
             return
         began = time.perf_counter()
-        seen = self._read()
-        said = {name: what for name, (causes, what) in _LIMITS.items() if causes & (seen.limits or set())}
-        values = dict(seen.metrics)
-        if seen.limits is not None:
-            values |= {f"{_HELD_DOWN}{name}": float(name in said) for name in _LIMITS}
-        hotspot = values.get("hotspot_c", 0.0)
-        if hotspot >= HOTSPOT_C:
-            said["hotspot"] = _TOO_HOT
+        metrics, missing = self._read()
         with self._lock:
-            self._looks, self._latest = self._looks + 1, seen
+            self._looks, self._missing = self._looks + 1, missing
             for series in (self._run, self._recent):
-                for name, value in values.items():
+                for name, value in metrics.items():
                     one = series.get(name, _Series())
                     series[name] = _Series(one.number + 1, one.total + value, max(one.greatest, value))
             self._seconds += time.perf_counter() - began
-            new, self._said = said.keys() - self._said, self._said | said.keys()
-        for name in new:
-            self._tell(said[name].format(source=self._source, hotspot=hotspot))
-
-    def latest(self) -> dict[str, float]:
-        """Metrics by name: the last sensor reading, and torch's memory now."""
-        return {**self._latest.metrics, **self._memory()}
+        for name in tuple(self._left_to_say):
+            if metrics.get(name, 0.0) >= (HOTSPOT_C if name == "hotspot_c" else 1.0):
+                self._tell(self._left_to_say.pop(name).format(source=self._source, **metrics))
 
     def since_last_log(self) -> dict[str, float]:
-        """Metrics by name for a training log: means since the last one, the highest hotspot, torch's memory now."""
+        """Metrics by name for a training log: means since the last one, and the highest hotspot."""
         with self._lock:
             recent, self._recent = self._recent, {}
-        found = {f"gpu/{name}": round(one.mean, 3) for name, one in recent.items() if name != f"{_HELD_DOWN}other"}
+        found = {f"gpu/{name}": one.mean for name, one in recent.items()}
         if "hotspot_c" in recent:
             found["gpu/hotspot_max_c"] = round(recent["hotspot_c"].greatest, 3)
-        return found | {f"gpu/{name}": round(value, 3) for name, value in self._memory().items() if "peak" not in name}
+        return found
 
     def summary(self) -> dict[str, Any]:
-        """For the report; ``held_down``: shares of the readings; ``seconds``: time of all readings together."""
+        """For the report; ``seconds``: time of all readings together; of torch's allocator the peaks, in GiB."""
         with self._lock:
             found: dict[str, Any] = {"source": self._source, "looks": self._looks, "seconds": round(self._seconds, 4)}
-            shares = {name: one for name, one in self._run.items() if name.startswith(_HELD_DOWN)}
-            for name, one in self._run.items():
-                if name not in shares:
-                    found[name] = {"mean": round(one.mean, 3), "max": round(one.greatest, 3)}
-            if shares:
-                found["held_down"] = {name.removeprefix(_HELD_DOWN): round(one.mean, 4) for name, one in shares.items()}
-            if missing := {name: why for name, why in self._latest.missing.items() if name not in self._run}:
+            found |= {name: {"mean": one.mean, "max": round(one.greatest, 3)} for name, one in self._run.items()}
+            if missing := {name: why for name, why in self._missing.items() if name not in self._run}:
                 found["missing"] = missing
-        return found | {name: round(value, 3) for name, value in self._memory().items() if "peak" in name}
+        if self._device is not None and self._device.type == "cuda":
+            stats = torch.cuda.memory_stats(self._device)  # empty before the first allocation
+            for what in ("allocated", "reserved"):
+                found[f"torch_peak_{what}_gib"] = round(stats.get(f"{what}_bytes.all.peak", 0) / _GIB, 3)
+        return found
 
 
-def of_device(
-    device: torch.device, *, every_s: float, tell: Callable[[str], None], files: Files | None = None
-) -> Telemetry:
-    """Telemetry of the card that is trained on, found by its PCI address; ``files``: instead of this machine's."""
+def of_device(device: torch.device, *, every_s: float, tell: Callable[[str], None]) -> Telemetry:
+    """Telemetry of the card that is trained on, found by its PCI address."""
     address, reason = card_of(device)
-    read = files or Files()
-    return Telemetry(
-        None if address is None else lambda: sample(read, address),
-        source=reason if address is None else f"amdgpu, {address}",
-        every_s=every_s,
-        memory=lambda: torch_memory(device),
-        tell=tell,
-    )
+    files = Files()
+    read = None if address is None else lambda: sample(files, address)
+    source = reason if address is None else f"amdgpu, {address}"
+    return Telemetry(read, source=source, every_s=every_s, tell=tell, device=device)
 
 
 # ---- logs ---------------------------------------------------------------------------------------------------
@@ -259,26 +209,20 @@ def integrity_counters(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MetricsCallback(TrainerCallback):
-    """Adds to each training log ``gpu/...``, ``integrity/...`` (10^9 bytes, rank 0's; the report adds up all ranks) and
-    ``speed/...`` since the last log, without evaluation and saving.
+    """Adds to each training log ``gpu/...``, ``memory/...``, ``integrity/...`` (10^9 bytes, rank 0's; the report adds
+    up all ranks) and ``speed/...`` since the last log, without evaluation and saving.
 
     Must come before the callbacks of the logging services, which see only what an earlier callback has added.
     """
 
-    def __init__(
-        self,
-        report: TransferReport,
-        telemetry: Telemetry | None = None,
-        memory: Callable[[], dict[str, float]] = dict,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._report, self._telemetry, self._memory, self._clock = report, telemetry, memory, clock
+    def __init__(self, report: TransferReport, telemetry: Telemetry | None = None) -> None:
+        self._report, self._telemetry = report, telemetry
         self._seconds, self._steps, self._tokens = 0.0, 0, 0.0
-        self._began: float | None = None
-        self._ended: float | None = None
+        self._began = 0.0
+        self._ended: float | None = None  # of the last step, if nothing but fetching batches came after it
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._seconds, self._steps, self._began, self._ended = 0.0, 0, None, None
+        self._seconds, self._steps, self._ended = 0.0, 0, None
         if self._telemetry is not None:
             self._telemetry.start()
 
@@ -287,18 +231,14 @@ class MetricsCallback(TrainerCallback):
             self._telemetry.stop()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """The time since the last step (fetching batches) counts, except after an evaluation or a save."""
-        self._began = self._clock() if self._ended is None else self._ended
-        self._ended = None
+        self._began = time.perf_counter() if self._ended is None else self._ended
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._ended = self._clock()
-        if self._began is not None:
-            self._seconds += self._ended - self._began
-            self._steps += 1
+        self._ended = time.perf_counter()
+        self._seconds += self._ended - self._began
+        self._steps += 1
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """The time since the last step does not count."""
         self._ended = None
 
     on_save = on_evaluate
@@ -307,7 +247,9 @@ class MetricsCallback(TrainerCallback):
         """Adds to training logs only: an evaluation at the same step would repeat them."""
         if logs is None or "loss" not in logs:
             return
-        found = {**self._memory(), **integrity_counters(self._report.to_dict()), **self._pace(logs.get("num_tokens"))}
+        found = {**integrity_counters(self._report.to_dict()), **self._pace(logs.get("num_tokens"))}
+        if args.device.type == "cuda":
+            found |= read(args.device).for_log()
         if self._telemetry is not None:
             found |= self._telemetry.since_last_log()
         logs.update(found)
@@ -315,8 +257,7 @@ class MetricsCallback(TrainerCallback):
 
     def _pace(self, tokens: float | None) -> dict[str, float]:
         """Speed since the last log; empty if no complete step was timed."""
-        seconds, steps = self._seconds, self._steps
-        new = 0.0 if tokens is None else tokens - self._tokens
+        seconds, steps, new = self._seconds, self._steps, 0.0 if tokens is None else tokens - self._tokens
         self._seconds, self._steps, self._tokens = 0.0, 0, tokens or 0.0
         if not steps or seconds <= 0:
             return {}
@@ -325,9 +266,6 @@ class MetricsCallback(TrainerCallback):
 
 
 # ---- the terminal -------------------------------------------------------------------------------------------
-
-_MEMORY = ("gpu/vram_used_gib", "gpu/torch_reserved_gib")  # of the card, else of this process
-_HOTSPOT = ("gpu/hotspot_max_c", "gpu/hotspot_c", "gpu/edge_c")
 
 
 def _size(gb: float) -> str:
@@ -344,6 +282,7 @@ class _Column(NamedTuple):
     first_to_drop: int = 9  # on a narrow terminal, in this order
 
 
+_MEMORY = ("gpu/vram_used_gib", "memory/reserved_gib")  # of the card, else of this process
 _COLUMNS = (
     _Column(("epoch",), "epoch", 6, "{:.2f}".format, 0),
     _Column(("loss",), "loss", 8, "{:.4f}".format),
@@ -354,7 +293,7 @@ _COLUMNS = (
     _Column(("learning_rate",), "rate", 8, "{:.2e}".format, 1),
     _Column(("speed/tokens_per_second",), "tokens/s", 8, "{:,.0f}".format),
     _Column(_MEMORY, "GiB", 9, "{:.1f}".format),
-    _Column(_HOTSPOT, "hot", 5, "{:.0f} C".format),
+    _Column(("gpu/hotspot_max_c", "gpu/edge_c"), "hot", 5, "{:.0f} C".format),
     _Column(("integrity/verified_gb",), "verified", 8, _size, 3),
     _Column(("integrity/mismatches",), "faults", 6, "{:.0f}".format),
 )
@@ -362,7 +301,7 @@ _BAR_COLUMNS = 54  # a bar that can be read, the steps and the times
 _SHOWN_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
 
 
-def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | None) -> None:
+def show(trainer: Trainer) -> None:
     """Replace transformers' progress and printer callbacks by ours, which on rank 0 show the log unless it is quiet."""
     stock = (ProgressCallback.__name__, PrinterCallback.__name__, "NotebookProgressCallback")
     theirs = [each for each in trainer.callback_handler.callbacks if type(each).__name__ in stock]
@@ -370,16 +309,10 @@ def show(trainer: Trainer, *, report: TransferReport, telemetry: Telemetry | Non
         trainer.remove_callback(each)
     if not theirs or not trainer.is_world_process_zero() or is_quiet():
         return
-    device = trainer.args.device
-    memory = describe_device(device).get("memory_bytes")
+    memory = describe_device(trainer.args.device).get("memory_bytes")
     live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not trainer.args.disable_tqdm
-
-    def now() -> dict[str, float]:
-        read = telemetry.latest() if telemetry is not None else torch_memory(device)
-        return integrity_counters(report.to_dict()) | {f"gpu/{name}": value for name, value in read.items()}
-
     of_kind = NotebookCallback if type(theirs[0]).__name__ == stock[2] else TerminalCallback
-    trainer.add_callback(of_kind(live=live, now=now, memory_gib=memory / _GIB if memory else None))
+    trainer.add_callback(of_kind(live=live, memory_gib=memory / _GIB if memory else None))
 
 
 def is_quiet() -> bool:
@@ -389,19 +322,13 @@ def is_quiet() -> bool:
 
 def clear_live_line() -> None:
     """Remove the live line, however training ends; also just before the process ends without unwinding."""
-    for each in tuple(_LIVE):
-        each.close()
+    _close(tuple(getattr(tqdm, "_instances", ())))
 
 
-@contextmanager
-def above_live_line() -> Iterator[None]:
-    """What is printed in the block gets lines of its own."""
-    bars = [bar for each in tuple(_LIVE) for bar in (each.prediction_bar, each.training_bar) if bar is not None]
-    for bar in bars:
-        bar.clear()
-    yield
-    for bar in bars:
-        bar.refresh()
+def _close(bars: Iterable[Any]) -> None:
+    for bar in filter(None, bars):
+        bar.leave = False
+        bar.close()
 
 
 def quieten_bars() -> None:
@@ -419,26 +346,22 @@ class TerminalCallback(ProgressCallback):
     training_bar: Any
     prediction_bar: Any
 
-    def __init__(self, *, live: bool, now: Callable[[], Mapping[str, float]], memory_gib: float | None) -> None:
+    def __init__(self, *, live: bool, memory_gib: float | None) -> None:
         super().__init__()
-        self._live, self._now, self._memory_gib = live, now, memory_gib
+        self._live, self._memory_gib = live, memory_gib
         self._columns: list[_Column] = []
         self._width = self._rows_shown = 0  # of the terminal at the last titles, and since them
         self._bar_columns = 0  # of the terminal when the bar was drawn
 
-    def close(self) -> None:
-        _LIVE.discard(self)
-        for bar in filter(None, (self.prediction_bar, self.training_bar)):
-            bar.leave = False
-            bar.close()
-        self.training_bar = self.prediction_bar = None
-
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
-        if self._live and self.training_bar is None:
+        if self._live:
             super().on_train_begin(args, state, control, **more)
             bar: Any = self.training_bar
             bar.initial = bar.n = self.current_step = state.global_step
-            _LIVE.add(self)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        _close([self.prediction_bar, self.training_bar])
+        self.training_bar = self.prediction_bar = None
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self.training_bar is not None:
@@ -464,17 +387,17 @@ class TerminalCallback(ProgressCallback):
         self._remove_wrapped()
         step = f"{state.global_step}/{state.max_steps}" if state.max_steps else "0"  # an evaluation before training
         first = max(9, 2 * len(str(state.max_steps)) + 1)
-        if "loss" in logs:
-            if self.training_bar is not None:
-                self.training_bar.set_postfix_str(self._figures(logs), refresh=False)
-            size = _screen()
-            if size.columns != self._width or self._rows_shown >= size.lines - 3:
-                self._width, self._rows_shown = size.columns, 0
-                self._columns = self._chosen(logs, first)
-                self._put(["step", *(each.title for each in self._columns)], first)
-            self._put([step, *(self._cell(logs, each) for each in self._columns)], first)
-        else:
+        if "loss" not in logs:
             self._put([step, _sentence(logs)], first)
+            return
+        if self.training_bar is not None:
+            self.training_bar.set_postfix_str(self._figures(logs), refresh=False)
+        size = _screen()
+        if size.columns != self._width or self._rows_shown >= size.lines - 3:
+            self._width, self._rows_shown = size.columns, 0
+            self._columns = self._chosen(logs, first)
+            self._put(["step", *(each.title for each in self._columns)], first)
+        self._put([step, *(self._cell(logs, each) for each in self._columns)], first)
 
     def _put(self, cells: list[str], first: int) -> None:
         """Show a row: the titles, figures below them, or a step and a sentence."""
@@ -482,13 +405,8 @@ class TerminalCallback(ProgressCallback):
         widths = [first, *(each.width for each in self._columns)] if len(cells) > 2 else [first, 0]
         row = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         row = textwrap.fill(row, _screen().columns, subsequent_indent=" " * (first + 2), break_long_words=False)
-        if self.training_bar is not None:
-            self.training_bar.write(row, file=sys.stdout)
-        else:
-            print(row, flush=True)
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.close()
+        tqdm.write(row, file=sys.stdout)
+        sys.stdout.flush()
 
     def _chosen(self, logs: Mapping[str, Any], first: int) -> list[_Column]:
         """The columns for which this log has values, as many as fit the terminal."""
@@ -505,15 +423,14 @@ class TerminalCallback(ProgressCallback):
 
     def _figures(self, logs: Mapping[str, Any]) -> str:
         """The figures of the bar, the most important first: as many as leave room for the bar itself."""
-        now = self._now()
-        faults, recovered = (int(now[f"integrity/{name}"]) for name in ("mismatches", "recovered"))
+        faults, recovered = (int(logs[f"integrity/{name}"]) for name in ("mismatches", "recovered"))
         parts = [f"loss {logs['loss']:.4f}", f"{faults} faults{f', {recovered} recovered' * bool(faults)}"]
-        parts.append(f"{_size(now['integrity/verified_gb'])} verified")
+        parts.append(f"{_size(logs['integrity/verified_gb'])} verified")
         if (rate := logs.get("speed/tokens_per_second")) is not None:
             parts.append(f"{rate:,.0f} tokens/s")
-        if (used := _first(now, _MEMORY)) is not None:
+        if (used := _first(logs, _MEMORY)) is not None:
             parts.append(f"{used:.1f}" + (f" of {self._memory_gib:.1f} GiB" if self._memory_gib else " GiB"))
-        if (hot := _first(now, _HOTSPOT[1:])) is not None:
+        if (hot := _first(logs, ("gpu/hotspot_c", "gpu/edge_c"))) is not None:
             parts.append(f"{hot:.0f} C")
         room = shutil.get_terminal_size().columns - _BAR_COLUMNS
         ends = accumulate(len(part) + 3 for part in parts)
@@ -549,10 +466,6 @@ class NotebookCallback(TerminalCallback):
         self._drawn.update(HTML(f"<table>{''.join(self._table)}</table>"))
 
 
-_LIVE: set[TerminalCallback] = set()
-"""The callbacks that show a live line now."""
-
-
 def _screen() -> os.terminal_size:
     """The terminal's size; a pipe has no end."""
     return shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((sys.maxsize, sys.maxsize))
@@ -565,9 +478,8 @@ def _first(values: Mapping[str, Any], keys: tuple[str, ...]) -> float | None:
 def _sentence(logs: Mapping[str, Any]) -> str:
     """One line for a log other than a training step's: an evaluation, the end of training, or a plug-in's."""
     if "train_runtime" in logs:
-        forms = {"train_runtime": "{:.1f} s", "train_loss": "mean loss {:.4f}"}
-        forms |= {"train_samples_per_second": "{:.3g} rows/s"}
-        return f"trained: {', '.join(form.format(logs[name]) for name, form in forms.items() if name in logs)}"
+        loss = f", mean loss {logs['train_loss']:.4f}" if "train_loss" in logs else ""
+        return f"trained: {logs['train_runtime']:.1f} s{loss}"
     evaluation = any(key.startswith("eval_") for key in logs)
     shown = {
         key.removeprefix("eval_").replace("_", " "): value

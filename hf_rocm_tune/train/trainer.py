@@ -59,7 +59,7 @@ from hf_rocm_tune.survive.checkpoint import Checkpoints
 from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
 from hf_rocm_tune.train.arithmetic import ArithmeticChecks, Mode
-from hf_rocm_tune.train.device_memory import FragmentationCallback, read
+from hf_rocm_tune.train.device_memory import FragmentationCallback
 from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
@@ -263,8 +263,8 @@ class VerifiedTransferMixin(_Base):
         ):
             self.add_callback(callback)
         # Before all others: a logging service sees only what an earlier callback has added to a log.
-        self.callback_handler.callbacks.insert(0, MetricsCallback(self.transfer_report, telemetry, self._memory))
-        show(self, report=self.transfer_report, telemetry=telemetry)
+        self.callback_handler.callbacks.insert(0, MetricsCallback(self.transfer_report, telemetry))
+        show(self)
         self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)
 
     @override
@@ -760,9 +760,6 @@ class VerifiedTransferMixin(_Base):
         state = self.accelerator.gradient_state
         last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         return map_tensors(data, lambda each: each[:last])
-
-    def _memory(self) -> dict[str, float]:
-        return read(self.args.device).for_log() if self.args.device.type == "cuda" else {}
 
     def _call_event(self, stock: Callable[..., Any], event: str, *arguments: Any, **keywords: Any) -> Any:
         """Calls the callbacks of an event. What a user's callback writes to trained weights becomes their new state."""

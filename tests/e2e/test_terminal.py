@@ -151,7 +151,7 @@ def test_a_narrower_terminal_keeps_no_half_of_a_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The terminal has broken the bar into two lines: both are removed, and no later line is as long as they were."""
-    shown = TerminalCallback(live=True, now=lambda: dict.fromkeys(COUNTERS, 0.0), memory_gib=None)
+    shown = TerminalCallback(live=True, memory_gib=None)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     state, control = TrainerState(global_step=1, max_steps=60, is_world_process_zero=True), TrainerControl()
     sent = []
@@ -162,7 +162,7 @@ def test_a_narrower_terminal_keeps_no_half_of_a_bar(
         shown.training_bar.ncols, shown.training_bar.dynamic_ncols = columns, None
         state.global_step += 1
         shown.on_step_end(args, state, control)
-        shown.on_log(args, state, control, logs={"loss": 1.0})
+        shown.on_log(args, state, control, logs={"loss": 1.0, **dict.fromkeys(COUNTERS, 0.0)})
         shown.training_bar.refresh()
         sent.append(capsys.readouterr().err)
     shown.on_train_end(args, state, control)
@@ -177,7 +177,7 @@ def test_the_live_line_tells_of_card_and_integrity(
     monkeypatch.setenv("COLUMNS", str(columns))
     now = {"gpu/vram_used_gib": 17.24, "gpu/hotspot_c": 71.4, "integrity/verified_gb": 3.2}
     now |= {"integrity/mismatches": 2, "integrity/recovered": 2}
-    shown = TerminalCallback(live=True, now=lambda: now, memory_gib=19.9)
+    shown = TerminalCallback(live=True, memory_gib=19.9)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     state, control = TrainerState(global_step=4, max_steps=60, is_world_process_zero=True), TrainerControl()
     shown.on_train_begin(args, state, control)

@@ -400,8 +400,8 @@ def training(count: int = 20) -> list[dict[str, Any]]:
             "speed/tokens_per_second": 1000.0 + step,
             "speed/seconds_per_step": 2.0,
             "gpu/vram_used_gib": 16.0,
-            "gpu/torch_allocated_gib": 9.0,
-            "gpu/torch_reserved_gib": 10.0,
+            "memory/allocated_gib": 9.0,
+            "memory/reserved_gib": 10.0,
             "gpu/hotspot_c": 90.0 + step,
             "gpu/power_w": 300.0,
         }

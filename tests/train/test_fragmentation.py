@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,30 +18,21 @@ from hf_rocm_tune.train.device_memory import (
 from hf_rocm_tune.transfer import TransferReport
 
 GIB = 2**30
-TOTAL = int(19.92 * GIB)
-
-# Named as in `torch.cuda.memory_stats` and `memory_snapshot`. The card's size and the 7.10 GiB that were reserved and
-# not allocated when a request failed are those of pytorch#138002; what is not told there is made up around them.
-STATS: dict[str, int] = {
-    "allocated_bytes.all.current": int(11.98 * GIB),
-    "allocated_bytes.all.peak": int(12.4 * GIB),
-    "reserved_bytes.all.current": int(19.08 * GIB),
-    "inactive_split_bytes.all.current": int(3.2 * GIB),
-    "num_alloc_retries": 0,
-}
-SEGMENTS: list[dict[str, Any]] = [
-    {"device": 0, "blocks": [{"size": 512, "state": "active_allocated"}, {"size": 300 * 2**20, "state": "inactive"}]},
-    {"device": 0, "blocks": [{"size": 2**30, "state": "active_pending_free"}, {"size": 2**20, "state": "inactive"}]},
-]
-
-
-def reading(**changed: int) -> AllocatorReading:
-    recorded = AllocatorReading.of(STATS, SEGMENTS, free=int(0.4 * GIB), total=TOTAL)
-    return dataclasses.replace(recorded, **changed)
+# The card's size and the 7.10 GiB that were reserved and not allocated when a request failed are those of
+# pytorch#138002; what is not told there is made up around them.
+FULL = AllocatorReading(
+    total=int(19.92 * GIB),
+    free=int(0.4 * GIB),
+    allocated=int(11.98 * GIB),
+    allocated_peak=int(12.4 * GIB),
+    reserved=int(19.08 * GIB),
+    inactive_split=int(3.2 * GIB),
+    retries=0,
+)
 
 
 def test_a_pool_full_of_what_was_never_in_use_is_given_back_before_a_request_fails() -> None:
-    reason = reason_to_empty(reading(), None)
+    reason = reason_to_empty(FULL, None)
     assert reason is not None and "6.7 GiB are reserved beyond" in reason and "0.4 GiB are left" in reason
 
 
@@ -56,12 +45,12 @@ def test_a_pool_full_of_what_was_never_in_use_is_given_back_before_a_request_fai
     ],
 )
 def test_a_healthy_run_keeps_its_cache(healthy: dict[str, int]) -> None:
-    assert reason_to_empty(reading(**healthy), reading(**healthy)) is None
+    assert reason_to_empty(FULL._replace(**healthy), FULL._replace(**healthy)) is None
 
 
 def test_an_allocator_that_had_to_give_back_its_cache_within_a_step_is_helped_between_steps() -> None:
-    healthy = reading(free=4 * GIB)
-    troubled = dataclasses.replace(healthy, retries=3)
+    healthy = FULL._replace(free=4 * GIB)
+    troubled = healthy._replace(retries=3)
     assert "3 allocations succeeded only after" in (reason_to_empty(troubled, healthy) or "")
     assert reason_to_empty(troubled, troubled) is None  # not again for the same ones
     assert reason_to_empty(troubled, None) is None  # of before the run
@@ -84,8 +73,8 @@ class Trouble:
 def test_the_callback_acts_between_steps_and_then_lets_the_run_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cured = reading(reserved=int(12.5 * GIB), free=7 * GIB)
-    trouble = Trouble([reading(free=4 * GIB), reading(), cured, reading(), reading(), cured, cured])
+    cured = FULL._replace(reserved=int(12.5 * GIB), free=7 * GIB)
+    trouble = Trouble([FULL._replace(free=4 * GIB), FULL, cured, FULL, FULL, cured, cured])
     monkeypatch.setattr("hf_rocm_tune.train.device_memory.read", trouble.read)
     monkeypatch.setattr("hf_rocm_tune.train.device_memory.release_memory", trouble.empty)
     monkeypatch.setattr("hf_rocm_tune.train.device_memory.PAUSE", 2 * LOOK_EVERY)
@@ -100,7 +89,7 @@ def test_the_callback_acts_between_steps_and_then_lets_the_run_go_on(
     assert acted == [2 * LOOK_EVERY, 4 * LOOK_EVERY]  # not at every look, and not before the pause is over
     first = report.incidents[0]
     assert (first["kind"], first["outcome"]) == ("fragmented", "cache given back")
-    assert first["returned_bytes"] == reading().reserved - cured.reserved
+    assert first["returned_bytes"] == FULL.reserved - cured.reserved
     assert report.to_dict()["memory"]["cache_given_back"] == 2
     assert "--train_sampling_strategy group_by_length" in caplog.text
 
@@ -116,7 +105,5 @@ def test_what_an_accelerator_says_adds_up() -> None:
     assert during.allocated <= during.allocated_peak and during.allocated <= during.reserved
     assert during.reserved + during.free <= during.total
     del held
-    after = read(device)
-    assert after.largest_free >= 64 * 2**20
     torch.cuda.empty_cache()
     assert read(device).reserved <= before.reserved

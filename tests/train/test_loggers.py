@@ -5,9 +5,12 @@ The services themselves are tried in ``tests/e2e/test_loggers.py``.
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainerControl, TrainerState
 
 from hf_rocm_tune.errors import UsageError
@@ -16,32 +19,23 @@ from hf_rocm_tune.train.telemetry import MetricsCallback, integrity_counters
 from hf_rocm_tune.transfer import TransferReport
 
 
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Run:
     """A trainer's events, in the order in which transformers has them, with a clock."""
 
-    def __init__(self, report: TransferReport | None = None) -> None:
-        self.clock = Clock()
-        self.state = TrainerState()
-        self.callback = MetricsCallback(report or TransferReport(), clock=self.clock)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, report: TransferReport | None = None) -> None:
+        self.now, self.state = 100.0, TrainerState()
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        self.callback = MetricsCallback(report or TransferReport())
         self.tell("on_train_begin")
 
     def tell(self, event: str, **more: Any) -> None:
-        getattr(self.callback, event)(None, self.state, TrainerControl(), **more)
+        args = SimpleNamespace(device=torch.device("cpu"))
+        getattr(self.callback, event)(args, self.state, TrainerControl(), **more)
 
     def step(self, seconds: float, *, fetching: float = 0.0) -> None:
-        self.clock.now += fetching
+        self.now += fetching
         self.tell("on_step_begin")
-        self.clock.now += seconds
+        self.now += seconds
         self.tell("on_step_end")
 
     def log(self, **logs: float) -> dict[str, float]:
@@ -52,21 +46,21 @@ class Run:
         return said
 
 
-def test_pace_counts_fetching_and_neither_evaluation_nor_saving() -> None:
-    run = Run()
+def test_pace_counts_fetching_and_neither_evaluation_nor_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
     run.step(2.0)
     run.step(2.0, fetching=1.0)
     assert run.log(num_tokens=500.0)["speed/seconds_per_step"] == 2.5
     for event in ("on_evaluate", "on_save"):
-        run.clock.now += 1000.0
+        run.now += 1000.0
         run.tell(event)
         run.step(4.0)
         found = run.log(num_tokens=900.0)
         assert found["speed/seconds_per_step"] == 4.0
 
 
-def test_tokens_a_second_are_those_since_the_last_log() -> None:
-    run = Run()
+def test_tokens_a_second_are_those_since_the_last_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
     run.step(2.0)
     assert run.log(num_tokens=500.0)["speed/tokens_per_second"] == 250.0
     run.step(4.0)
@@ -75,7 +69,7 @@ def test_tokens_a_second_are_those_since_the_last_log() -> None:
     assert "speed/tokens_per_second" not in run.log()  # a trainer that counts no tokens
 
 
-def test_counters_are_the_reports() -> None:
+def test_counters_are_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     report = TransferReport()
     report.add("weights", tensors=2, bytes=3_000_000_000, verified_bytes=2_000_000_000, mismatches=3, recovered=3)
     report.add("batches", bytes=10, verified_bytes=500_000_000, mismatches=1)
@@ -89,7 +83,7 @@ def test_counters_are_the_reports() -> None:
         "integrity/mismatches": 8,
         "integrity/recovered": 5,
     }
-    assert Run(report).log()["integrity/mismatches"] == 8
+    assert Run(monkeypatch, report).log()["integrity/mismatches"] == 8
 
 
 def test_several_services_in_one_word_are_explained() -> None:
