@@ -397,7 +397,7 @@ class OutOfMemoryRecovery:
             raise OutOfMemoryError(
                 f"{what} ({said}): start the same command again, it continues from the newest checkpoint with {cut}"
             )
-        logger.warning("%s; the step is repeated, with %s from now on", what, cut)
+        logger.warning("%s; the step is repeated, from now on with %s", what, cut)
 
     def _write_state(self, incident: Mapping[str, Any] | None) -> None:
         """Record the divisor beside the checkpoints, so that a restart begins with it."""

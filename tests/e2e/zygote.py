@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import resource
+import runpy
 import signal
 import sys
 import time
@@ -164,7 +165,10 @@ def _child(request: dict[str, Any]) -> None:
         if "FILE_LIMIT" in os.environ:  # bytes of a file, beyond which the system refuses to write
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_LIMIT"]),) * 2)
         sys.argv[1:] = request["argv"]
-        if "VERB" in os.environ:  # another command than sft
+        if "SCRIPT" in os.environ:  # a program that imports the package
+            runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
+            code = 0
+        elif "VERB" in os.environ:  # another command than sft
             from hf_rocm_tune import cli
 
             code = cli.main([os.environ["VERB"], *request["argv"]])

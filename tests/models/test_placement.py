@@ -1,7 +1,7 @@
 """Coverage counts each byte once and calls nothing verified that the mover does not know or that differs from its file.
 
 What an accelerator makes of a model that was handed over is seen on the simulated card, in
-tests/train/test_handed_over.py.
+tests/e2e/test_handed_over.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.manifest import Manifest
-from tests.train.trainers import STEPS, Make, VerifiedPlain, files, names
+from tests.train.trainers import Make, VerifiedPlain, files, names
 
 
 def _adapter(trainer: Any) -> dict[str, torch.Tensor]:
@@ -28,58 +28,6 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_resume_is_bit_equal_to_an_uninterrupted_run(saver: Make, tmp_path: Path, dtype: torch.dtype) -> None:
-    whole = saver(adapter=dtype)
-    whole.train()
-    out = tmp_path / "out"
-    assert names(out) == ["checkpoint-2", "checkpoint-4"]
-    for step in (2, 4):
-        found = manifest.inspect(out / f"checkpoint-{step}")
-        assert found.problems == [] and found.unlisted == [] and found.manifest is not None
-        assert (found.manifest.run_id, found.manifest.step, found.manifest.status) == ("run-1", step, "checkpoint")
-        assert found.manifest.extra == {"compared": True} and found.manifest.tensors
-        assert {"optimizer.pt", "trainer_state.json", "rng_state.pth"} <= set(found.manifest.files)
-    # each time: adapter, optimizer, scheduler, random state, trainer state
-    assert files(whole) == (10, 0)
-
-    resumed = saver("resumed", adapter=dtype)
-    placed: list[tuple[str, torch.dtype]] = []
-    place = resumed.place_tensor
-
-    def noting(tensor: torch.Tensor, *, name: str, stage: str) -> torch.Tensor:
-        placed.append((stage, tensor.dtype))
-        return place(tensor, name=name, stage=stage)
-
-    resumed.place_tensor = noting
-    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
-    # fused AdamW counts steps in float32 where it computes
-    assert set(placed) == {("adapter", dtype), ("optimizer", dtype), ("optimizer", torch.float32)}
-    assert _equal(_adapter(resumed), _adapter(whole))
-    assert {p.dtype for n, p in resumed.model.named_parameters() if "lora_" in n} == {dtype}
-
-
-def test_best_checkpoint_is_named_by_its_final_place_and_survives_rotation(saver: Make, tmp_path: Path) -> None:
-    trainer = saver(
-        adapter=torch.bfloat16,
-        learning_rate=5.0,  # it diverges, so the first checkpoint stays the best
-        save_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        load_best_model_at_end=True,
-        save_total_limit=2,
-    )
-    trainer.train()
-    out = tmp_path / "out"
-    best = Path(trainer.state.best_model_checkpoint)
-    assert best.parent == out and manifest.verify(best) == []
-    assert names(out) == sorted({best.name, f"checkpoint-{STEPS}"}) and best.name != f"checkpoint-{STEPS}"
-    for name in names(out):
-        state = json.loads((out / name / "trainer_state.json").read_text())
-        assert state["best_model_checkpoint"] == str(best)
-    assert _equal(_adapter(trainer), load_file(best / "adapter_model.safetensors")), "the best model was not loaded"
 
 
 class Recorder:
@@ -157,25 +105,6 @@ def test_result_is_sealed_last_and_a_failed_save_does_not_look_finished(
     with pytest.raises(UsageError, match="no space left"):
         trainer.save_model()
     assert manifest.verify(out) != [] and not [name for name in names(out) if name.startswith("_")]
-
-
-def test_damaged_checkpoints_are_refused_by_name(saver: Make, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Can't find a valid checkpoint at"):  # upstream's words
-        saver().train(resume_from_checkpoint=str(tmp_path / "none"))
-    trainer = saver(max_steps=2)
-    trainer.train()
-    checkpoint = tmp_path / "out" / "checkpoint-2"
-    _damage(checkpoint / "adapter_model.safetensors")
-    with pytest.raises(UsageError, match=r"adapter_model\.safetensors is changed"):
-        saver().train(resume_from_checkpoint=str(checkpoint))
-    (checkpoint / manifest.MANIFEST_NAME).unlink()  # as plain TRL leaves it
-    whole = (checkpoint / "adapter_model.safetensors").read_bytes()
-    (checkpoint / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UsageError, match="cannot be read"):
-        saver().train(resume_from_checkpoint=str(checkpoint))
-    (checkpoint / "adapter_model.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"holds no adapter_model\.safetensors"):
-        saver().train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_whole_models_and_a_plain_trainer_are_verified_too(model_path: Path, tmp_path: Path) -> None:

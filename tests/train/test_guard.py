@@ -40,15 +40,6 @@ def test_a_step_with_a_number_that_is_not_finite_is_skipped_and_only_that(bad: f
     assert skipped == [False, True, True, True, False]
 
 
-@pytest.mark.parametrize("limit", [0, 1, 5])
-def test_one_skipped_step_more_than_the_limit_stops(limit: int) -> None:
-    guard = StepGuard(max_skipped=limit)
-    assert [judged(guard, step, math.nan) for step in range(1, limit + 1)] == [(True, False)] * limit
-    found = guard.judge(limit + 1, math.nan, 1.0)
-    assert found is not None and found.stops
-    assert f"step {limit + 1}: loss nan" in found.text and "learning rate" in found.text
-
-
 def test_a_gradient_scaler_looks_after_gradients_itself() -> None:
     guard = StepGuard(max_skipped=0)
     assert not judged(guard, 1, 1.0, math.inf, scaled=True)[0]

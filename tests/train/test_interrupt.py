@@ -17,7 +17,6 @@ from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl
 
 from hf_rocm_tune.errors import Interrupted
-from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.train.interrupt import REQUEST_FILE, SAME_PRESS_SECONDS, InterruptCallback, StopRequests
 from tests.train.trainers import VerifiedSFT, build
@@ -39,30 +38,19 @@ def send(number: int) -> None:
     time.sleep(0.01)
 
 
-def test_a_signal_is_remembered_and_handlers_come_back() -> None:
-    requests = StopRequests()
-    for number in BOTH:
-        with requests.installed(), requests.installed():  # the inner one does nothing
-            send(number)
-            send(number)
-            assert requests.received == number
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-@pytest.mark.parametrize("first", BOTH)
-def test_a_ctrl_c_afterwards_raises_and_a_sigterm_never_does(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+def test_a_ctrl_c_afterwards_raises_and_a_sigterm_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
     requests, now = StopRequests(), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with requests.installed():
-        send(first)
+    with requests.installed(), requests.installed():  # the inner one does nothing
+        send(signal.SIGTERM)
         now[0] += SAME_PRESS_SECONDS / 2
         send(signal.SIGINT)  # a service manager that sends both, a launcher's copy
         now[0] += 60
         send(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
-        assert requests.received == first
+        assert requests.received == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_the_users_own_handlers_and_ignored_signals_are_left_alone() -> None:
@@ -89,19 +77,6 @@ def test_a_forked_worker_does_not_take_the_signal_for_its_own() -> None:
         _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
     assert requests.received == 0
-
-
-def test_outside_training_sigterm_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
-    @sigterm_as_interrupt()
-    def main() -> int:
-        with StopRequests().installed():
-            pass
-        send(signal.SIGTERM)
-        return 0
-
-    assert run_guarded(main, environ={}) == 130
-    assert capsys.readouterr().err == "hf-rocm-tune: interrupted: stopped by SIGTERM\n"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 # ---- the file -----------------------------------------------------------------------------------------------

@@ -116,8 +116,7 @@ class HarmedAgain(HarmedOurs):
         super().__init__(model=model, args=earlier.args, **more)
 
 
-@pytest.mark.parametrize("filtered", [True, False])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("bad", "filtered"), [(float("nan"), True), (float("inf"), False)])
 def test_a_loss_that_is_not_finite_is_logged_as_upstream_does(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: float, filtered: bool
 ) -> None:

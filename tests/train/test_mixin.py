@@ -18,12 +18,11 @@ from transformers import (
     BitsAndBytesConfig,
     Trainer,
     TrainingArguments,
-    default_data_collator,
 )
 from trl import SFTTrainer
 
-from hf_rocm_tune import VerifiedTransferMixin, was_verified
-from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
+from hf_rocm_tune import was_verified
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models.quantised import BIAS_CAST
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
 from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT, build
@@ -64,23 +63,6 @@ def make(model_path: Path, tokens: Dataset, tmp_path: Path) -> Make:
         return build(kind, model or model_path, tokens, tmp_path / "out", ours=ours, **{**OPTIONS, **options})
 
     return make
-
-
-class AlignedPlain(Trainer):
-    """Takes a second model before its arguments, as TRL's DPOTrainer does."""
-
-    def __init__(self, model: Any, ref_model: Any, args: TrainingArguments, **keywords: Any) -> None:
-        super().__init__(model, args, **keywords)
-
-
-class VerifiedAligned(VerifiedTransferMixin, AlignedPlain):
-    """As a user would define it."""
-
-
-def test_positional_arguments_are_found_wherever_the_trainer_takes_them(model_path: Path, tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    trainer = VerifiedAligned(AutoModelForCausalLM.from_pretrained(model_path), None, args)
-    assert args.logging_nan_inf_filter and not trainer.args.logging_nan_inf_filter
 
 
 def test_a_first_step_that_is_left_out_does_not_stop_the_gradient_scaler(make: Make) -> None:
@@ -127,14 +109,6 @@ def test_every_batch_is_verified_before_forward_and_training_is_as_without(make:
     assert all(torch.equal(adapters[0][name], tensor) for name, tensor in adapters[1].items())
     batches = verified.transfer_report.to_dict()["batches"]
     assert batches["bytes"] == batches["verified_bytes"] > 0
-
-
-@pytest.mark.parametrize(("ours", "stock"), [(VerifiedPlain, Trainer), (VerifiedSFT, SFTTrainer)])
-def test_evaluate_alone_is_verified_and_gives_the_stock_loss(make: Make, ours: Any, stock: Any) -> None:
-    verified, plain = make(ours), make(stock)
-    with judged(verified) as verdicts:
-        assert verified.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    assert all(verdicts)
 
 
 def test_predict_alone_sees_every_sample_once(make: Make, tokens: Dataset) -> None:
@@ -196,15 +170,6 @@ def test_a_nested_batch_is_verified_to_its_leaves(make: Make) -> None:
     prepared = trainer._prepare_inputs(batch)
     assert all(was_verified(tensor) for tensor in tree_tensors(prepared))
     assert (prepared["text"], prepared["none"]) == ("kept", None)
-
-
-def test_a_tensor_that_has_no_plain_bytes_is_refused_with_its_name(make: Make) -> None:
-    def collate(rows: list[Any]) -> dict[str, Tensor]:
-        return {**default_data_collator(rows), "graph": torch.eye(4).to_sparse()}
-
-    trainer = make(extra={"data_collator": collate})
-    with pytest.raises(UsageError, match="graph"):
-        trainer.train()
 
 
 def test_a_batch_that_cannot_be_brought_over_never_reaches_forward(make: Make) -> None:

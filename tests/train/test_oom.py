@@ -99,7 +99,6 @@ PACKED = {"packing": True, "max_length": 96, "per_device_train_batch_size": 1}
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "padded": (VerifiedSFT, {}),
     "packed": (VerifiedSFT, PACKED),
-    "checkpointed": (VerifiedSFT, {"activation_checkpointing": True}),
     "plain trainer": (VerifiedPlain, {}),
     "mean": (MeanLoss, {}),
     "uncounted": (UncountedLoss, {}),
@@ -113,12 +112,11 @@ FAULTS = {
 PAIRS = [
     *(("padded", fault) for fault in ("forward", "always")),
     ("packed", "always"),
-    ("checkpointed", "repeatedly"),
     ("plain trainer", "backward"),
     ("mean", "backward"),
     ("uncounted", "repeatedly"),
     *(pytest.param("padded", fault, marks=pytest.mark.long) for fault in ("backward", "repeatedly")),
-    *(pytest.param(kind, "backward", marks=pytest.mark.long) for kind in ("packed", "checkpointed", "uncounted")),
+    *(pytest.param(kind, "backward", marks=pytest.mark.long) for kind in ("packed", "uncounted")),
     pytest.param("mean", "repeatedly", marks=pytest.mark.long),
 ]
 
@@ -174,28 +172,6 @@ def test_what_is_done_again_starts_from_the_same_random_state(make: Make) -> Non
     assert len(drawn) == WINDOW + 1 + 2 * WINDOW  # a step, the try that failed, the step in halves
 
 
-def test_the_memory_of_the_try_that_failed_is_given_back_before_the_next(make: Make) -> None:
-    import weakref
-
-    class Watching(VerifiedPlain):
-        """Remembers, weakly, what each micro-step computes."""
-
-        def compute_loss(self, model: nn.Module, inputs: Any, **more: Any) -> Any:
-            """As upstream, with a look at what is left of the micro-steps before."""
-            left.append(sum(reference() is not None for reference in computed))
-            computed.clear()
-            return super().compute_loss(model, inputs, **more)
-
-    computed: list[weakref.ref[Tensor]] = []
-    left: list[int] = []
-    trainer = make(Watching, fault="kind=oom,where=backward,first=1,count=1", max_steps=1)
-    for layer in trainer.model.get_base_model().model.layers:
-        layer.register_forward_hook(lambda _module, _inputs, output: computed.append(weakref.ref(output)))
-    trainer.train()
-    assert len(shortages(trainer)) == 1
-    assert left == [0] * (1 + 2 * WINDOW)
-
-
 @pytest.mark.filterwarnings("ignore:.*packing.*:UserWarning", "ignore:.*Padding-free.*:UserWarning")
 @pytest.mark.parametrize("options", [{}, PACKED], ids=["padded", "packed"])
 def test_a_single_row_that_does_not_fit_ends_the_run_with_advice(
@@ -223,7 +199,7 @@ def test_a_shortage_is_described_and_a_state_that_cannot_be_written_is_no_reason
     trainer.train()
     for row, rows in zip(shortages(trainer), (4, 2), strict=True):
         assert (row["step"], row["micro_step"], row["rows"], row["tokens"]) == (2, 1, rows, rows * 16)
-        assert row["shapes"]["input_ids"] == [rows, 16] and VARIABLE in row["said"]
+        assert VARIABLE in row["said"]
     assert json.dumps(trainer.transfer_report.incidents)
 
 

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import simcard, tiny
+from tests.e2e.command import CommandServer
+from tests.e2e.conftest import done
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> dict[str, dict[str, Any]]:
-    """What `tests/train/handed_over.py` says on the simulated card."""
-    scratch = tmp_path_factory.mktemp("handed_over")
-    try:
-        environment = {**os.environ, **simcard.environment()}
-    except simcard.NoCompiler as missing:
-        pytest.skip(str(missing))
-    script, model = checkout / "tests/train/handed_over.py", tiny.build("llama3", scratch)
-    command = [sys.executable, str(script), str(model), str(scratch / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+def cases(
+    card_server: CommandServer, model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What `handed_over.py` says on the simulated card."""
+    script, out = Path(__file__).with_name("handed_over.py"), tmp_path_factory.mktemp("handed_over")
+    ran = done(card_server.run(str(model_of("llama3")), str(out), env={"SCRIPT": str(script)}))
+    rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"case"')]
     return {row.pop("case"): row for row in rows}
 
 
-@pytest.mark.parametrize("name", ["host", "host, from_config, get_peft_model", "host, with a reference"])
+@pytest.mark.parametrize("name", ["host", "host, with a reference"])
 def test_a_model_on_the_host_is_moved_and_verified(cases: dict[str, dict[str, Any]], name: str) -> None:
     found = cases[name]
     assert (found["device"], found["complete"], len(found["losses"])) == ("cuda", True, 1)

@@ -90,7 +90,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "card, 8 bit": lambda: trained(quantised(8), peft_config=lora()),
     "card, 4 bit, changed": lambda: trained(harmed(quantised(4)), peft_config=lora()),
     "card, trained before": lambda: trained(kept["host"].model),
-    "host, from_config, get_peft_model": lambda: trained(get_peft_model(made(), lora())),
     "host, with a reference": lambda: trained(loaded(), ref_model=made()),
     "card": lambda: trained(loaded(device_map={"": 0}), peft_config=lora()),
     "card, get_peft_model": lambda: trained(get_peft_model(loaded().to("cuda"), lora())),
