@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -280,22 +279,23 @@ class _Column(NamedTuple):
     width: int
     text: Callable[[float], str]
     first_to_drop: int = 9  # on a narrow terminal, in this order
+    on_bar: int = 0  # its place among the figures beside the bar, from 1
 
 
 _MEMORY = ("gpu/vram_used_gib", "memory/reserved_gib")  # of the card, else of this process
 _COLUMNS = (
     _Column(("epoch",), "epoch", 6, "{:.2f}".format, 0),
-    _Column(("loss",), "loss", 8, "{:.4f}".format),
+    _Column(("loss",), "loss", 8, "{:.4f}".format, on_bar=1),
     _Column(("reward",), "reward", 8, "{:.3f}".format),
     _Column(("rewards/margins",), "margin", 8, "{:.3f}".format),
     _Column(("rewards/accuracies", "mean_token_accuracy"), "accuracy", 8, "{:.1%}".format, 4),
     _Column(("grad_norm",), "grad norm", 9, "{:.3g}".format, 2),
     _Column(("learning_rate",), "rate", 8, "{:.2e}".format, 1),
-    _Column(("speed/tokens_per_second",), "tokens/s", 8, "{:,.0f}".format),
-    _Column(_MEMORY, "GiB", 9, "{:.1f}".format),
-    _Column(("gpu/hotspot_max_c", "gpu/edge_c"), "hot", 5, "{:.0f} C".format),
-    _Column(("integrity/verified_gb",), "verified", 8, _size, 3),
-    _Column(("integrity/mismatches",), "faults", 6, "{:.0f}".format),
+    _Column(("speed/tokens_per_second",), "tokens/s", 8, "{:,.0f}".format, on_bar=4),
+    _Column(_MEMORY, "GiB", 9, "{:.1f}".format, on_bar=5),
+    _Column(("gpu/hotspot_max_c", "gpu/edge_c"), "hot", 5, "{:.0f} C".format, on_bar=6),
+    _Column(("integrity/verified_gb",), "verified", 8, _size, 3, on_bar=3),
+    _Column(("integrity/mismatches",), "faults", 6, "{:.0f}".format, on_bar=2),
 )
 _BAR_COLUMNS = 54  # a bar that can be read, the steps and the times
 _SHOWN_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
@@ -423,20 +423,11 @@ class TerminalCallback(ProgressCallback):
 
     def _figures(self, logs: Mapping[str, Any]) -> str:
         """The figures of the bar, the most important first: as many as leave room for the bar itself."""
-        faults, recovered = (int(logs[f"integrity/{name}"]) for name in ("mismatches", "recovered"))
-        parts = [f"loss {logs['loss']:.4f}", f"{faults} faults{f', {recovered} recovered' * bool(faults)}"]
-        parts.append(f"{_size(logs['integrity/verified_gb'])} verified")
-        if (rate := logs.get("speed/tokens_per_second")) is not None:
-            parts.append(f"{rate:,.0f} tokens/s")
-        if (used := _first(logs, _MEMORY)) is not None:
-            parts.append(f"{used:.1f}" + (f" of {self._memory_gib:.1f} GiB" if self._memory_gib else " GiB"))
-        if (hot := _first(logs, ("gpu/hotspot_c", "gpu/edge_c"))) is not None:
-            parts.append(f"{hot:.0f} C")
-        room = shutil.get_terminal_size().columns - _BAR_COLUMNS
-        ends = accumulate(len(part) + 3 for part in parts)
-        return " · ".join(
-            part for at, (part, end) in enumerate(zip(parts, ends, strict=True)) if not at or end - 3 <= room
-        )
+        columns = sorted((each for each in _COLUMNS if each.on_bar), key=lambda each: each.on_bar)
+        cells = [(each.title, self._cell(logs, each)) for each in columns]
+        text = " · ".join(f"{title} {cell}" for title, cell in cells if cell)
+        room = max(shutil.get_terminal_size().columns - _BAR_COLUMNS, 12)
+        return text if len(text) <= room else text[: room + 3].rpartition(" · ")[0]
 
 
 class NotebookCallback(TerminalCallback):
