@@ -273,8 +273,8 @@ def _fault_in_text(file: Any, reader: str | None) -> str | None:
     number = 0
     for number, line in enumerate([file.read()] if array else file, start=1):
         try:
-            text = line.decode("utf-8-sig")
-            found = json.loads(text) if reader == "json" and text.strip() else {}
+            text = line.decode("utf-8-sig").rstrip()
+            found = json.loads(text) if reader == "json" and text else {}
         except UnicodeDecodeError as error:
             at = number + line.count(b"\n", 0, error.start)
             return f" is not UTF-8: byte 0x{line[error.start]:02x} in line {at}; convert it: `iconv -f latin1 -t utf-8`"
