@@ -9,19 +9,16 @@ import argparse
 import difflib
 import errno
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TextIO, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
-from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.survive.heartbeat import outlive_reader
 
@@ -50,18 +47,12 @@ def _until_read(argv: Sequence[str]) -> int:
         return code
     except OSError as error:
         full = error.errno == errno.ENOSPC and error.filename is None
-        if not full and not (isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout)):
-            raise  # of another pipe or file
+        if not full and not isinstance(error, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         if full:
             raise UsageError("no space is left on the disk that the output goes to: free some") from error
         return 128 + signal.SIGPIPE
-
-
-def _has_lost_its_reader(stream: TextIO) -> bool:
-    output = select.poll()
-    output.register(stream.fileno(), 0)
-    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def configs(argv: Sequence[str]) -> int:
@@ -82,16 +73,13 @@ def recipes(argv: Sequence[str]) -> int:
     """recipes, by name: what a job trains, all its settings (`sft --config`)"""
     from hf_rocm_tune.configs import RECIPES, planned_memory
 
-    check = "check one, by name or path, without model, data and card"
-    wanted = _shipped(RECIPES, recipes, argv, show="print one, by name or path", validate=check)
+    wanted = _shipped(RECIPES, recipes, argv, show="print one, by name or path")
     if wanted.action == "ls":
         for name in RECIPES.names():
             print(f"{name}\n  {RECIPES.describe(name)}\n  memory: {planned_memory(name)}")
         print("\nStart one with `hf-rocm-tune sft --config NAME`; later flags override the recipe.")
     elif wanted.action == "show":
         print(names.read_recipe(wanted.name).path.read_text(encoding="utf-8"), end="")
-    elif wanted.action == "validate":
-        _validate(wanted.name)
     return 0
 
 
@@ -109,33 +97,6 @@ def _shipped(files: NamedFiles, verb: Verb, argv: Sequence[str], **others: str) 
     if wanted.action == "cp":
         print(files.copy(wanted.name, wanted.dest, overwrite=wanted.force))
     return wanted
-
-
-def _validate(name: str) -> None:
-    """Check a recipe: all but the model, the data and, without a GPU, what needs one; errors are named together."""
-    from hf_rocm_tune.machine import process, variables
-
-    process.prepare_process(os.environ)  # before the libraries that what follows imports
-    from hf_rocm_tune.settings import arguments
-    from hf_rocm_tune.train.refusals import check_loggers, check_optimizer
-
-    recipe = names.read_recipe(name)
-    left_out = [name for name in ("bf16", "fp16") if recipe.values.get(name) and not process.has_accelerator()]
-    job = arguments.parse([names.CONFIG, str(recipe.path), *(f"--{name}=false" for name in left_out)])  # sets its `env`
-    check_loggers(job.training.report_to)
-    check_optimizer(job.training)
-    paths = {
-        flag: str(recipe.values.get(flag)) for flag in ("model_name_or_path", "dataset_name", "chat_template_path")
-    }
-    named = {flag: path for flag, path in paths.items() if path.startswith((".", "/", "~"))}
-    if lost := [f"{flag} {path} does not exist" for flag, path in named.items() if not expand_user(path).exists()]:
-        raise UsageError("; ".join(lost) + ": correct the path, or give a Hub id")
-    for one in variables.review():
-        if one.action in ("warn", "error") and one.variable in recipe.env:
-            print(f"warning: {one.variable}: {one.reason} ({one.source})")
-    count = len(recipe.values) + len(recipe.env)
-    unchecked = ", ".join(["the model", "the data", *(f"{name} (no GPU here)" for name in left_out)])
-    print(f"{recipe.path}: {count} settings, all valid; only a run can check {unchecked}")
 
 
 def version(argv: Sequence[str]) -> int:
@@ -207,7 +168,6 @@ def _with_model(name: str, what: str) -> Verb:
     return command
 
 
-@cache
 def _training(verb: Method) -> Verb:
     """A training verb; the names of its flags are checked before large imports."""
 
@@ -224,9 +184,10 @@ def _training(verb: Method) -> Verb:
     return command
 
 
+_SFT = _training("sft")
 VERBS: dict[str, Verb] = {
-    "sft": _training("sft"),
-    "train": _training("sft"),
+    "sft": _SFT,
+    "train": _SFT,
     **{verb: _training(verb) for verb in names.VERBS if verb != "sft"},
     "run": _module(
         "supervisor", "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"
@@ -260,9 +221,6 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    lines = [f"usage: {PROGRAM} VERB ...", "", "verbs:"]
-    told: dict[Verb, str] = {}  # the first name of a command describes it
-    for name, command in VERBS.items():
-        lines.append(f"  {name:<8} {f'the same as {told[command]}' if command in told else command.__doc__}")
-        told.setdefault(command, name)
-    return "\n".join([*lines, "", f"`{PROGRAM} VERB --help` describes a verb."])
+    lines = [f"  {name:<8} {'the same as sft' if name == 'train' else VERBS[name].__doc__}" for name in VERBS]
+    head, end = [f"usage: {PROGRAM} VERB ...", "", "verbs:"], ["", f"`{PROGRAM} VERB --help` describes a verb."]
+    return "\n".join([*head, *lines, *end])

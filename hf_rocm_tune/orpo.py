@@ -1,7 +1,5 @@
 """``accelerate launch -m hf_rocm_tune.orpo``, or ``hf-rocm-tune orpo``: see :mod:`hf_rocm_tune.sft`."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 _OURSELVES = """
 import gc
@@ -32,9 +30,9 @@ sys.exit(code)
 """
 
 
-def _python(code: str, *words: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-c", code, *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_collector_rests_while_a_process_of_ours_imports() -> None:
@@ -52,12 +50,3 @@ def test_planning_loads_no_compiler_and_collects_nothing_at_its_end() -> None:
 def test_a_user_s_process_keeps_its_collector_as_it_was() -> None:
     done = _python(_TRAINING)
     assert done.stdout.splitlines()[-1] == "2 True False", done.stderr
-
-
-def test_a_broken_bitsandbytes_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "bitsandbytes.py").write_text("raise OSError('libbitsandbytes.so: cannot open')\n")
-    paths = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    done = _python(_COMMAND, "plan", "--model", "meta-llama/Llama-3.2-1B", environ={**os.environ, "PYTHONPATH": paths})
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert all(word in done.stderr for word in ("bitsandbytes", "install", "libbitsandbytes.so"))

@@ -59,8 +59,6 @@ class DataSummary:
 
     def warning(self) -> str | None:
         """One line about what is cut or dropped; None where nothing is."""
-        if not (self.cut or self.dropped):
-            return None
         parts = []
         if self.lost:
             parts.append(
@@ -68,13 +66,12 @@ class DataSummary:
                 f"{_of(self.lost, self.tokens)} tokens"
             )
         if self.answers_cut:
-            noun = "row loses" if self.answers_cut == 1 else "rows lose"
-            parts.append(f"{self.answers_cut:,} {noun} tokens that count in the loss")
+            parts.append(f"{_of(self.answers_cut, self.rows)} rows lose tokens that count in the loss")
         if self.dropped:
             what = "of which nothing that counts is left" if self.lost else "too long or without tokens that count"
             parts.append(f"{_of(self.dropped, self.rows)} {self.split} rows are dropped, {what}")
         fix = f": --max_length {self.longest} keeps all" if self.limit and self.longest > self.limit else ""
-        return "; ".join(parts) + fix
+        return "; ".join(parts) + fix if parts else None
 
 
 class CountedSFTTrainer(SFTTrainer):

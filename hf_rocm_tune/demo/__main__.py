@@ -21,18 +21,15 @@ from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, series
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo. Returns the exit code of the job, or 2 if the assets cannot be created there."""
-    started = time.perf_counter()
     try:
-        code = _run(argv)
+        return _run(argv)
     except UsageError as error:
         print(f"demo: error: {error}", file=sys.stderr)
         return error.exit_code
-    if code == 0:
-        _say(f"all done in {time.perf_counter() - started:.0f} s")
-    return code
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    started = time.perf_counter()
     parser = CommandParser(prog="python -m hf_rocm_tune.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output"), help="default: demo-output")
     parser.add_argument("--steps", type=int, default=250, help="optimizer steps of the fine-tuning (default: 250)")
@@ -80,7 +77,7 @@ def _run(argv: Sequence[str] | None) -> int:
     code = subprocess.run([sys.executable, *command], check=False).returncode
     for question, answer in asked:
         _say(f"{question['content']} Python itself says: {answer['content']}")
-    _say(f"the adapter and {REPORT_NAME} are in {adapter}")
+    _say(f"the adapter and {REPORT_NAME} are in {adapter}; all done in {time.perf_counter() - started:.0f} s")
     return code
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import math
 import re
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,15 +75,14 @@ def prepare(
             f"data: {len(training)} question/answer pairs from the docstrings of Python's standard library, "
             f"{len(pairs) - len(training)} more for evaluation"
         )
-        tokenizer = train_tokenizer([text for pair in training for text in (pair.question, pair.answer)])
+        tokenizer = train_tokenizer([text for pair in training for text in pair])
         model = _new_model(tokenizer, recipe)
         say(
             f"base model: Llama, {model.num_parameters() / 1e6:.1f} million parameters with random weights, "
             f"{len(tokenizer)} tokens; now {recipe.steps} steps on the plain answers, to give it words"
         )
-        started = time.perf_counter()
         loss = _pretrain(model, tokenizer, [pair.answer for pair in training], recipe)
-        say(f"base model: trained for {time.perf_counter() - started:.0f} s, loss {loss:.2f}")
+        say(f"base model: trained, loss {loss:.2f}")
         model.save_pretrained(scratch / "model")
         tokenizer.save_pretrained(scratch / "model")
         (scratch / stamp.name).write_text(wanted, encoding="utf-8")
@@ -145,21 +142,19 @@ def _pretrain(
     torch.set_num_threads(1)
     order = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=max(recipe.steps, 1))
-    losses = [math.nan]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps)
+    losses = []
     model.train()
-    try:
-        for _ in range(recipe.steps):
-            batch = blocks[torch.randint(len(blocks), (recipe.batch,), generator=order)]
-            loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    finally:
-        torch.set_num_threads(threads)
+    for _ in range(recipe.steps):
+        batch = blocks[torch.randint(len(blocks), (recipe.batch,), generator=order)]
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    torch.set_num_threads(threads)
     model.eval()
     return fmean(losses[-max(1, recipe.steps // 10) :])
 
@@ -219,7 +214,9 @@ def write_splits(folder: Path, pairs: list[Pair]) -> None:
     """Write ``train.jsonl`` and ``test.jsonl`` in TRL's ``messages`` format."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, wanted in (("train", False), ("test", True)):
-        chats = [zip(("user", "assistant"), pair, strict=True) for pair in pairs if pair.held_back is wanted]
-        rows = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
+        rows = [
+            {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            for question, answer in (pair for pair in pairs if pair.held_back is wanted)
+        ]
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")

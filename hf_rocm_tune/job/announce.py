@@ -53,21 +53,18 @@ PREFIX = "hf-rocm-tune: "
 def say(*lines: str) -> None:
     """Prints lines on rank 0; of a quiet run warnings only."""
     if int(os.environ.get("RANK", "0")) == 0:
-        for line in lines:
-            if not telemetry.is_quiet() or line.startswith("warning"):
-                _print(PREFIX + line)
+        _print("", [line for line in lines if not telemetry.is_quiet() or line.startswith("warning")])
 
 
 def say_of_this_rank(*lines: str) -> None:
     """Prints lines on every rank that calls it, for findings about this rank's own card."""
-    rank = f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    _print(f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "", lines)
+
+
+def _print(rank: str, lines: Iterable[str]) -> None:
     for line in lines:
-        _print(f"{PREFIX}{rank}{line}")
-
-
-def _print(line: str) -> None:
-    with tqdm.external_write_mode():  # above the live line
-        print_line(line)
+        with tqdm.external_write_mode():  # above the live line
+            print_line(f"{PREFIX}{rank}{line}")
 
 
 def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
@@ -92,8 +89,7 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
         lines.append(f"{refusal}; loss and digests are computed without Triton, which is slower")
     if training.bf16 and (choice := products.choose(mover.device)) is not None:
         lines.append(choice.describe())
-    faults = mover.fault_injection()
-    if faults is not None:
+    if (faults := mover.fault_injection()) is not None:
         lines.append(f"faults are injected on request: {faults}")
     if arguments.tune.verbose:
         return lines + [
@@ -123,14 +119,6 @@ def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:
         f"model {trainer.model.config._name_or_path}: {method(trainer)}, {trainable:,} of {total:,} parameters "
         f"({100 * trainable / max(total, 1):.3g} %) trained; loaded in {facts.load_seconds or 0:.1f} s, "
         f"{covered.share} of the bytes on the device verified"
-    )
-
-
-def mixture(targets: Iterable[str] | None) -> str:
-    """The line that says which layers of a mixture of experts have adapters by default."""
-    return (
-        f"mixture of experts: adapters on {', '.join(targets or ())}; --lora_target_parameters experts.gate_up_proj "
-        "experts.down_proj trains the experts too, with adapters of several GB"
     )
 
 
@@ -166,7 +154,12 @@ def check_machine(
     found: list[Finding] = []
     if doctor:
         software = read_software(in_process=True)
-        found = _within(deadline_s, software, users_environ(os.environ))
+        reader = threading.Thread(target=lambda: found.extend(_read(software)), name="doctor", daemon=True)
+        reader.start()
+        reader.join(deadline_s)
+        if reader.is_alive():
+            reason = f"reading the kernel's files took more than {deadline_s:g} seconds; try `hf-rocm-tune doctor`"
+            found = [replace(unknown(reason), check="machine")]
         for each in found:
             known = not software.devices and each.row in _ON_THE_PROCESSOR
             if each.status in ("warn", "fail") and each.check != _VARIABLES and not known:
@@ -178,25 +171,14 @@ def check_machine(
     return tuple(finding.to_dict() for finding in [*found, *(of_decision(one) for one in late)])
 
 
-def _within(deadline_s: float, software: Software, environ: Mapping[str, str]) -> list[Finding]:
-    """The findings of all checks that only read, or one finding if there was no answer in time."""
-    found: list[Finding] = []
-
-    def read() -> None:
-        try:
-            evidence = Evidence(machine=survey(), software=software, environ=environ)
-            done = diagnose(evidence, [check for check in all_checks() if check.run and check.group != "after"])
-            found.extend(finding for finding in done.findings if finding.status != "skipped")
-        except Exception as error:  # our bug: reported as a finding, the run continues
-            found.append(crashed("machine", error))
-
-    reader = threading.Thread(target=read, name="doctor", daemon=True)
-    reader.start()
-    reader.join(deadline_s)
-    if reader.is_alive():
-        reason = f"reading the kernel's files took more than {deadline_s:g} seconds; try `hf-rocm-tune doctor`"
-        return [replace(unknown(reason), check="machine")]
-    return found
+def _read(software: Software) -> list[Finding]:
+    """The findings of all checks that only read."""
+    try:
+        evidence = Evidence(machine=survey(), software=software, environ=users_environ(os.environ))
+        done = diagnose(evidence, [check for check in all_checks() if check.run and check.group != "after"])
+    except Exception as error:  # our bug: reported as a finding, the run continues
+        return [crashed("machine", error)]
+    return [finding for finding in done.findings if finding.status != "skipped"]
 
 
 # ---- on disk ---------------------------------------------------------------------------------------------------------
@@ -215,7 +197,6 @@ class RunOutputs:
     trainer: VerifiedTransferMixin
     facts: report.RunFacts
     content: Mapping[str, Any] = field(default_factory=dict)  # of the final report
-    _reported: set[str] = field(default_factory=set)
 
     def write_card(self, directory: Path) -> None:
         """Write the current card into a directory that is being saved."""
@@ -280,13 +261,14 @@ class RunOutputs:
         model, training, state = self.arguments.model, self.arguments.training, self.trainer.state
         repo_id = training.hub_model_id if training.push_to_hub else None
         resolved = {**self.arguments.resolved(), "world_size": training.world_size}
+        parts = [part.path for part in self.arguments.mixture.datasets] or [self.arguments.script.dataset_name]
         facts = card.CardFacts(
             name=repo_id.rpartition("/")[2] if repo_id else self._output_dir.absolute().name,
             verb=self.arguments.method,
             base_model=model.model_name_or_path,
             base_model_id=self.arguments.tune.hub_base_model_id,
             revision=model.model_revision,
-            datasets=self._datasets(),
+            datasets=tuple(name for name in parts if name and name not in _BUILDERS),
             data=self.data.description,
             columns=tuple(self.data.train.column_names or ()),
             trained=self._trained(),
@@ -301,31 +283,27 @@ class RunOutputs:
         local = dict.fromkeys(local_paths(resolved), "") | {str(self._output_dir): repo_id or ""}
         return card.build(facts, Private.of_this_machine(os.environ, paths=local))
 
-    def _datasets(self) -> tuple[str, ...]:
-        parts = [part.path for part in self.arguments.mixture.datasets] or [self.arguments.script.dataset_name]
-        return tuple(name for name in parts if name and name not in _BUILDERS)
-
     def _trained(self) -> Trained:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
         adapted = hasattr(model, "peft_config")
         base = model.get_base_model() if adapted else model
         trainable, total = trainable_parameters(model)
-        tokenizer = self.trainer.processing_class
+        dtypes = sorted({_bare(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
         return Trained(
             method=method(self.trainer),
             model_class=type(base).__name__,
             trainable=trainable,
             parameters=total,
             dtype=_bare(getattr(base.config, "dtype", None) or base.dtype),
-            adapter_dtype=_adapter_dtype(model) if adapted else None,
+            adapter_dtype=next((one for one in dtypes if one != "float32"), "float32") if adapted else None,
             quantization=_quantization(base.config),
-            chat_template=bool(getattr(tokenizer, "chat_template", None)),
+            chat_template=bool(getattr(self.trainer.processing_class, "chat_template", None)),
             packed_experts=any(is_packed(experts) for _, experts in experts_of(base)),
         )
 
     @contextmanager
     def _failures_reported(self, what: str) -> Iterator[None]:
-        """Reports a failure of the block in one line, once; raises our own errors and a full disk."""
+        """Reports a failure of the block in one line; raises our own errors and a full disk."""
         try:
             yield
         except Exception as error:
@@ -336,16 +314,7 @@ class RunOutputs:
             if not isinstance(error, OSError | UsageError):
                 traceback.print_exc()
                 line += f" ({type(error).__name__}), which is a bug: please report it"
-            if line not in self._reported:
-                self._reported.add(line)
-                say(line)
-
-
-def _adapter_dtype(model: Any) -> str:
-    """The dtype of the adapter's matrices; DoRA's magnitudes are always float32 beside quantised weights."""
-    found = {p.dtype for n, p in model.named_parameters() if p.requires_grad and "magnitude" not in n}
-    names = sorted(map(_bare, found))
-    return next((name for name in names if name != "float32"), "float32")
+            say(line)
 
 
 def _quantization(config: Any) -> dict[str, Any] | None:

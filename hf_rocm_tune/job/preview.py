@@ -6,7 +6,8 @@ import copy
 import html
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,23 +77,18 @@ def summaries(trainer: Any, data: Splits) -> dict[str, DataSummary]:
     return found
 
 
-def rows_of(trainer: Any, split: str) -> Iterator[dict[str, Any]]:
+def rows_of(trainer: Any, split: str) -> list[dict[str, Any]]:
     """The first row of a split, and the longest of the first hundred, as tokens with whether each counts."""
-    dataset = getattr(trainer, f"{split}_dataset")
-    if dataset is None:
-        return
+    dataset = getattr(trainer, f"{split}_dataset") or ()
+    rows = [parts for row in islice(dataset, 100) if (parts := _parts(row))]
+    longest = max(rows, key=lambda parts: sum(len(ids) for ids, _ in parts.values()), default={})
+    wanted = rows[:1] if longest in rows[:1] else [*rows[:1], longest]
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    head = [dict(row) for _, row in zip(range(100), iter(dataset), strict=False)]
-    if not head:
-        return
-    longest = max(head, key=_length)
-    for row in (head[0], longest) if _length(longest) > _length(head[0]) else head[:1]:
-        if parts := _parts(row):
-            yield {"split": split, "parts": {name: _pieces(tokenizer, *part) for name, part in parts.items()}}
-
-
-def _length(row: Mapping[str, Any]) -> int:
-    return sum(len(value) for name, value in row.items() if name.endswith("_ids") or name == "input_ids")
+    return [
+        {"split": split, "parts": {name: _pieces(tokenizer, *part) for name, part in parts.items()}}
+        for parts in wanted
+        if parts
+    ]
 
 
 def _parts(row: Mapping[str, Any]) -> dict[str, tuple[list[int], list[bool]]]:
@@ -100,34 +96,32 @@ def _parts(row: Mapping[str, Any]) -> dict[str, tuple[list[int], list[bool]]]:
     if "labels" in row and "input_ids" in row:
         return {"row": (list(row["input_ids"]), [label != MASKED for label in row["labels"]])}
     prompt = list(row.get("prompt_ids") or [])
-    answers = [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
     return {
         name.removesuffix("_ids"): (prompt + list(row[name]), [False] * len(prompt) + [True] * len(row[name]))
-        for name in answers
+        for name in ("chosen_ids", "rejected_ids", "completion_ids")
+        if name in row
     }
 
 
 def _pieces(tokenizer: Any, ids: list[int], counts: list[bool]) -> list[dict[str, Any]]:
     """Runs of tokens that count or do not, as text with special tokens; whole runs, so that no character is split."""
-    pieces: list[dict[str, Any]] = []
-    start = 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or counts[end] != counts[start]:
-            text = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            pieces.append({"text": text, "tokens": end - start, "counts": counts[start]})
-            start = end
+    pieces = []
+    for counted, run in groupby(zip(ids, counts, strict=True), key=lambda pair: pair[1]):
+        tokens = [token for token, _ in run]
+        text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        pieces.append({"text": text, "tokens": len(tokens), "counts": counted})
     return pieces
 
 
 def shown(trainer: Any, form: str, *, colour: bool) -> str:
     """The preview as ``text``, ``html`` or ``json``. Tokens that count are green, else between double brackets."""
-    summaries = getattr(trainer, "data_summaries", {})
+    summaries = trainer.data_summaries.values()
     rows = [row for split in ("train", "eval") for row in rows_of(trainer, split)]
     if form == "json":
-        content = {"summaries": [one.to_dict() for one in summaries.values()], "rows": rows}
+        content = {"summaries": [one.to_dict() for one in summaries], "rows": rows}
         return json.dumps(content, indent=2, ensure_ascii=False)
     lines: list[str] = []
-    for summary in summaries.values():
+    for summary in summaries:
         lines += [summary.line(), *filter(None, [summary.warning()])]
         most = max(count for _, count in summary.histogram)
         lines += [

@@ -461,7 +461,10 @@ def _adapted(job: Job, model: Any) -> tuple[Any, Any]:
     if config is not None:
         targets = beside_experts(model, config.target_modules)
         if targets != config.target_modules:
-            announce.say(announce.mixture(targets))
+            announce.say(
+                f"mixture of experts: adapters on {', '.join(targets or ())}; --lora_target_parameters "
+                "experts.gate_up_proj experts.down_proj trains the experts too, with adapters of several GB"
+            )
         config.target_modules = target_names(targets)
         check_targets(model, config.target_modules, saved=config.modules_to_save)
         if tune.init_lora_weights != "default":

@@ -22,8 +22,10 @@ def pairs() -> list[assets.Pair]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> assets.Assets:
-    return assets.prepare(tmp_path_factory.mktemp("demo") / "assets", recipe=RECIPE)
+def made(pairs: list[assets.Pair], tmp_path_factory: pytest.TempPathFactory) -> assets.Assets:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assets, "read_pairs", lambda: pairs)
+        return assets.prepare(tmp_path_factory.mktemp("demo") / "assets", recipe=RECIPE)
 
 
 @pytest.mark.parametrize("flags", [["--steps", "0"], ["--setps", "3"], ["--output_dir", f"{__file__}/x"]])
@@ -38,10 +40,6 @@ def test_there_are_thousands_of_pairs_from_the_running_python(pairs: list[assets
     answers = {pair.question: pair.answer for pair in pairs}
     assert answers["What does json.dumps do?"] == " ".join((json.dumps.__doc__ or "").split("\n\n")[0].split())
     assert len(answers) == len(pairs)
-
-
-def test_the_corpus_is_the_same_each_time(pairs: list[assets.Pair]) -> None:
-    assert assets.read_pairs() == pairs
 
 
 def test_sources_are_read_and_not_run(tmp_path: Path) -> None:
@@ -82,7 +80,7 @@ def test_plain_transformers_loads_model_and_tokenizer(made: assets.Assets) -> No
 
 @pytest.fixture
 def read_once(pairs: list[assets.Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read the whole standard library takes seconds, and gives the same each time (see above)."""
+    """To read the whole standard library takes seconds."""
     monkeypatch.setattr(assets, "read_pairs", lambda: pairs)
 
 
@@ -96,14 +94,14 @@ def test_the_same_recipe_gives_the_same_bytes(made: assets.Assets, tmp_path: Pat
 @pytest.mark.long
 def test_finished_assets_are_used_again_and_another_recipe_replaces_them(tmp_path: Path) -> None:
     folder = tmp_path / "assets"
-    bare = assets.BaseRecipe(hidden=64, layers=1, steps=0)
+    bare = assets.BaseRecipe(hidden=64, layers=1, steps=1)
     weights = assets.prepare(folder, recipe=bare).model / "model.safetensors"
     first = weights.stat().st_mtime_ns
     said: list[str] = []
     assets.prepare(folder, recipe=bare, say=said.append)
     assert weights.stat().st_mtime_ns == first
     assert said == [f"assets: found in {folder}"]
-    assets.prepare(folder, recipe=assets.BaseRecipe(hidden=64, layers=1, steps=0, seed=1))
+    assets.prepare(folder, recipe=assets.BaseRecipe(hidden=64, layers=1, steps=1, seed=1))
     assert weights.stat().st_mtime_ns != first
     assert [path.name for path in tmp_path.iterdir()] == ["assets"]
 

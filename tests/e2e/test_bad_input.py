@@ -120,56 +120,26 @@ def the_line(result: Result) -> str:
     [
         (["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate?"),
         (["--max_steps", "many"], "--max_steps must be 1 or more, or -1 for no limit, got many"),
-        (["--max_steps", "0"], "--max_steps must be 1 or more, or -1 for no limit, got 0"),
-        (["--per_device_train_batch_size", "-2"], "--per_device_train_batch_size must be 1 or more, got -2"),
-        (["--learning_rate", "-0.1"], "--learning_rate must be 0 or more, and finite, got -0.1"),
-        (["--learning_rate", "inf"], "finite, got inf"),
         (["--lr_scheduler_type", "cosine_with_min_lr"], "--lr_scheduler_type cosine_with_min_lr does not work with"),
-        (["--lr_scheduler_kwargs", '{"nonsense": 1}'], "unexpected keyword argument 'nonsense'"),
-        (["--neftune_noise_alpha", "-1"], "--neftune_noise_alpha must be 0 or more, and finite, got -1"),
-        (["--seed", "-1"], "--seed must be 0 or more"),
-        (["--sentinel_every", "-1"], "--sentinel_every must be 0 (off) or more, got -1"),
-        (["--verify", "maybe"], "--verify: invalid choice: 'maybe'"),
-        (["stray"], "unexpected argument 'stray'"),
         (["--load_in_4bit", "--use_peft", "false"], "--use_peft false does not work with --load_in_4bit"),
-        (["--fp16"], "--fp16 needs a GPU"),
         (["--report_to", "nobody"], "--report_to nobody: unknown or not installed"),
-        (["--early_stopping_patience", "2"], "add --eval_strategy steps"),
         (["--lora_target_modules", "no_such"], "no_such match no module of LlamaForCausalLM; it has q_proj, k_proj"),
+        (["--lora_modules_to_save", "lm_heads"], "--lora_modules_to_save: lm_heads match no module of LlamaFor"),
         (["--activation_checkpointing_kwargs", '{"offload": true}'], "its `offload` (it is not listed"),
-        (
-            ["--lora_modules_to_save", "lm_heads"],
-            "--lora_modules_to_save: lm_heads match no module of LlamaForCausalLM",
-        ),
         (["--resume_from_checkpoint", "/nowhere/checkpoint-3"], "there is no checkpoint"),
-        (["--resume_from_checkpoint", "."], "there is no checkpoint; give a checkpoint-N that a run has written"),
         (["--resume_from_checkpoint", "true"], "holds no intact checkpoint of this run; leave the flag out"),
-        (["--grad_sync", "host", "--grad_compression", "powersgd"], "does not go with --grad_sync host"),
         (["--use_liger_kernel"], "--use_liger_kernel needs"),
         (["--tensor_parallel"], "it takes 2 processes, and there are 1"),
         (["--auto_fit", "plan", "--auto_find_batch_size"], "both choose the micro-batch"),
-        (["--effective_batch", "8"], "--auto_fit off does not work with --effective_batch (it works only with"),
-        (["--one_pass_loss", "--torch_compile"], "--one_pass_loss does not work with --torch_compile"),
         (["--recompute_layers", "1,7"], "--recompute_layers 1,7 needs 8 layers, and this model can recompute 2"),
-        (["--recompute_layers", "1", "--activation_checkpointing", "false"], "does not work with"),
         (["--split_layers", "2"], "does not fit a model of 2 layers"),
-        (["--split_layers", "1,1,1"], "does not fit a model of 2 layers"),
         (["--split_layers", "half"], "give auto, or layers of each card"),
         (["--split_layers", "auto", "--torch_compile"], "does not work with --torch_compile"),
-        (["--split_layers", "auto", "--auto_fit", "plan"], "does not work with --auto_fit: it plans for one card"),
         (["--init_lora_weights", "loftq"], "loftq makes an adapter that does not fit"),
-        (["--init_lora_weights", "pissa", "--load_in_4bit"], "needs full-precision weights"),
-        (["--init_lora_weights", "olora", "--use_dora"], "does not work with --use_dora"),
         (["--init_lora_weights", "pissa", "--lora_modules_to_save", "lm_head"], "the saved adapter would lack it"),
-        (
-            ["--use_peft", "false", "--loraplus_lr_ratio", "4"],
-            "does not work with --loraplus_lr_ratio",
-        ),
-        (["--loraplus_lr_ratio", "0"], "--loraplus_lr_ratio must be more than 0"),
         (["--adapter_name_or_path", "/no/such/adapter"], "/no/such/adapter is not a directory"),
         (["--adapter_name_or_path", "x", "--lora_r", "8"], "has its own --lora_r"),
         (["--optim", "galore_adamw"], "galore"),
-        (["--optim", "apollo_adamw"], "apollo"),
     ],
 )
 def test_a_flag_that_cannot_be(bench: Bench, more: list[str], says: str) -> None:
@@ -186,16 +156,9 @@ EVALUATED = ["--eval_strategy", "steps", "--eval_steps", "1"]
         (["--dataloader_drop_last", "--per_device_train_batch_size", "64"], "8 rows make no batch of 64"),
         (["--embedding_learning_rate", "1e-3"], "neither embeddings nor output head are trained"),
         (["--optim", "muon"], "muon"),
-        (["--padding_free"], "max_length"),
         (["--eos_token", "nowhere"], "vocabulary"),
-        (["--lora_target_modules", "lm_head"], "lm_head"),
-        (["--router_aux_loss_coef", "0.1"], "Mixture-of-Experts"),
         (["--attn_implementation", "nonsense"], "nonsense"),
         ([*EVALUATED, "--metric_for_best_model", "nothere"], "set to 'eval_nothere', which is not found"),
-        (
-            [*EVALUATED, "--metric_for_best_model", "nothere", "--lr_scheduler_type", "reduce_lr_on_plateau"],
-            "set to 'eval_nothere', which is not found",
-        ),
     ],
 )
 def test_a_flag_that_fits_neither_the_rows_nor_another(bench: Bench, more: list[str], says: str) -> None:
@@ -211,46 +174,22 @@ def test_a_run_without_a_step_has_no_result(bench: Bench) -> None:
     assert "nothing was trained" in line and not (bench.output / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("learning_rte: 0.1\n", "unknown key learning_rte; did you mean learning_rate?"),
-        ("- a\n- b\n", "must be a mapping of flag names to values, got a list"),
-        ("", "got an empty file"),
-        ("a: [1\nb: 2\n", "line 2, column 2 is not valid YAML"),
-    ],
-)
-def test_a_recipe_that_cannot_be(bench: Bench, content: str, says: str) -> None:
-    recipe = bench.file("recipe.yaml", content)
+def test_a_recipe_or_a_fault_that_cannot_be(bench: Bench) -> None:
+    recipe = bench.file("recipe.yaml", "learning_rte: 0.1\n")
     line = bench.refused("--config", str(recipe))
-    assert says in line and str(recipe) in line
-
-
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        ("kind=nothing", "expected one of zero zero_range"),
-        ("zero", "valid keys: kind rate"),
-        ("kind=zero,rate=2", "expected a number from 0 to 1"),
-    ],
-)
-def test_a_fault_that_cannot_be(bench: Bench, fault: str, says: str) -> None:
-    line = bench.refused(env={"HF_ROCM_TUNE_FAULT": fault})
-    assert line.startswith("HF_ROCM_TUNE_FAULT:") and says in line
+    assert "unknown key learning_rte; did you mean learning_rate?" in line and str(recipe) in line
+    line = bench.refused(env={"HF_ROCM_TUNE_FAULT": "kind=zero,rate=2"})
+    assert line.startswith("HF_ROCM_TUNE_FAULT:") and "expected a number from 0 to 1" in line
 
 
 @pytest.mark.parametrize(
     ("flag", "name", "says"),
     [
         ("model_name_or_path", "/nowhere/model", "does not exist: give a model directory or a Hub id"),
-        ("model_name_or_path", "nobody/nothing", "check the spelling, the network and HF_HUB_OFFLINE"),
         ("model_name_or_path", None, "no model: give --model (--model_name_or_path)"),
         ("dataset_name", "/nowhere/rows.jsonl", "no such file or folder: '/nowhere/rows.jsonl'"),
         ("dataset_name", "nobody/nothing", "no dataset 'nobody/nothing'"),
-        ("dataset_name", None, "no data: give --dataset (--dataset_name)"),
         ("model_name_or_path", "~nobody-of-this-name/x", "~nobody-of-this-name/x does not exist"),
-        ("model_name_or_path", "x" * 300, "give a model directory"),
-        ("dataset_name", "~nobody-of-this-name/x", "no such file or folder: '~nobody-of-this-name/x'"),
         ("dataset_name", "x" * 300, "could not be read"),
         ("datasets", "~nobody-of-this-name/x", "'~nobody-of-this-name/x' could not be read"),
     ],
@@ -275,17 +214,12 @@ WEIGHTS = "model.safetensors"
 AWQ = '{"quantization_config": {"quant_method": "awq"},'
 SPOILS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated": (WEIGHTS, lambda file: os.truncate(file, file.stat().st_size - 100), "truncated"),
-    "emptied": (WEIGHTS, lambda file: file.write_bytes(b""), "header too small"),
-    "header length": (WEIGHTS, lambda file: file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:]), "header too large"),
     "header text": (WEIGHTS, lambda file: file.write_bytes(file.read_bytes()[:8] + b"{" * 9999), "damaged"),
     "header dtype": (WEIGHTS, _replace(b'"F32"', b'"Q32"'), "damaged or truncated"),
-    "header shape": (WEIGHTS, _replace(b"[64", b"[63"), "damaged or truncated"),
     "no weights": (WEIGHTS, Path.unlink, "has no model.safetensors"),
     "broken config": ("config.json", lambda file: file.write_text('{"model_type":'), "cannot be read as JSON"),
     "no config": ("config.json", Path.unlink, "has no config.json"),
     "unknown type": ("config.json", lambda file: file.write_text('{"model_type": "no_such"}'), "no_such"),
-    "no architecture": ("config.json", lambda file: file.write_text('{"model_type": "vit"}'), "no architecture"),
-    "field type": ("config.json", _replace(b'"hidden_size": 64', b'"hidden_size": ""'), "expected int, got str"),
     "other config": ("config.json", _replace(b'"hidden_size": 64', b'"hidden_size": 32'), "other shapes"),
     "quantised by AWQ": ("config.json", lambda file: file.write_text(AWQ + file.read_text()[1:]),
                          "its weights are quantised by awq, which cannot be trained here"),
@@ -316,6 +250,7 @@ def test_a_missing_shard_is_named(bench: Bench) -> None:
 def test_conversations_without_a_chat_template(bench: Bench) -> None:
     line = bench.refused(model_name_or_path=bench.untemplated)
     assert str(bench.untemplated) in line and "--chat_template_path" in line
+    assert "has no chat template either" in bench.refused(chat_template_path=bench.untemplated)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +258,6 @@ def test_conversations_without_a_chat_template(bench: Bench) -> None:
     [
         (None, "does not exist"),
         ("{% for %}", "cannot render these rows"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         (" \n", "is empty"),
     ],
 )
@@ -333,7 +267,6 @@ def test_a_chat_template_that_does_not_work(bench: Bench, content: str | None, s
         template.write_text(content)
     line = bench.refused(chat_template_path=template)
     assert says in line and "chat" in line
-    assert "has no chat template either" in bench.refused(chat_template_path=bench.untemplated)
 
 
 # ---- the data -----------------------------------------------------------------------------------------------
@@ -343,15 +276,10 @@ def test_a_chat_template_that_does_not_work(bench: Bench, content: str | None, s
     ("content", "says"),
     [
         ("", "is empty (0 bytes)"),
-        ("\n\n", "could not be read"),
         (f'{ROW}\n{ROW}\n{{"text": "cut\n{ROW}\n', "rows.jsonl, line 3, column"),
-        (f"{ROW}\n[1]\n", "rows.jsonl, line 2: a row has to be a JSON object"),
         ('{"a": "a", "b": "b"}\n', "found 'a', 'b'; accepted 'messages'"),
-        ('{"message": [{"role": "user", "content": "x"}]}\n', "rename 'message' to 'messages'?"),
         (f'{ROW}\n{{"text": null}}\n', "row 2 of the 'train' split: column 'text' holds nothing (null), not text"),
-        (f'{ROW}\n{{"text": [1]}}\n', "row 2 of the 'train' split: column 'text' holds a list, not text"),
-        ('{"messages": [{"role": "user", "content": 3}]}\n', "message 1 has a number as 'content', not text"),
-        (bytes(range(256)), "is not UTF-8"),
+        (b'{"text": "caf\xe9"}\n', "is not UTF-8"),
         ('{"input_ids": [1, 2, 99999]}\n', "has the token id 99999; ids are from 0 to 511"),
         (
             json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}),
@@ -371,14 +299,10 @@ def test_an_evaluation_without_rows_to_evaluate(bench: Bench) -> None:
 # ---- the output directory -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("below", ["", "deeper/still"])
-def test_an_output_directory_that_is_a_file(bench: Bench, below: str) -> None:
-    output = bench.file("taken", "not a directory") / below
+def test_an_output_directory_that_cannot_be_one(bench: Bench) -> None:
+    output = bench.file("taken", "not a directory") / "deeper/still"
     line = bench.refused(output_dir=output)
     assert str(output) in line and "Not a directory" in line
-
-
-def test_an_output_directory_that_no_one_can_write(bench: Bench) -> None:
     assert "--output_dir /proc/nowhere/out cannot be written" in bench.refused(output_dir="/proc/nowhere/out")
 
 
@@ -439,9 +363,7 @@ def test_an_output_directory_that_holds_a_foreign_adapter(bench: Bench) -> None:
 # ---- the launch ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "says"), [("2", "WORLD_SIZE is 2"), ("two", "WORLD_SIZE is 'two'"), ("0", "from 1 to")]
-)
+@pytest.mark.parametrize(("size", "says"), [("2", "WORLD_SIZE is 2"), ("two", "WORLD_SIZE is 'two'")])
 def test_a_world_size_that_no_launcher_made(bench: Bench, size: str, says: str) -> None:
     line = bench.refused(env={"WORLD_SIZE": size})
     assert says in line and "unset" in line
@@ -470,14 +392,7 @@ def test_four_bit_where_bitsandbytes_cannot_be_imported(bench: Bench) -> None:
     assert fingerprint(bench.output) == {}
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        pytest.param({"learning_rat": 1}, "did you mean --learning_rate?", marks=pytest.mark.long),
-        ({"model_name_or_path": "/nowhere/model"}, "/nowhere/model does not exist"),
-    ],
-)
-def test_the_launcher_hands_the_line_and_the_code_through(bench: Bench, changed: dict[str, Any], says: str) -> None:
-    result = _real(["hf_rocm_tune", "sft", *bench.argv(**changed)], bench.room)
-    assert says in the_line(result)
+def test_the_launcher_hands_the_line_and_the_code_through(bench: Bench) -> None:
+    result = _real(["hf_rocm_tune", "sft", *bench.argv("--optim", "galore_adamw")], bench.room)
+    assert "galore" in the_line(result)
     assert re.findall(r"^.*(?:Error|error).*$", result.stderr, re.MULTILINE) == [f"{LINE} {the_line(result)}"]

@@ -183,22 +183,12 @@ def test_a_reference_model_is_verified_and_watched(jobs: dict[str, Job], method:
 def test_what_does_not_go_together_is_one_line(jobs: dict[str, Job], tmp_path: Path) -> None:
     adapter = jobs["dpo"].clean()
     cases: dict[str, tuple[str, dict[str, Any], str]] = {
-        "columns": (
-            "dpo",
-            {"dataset_name": jobs["kto"].settings["dataset_name"]},
-            "fit no format of dpo: found 'prompt', 'completion'",
-        ),
-        "precomputed": ("kto", {"precompute_ref_log_probs": True}, "--precompute_ref_log_probs"),
         "moved reference": ("dpo", {"sync_ref_model": True, "use_peft": False}, "--sync_ref_model"),
-        "head": ("reward", {"init_lora_weights": "pissa"}, "lack the reward head"),
         "buffer": ("grpo", {"num_iterations": 2, "save_steps": 1}, "--num_iterations"),
         "batch": ("dpo", {"auto_fit": "plan", "effective_batch": 64}, "cannot be made with"),
         "adapter": ("reward", {"adapter_name_or_path": adapter, "lora_dropout": None}, "its task_type is CAUSAL_LM"),
         "loss": ("dpo", {"loss_type": "nonsense"}, "Unknown loss type: nonsense"),
-        "divergence": ("dpo", {"f_divergence_type": "nonsense"}, "Unknown f_divergence_type: nonsense"),
         "no rows": ("dpo", {"max_length": 4}, "no training row is left: within --max_length 4"),
-        "no rows to rate": ("reward", {"max_length": 4}, "no training row is left"),
-        "nothing to train on": ("kto", {"max_length": 4}, "no training row is left"),
         "no solution": ("grpo", {"reward_funcs": "accuracy_reward"}, "missing a required argument: 'solution'"),
         "no reward": ("grpo", {"reward_funcs": "rewards.early"}, "begin with ./"),
     }

@@ -19,36 +19,31 @@ from transformers import AutoModelForCausalLM
 
 from tests import tiny
 from tests.e2e import vllm_stand_in
-from tests.e2e.command import TIMEOUT, error_lines
+from tests.e2e.command import TIMEOUT, CommandServer
 from tests.e2e.conftest import flags, report_of
 from tests.e2e.test_methods import GENERATION, REWARDS, rows_of
 
 
-def start(directory: Path, model: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """GRPO of four steps in this directory, a checkpoint after the second."""
+def prepared(directory: Path, model: Path, **more: Any) -> list[str]:
+    """The flags for GRPO of four steps, a checkpoint after the second; its files are in this directory."""
     rows = "".join(json.dumps(row) + "\n" for row in rows_of("grpo"))
     (directory / "prompts.jsonl").write_text(rows, encoding="utf-8")
     (directory / "rewards.py").write_text(REWARDS)
     settings: dict[str, Any] = {"model": model, "dataset": "prompts.jsonl", "output_dir": "out", **GENERATION}
     settings |= {"max_steps": 4, "save_steps": 2, "learning_rate": 0.01, "sentinel_every": 1, "dtype": "bfloat16"}
-    argv = [*flags(**settings, use_vllm=True), "--per_device_train_batch_size", "4", *more]
-    paths = os.pathsep.join([str(directory / "installed"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "hf_rocm_tune.grpo", *argv],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False,
-    )  # fmt: skip
+    return flags(**settings, per_device_train_batch_size=4, use_vllm=True, **more)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use of it
 def test_by_consent_vllm_gets_the_merged_weights_and_the_frozen_ones_stay(tmp_path: Path) -> None:
     model = tiny.build("llama3", tmp_path / "models")
     vllm_stand_in.install(tmp_path / "installed")
-    refused = start(tmp_path, model)
-    assert refused.returncode == 2 and "--consent_unverified" in error_lines([refused.stderr])[0]
-    assert not (tmp_path / "out").exists()
-
-    done = start(tmp_path, model, "--consent_unverified", "true")
+    paths = os.pathsep.join([str(tmp_path / "installed"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_rocm_tune.grpo", *prepared(tmp_path, model, consent_unverified=True)],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=TIMEOUT,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = report_of(tmp_path / "out")
     assert report["incidents"] == [] and report["frozen"]["passes"] > 0
@@ -65,8 +60,11 @@ def test_by_consent_vllm_gets_the_merged_weights_and_the_frozen_ones_stay(tmp_pa
     assert any(not sent[2][name].equal(value) for name, value in sent[0].items())
 
 
-def test_without_vllm_it_is_one_line(tmp_path: Path) -> None:
-    done = start(tmp_path, tiny.build("llama3", tmp_path / "models"), "--consent_unverified", "true")
-    assert done.returncode == 2
-    (line,) = error_lines([done.stderr])
-    assert "pip install trl[vllm]" in line
+@pytest.mark.parametrize(("consent", "said"), [(False, "--consent_unverified"), (True, "pip install trl[vllm]")])
+def test_without_consent_or_vllm_it_is_one_line(
+    server: CommandServer, tmp_path: Path, consent: bool, said: str
+) -> None:
+    argv = prepared(tmp_path, tiny.build("llama3", tmp_path / "models"), consent_unverified=consent)
+    done = server.run(*argv, env={"METHOD": "grpo"}, cwd=tmp_path)
+    assert done.code == 2 and len(done.error_lines) == 1 and said in done.error_lines[0], done.stderr[-2000:]
+    assert consent or not (tmp_path / "out").exists()
