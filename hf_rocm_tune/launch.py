@@ -70,7 +70,6 @@ def split(argv: Sequence[str]) -> CommandLine:
 
 def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:
     """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says."""
-    names.apply_environment(argv, os.environ)
     quiet = any(names.bare(argument) == "quiet" for argument in extra)
     if quiet:
         os.environ["HF_ROCM_TUNE_QUIET"] = "1"

@@ -23,7 +23,7 @@ from hf_rocm_tune.configs import RECIPES
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import gpus, process, variables
-from hf_rocm_tune.redaction import print_line, remember
+from hf_rocm_tune.redaction import remember
 from hf_rocm_tune.settings import early
 
 CONFIG = "--config"
@@ -317,7 +317,6 @@ def _source(module: str) -> str:
 class RecipeFile(NamedTuple):
     path: Path
     values: Mapping[str, Any]  # YAML values by name, not yet checked
-    env: Mapping[str, str]  # environment variables that `variables` knows
 
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
@@ -358,30 +357,10 @@ def read_recipe(given: str | Path) -> RecipeFile:
     if not isinstance(content, dict):
         found = "an empty file" if content is None else f"a {type(content).__name__}"
         raise UsageError(f"recipe {path} must be a mapping of flag names to values, got {found}")
-    env = content.pop("env", None) or {}
-    if not isinstance(env, dict) or any(isinstance(v, dict | list) or v is None for v in env.values()):
-        raise UsageError(f"recipe {path}: `env` must map variable names to plain values, got {env!r}")
-    if foreign := [str(name) for name in env if not variables.covers(str(name))]:
-        raise UsageError(
-            f"recipe {path}: `env` may set variables of ROCm, RCCL and torch that hf-rocm-tune knows, "
-            f"not {', '.join(foreign)}: remove them, or set them in your shell"
-        )
+    if "env" in content:
+        raise UsageError(f"recipe {path}: `env` is not read here: set the variables in your shell")
     remember(content)
-    values = {str(key): value for key, value in content.items()}
-    return RecipeFile(path=path, values=values, env={str(key): str(value) for key, value in env.items()})
-
-
-def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Set the ``env`` of the recipe on this command line, and print it, before torch is imported; what is set stays."""
-    recipe, _ = recipe_of(argv)
-    if recipe is None:
-        return
-    for name, value in recipe.env.items():
-        if name not in environ:
-            environ[name] = value
-            if environ.get("RANK", "0") == "0":
-                # As a YAML comment, so that `--print_config > recipe.yaml` stays a recipe.
-                print_line(f"# hf-rocm-tune: recipe {recipe.path} sets {name}={value}")
+    return RecipeFile(path=path, values={str(key): value for key, value in content.items()})
 
 
 class _NoDuplicates(yaml.SafeLoader):
