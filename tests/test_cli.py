@@ -168,7 +168,6 @@ def test_wrong_paths_columns_and_numbers_are_told_before_anything_large_is_impor
         (["--model", "x", "--dataset", str(right), "--config", str(recipe)], "--lora_r must be 1 or more, got 0"),
         (["--model", "x", "--lora_r", "ten"], "--lora_r must be 1 or more, got ten"),
         (["--model", "x", "--dataset", str(folder)], "rename 'promt' to 'prompt'?"),
-        (["--model", "nobody/nothing", "--dataset", str(right)], "the Hub cannot be reached"),
     ):
         done = light(*STARTS[1], *argv)
         assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -56,15 +56,9 @@ def verify_loader(loader: DataLoader[Any], prefetch: Prefetch) -> DataLoader[Any
 class _VerifiedShard(DataLoaderShard):
     """A ``DataLoaderShard`` that places nothing: its inner loader starts the transfers."""
 
-    def __reduce__(self) -> Any:
-        return _as_stock(self, DataLoaderShard).__reduce__()
-
 
 class _VerifiedDispatcher(DataLoaderDispatcher):
     """A ``DataLoaderDispatcher`` whose ``send_to_device`` is the mover's."""
-
-    def __reduce__(self) -> Any:
-        return _as_stock(self, DataLoaderDispatcher).__reduce__()
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
@@ -88,9 +82,6 @@ def _feeding(stock: Any) -> Any:
             prefetch = vars(self)[_PREFETCH]
             for batch in super().__iter__():
                 yield prefetch.read(batch)
-
-        def __reduce__(self) -> Any:
-            return _as_stock(self, stock).__reduce_ex__(2)
 
     Feeding.__name__ = f"Verified{stock.__name__}"
     return Feeding
@@ -116,16 +107,6 @@ def _adopt(loader: Any, subclass: Any, prefetch: Prefetch) -> Any:
     adopted.__dict__ = loader.__dict__
     adopted.__dict__[_PREFETCH] = prefetch
     return adopted
-
-
-def _as_stock(loader: Any, stock: Any) -> Any:
-    # a copy has no mover: it is a stock loader, and the guard in `_prepare_inputs` verifies its batches
-    plain = stock.__new__(stock)
-    plain.__dict__.update((name, value) for name, value in vars(loader).items() if name != _PREFETCH)
-    base: Any = vars(plain).get("base_dataloader")
-    if base is not None and _PREFETCH in vars(base):
-        plain.base_dataloader = _as_stock(base, type(base).__base__)
-    return plain
 
 
 def _skip_first_batches(stock: Callable[..., Any]) -> Callable[..., Any]:

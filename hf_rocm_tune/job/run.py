@@ -99,7 +99,7 @@ class Job:
 def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     """Runs one job."""
     group = exits.RankGroup.of(os.environ)
-    rendezvous = group.rendezvous() if group else None
+    rendezvous = group.rendezvous() if group else None  # before the ranks connect
     preflight = partial(decide, environ=os.environ, say=announce.say)
     arguments = command_line.parse(argv, method=method, before_joining=preflight)
     if arguments.tune.print_config:
@@ -107,7 +107,11 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         return 0
     check_world(arguments.training.world_size, os.environ)
     if arguments.tune.dry_run:
-        return _dry_run(arguments, arguments.tune.dry_run)
+        trainer = _without_weights(arguments, "--dry_run")
+        if int(os.environ.get("RANK", "0")) == 0:
+            colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+            print(preview.shown(trainer, arguments.tune.dry_run, colour=colour))
+        return 0
     if arguments.training.disable_tqdm or not sys.stderr.isatty():
         telemetry.quieten_bars()
     if newer := upstream.untested():
@@ -122,14 +126,6 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     limit = arguments.ranks.stall_timeout
     with stall.watched(limit, rendezvous=rendezvous, tell=exits.speak, collective_s=collective_s) as guard:
         return _run(arguments, guard)
-
-
-def _dry_run(arguments: Arguments, form: str) -> int:
-    """Shows what would be trained on."""
-    trainer = _without_weights(arguments, "--dry_run")
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(preview.shown(trainer, form, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    return 0
 
 
 def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any]]:
@@ -221,15 +217,12 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     trainer.require_coverage()
     record = replace(job.plan.record, auto_fit=facts.auto_fit, data=facts.data)  # the choice is for a resumed run
     job.plan = replace(job.plan, record=record)
-    if trainer.is_world_process_zero():
+    leads = trainer.is_world_process_zero()
+    if leads:
         job.plan.commit()
     if trainer.is_local_process_zero():  # each machine may have a supervisor
-        tell_begun(
-            run_id=job.plan.run_id,
-            output_dir=job.plan.directory,
-            resumed_from=job.plan.checkpoint.name if job.plan.checkpoint else None,
-            leads=trainer.is_world_process_zero(),
-        )
+        resumed = job.plan.checkpoint.name if job.plan.checkpoint else None
+        tell_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed, leads=leads)
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
     job.files = announce.RunOutputs(arguments=job.arguments, data=job.data, trainer=trainer, facts=facts)
@@ -289,23 +282,21 @@ def _open_publisher(arguments: Arguments) -> Publisher | None:
         announce.say("other users of this machine can read --hub_token during the run: use `hf auth login` instead")
     base = arguments.tune.hub_base_model_id
     local = dict.fromkeys(local_paths(arguments.resolved()), "") | {arguments.model.model_name_or_path: base or ""}
-    publisher: Publisher | None = None
+    publisher = Publisher(training, base_model_id=base, local=local, token=token, say=announce.say)
 
     def repo_id() -> str:
-        nonlocal publisher
-        publisher = Publisher(training, base_model_id=base, local=local, token=token, say=announce.say)
         publisher.open()
         return publisher.repo_id
 
     training.hub_model_id = on_main_process(repo_id)
-    return publisher
+    return publisher if int(os.environ.get("RANK", "0")) == 0 else None
 
 
 def _prepare(
     arguments: Arguments, asked: dict[str, Any], plan: StartPlan, publisher: Publisher | None, guard: StallGuard
 ) -> Job:
     """Everything that can be checked without loading the model."""
-    training, tune = arguments.training, arguments.tune
+    training, tune, say = arguments.training, arguments.tune, announce.say
     source, config = _source(arguments)
     compatibility.check(arguments, config)
     check_recomputation(arguments, source)
@@ -313,21 +304,19 @@ def _prepare(
     check_adapter(arguments.method, adapter)
     check_settings(training)
     rewards = reward_functions(arguments.script) if arguments.method == "grpo" else None
-    if crashes := Crashes().text:
-        announce.say(f"crashes are injected on request: {crashes}")
-    if step_faults := StepFaultSpec.from_environment():
-        announce.say(f"faults in steps are injected on request: {step_faults}")
+    if injected := [str(each) for each in (Crashes().text, StepFaultSpec.from_environment()) if each]:
+        say(f"crashes and faults in steps are injected on request: {', '.join(injected)}")
     tokenizer = _tokenizer(arguments, source)
     # an adapter may have added tokens to the vocabulary
     known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
     data = _data(arguments, tokenizer, known)
     check_rewards(rewards or (), data.train.column_names)
-    mover = make_mover(arguments, source, say=announce.say)
+    mover = make_mover(arguments, source, say=say)
     # libraries are initialised on each card before memory is short
     bits = None if source.quantization is None else 4 if source.quantization.load_in_4bit else 8
     libraries = sum(warm_up(device, bits=bits) for device in sorted(set(device_map(mover).values()), key=str))
     mover.report.count("memory", libraries_bytes=libraries)
-    fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=announce.say)
+    fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=say)
     watched = telemetry.of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return Job(
         arguments=arguments,
@@ -335,7 +324,7 @@ def _prepare(
         plan=plan,
         fit=fit,
         source=source,
-        streamed=streamed_layers(arguments, source, fit, libraries=libraries, say=announce.say),
+        streamed=streamed_layers(arguments, source, fit, libraries=libraries, say=say),
         data=data,
         tokenizer=tokenizer,
         mover=mover,
@@ -475,22 +464,19 @@ def _adapted(job: Job, model: Any) -> tuple[Any, Any]:
 def _rows_told(job: Job, trainer: Any) -> dict[str, DataSummary]:
     """What is trained on, as told to the user; leaves out rows that only have thinking if that is masked."""
     masked = job.arguments.tune.mask_thinking
-    if masked:
-        for split in ("train", "eval"):
-            if (rows := getattr(trainer, f"{split}_dataset")) is not None:
-                rows, lost = masks.without_thinking(rows, trainer.processing_class, split)
-                setattr(trainer, f"{split}_dataset", rows)
-                if lost:
-                    announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
+    for split in ("train", "eval") if masked else ():
+        if (rows := getattr(trainer, f"{split}_dataset")) is not None:
+            rows, lost = masks.without_thinking(rows, trainer.processing_class, split)
+            setattr(trainer, f"{split}_dataset", rows)
+            if lost:
+                announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
     check_rows(trainer)
-    summaries = preview.summaries(trainer, job.data)
+    found = preview.summaries(trainer, job.data)
     if masked:
-        summaries = {name: of_trained(getattr(trainer, f"{name}_dataset"), each) for name, each in summaries.items()}
-    for summary in summaries.values():
-        announce.say(summary.line())
-        if warning := summary.warning():
-            announce.say(f"warning: {warning}")
-    return summaries
+        found = {name: of_trained(getattr(trainer, f"{name}_dataset"), each) for name, each in found.items()}
+    for summary in found.values():
+        announce.say(summary.line(), *(f"warning: {each}" for each in [summary.warning()] if each))
+    return found
 
 
 def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:

@@ -1,5 +1,5 @@
-"""What can be refused before torch and TRL are imported, which takes seconds: values out of range, missing files,
-models that the Hub does not have, columns that fit no format.
+"""What can be refused before torch and TRL are imported, which takes seconds: values out of range, missing files and
+directories, columns that fit no format.
 
 A value that cannot be read here is left to the parser.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from hf_rocm_tune.data.formats import Method, recognise
 from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.paths import HUB_FIX, answers, expand_user, is_local_model, require_model
+from hf_rocm_tune.paths import expand_user, require_model
 
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -81,33 +81,6 @@ def check(method: Method, given: Mapping[str, Any]) -> None:
         split = str(given.get("dataset_train_split") or "train")
         if given.get("datasets") is None and (row := _first_row(expand_user(data), split)) is not None:
             recognise([*row], row, method, str(given.get("dataset_text_field") or "text"), "train")
-    if isinstance(model, str) and not is_local_model(model):
-        _require_on_hub(model, given.get("model_revision"))
-
-
-def _require_on_hub(model: str, revision: str | None) -> None:
-    """Refuses a model of which not even the configuration can be had. Other answers of the Hub are for the loader."""
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-    from huggingface_hub.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
-        hf_hub_download(model, "config.json", revision=revision, local_files_only=offline)
-        return
-    except GatedRepoError:
-        return
-    except RepositoryNotFoundError:
-        what = "the Hub has no model of this name, or none that your token may read"
-    except LocalEntryNotFoundError:
-        what = "the Hub cannot be reached, and the model is not in its cache"
-    except (HfHubHTTPError, OSError, ValueError):
-        return
-    finally:
-        logging.set_verbosity(verbosity)
-    raise UsageError(f"model {model}: {what}; {HUB_FIX}")
 
 
 def _first_row(file: Path, split: str) -> dict[str, Any] | None:

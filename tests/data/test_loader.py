@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -258,22 +257,6 @@ def test_it_is_of_its_own_class_and_shares_its_state(prepare: Prepare, mover: Mo
         assert isinstance(ours, kind) and isinstance(ours, DataLoader)
         assert vars(ours) is vars(stock)
         assert verify_loader(ours, Prefetch(mover)) is ours
-
-
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_a_copy_of_a_loader_is_a_stock_loader_with_the_same_batches(
-    prepare: Prepare, mover: Mover, dispatch: bool, duplicate: Callable[[Any], Any]
-) -> None:
-    """The mover is of this process and stays here; the guard in `_prepare_inputs` verifies what a copy yields."""
-
-    def make(chosen: Mover | None) -> Any:
-        loader = prepare(Rows(7), chosen, dispatch=dispatch)
-        del loader.accelerator
-        return duplicate(loader)
-
-    assert type(make(mover)) is type(make(None))
-    assert seen(make(mover)) == seen(make(None))
 
 
 def test_a_plain_loader_and_its_resumed_one_are_verified_too(mover: Mover) -> None:

@@ -185,6 +185,7 @@ def test_a_recipe_or_a_fault_that_cannot_be(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("flag", "name", "says"),
     [
+        ("model_name_or_path", "nobody/nothing", "check the spelling, the network and HF_HUB_OFFLINE"),
         ("model_name_or_path", "/nowhere/model", "does not exist: give a model directory or a Hub id"),
         ("model_name_or_path", None, "no model: give --model (--model_name_or_path)"),
         ("dataset_name", "/nowhere/rows.jsonl", "no such file or folder: '/nowhere/rows.jsonl'"),
