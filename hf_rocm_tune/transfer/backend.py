@@ -10,7 +10,6 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -22,9 +21,6 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer.digest import Digest, digest, digest_on_device, from_sums
 from hf_rocm_tune.transfer.raw_bytes import ordinary
 from hf_rocm_tune.transfer.report import count_crossing
-
-WAKES_WORKER_BYTES = 1 << 20
-"""The smallest copy on a plain CPU for which the worker thread is woken."""
 
 
 class Part(NamedTuple):
@@ -46,24 +42,17 @@ class Label(NamedTuple):
     parts: tuple[Part, ...]
 
 
-class Ticket(Protocol):
-    """A queued copy."""
+class Queued(Protocol):
+    """A queued copy or digest."""
 
     def done(self) -> bool:
-        """Whether the copy has ended, with or without an error."""
+        """Whether it has ended, with or without an error."""
 
     def join(self) -> None:
-        """Wait until the copy has ended, with or without an error: its source may be rewritten then."""
+        """Wait until it has ended, with or without an error: the source of a copy may be rewritten then."""
 
-    def wait(self) -> None:
-        """Wait until the copy has ended; raises its error."""
-
-
-class PendingDigest(Protocol):
-    """A queued digest."""
-
-    def result(self) -> Digest:
-        """Wait for the digest."""
+    def result(self) -> Any:
+        """Wait until it has ended; raises its error. A digest gives a `Digest`."""
 
 
 class Backend(Protocol):
@@ -86,19 +75,19 @@ class Backend(Protocol):
     def follow(self, mark: Any) -> None:
         """Let the queue wait for the work before `mark`, so that it can read its results."""
 
-    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
+    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Queued:
         """Queue a copy of host bytes to device bytes, or back. `source` must not change until the ticket is done."""
 
     def fill(self, target: Tensor, value: int) -> None:
         """Queue setting all device bytes to `value`."""
 
-    def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
+    def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
         """Queue a digest of device bytes, computed on the device."""
 
     def read_back(self, target: Tensor) -> Tensor:
         """Copy device bytes to new host memory, after everything queued; waits."""
 
-    def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
+    def hand_out(self, buffer: Tensor, ticket: Queued) -> None:
         """Make the caller's compute stream wait for the copy, and keep the memory until that stream is done with it."""
 
     def close(self) -> None:
@@ -108,9 +97,8 @@ class Backend(Protocol):
 class HostBackend:
     """Plain CPU: the "device" is other host memory.
 
-    The same code runs above it as above an accelerator, and its waits are real: a copy ends some time after it was
-    queued. Large copies run on a worker thread; small ones run in the first thread that waits for something queued,
-    because waking the worker takes longer. The worker ends with `close` or with the interpreter.
+    The same code runs above it as above an accelerator, and its waits are real: what is queued runs, in order, in the
+    first thread that waits for some of it.
     """
 
     default_slot_bytes = 8 << 20
@@ -118,7 +106,6 @@ class HostBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transfer")
         self._queue: deque[_Work] = deque()
         self._running = threading.Lock()
 
@@ -136,17 +123,15 @@ class HostBackend:
     def follow(self, mark: None) -> None:
         """See `mark`."""
 
-    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
+    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Queued:
         ticket = self._queued(partial(self._copy_now, target, source))
         if blocking:
-            ticket.wait()
-        elif target.numel() >= WAKES_WORKER_BYTES:
-            self._worker.submit(self._run)
+            ticket.result()
         return ticket
 
     def _copy_now(self, target: Tensor, source: Tensor) -> None:
-        # Not torch's copy: above a few KiB it opens an OpenMP region, and with the worker's extra threads libgomp sees
-        # more threads than cores and throttles those of the training thread.
+        # Not torch's copy: above a few KiB it opens an OpenMP region, and with the teams of other threads (those that
+        # load) libgomp sees more threads than cores and throttles those of the training thread.
         if not (target.is_contiguous() and source.is_contiguous() and target.nbytes == source.nbytes):
             raise ValueError(f"a copy of {source.nbytes} bytes into {target.nbytes}, or of strided memory")
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -154,19 +139,18 @@ class HostBackend:
     def fill(self, target: Tensor, value: int) -> None:
         self._queued(partial(ctypes.memset, target.data_ptr(), value, target.numel()))
 
-    def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
+    def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
         return self._queued(partial(digest, target, word_offset=word_offset))
 
     def read_back(self, target: Tensor) -> Tensor:
         found: Tensor = self._queued(target.clone).result()
         return found
 
-    def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
-        ticket.wait()
+    def hand_out(self, buffer: Tensor, ticket: Queued) -> None:
+        ticket.result()
 
     def close(self) -> None:
         self._run()
-        self._worker.shutdown(wait=True)
 
     def _queued(self, do: Callable[[], Any]) -> _Work:
         work = _Work(do, self._run)
@@ -181,7 +165,7 @@ class HostBackend:
 
 
 class _Work:
-    """A queued operation: the ticket of a copy, or a pending digest."""
+    """A queued operation."""
 
     def __init__(self, do: Callable[[], Any], run_queue: Callable[[], None]) -> None:
         self._do: Callable[[], Any] | None = do
@@ -209,8 +193,6 @@ class _Work:
         if self._error is not None:
             raise self._error
         return self._found
-
-    wait = result
 
 
 class AcceleratorBackend:
@@ -271,7 +253,7 @@ class AcceleratorBackend:
     def follow(self, mark: torch.cuda.Event) -> None:
         self._stream.wait_event(mark)
 
-    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
+    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Queued:
         with self._queue():
             count_crossing(**{"to_host_bytes" if source.is_cuda else "to_device_bytes": source.nbytes})
             target.copy_(source, non_blocking=not blocking)
@@ -281,7 +263,7 @@ class AcceleratorBackend:
         with self._queue():
             target.fill_(value)
 
-    def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
+    def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
         with self._queue():
             sums = digest_on_device(target, word_offset)
             count_crossing(to_host_bytes=sums.nbytes)
@@ -296,7 +278,7 @@ class AcceleratorBackend:
             count_crossing(to_host_bytes=target.nbytes)
             return target.cpu()
 
-    def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
+    def hand_out(self, buffer: Tensor, ticket: Queued) -> None:
         assert isinstance(ticket, _EventTicket), "a ticket of this backend"
         consumer = torch.cuda.current_stream(self.device)
         consumer.wait_event(ticket.event)
@@ -316,15 +298,17 @@ class _EventTicket:
     def join(self) -> None:
         self.event.synchronize()
 
-    wait = join
+    def result(self) -> Any:
+        self.event.synchronize()
 
 
-class _EventDigest:
+class _EventDigest(_EventTicket):
     def __init__(self, event: torch.cuda.Event, landing: Tensor, nbytes: int) -> None:
-        self._event, self._landing, self._nbytes = event, landing, nbytes
+        super().__init__(event)
+        self._landing, self._nbytes = landing, nbytes
 
     def result(self) -> Digest:
-        self._event.synchronize()
+        self.event.synchronize()
         return from_sums(self._landing, self._nbytes)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,16 +15,16 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.transfer.backend import Backend, Label, Part, Ticket
+from hf_rocm_tune.transfer.backend import Backend, Label, Part, Queued
 from hf_rocm_tune.transfer.damage import examine
 from hf_rocm_tune.transfer.digest import Digest, combine, digest, digest_range
 from hf_rocm_tune.transfer.faults import FaultyBackend
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, gather, ordinary, typed_view
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, dense, ordinary, typed_view
 from hf_rocm_tune.transfer.report import TransferReport, count_crossing
 
 MODES = {"verify": ("full", "sample", "off"), "on_corruption": ("recover", "stop")}
-
-
+SAMPLE_EVERY = 16
+"""Of ``verify="sample"``: every 16th transfer of a stage."""
 SMALLEST_SLOT_BYTES = 64 << 10
 
 
@@ -56,13 +57,30 @@ class TransferSettings:
             raise UsageError(f"slot_bytes is {self.slot_bytes}; give a multiple of 256, at least 4096")
 
 
+class Session:
+    """What all transfers of a mover share; ``step``: of training, for incidents."""
+
+    def __init__(self, settings: TransferSettings, report: TransferReport, faulty: FaultyBackend | None) -> None:
+        self.settings, self.report, self.faulty = settings, report, faulty
+        self.step: int | None = None
+        self._numbers, self._sent, self._lock = itertools.count(), Counter[str](), threading.Lock()
+
+    def number(self, stage: str) -> tuple[int, bool]:
+        """The number of a new transfer, and whether it is verified."""
+        with self._lock:
+            number, earlier = next(self._numbers), self._sent[stage]
+            self._sent[stage] += 1
+        sampled = self.settings.verify == "sample" and earlier % SAMPLE_EVERY == 0
+        return number, self.settings.verify == "full" or sampled
+
+
 # ---- staging memory -----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Slot:
     buffer: Tensor | None = None
-    ticket: Ticket | None = None  # of the last copy that uses it
+    ticket: Queued | None = None  # of the last copy that uses it
 
 
 class Ring:
@@ -125,7 +143,7 @@ ALIGNMENT = 256
 
 @dataclass
 class Segment:
-    """One host tensor of a transfer."""
+    """One contiguous host tensor of a transfer."""
 
     name: str
     source: Tensor
@@ -154,12 +172,12 @@ class Transfer:
     number: int
     stage: str
     segments: list[Segment]  # in order of their offsets
-    # Its bytes, in logical order, are those of the device memory, gaps between the segments included. None: each
-    # segment has its own, and gaps are zeros.
+    # Contiguous; its bytes are those of the device memory, gaps between the segments included. None: each segment has
+    # its own, and gaps are zeros.
     source: Tensor | None
     verify: bool
     pieces: list[Digest] = field(default_factory=list)  # digests of its chunks, taken by the first attempt, or known
-    ticket: Ticket | None = None
+    ticket: Queued | None = None
     settled: bool = False
     failure: CorruptionError | None = None
     transfer_seconds: float = 0.0
@@ -219,18 +237,22 @@ class Sender:
 
     def _send_chunk(
         self, transfer: Transfer, buffer: Tensor, route: Route, attempt: int, start: int, stop: int
-    ) -> Ticket:
-        label = Label(transfer.stage, transfer.number, attempt, tuple(_parts(transfer, start, stop)))
-        target = buffer[start:stop]
-        if route.staging == "ring":
-            with self._ring.slot(stop - start) as (slot, memory):
-                _pack(transfer, start, stop, memory, attempt)
-                slot.ticket = self._backend.copy(target, memory, label, blocking=route.blocking)
-                return slot.ticket
+    ) -> Queued:
+        parts = tuple(
+            Part(segment.name, begin - start, end - start, begin - segment.offset, segment.nbytes)
+            for segment, begin, end in _within(transfer.segments, start, stop)
+        )
         size = stop - start
-        memory = self._backend.staging(size) if route.staging == "fresh" else pageable(size)
-        _pack(transfer, start, stop, memory, attempt)
-        return self._backend.copy(target, memory, label, blocking=route.blocking)
+        staged: AbstractContextManager[tuple[Slot, Tensor]]
+        if route.staging == "ring":
+            staged = self._ring.slot(size)
+        else:
+            staged = nullcontext((Slot(), self._backend.staging(size) if route.staging == "fresh" else pageable(size)))
+        with staged as (slot, memory):
+            _pack(transfer, start, stop, memory, attempt)
+            label = Label(transfer.stage, transfer.number, attempt, parts)
+            slot.ticket = self._backend.copy(buffer[start:stop], memory, label, blocking=route.blocking)
+            return slot.ticket
 
 
 def pageable(nbytes: int) -> Tensor:
@@ -239,35 +261,30 @@ def pageable(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _parts(transfer: Transfer, start: int, stop: int) -> Iterator[Part]:
-    """The parts of segments in bytes [start, stop) of the device memory."""
-    for segment in transfer.segments:
+def _within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[tuple[Segment, int, int]]:
+    """The segments in bytes [start, stop) of the device memory, and where each begins and ends there."""
+    for segment in segments:
         begin, end = max(segment.offset, start), min(segment.end, stop)
         if begin < end:
-            yield Part(segment.name, begin - start, end - start, begin - segment.offset, segment.nbytes)
+            yield segment, begin, end
 
 
 def _pack(transfer: Transfer, start: int, stop: int, memory: Tensor, attempt: int) -> None:
     """Copy bytes [start, stop) of the source; on a verified first attempt digest them in the same pass."""
     if transfer.source is None:
-        _pack_segments(transfer.segments, start, stop, memory)
+        filled = start
+        for segment, begin, end in _within(transfer.segments, start, stop):
+            memory[filled - start : begin - start] = 0
+            part = as_bytes(segment.source)[begin - segment.offset : end - segment.offset]
+            memory[begin - start : end - start].copy_(part)
+            filled = end
+        memory[filled - start :] = 0
     elif transfer.verify and attempt == 0:
         begun = time.perf_counter()
         transfer.pieces.append(digest_range(transfer.source, start, stop, word_offset=start // 4, copy_to=memory))
         transfer.verify_seconds += time.perf_counter() - begun
     else:
-        gather(transfer.source, start, stop, memory)
-
-
-def _pack_segments(segments: Sequence[Segment], start: int, stop: int, memory: Tensor) -> None:
-    filled = start
-    for segment in segments:
-        begin, end = max(segment.offset, start), min(segment.end, stop)
-        if begin < end:
-            memory[filled - start : begin - start] = 0
-            gather(segment.source, begin - segment.offset, end - segment.offset, memory[begin - start : end - start])
-            filled = end
-    memory[filled - start : stop - start] = 0
+        memory.copy_(as_bytes(transfer.source)[start:stop])
 
 
 # ---- host tensors packed into one memory ---------------------------------------------------------------------
@@ -326,12 +343,11 @@ def pack(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple[Tensor
     for _ in range(_TRIES):
         tensors = []
         for (name, tensor), start in zip(named, starts, strict=True):
-            size, found = tensor.nbytes, None
-            into = memory[start : start + size]
+            size, found, source = tensor.nbytes, None, dense(tensor)
             if verified:
-                found = digest_range(tensor, 0, size, word_offset=start // 4, copy_to=into)
+                found = digest_range(source, 0, size, word_offset=start // 4, copy_to=memory[start : start + size])
             else:
-                gather(tensor, 0, size, into)
+                memory[start : start + size].copy_(as_bytes(source))
             tensors.append(Packed(name, start, tensor.dtype, tensor.shape, found))
         whole = digest(memory) if verified else None
         if whole is None or whole.same_words(combine(each.digest for each in tensors if each.digest is not None)):
@@ -352,23 +368,14 @@ class Fetcher:
     (``slot_bytes``). Not covered: host memory after the verdict, and device memory that changed before `begin`.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        faulty: FaultyBackend | None,
-        settings: TransferSettings,
-        report: TransferReport,
-        number_transfer: Callable[[str], tuple[int, bool, int | None]],
-    ) -> None:
-        self.backend, self.faulty, self.settings, self.report = backend, faulty, settings, report
-        self.number_transfer = number_transfer
-        self.slot_bytes = settings.slot_bytes or backend.default_slot_bytes
-        self.ring = Ring(backend, slot_bytes=self.slot_bytes, slots=settings.slots)
+    def __init__(self, backend: Backend, session: Session) -> None:
+        self.backend, self.session = backend, session
+        self.slot_bytes = session.settings.slot_bytes or backend.default_slot_bytes
+        self.ring = Ring(backend, slot_bytes=self.slot_bytes, slots=session.settings.slots)
 
-    def begin(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None, into: Tensor | None = None) -> Fetched:
-        """Queue the copy of a tensor of this device. Waits while all slots are taken."""
-        source = tensor.detach().contiguous()
-        return Fetched(self, source, name, stage, mark if tensor.is_contiguous() else None, into)
+    def begin(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Fetched:
+        """Queue the copy of a tensor of this device, after ``mark`` (None: now). Waits while all slots are taken."""
+        return Fetched(self, tensor.detach().contiguous(), name, stage, mark if tensor.is_contiguous() else None)
 
     @contextmanager
     def fetched(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Iterator[Fetched]:
@@ -389,41 +396,34 @@ class Fetched:
         digest: of the fetched bytes, after `settle`; None if they are not verified.
     """
 
-    def __init__(
-        self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any = None, into: Tensor | None = None
-    ) -> None:
-        self._fetcher, self._backend, self._name, self._stage = fetcher, fetcher.backend, name, stage
-        number, verify, self._step = fetcher.number_transfer(stage)
+    def __init__(self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any) -> None:
+        self._session, self._backend, self._name, self._stage = fetcher.session, fetcher.backend, name, stage
+        number, verify = self._session.number(stage)
+        self._step = self._session.step
         self._source = as_bytes(source)  # kept alive: the caller may drop its tensor while the copy is queued
         self._slot = ExitStack()
         self.digest: Digest | None = None
         begun, size = time.perf_counter(), source.nbytes
-        at_once = into is None and size > fetcher.slot_bytes
-        if into is not None:
-            self._memory = into
-        elif at_once:
-            self._memory = pageable(size)
-        else:
-            _, self._memory = self._slot.enter_context(fetcher.ring.slot(size))
+        small = size <= fetcher.slot_bytes
+        self._memory = self._slot.enter_context(fetcher.ring.slot(size))[1] if small else pageable(size)
         self.host = typed_view(self._memory, 0, source.dtype, source.shape)
         self._label = Label(stage, number, 0, (Part(name, 0, size, 0, size),))
         self._backend.follow(mark or self._backend.mark())
         self._expected = self._backend.digest(self._source) if verify else None
-        # A copy to pageable memory blocks, so it runs in `settle`.
-        self._ticket = None if at_once else self._copy()
+        self._ticket = self._copy() if small else None  # a copy to pageable memory blocks, so it runs in `settle`
         self._queueing_seconds = time.perf_counter() - begun
 
     def settle(self) -> None:
         """Wait for the bytes and verify them."""
         begun = time.perf_counter()
-        (self._ticket or self._copy(blocking=True)).wait()
+        (self._ticket or self._copy(blocking=True)).result()
         if self._expected is not None:
             self.digest = self._expected.result()
             self._verify(self.digest)
         else:
             self._corrupt(0)
         size = self._memory.numel()
-        self._fetcher.report.add(
+        self._session.report.add(
             self._stage,
             tensors=1,
             bytes=size,
@@ -449,7 +449,7 @@ class Fetched:
                     self._report(wrong, rung, "recovered")
                 return
             wrong = self._memory.clone() if wrong is None else wrong
-            stops = self._fetcher.settings.on_corruption == "stop"
+            stops = self._session.settings.on_corruption == "stop"
             if stops or rung == _READINGS[-1]:
                 self._report(wrong, rung, "stopped" if stops else "failed")
                 why = f"{len(_READINGS)} ways of reading it gave wrong bytes"
@@ -458,23 +458,23 @@ class Fetched:
                     f"{'--on_corruption stop is set' if stops else why}. It was not used; run the doctor"
                 )
 
-    def _copy(self, *, blocking: bool = False) -> Ticket:
+    def _copy(self, *, blocking: bool = False) -> Queued:
         return self._backend.copy(self._memory, self._source, self._label, blocking=blocking)
 
     def _corrupt(self, attempt: int) -> None:
-        if self._fetcher.faulty is not None:
-            self._fetcher.faulty.corrupt_in_place(self._memory, self._label._replace(attempt=attempt))
+        if self._session.faulty is not None:
+            self._session.faulty.corrupt_in_place(self._memory, self._label._replace(attempt=attempt))
 
     def _report(self, wrong: Tensor, rung: str, outcome: str) -> None:
         recovered = outcome == "recovered"
-        self._fetcher.report.add(self._stage, mismatches=1, recovered=int(recovered))
+        self._session.report.add(self._stage, mismatches=1, recovered=int(recovered))
         row: dict[str, Any] = {"step": self._step, "stage": self._stage, "tensor": self._name}
         # The right bytes are known only if a later reading had the right digest.
         if recovered and (damage := examine(wrong, self._memory)) is not None:
             row |= damage.for_report()
         else:
             row |= {"kind": "unknown", "first_offset": 0, "length": wrong.numel()}
-        self._fetcher.report.incident({**row, "rung": rung, "outcome": outcome})
+        self._session.report.incident({**row, "rung": rung, "outcome": outcome})
 
 
 def host_copy(tensor: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ The doctor and the preflight test torch's own copies, neither verified nor stage
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 POISON = 0xA5
 """The byte with which memory is filled before data is sent again: where it remains, nothing arrived."""
@@ -17,24 +19,24 @@ ALIGNMENTS = (20 << 20, 2 << 20, 64 << 10, 4 << 10, 256, 64, 4, 1)
 
 _SLAB_BYTES = 4 << 20
 _SHOWN_BYTES = 16
-_JOINED_GAP = 64
+_GRAIN_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
     """A description of wrong bytes. A wrong byte may count as zero, poison, stale and a flip at once."""
 
-    nbytes: int  # that were compared
-    wrong: int  # of these
-    first_offset: int  # of the first wrong byte
-    length: int  # of the first wrong run, which may contain runs of fewer than 64 right bytes
-    alignment: int  # the largest of `ALIGNMENTS` that divides the offset; for offset 0, that divides the length
-    zeros: int  # wrong bytes that are 0
-    poison: int  # ... that equal the destination's earlier fill
-    stale: int  # ... that equal an earlier transfer
-    flips: int  # ... that differ in one bit
-    found: str  # the first wrong bytes, in hexadecimal
-    right: str  # the bytes that should be there
+    nbytes: int = 0  # that were compared
+    wrong: int = 0  # of these
+    first_offset: int = 0  # of the first wrong byte
+    length: int = 0  # of the first wrong run: to the first 64 bytes, aligned, that are all right
+    alignment: int = ALIGNMENTS[0]  # the largest that divides the offset; for offset 0, that divides the length
+    zeros: int = 0  # wrong bytes that are 0
+    poison: int = 0  # ... that equal the destination's earlier fill
+    stale: int = 0  # ... that equal an earlier transfer
+    flips: int = 0  # ... that differ in one bit
+    found: str = ""  # the first wrong bytes, in hexadecimal
+    right: str = ""  # the bytes that should be there
 
     @property
     def kind(self) -> str:
@@ -60,20 +62,26 @@ def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> D
     assert found.numel() == right.numel(), "both sides have the same size"
     if torch.equal(found, right):
         return None
-    counts = torch.zeros(5, dtype=torch.int64)
-    first, end, open_run = -1, -1, True
+    counts, grains = torch.zeros(5, dtype=torch.int64), []
     for start in range(0, right.numel(), _SLAB_BYTES):
-        read, wanted = found[start : start + _SLAB_BYTES], right[start : start + _SLAB_BYTES]
-        wrong = read != wanted
-        if open_run:
-            begin, last, goes_on = _first_run(wrong, already_in_one=first >= 0)
-            if last > begin:
-                first = start + begin if first < 0 else first
-                end = start + last
-            open_run = first < 0 or goes_on
-        counts += _counts(read, wanted, wrong, None if earlier is None else earlier[start : start + _SLAB_BYTES])
-    total, zeros, poison, stale, flips = counts.tolist()
-    length, shown = end - first, slice(first, min(end, first + _SHOWN_BYTES))
+        part = slice(start, start + _SLAB_BYTES)
+        difference = found[part] ^ right[part]
+        wrong = difference != 0
+        grains.append(functional.pad(wrong, (0, -wrong.numel() % _GRAIN_BYTES)).view(-1, _GRAIN_BYTES).any(1))
+        stale = torch.zeros_like(wrong)
+        if earlier is not None:
+            old = earlier[part]
+            stale[: old.numel()] = found[part][: old.numel()] == old[: wrong.numel()]
+        instead = (found[part] == 0, found[part] == POISON, stale, difference & (difference - 1) == 0)
+        counts += torch.stack([wrong.sum(), *((wrong & each).sum() for each in instead)])
+    total, zeros, poison, stale_bytes, flips = counts.tolist()
+    bad = torch.cat(grains)
+    begin = int(bad.int().argmax())
+    end = begin + int(torch.cat([bad[begin:], bad.new_zeros(1)]).int().argmin())
+    run = slice(begin * _GRAIN_BYTES, end * _GRAIN_BYTES)
+    places = (found[run] != right[run]).nonzero()
+    first, length = run.start + int(places[0]), int(places[-1] - places[0]) + 1
+    shown = slice(first, first + min(length, _SHOWN_BYTES))
     return Damage(
         nbytes=right.numel(),
         wrong=total,
@@ -82,33 +90,11 @@ def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> D
         alignment=next(size for size in ALIGNMENTS if (first or length) % size == 0),
         zeros=zeros,
         poison=poison,
-        stale=stale,
+        stale=stale_bytes,
         flips=flips,
         found=bytes(found[shown].tolist()).hex(),
         right=bytes(right[shown].tolist()).hex(),
     )
-
-
-def _counts(read: Tensor, wanted: Tensor, wrong: Tensor, earlier: Tensor | None) -> Tensor:
-    """int64[5]: numbers of wrong bytes, and of these zeros, poison, stale, one bit flipped."""
-    stale = torch.zeros((), dtype=torch.int64)
-    if earlier is not None:
-        size = min(earlier.numel(), read.numel())
-        stale = (wrong[:size] & (read[:size] == earlier[:size])).sum()
-    difference = read ^ wanted
-    one_bit = wrong & ((difference & (difference - 1)) == 0)
-    zeros, poison = wrong & (read == 0), wrong & (read == POISON)
-    return torch.stack([wrong.sum(), zeros.sum(), poison.sum(), stale, one_bit.sum()])
-
-
-def _first_run(wrong: Tensor, *, already_in_one: bool) -> tuple[int, int, bool]:
-    """(begin, end, may continue after the mask) of the first run in a bool mask; begins at 0 if already in a run."""
-    positions = wrong.nonzero().flatten()
-    if not positions.numel() or (already_in_one and int(positions[0]) > _JOINED_GAP):
-        return 0, 0, False
-    breaks = (positions.diff() > _JOINED_GAP).nonzero().flatten()
-    end = int(positions[breaks[0]] if breaks.numel() else positions[-1]) + 1
-    return 0 if already_in_one else int(positions[0]), end, not breaks.numel() and wrong.numel() - end <= _JOINED_GAP
 
 
 # ---- position-dependent test patterns -----------------------------------------------------------------------
@@ -129,26 +115,25 @@ def pattern(number: int, start: int, count: int, device: torch.device) -> Tensor
 
 
 def fill_with_pattern(buffer: Tensor, number: int, *, keep: int = 0xFF) -> Tensor:
-    """Overwrite the bytes of a tensor with a pattern from its beginning, on its own device, and return it."""
-    for start in range(0, buffer.numel(), 4 * PIECE_WORDS):
-        piece = buffer[start : start + 4 * PIECE_WORDS]
-        piece[:] = _bytes(number, start, piece, keep)
+    """Overwrite the bytes of a tensor with a pattern, of which ``keep`` masks each byte, on its own device."""
+    for piece, right in _pieces(buffer, number, keep):
+        piece[:] = right
     return buffer
 
 
 def count_wrong(buffer: Tensor, number: int, *, keep: int = 0xFF) -> int:
     """The number of bytes that differ from a pattern, counted on the tensor's device; see `fill_with_pattern`."""
     wrong = torch.zeros((), dtype=torch.int64, device=buffer.device)
-    for start in range(0, buffer.numel(), 4 * PIECE_WORDS):
-        piece = buffer[start : start + 4 * PIECE_WORDS]
-        wrong += (piece != _bytes(number, start, piece, keep)).sum()
+    for piece, right in _pieces(buffer, number, keep):
+        wrong += (piece != right).sum()
     return int(wrong)
 
 
-def _bytes(number: int, start: int, piece: Tensor, keep: int) -> Tensor:
-    """The right bytes of a piece that begins at byte `start`, a multiple of 4."""
-    right = pattern(number, start // 4, -(-piece.numel() // 4), piece.device).view(torch.uint8)[: piece.numel()]
-    return right if keep == 0xFF else right & keep
+def _pieces(buffer: Tensor, number: int, keep: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, buffer.numel(), 4 * PIECE_WORDS):
+        piece = buffer[start : start + 4 * PIECE_WORDS]
+        right = pattern(number, start // 4, -(-piece.numel() // 4), piece.device).view(torch.uint8)[: piece.numel()]
+        yield piece, right if keep == 0xFF else right & keep
 
 
 # ---- torch's own copies -------------------------------------------------------------------------------------

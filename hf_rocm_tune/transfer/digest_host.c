@@ -114,16 +114,3 @@ void hf_rocm_tune_digest(const unsigned char *data, unsigned char *copy, uint64_
         sums[1] += parts[i].sums[1];
     }
 }
-
-/* Adds s1 and s2 of count tensors, concatenated, each padded to whole words. places holds the address and the length in
-   bytes of each. */
-void hf_rocm_tune_digest_parts(const uint64_t *places, uint64_t count, const uint64_t *table, uint64_t *sums) {
-    uint64_t index = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        part p = {(const unsigned char *)(uintptr_t)places[2 * i], NULL, places[2 * i + 1], index, table, {0, 0}};
-        reduce(&p);
-        sums[0] += p.sums[0];
-        sums[1] += p.sums[1];
-        index += (p.nbytes + 3) / 4;
-    }
-}

@@ -1,19 +1,13 @@
 """The digest as one Triton kernel, for HIP and CUDA; definition and selection are in `digest`.
 
-A word costs three multiplications and no table lookup. A program handles ``TILE`` consecutive word positions of a block
-(256 KiB), for up to `MAX_BLOCKS` blocks. For each position it accumulates, over the blocks ``b``,
+A program handles ``TILE`` consecutive word positions of a block (256 KiB), for up to `MAX_BLOCKS` blocks, and
+accumulates for each, over the blocks ``b``,
 
     plain = sum(w)    factor = sum(w * mix(b + 1)) mod 2^32    term = sum(w * c(b))
 
-so that the weight ``A`` of the position, the expensive part, is computed and multiplied once at the end:
-``s2 = A * (plain + factor << 32) + term``. Integer addition is associative: the atomic sums of the programs are the
-same in any order.
-
-Data that starts on a multiple of 16 bytes is read in 128-bit loads; nothing outside the tensor is read. The 0 to 15
-bytes after the last 16-byte granule are read one by one by the first program. Data that starts on a multiple of 4 is
-read in 32-bit loads, other data (odd views) byte by byte, which is slow.
-
-Each launch digests one tensor: several would need a table of addresses, sent over the link that is being checked.
+so that the weight ``A`` of the position, the expensive part, is computed once: ``s2 = A * (plain + factor << 32) +
+term``. Integer addition is associative: the atomic sums of the programs are the same in any order. One launch digests
+one tensor: several would need a table of addresses, sent over the link that is being checked.
 """
 
 from __future__ import annotations
@@ -104,7 +98,8 @@ def digest_kernel(  # type: ignore[no-untyped-def]
 ):
     """Add ``s1`` and ``s2`` of `nbytes` bytes at `data` to ``sums``, int64[2].
 
-    A `data` pointer that is a multiple of 16 is read in loads of 128 bits; `BY_BYTES`: it is no multiple of 4.
+    Data at a multiple of 16 is read in 128-bit loads, at a multiple of 4 in 32-bit loads; `BY_BYTES`: neither, which is
+    slow. The 0 to 15 bytes after the last 16-byte granule are read one by one; nothing outside the tensor is read.
     `first_block` and `skew` are quotient and remainder of the index of the first word by 2^16; `SKEWED`: the last
     positions of a block belong to the definition's next one. Grid: (tiles in a block, groups of `per_program` blocks).
     """

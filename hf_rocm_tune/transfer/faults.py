@@ -10,17 +10,16 @@ import itertools
 import os
 import random
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from hf_rocm_tune.machine.variables import read_spec
-from hf_rocm_tune.transfer.backend import Backend, Label, Part, PendingDigest, Ticket
+from hf_rocm_tune.transfer.backend import Backend, Label, Part, Queued
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, STAGES
 
 VARIABLE = "HF_ROCM_TUNE_FAULT"
@@ -61,7 +60,6 @@ class FaultSpec:
         return cls.parse(text) if text else None
 
 
-_STRIDES = (64, 256, 4096)
 _REMEMBERED_BYTES = 4 << 20
 _REMEMBERED_PLANS = 4096
 
@@ -97,14 +95,14 @@ class FaultyBackend:
         self._lock = threading.RLock()
         self._matched = 0
         self._seen: Counter[tuple[str, str]] = Counter()
-        self._plans: OrderedDict[tuple[int, str], _Plan | None] = OrderedDict()
-        self._earlier: dict[int, list[Tensor]] = {}
-        self._late: list[Later] = []
-        self._after: list[Later] = []
+        self._plans: dict[tuple[int, str], _Plan | None] = {}
+        self._earlier: deque[Tensor] = deque(maxlen=8)
+        self._later: list[Later] = []
 
-    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
+    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Queued:
         with self._lock:
-            self._land_late_copies(before=label)
+            if self.spec.kind == "late":  # not those of the same attempt, which is not digested yet
+                self._write(lambda later: later[2][1:3] != label[1:3])
             corrupted = self._corrupt(target, source, label)
         if corrupted is None:
             return self.inner.copy(target, source, label, blocking=blocking)
@@ -122,35 +120,28 @@ class FaultyBackend:
             data.copy_(corrupted)
 
     def fill(self, target: Tensor, value: int) -> None:
-        with self._lock:
-            self._land_late_copies()
+        if self.spec.kind == "late":
+            self._write(lambda _: True)
         self.inner.fill(target, value)
 
-    def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
+    def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
         pending = self.inner.digest(target, word_offset)
-        if self.spec.kind != "after":
-            return pending
-        verdict, storage = pending.result(), target.untyped_storage().data_ptr()
-        with self._lock:
-            mine = [later for later in self._after if later[0].untyped_storage().data_ptr() == storage]
-            self._after = [later for later in self._after if later[0].untyped_storage().data_ptr() != storage]
-        self._write(mine)
-        return SimpleNamespace(result=lambda: verdict)
+        if self.spec.kind == "after":
+            pending.result()
+            storage = target.untyped_storage().data_ptr()
+            self._write(lambda later: later[0].untyped_storage().data_ptr() == storage)
+        return pending
 
     def close(self) -> None:
-        self._late, self._after = [], []
+        self._later = []
         self.inner.close()
 
-    def _write(self, laters: list[Later]) -> None:
-        for target, value, label in laters:
+    def _write(self, due: Callable[[Later], bool]) -> None:
+        with self._lock:
+            now = list(filter(due, self._later))
+            self._later = list(itertools.filterfalse(due, self._later))
+        for target, value, label in now:
             self.inner.copy(target, value, label, blocking=True)
-
-    def _land_late_copies(self, before: Label | None = None) -> None:
-        """Write all late copies, except those of the attempt to which `before` belongs: it is not digested yet."""
-        sending = (before.transfer, before.attempt) if before else None
-        late = [later for later in self._late if (later[2].transfer, later[2].attempt) != sending]
-        self._late = [later for later in self._late if (later[2].transfer, later[2].attempt) == sending]
-        self._write(late)
 
     def _corrupt(self, target: Tensor, source: Tensor, label: Label) -> Tensor | None:
         """The bytes to send instead of `source`, or None if this copy gets no fault."""
@@ -165,33 +156,29 @@ class FaultyBackend:
                     corrupted = source.clone() if corrupted is None else corrupted
                     corrupted[part.begin : part.end] = wrong
             if self.spec.kind == "stale" and label.attempt == 0:
-                self._remember(right)
+                self._earlier.append(right[:_REMEMBERED_BYTES].clone())
         return corrupted
 
     def _plan(self, part: Part, label: Label) -> _Plan | None:
         """Decided once per tensor and transfer: by seed, stage, name and occurrence, not by the order of threads."""
-        key = (label.transfer, part.name)
+        spec, key = self.spec, (label.transfer, part.name)
         if key not in self._plans:
-            self._plans[key] = self._decide(part, label)
-            while len(self._plans) > _REMEMBERED_PLANS:
-                self._plans.popitem(last=False)
+            self._plans[key] = None
+            if len(self._plans) > _REMEMBERED_PLANS:
+                del self._plans[next(iter(self._plans))]
+            if part.nbytes and fnmatchcase(part.name, spec.tensor) and spec.stage in (None, label.stage):
+                self._matched += 1
+                self._seen[label.stage, part.name] += 1
+                occurrence = self._seen[label.stage, part.name]
+                rng = random.Random(f"{spec.seed}:{label.stage}:{part.name}:{occurrence}")
+                if rng.random() < spec.rate and self._matched >= spec.first:
+                    anchor = rng.randrange(part.nbytes)
+                    self._plans[key] = _Plan(rng, anchor, rng.randint(1, part.nbytes - anchor))
         plan = self._plans[key]
-        if plan is None or (label.attempt and not self.spec.persist):
+        if plan is None or (label.attempt and not spec.persist):
             return None
-        exhausted = self.spec.count is not None and self.injected >= self.spec.count
+        exhausted = spec.count is not None and self.injected >= spec.count
         return None if exhausted and not plan.hit_attempts else plan
-
-    def _decide(self, part: Part, label: Label) -> _Plan | None:
-        spec = self.spec
-        if part.nbytes == 0 or not fnmatchcase(part.name, spec.tensor) or spec.stage not in (None, label.stage):
-            return None
-        self._matched += 1
-        self._seen[label.stage, part.name] += 1
-        rng = random.Random(f"{spec.seed}:{label.stage}:{part.name}:{self._seen[label.stage, part.name]}")
-        if rng.random() >= spec.rate or self._matched < spec.first:
-            return None
-        anchor = rng.randrange(part.nbytes)
-        return _Plan(rng, anchor, rng.randint(1, part.nbytes - anchor))
 
     def _count(self, plan: _Plan, attempt: int) -> None:
         if attempt not in plan.hit_attempts:
@@ -206,20 +193,29 @@ class FaultyBackend:
             wrong[max(anchor, 0) : max(anchor + plan.length, 0)] = 0
             return wrong
         if kind == "stale":
-            return self._recall(right)
+            for earlier in reversed(self._earlier):
+                wrong[: earlier.numel()] = earlier[: wrong.numel()]
+                if not torch.equal(wrong, right):
+                    break
+            return wrong
         if kind in ("drop", "late"):
             there = self.inner.read_back(target)
             if kind == "late" and not torch.equal(there, right):
-                self._late.append((target, wrong, label))
+                self._later.append((target, wrong, label))
             return there
         if kind == "stride":  # the anchor may lie before these bytes
-            stride = _STRIDES[plan.anchor % 3]
+            stride = (64, 256, 4096)[plan.anchor % 3]
             wrong[anchor if anchor >= 0 else anchor % stride :: stride] ^= 1 << plan.length % 8
             return wrong
         if not 0 <= anchor < right.numel():
             return None
-        if kind == "swap":
-            return _with_two_words_swapped(right, anchor)
+        if kind == "swap":  # with the first different word
+            words = wrong[: right.numel() // 4 * 4].view(-1, 4)
+            here = min(anchor // 4, len(words) - 1)
+            there = (words != words[here]).any(1).nonzero().flatten()[:1] if len(words) else words
+            if there.numel():
+                words[[here, int(there)]] = words[[int(there), here]]
+            return wrong
         if kind == "bits":
             word = anchor // 4 * 4
             for bit in plan.rng.sample(range(8 * min(8, right.numel() - word)), plan.rng.randint(2, 6)):
@@ -227,40 +223,7 @@ class FaultyBackend:
             return wrong
         wrong[anchor] ^= 1 << plan.rng.randrange(8)
         if kind == "after":
-            self._after.append((target, wrong, label))
+            self._later.append((target, wrong, label))
             self._count(plan, label.attempt)  # now: the next transfer may be planned before this one's verdict
             return None
         return wrong
-
-    def _remember(self, right: Tensor) -> None:
-        """Keep the bytes of the last two transfers of each size class (power of two), up to a limit."""
-        if right.numel():
-            size_class = right.numel().bit_length()
-            self._earlier.setdefault(size_class, []).append(right[:_REMEMBERED_BYTES].clone())
-            del self._earlier[size_class][:-2]
-
-    def _recall(self, right: Tensor) -> Tensor | None:
-        same_class = reversed(self._earlier.get(right.numel().bit_length(), []))
-        any_class = (earlier for kept in self._earlier.values() for earlier in kept)
-        for earlier in itertools.chain(same_class, any_class):
-            wrong = right.clone()
-            wrong[: earlier.numel()] = earlier[: wrong.numel()]
-            if not torch.equal(wrong, right):
-                return wrong
-        return None
-
-
-def _with_two_words_swapped(right: Tensor, anchor: int) -> Tensor | None:
-    """Swap the word at the anchor with the nearest different word; None if all words are equal."""
-    words = right[: right.numel() // 4 * 4].view(-1, 4)
-    if words.shape[0] < 2:
-        return None
-    here = min(anchor // 4, words.shape[0] - 1)
-    different = (words != words[here]).any(1).nonzero().flatten()
-    if not different.numel():
-        return None
-    there = int(different[(different - here).abs().argmin()])
-    wrong = right.clone()
-    swapped = wrong[: words.numel()].view(-1, 4)
-    swapped[[here, there]] = words[[there, here]]
-    return wrong

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, SourceChangedError
 from hf_rocm_tune.transfer.backend import Backend
-from hf_rocm_tune.transfer.copies import DIRECT, Route, Segment, Sender, Transfer, TransferSettings, pageable
-from hf_rocm_tune.transfer.damage import ALIGNMENTS, POISON, Damage, examine
-from hf_rocm_tune.transfer.raw_bytes import gather
-from hf_rocm_tune.transfer.report import TransferReport
+from hf_rocm_tune.transfer.copies import DIRECT, Route, Segment, Sender, Session, Transfer
+from hf_rocm_tune.transfer.damage import POISON, Damage, examine
+from hf_rocm_tune.transfer.raw_bytes import as_bytes
 
 RUNGS = (
     Route("same_copy"),
@@ -31,12 +30,7 @@ Findings = list[tuple[Segment, Damage]]
 
 _KEPT_AFTER = 3  # recoveries by the same route after which it is used from the start
 _REMEMBERED_BYTES = 64 << 10
-_LATE = Damage(
-    nbytes=0, wrong=0, first_offset=0, length=0, alignment=ALIGNMENTS[0],
-    zeros=0, poison=0, stale=0, flips=0, found="", right="",
-)  # fmt: skip
-
-
+_LATE = Damage()
 # Causes of wrong host-to-device transfers, by the kinds of damage for which each has been reported, the least alignment
 # of its offset, the cause and its public source.
 CAUSES = (
@@ -67,11 +61,10 @@ def likely_causes(damage: Damage, device_type: str) -> list[str]:
 class Ladder:
     """Recovers transfers in place, and keeps a route that repeatedly worked: ``route``, that of first attempts."""
 
-    def __init__(self, backend: Backend, sender: Sender, settings: TransferSettings, report: TransferReport) -> None:
+    def __init__(self, backend: Backend, sender: Sender, session: Session) -> None:
         self.route = DIRECT
-        self.step: int | None = None  # of training, for incidents
         self._recent: deque[Tensor] = deque(maxlen=32)
-        self._backend, self._sender, self._settings, self._report = backend, sender, settings, report
+        self._backend, self._sender, self._session, self._report = backend, sender, session, session.report
         self._helped: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -80,7 +73,7 @@ class Ladder:
         self._check_sources(transfer)
         findings = self._differences(transfer, buffer)
         self._report.add(transfer.stage, mismatches=len(findings))
-        if self._settings.on_corruption == "stop":
+        if self._session.settings.on_corruption == "stop":
             self._fail(transfer, findings, "first_copy", "stopped", "--on_corruption stop is set")
         for attempt, route in enumerate(RUNGS, start=1):
             self._backend.fill(buffer, POISON)
@@ -136,20 +129,14 @@ class Ladder:
         return {**self._where(transfer, segment), **found.for_report(), **end}
 
     def _where(self, transfer: Transfer, segment: Segment) -> dict[str, Any]:
-        row: dict[str, Any] = {"step": self.step, "stage": transfer.stage, "tensor": segment.name}
+        row: dict[str, Any] = {"step": self._session.step, "stage": transfer.stage, "tensor": segment.name}
         return {**row, "source": segment.file} if segment.file else row
 
     # ---- examining ------------------------------------------------------------------------------------------
 
     def remember(self, transfer: Transfer) -> None:
         """Keep up to 64 KiB of each tensor of a verified transfer, to recognise stale bytes later."""
-        source = transfer.source
-        if source is None:
-            return  # its sources are kept
-        if transfer.nbytes <= _REMEMBERED_BYTES and source is not transfer.segments[0].source:
-            heads = [source[each.offset : each.end] for each in transfer.segments]  # the source is a pack
-        else:
-            heads = [_head(segment) for segment in transfer.segments if segment.nbytes]
+        heads = [_head(segment) for segment in transfer.segments]
         with self._lock:
             self._recent.extend(heads)
 
@@ -164,9 +151,7 @@ class Ladder:
 
     def _difference(self, transfer: Transfer, segment: Segment, here: Tensor) -> Damage:
         found = self._backend.read_back(here)
-        expected = torch.empty_like(found)
-        gather(segment.source, 0, segment.nbytes, expected)
-        damage = examine(found, expected) or _LATE
+        damage = examine(found, as_bytes(segment.source)) or _LATE
         with self._lock:
             recent = list(self._recent)
         first = damage.first_offset
@@ -178,6 +163,4 @@ class Ladder:
 
 
 def _head(segment: Segment) -> Tensor:
-    head = pageable(min(segment.nbytes, _REMEMBERED_BYTES))
-    gather(segment.source, 0, head.numel(), head)
-    return head
+    return as_bytes(segment.source)[:_REMEMBERED_BYTES].clone()

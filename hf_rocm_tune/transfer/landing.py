@@ -7,16 +7,14 @@ content is known from the load, so that a visit costs one pass over host memory,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hf_rocm_tune.errors import MemoryFaultError, SourceChangedError
-from hf_rocm_tune.transfer.backend import Backend, PendingDigest
-from hf_rocm_tune.transfer.copies import Segment, Sender, Transfer
+from hf_rocm_tune.transfer.backend import Backend, Queued
+from hf_rocm_tune.transfer.copies import Segment, Sender, Session, Transfer
 from hf_rocm_tune.transfer.digest import Digest
 from hf_rocm_tune.transfer.ladder import Ladder
-from hf_rocm_tune.transfer.report import TransferReport
 
 STAGE = "streamed"
 ADVICE = "The same command continues from the newest checkpoint; if it happens again, run the doctor and a memory test"
@@ -38,21 +36,12 @@ class Content:
 class Landing:
     """One piece of device memory. `send` and `settle` alternate; each may be called from any thread."""
 
-    def __init__(
-        self,
-        nbytes: int,
-        backend: Backend,
-        sender: Sender,
-        ladder: Ladder,
-        report: TransferReport,
-        number_transfer: Callable[[str], tuple[int, bool, int | None]],
-    ) -> None:
-        self._backend, self._sender, self._ladder, self._report = backend, sender, ladder, report
-        self._number_transfer = number_transfer
+    def __init__(self, nbytes: int, backend: Backend, sender: Sender, ladder: Ladder, session: Session) -> None:
+        self._backend, self._sender, self._ladder, self._session = backend, sender, ladder, session
         self.memory = backend.allocate(nbytes, long_lived=True)  # uint8[nbytes], once
         self._holds: Content | None = None  # verified
-        self._leaving: tuple[Content, PendingDigest] | None = None
-        self._pending: tuple[Content, Transfer, PendingDigest | None] | None = None
+        self._leaving: tuple[Content, Queued] | None = None
+        self._pending: tuple[Content, Transfer, Queued | None] | None = None
 
     def mark(self) -> Any:
         """The current end of the caller's compute stream on this device, for `send`."""
@@ -61,7 +50,7 @@ class Landing:
     def send(self, content: Content, after: Any) -> None:
         """Queue a content's transfer, and the last check of what it replaces; nothing is overwritten before the mark
         ``after``."""
-        number, verify, _ = self._number_transfer(STAGE)
+        number, verify = self._session.number(STAGE)
         transfer = Transfer(number, STAGE, content.segments, None, verify=verify, pieces=[content.digest])
         memory = self.memory[: content.nbytes]
         self._backend.follow(after)
@@ -93,7 +82,7 @@ class Landing:
         self._backend.hand_out(self.memory, transfer.ticket)
         self._holds = content if transfer.verify else None
         transfer.verify_seconds += time.perf_counter() - begun
-        transfer.count(self._report)
+        transfer.count(self._session.report)
 
     @property
     def has_arrived(self) -> bool:
@@ -107,11 +96,11 @@ class Landing:
             self._backend.follow(self._backend.mark())
             self._require(self._holds, self._backend.digest(self.memory[: self._holds.nbytes]))
 
-    def _require(self, content: Content, found: PendingDigest) -> None:
+    def _require(self, content: Content, found: Queued) -> None:
         if found.result().same_words(content.digest):
             return
-        self._report.add(STAGE, mismatches=1)
-        row: dict[str, Any] = {"step": self._ladder.step, "stage": STAGE, "tensor": content.name}
-        self._report.incident({**row, "kind": "changed on the device", "outcome": "stopped"})
+        self._session.report.add(STAGE, mismatches=1)
+        row: dict[str, Any] = {"step": self._session.step, "stage": STAGE, "tensor": content.name}
+        self._session.report.incident({**row, "kind": "changed on the device", "outcome": "stopped"})
         what = f"streamed weights changed in device memory after their arrival: {content.name}"
         raise MemoryFaultError(what, ADVICE)

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
-import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.transfer.backend import Backend, Label, Part, backend_for
-from hf_rocm_tune.transfer.copies import Fetched, Fetcher, Pack, Ring, Segment, Sender, Transfer, TransferSettings, pack
+from hf_rocm_tune.transfer.copies import (
+    Fetched,
+    Fetcher,
+    Pack,
+    Ring,
+    Segment,
+    Sender,
+    Session,
+    Transfer,
+    TransferSettings,
+    pack,
+)
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, digest
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.ladder import Ladder
 from hf_rocm_tune.transfer.landing import Landing
 from hf_rocm_tune.transfer.raw_bytes import (
     as_bytes,
+    dense,
     map_tensors,
     named_tensors,
     not_plain,
@@ -37,8 +46,6 @@ from hf_rocm_tune.transfer.raw_bytes import (
 )
 from hf_rocm_tune.transfer.report import TransferReport
 
-SAMPLE_EVERY = 16
-"""Of ``verify="sample"``: every 16th transfer of a stage."""
 STREAMED = "streamed: equal to its source on each arrival"
 
 
@@ -58,45 +65,13 @@ class Entry:
         return self.digest
 
 
+_live: weakref.WeakSet[Mover] = weakref.WeakSet()
 Known = TypeVar("Known")
 
 
-class Registry(Generic[Known]):
-    """Maps the storages of tensors to entries, without keeping them alive.
-
-    By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are found too, and a
-    new tensor that happens to get the same address is not. Each method is one dict operation, so it needs no lock, not
-    even in a weak reference's callback.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], Known]] = {}
-
-    def put(self, tensor: Tensor, entry: Known) -> None:
-        """Set the entry for the storage of `tensor`."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._entries[key] = (weakref.ref(storage, partial(self._forget, key)), entry)
-
-    def get(self, tensor: Tensor) -> Known | None:
-        """The entry for the storage of `tensor`; None without one, and for sparse tensors, which have no storage."""
-        if tensor.layout is not torch.strided:
-            return None
-        storage = tensor.untyped_storage()
-        reference, entry = self._entries.get(storage._cdata, (None, None))
-        return entry if reference is not None and reference() is storage else None
-
-    def drop(self, tensor: Tensor) -> None:
-        """Forget the storage of `tensor`."""
-        self._entries.pop(tensor.untyped_storage()._cdata, None)
-
-    def _forget(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        known = self._entries.get(key)
-        if known is not None and known[0] is reference:
-            del self._entries[key]
-
-
-_live: weakref.WeakSet[Mover] = weakref.WeakSet()
+def _of(tensor: Tensor, known: WeakKeyDictionary[torch.UntypedStorage, Known]) -> Known | None:
+    """What is known of its storage; None for sparse tensors, which have none."""
+    return known.get(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 class Mover:
@@ -106,7 +81,7 @@ class Mover:
     device tensors in flight, and `settle`, which waits for the verdict and must be called before they are used.
 
     Args:
-        device: ``cuda`` (also for HIP) or ``cpu``, where a worker thread stands in for the copy engine.
+        device: ``cuda`` (also for HIP) or ``cpu``, where other host memory stands in for the device's.
         settings: what is verified, and the size of the ring.
         report: counters to add to; a new one by default.
         faults: faults to inject into the copies.
@@ -137,14 +112,14 @@ class Mover:
         self.device = plain.device
         slot_bytes = self.settings.slot_bytes or plain.default_slot_bytes
         self._sender = Sender(self._backend, Ring(self._backend, slot_bytes=slot_bytes, slots=self.settings.slots))
-        self._ladder = Ladder(self._backend, self._sender, self.settings, self.report)
-        self._fetcher = Fetcher(plain, self._faulty, self.settings, self.report, self._number_transfer)
-        self._registry: Registry[Entry] = Registry()
-        self._packs: Registry[Pack] = Registry()  # of host memory
+        self._session = Session(self.settings, self.report, self._faulty)
+        self._ladder = Ladder(self._backend, self._sender, self._session)
+        self._fetcher = Fetcher(plain, self._session)
+        # By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are found too,
+        # and a new tensor that happens to get the same address is not.
+        self._registry: WeakKeyDictionary[torch.UntypedStorage, Entry] = WeakKeyDictionary()
+        self._packs: WeakKeyDictionary[torch.UntypedStorage, Pack] = WeakKeyDictionary()  # of host memory
         self.loaded: dict[tuple[str, str], set[Digest]] = {}
-        self._numbers = itertools.count()
-        self._sent: Counter[str] = Counter()
-        self._lock = threading.Lock()
         self._closed = False
         self._process = os.getpid()
         _live.add(self)
@@ -176,6 +151,7 @@ class Mover:
             storage.
         """
         self._check_host(tensor, name)
+        tensor = dense(tensor)
         segment = Segment(name, tensor, 0, source)
         transfer = self._new_transfer(stage, [segment], tensor)
         buffer = self._backend.allocate(transfer.nbytes, long_lived=not transient)
@@ -184,7 +160,7 @@ class Mover:
         self._finish(transfer, buffer)
         with ordinary():
             moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
-        self._registry.put(moved, Entry("transferred", digest=arrived) if transfer.verify else self._not_verified())
+        self._put(moved, Entry("transferred", digest=arrived) if transfer.verify else self._not_verified())
         if source is not None and transfer.verify:
             self.read_from(source, name, arrived)
         return moved if dtype in (None, tensor.dtype) else self._cast(moved, tensor, dtype, name, stage)
@@ -241,13 +217,13 @@ class Mover:
 
     def another_fetcher(self) -> Fetcher:
         """A fetcher with its own queue and slots, for copies to the host that run concurrently with others."""
-        return Fetcher(backend_for(self.device), self._faulty, self.settings, self.report, self._number_transfer)
+        return Fetcher(backend_for(self.device), self._session)
 
     def landing(self, nbytes: int) -> Landing:
         """Device memory for contents that replace each other, which counts as verified because each of them is."""
-        found = Landing(nbytes, self._backend, self._sender, self._ladder, self.report, self._number_transfer)
+        found = Landing(nbytes, self._backend, self._sender, self._ladder, self._session)
         full = self.settings.verify == "full"
-        self._registry.put(found.memory, Entry("transferred", STREAMED) if full else self._not_verified())
+        self._put(found.memory, Entry("transferred", STREAMED) if full else self._not_verified())
         return found
 
     def begin(self, tree: Any, *, stage: str = "batches") -> Any:
@@ -267,7 +243,7 @@ class Mover:
         if not given:
             return map_tensors(tree, lambda tensor: tensor)
         tensors = [tensor for _, tensor in given.values()]
-        packed = self._packs.get(tensors[0])
+        packed = _of(tensors[0], self._packs)
         if packed is None or not packed.holds(tensors):
             for name, tensor in given.values():
                 self._check_host(tensor, name)
@@ -282,7 +258,7 @@ class Mover:
         self._sender.send(transfer, buffer[: transfer.nbytes], self._ladder.route, attempt=0)
         # The pack may have changed since it was made; the digest of what was sent shows it.
         self._require_equal(packed, source, transfer.expected if transfer.verify else None)
-        self._registry.put(buffer, Entry("unverified", "its verification is still pending", transfer))
+        self._put(buffer, Entry("unverified", "its verification is still pending", transfer))
         return _replaced(tree, given, buffer, packed)
 
     def pack(self, tree: Any) -> Any:
@@ -299,14 +275,14 @@ class Mover:
         if not given:
             return map_tensors(tree, lambda tensor: tensor)
         memory, packed = pack(list(given.values()), verified=self.settings.verify != "off")
-        self._packs.put(memory, packed)
+        self._packs[memory.untyped_storage()] = packed
         return _replaced(tree, given, memory, packed)
 
     def require_unchanged(self, tree: Any) -> None:
         """Check that packed host tensors have not changed; other tensors are ignored."""
         looked_at: list[Pack] = []
         for tensor in tree_tensors(tree):
-            packed = self._packs.get(tensor)
+            packed = _of(tensor, self._packs)
             if packed is not None and not any(packed is each for each in looked_at):
                 looked_at.append(packed)
                 self._require_equal(packed, storage_bytes(tensor))
@@ -332,7 +308,7 @@ class Mover:
         Afterwards the tensors may be used on the caller's current stream. Tensors that are not in flight are ignored.
         """
         for tensor in tree_tensors(tree):
-            entry = self._registry.get(tensor)
+            entry = _of(tensor, self._registry)
             if entry is None or entry.transfer is None:
                 continue
             transfer = entry.transfer
@@ -365,17 +341,12 @@ class Mover:
         transfer.count(self.report)
 
     def _new_transfer(self, stage: str, segments: list[Segment], source: Tensor) -> Transfer:
-        number, verify, _ = self._number_transfer(stage)
+        self._check_open()
+        number, verify = self._session.number(stage)
         return Transfer(number, stage, segments, source, verify=verify)
 
-    def _number_transfer(self, stage: str) -> tuple[int, bool, int | None]:
-        """The number of a new transfer, whether it is verified, and the training step."""
-        self._check_open()
-        with self._lock:
-            number, earlier = next(self._numbers), self._sent[stage]
-            self._sent[stage] += 1
-        sampled = self.settings.verify == "sample" and earlier % SAMPLE_EVERY == 0
-        return number, self.settings.verify == "full" or sampled, self.step
+    def _put(self, tensor: Tensor, entry: Entry) -> None:
+        self._registry[tensor.untyped_storage()] = entry
 
     def _not_verified(self) -> Entry:
         return Entry("unverified", f"moved with --verify {self.settings.verify}, not verified")
@@ -393,7 +364,7 @@ class Mover:
 
     def _is_here(self, tensor: Tensor) -> bool:
         if self.device.type == "cpu":
-            return self._registry.get(tensor) is not None
+            return _of(tensor, self._registry) is not None
         return tensor.device == self.device
 
     def _check_host(self, tensor: Tensor, name: str) -> None:
@@ -407,15 +378,15 @@ class Mover:
     @property
     def step(self) -> int | None:
         """Training step for incidents."""
-        return self._ladder.step
+        return self._session.step
 
     @step.setter
     def step(self, value: int | None) -> None:
-        self._ladder.step = value
+        self._session.step = value
 
     def host_source(self, tensor: Tensor) -> Tensor | None:
         """The host tensor from which a batch tensor was copied; kept as long as the device memory. None for views."""
-        entry = self._registry.get(tensor)
+        entry = _of(tensor, self._registry)
         if entry is None or entry.transfer is None:
             return None
         start = tensor.storage_offset() * tensor.element_size()
@@ -427,7 +398,7 @@ class Mover:
 
     def verdict_of(self, tensor: Tensor) -> Digest | None:
         """The digest of the whole storage of a verified batch tensor; None if it was not sent as one."""
-        entry = self._registry.get(tensor)
+        entry = _of(tensor, self._registry)
         transfer = None if entry is None or entry.provenance != "transferred" else entry.transfer
         if transfer is None or transfer.nbytes != tensor.untyped_storage().nbytes():
             return None
@@ -439,22 +410,22 @@ class Mover:
 
     def is_pending(self, tensor: Tensor) -> bool:
         """Whether it is in flight: not settled yet."""
-        entry = self._registry.get(tensor)
+        entry = _of(tensor, self._registry)
         return entry is not None and entry.transfer is not None and not entry.transfer.settled
 
     def provenance(self, tensor: Tensor) -> str | None:
         """``transferred``, ``derived``, ``unverified`` (also while in flight), or None: unknown to this mover."""
-        entry = self._registry.get(tensor)
+        entry = _of(tensor, self._registry)
         return None if entry is None else entry.provenance
 
     def reason(self, tensor: Tensor) -> str | None:
         """Why a tensor counts as derived or unverified."""
-        entry = self._registry.get(tensor)
+        entry = _of(tensor, self._registry)
         return None if entry is None else entry.reason
 
     def digest_of(self, tensor: Tensor) -> Digest | None:
         """The digest with which a weight arrived or was derived; None for batches, views and unverified tensors."""
-        entry = self._registry.get(tensor)
+        entry = _of(tensor, self._registry)
         return entry.known_digest() if entry is not None and _is_whole(tensor) else None
 
     def mark_derived(self, tensor: Tensor, reason: str, *, digest: Digest | None = None) -> None:
@@ -467,15 +438,15 @@ class Mover:
                 without a wait: call this as soon as it is computed, and again when it is rewritten.
         """
         known = digest if _is_whole(tensor) else None
-        self._registry.put(tensor, Entry("derived", reason, digest=known or QueuedDigests([storage_bytes(tensor)])))
+        self._put(tensor, Entry("derived", reason, digest=known or QueuedDigests([storage_bytes(tensor)])))
 
     def mark_trained(self, tensor: Tensor, reason: str) -> None:
         """Declare that `tensor`, verified until now, will be changed by training: its digest is no longer known."""
-        self._registry.put(tensor, Entry("derived", reason))
+        self._put(tensor, Entry("derived", reason))
 
     def mark_unverified(self, tensor: Tensor, reason: str) -> None:
         """Declare that `tensor` was moved to the device unverified, with the reason."""
-        self._registry.put(tensor, Entry("unverified", reason))
+        self._put(tensor, Entry("unverified", reason))
 
     def inject(self, tensor: Tensor, *, name: str, stage: str, number: int, attempt: int) -> None:
         """Inject the faults that were asked for, if any, into a contiguous tensor that this mover did not send.

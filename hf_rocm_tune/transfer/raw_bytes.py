@@ -64,42 +64,16 @@ def storage_bytes(tensor: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def gather(tensor: Tensor, start: int, stop: int, out: Tensor) -> None:
-    """Copy the logical bytes [start, stop) of `tensor` into the uint8 tensor `out`, without a temporary.
-
-    `start` and `stop` must be multiples of the element size; `out` must be aligned for the dtype when the tensor is
-    not contiguous.
-    """
-    if stop == start:
-        return
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous: a strided one's copy, made again, up to twice, until two host copies agree."""
     if tensor.is_contiguous():
-        out.copy_(as_bytes(tensor)[start:stop])
-        return
-    size = tensor.element_size()
-    count = (stop - start) // size
-    _gather_elements(tensor.detach(), start // size, stop // size, typed_view(out, 0, tensor.dtype, (count,)))
-
-
-def _gather_elements(tensor: Tensor, start: int, stop: int, out: Tensor) -> None:
-    if start == stop:
-        return
-    if tensor.dim() == 0:
-        out.copy_(tensor.reshape(1))
-        return
-    row = tensor[0].numel()
-    first, last = start // row, stop // row
-    if first == last:
-        _gather_elements(tensor[first], start - first * row, stop - first * row, out)
-        return
-    done = -start % row  # the rest of a row that begins before `start`
-    if done:
-        _gather_elements(tensor[first], row - done, row, out[:done])
-        first += 1
-    end = done + (last - first) * row
-    if end > done:
-        out[done:end].view(last - first, *tensor.shape[1:]).copy_(tensor[first:last])
-    if stop % row:
-        _gather_elements(tensor[last], 0, stop - last * row, out[end:])
+        return tensor
+    copy = tensor.detach().contiguous()
+    for _ in range(2 if copy.device.type == "cpu" else 0):
+        other, copy = copy, tensor.detach().contiguous()
+        if torch.equal(as_bytes(copy), as_bytes(other)):
+            break
+    return copy
 
 
 def tree_tensors(tree: Any) -> Iterator[Tensor]:
@@ -129,24 +103,19 @@ def map_tensors(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return replace(tree)
     values = {key: map_tensors(value, replace) for key, value in _children(tree)}
-    if isinstance(tree, Mapping):
-        if isinstance(tree, (dict, UserDict)):
-            # A copy keeps other state of such types (default factory, token encodings).
-            rebuilt = copy.copy(tree)
-            for key, value in values.items():
-                rebuilt[key] = value
-            return rebuilt
-        return type(tree)(values)  # type: ignore[call-arg]  # mappings are built from a dict by convention
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*values.values())
     if isinstance(tree, (list, tuple)):
         return type(tree)(values.values())
-    if values:  # of a dataclass
-        rebuilt = copy.copy(tree)
-        for key, value in values.items():
+    if isinstance(tree, Mapping) and not isinstance(tree, (dict, UserDict)):
+        return type(tree)(values)  # type: ignore[call-arg]  # mappings are built from a dict by convention
+    rebuilt = copy.copy(tree) if values or isinstance(tree, Mapping) else tree  # with its default factory or encodings
+    for key, value in values.items():
+        if isinstance(tree, Mapping):
+            rebuilt[key] = value
+        else:
             object.__setattr__(rebuilt, key, value)
-        return rebuilt
-    return tree
+    return rebuilt
 
 
 def _children(tree: Any) -> list[tuple[Any, Any]]:

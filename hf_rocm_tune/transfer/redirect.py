@@ -4,10 +4,9 @@ PEFT, bitsandbytes and torch's optimizers move tensors to the device themselves:
 ``torch.tensor(..., device=...)``, ``parameter.copy_(host)``. Within `redirected` each such call goes through the mover
 and is verified, in both directions, whichever class makes it.
 
-Covered: the calling thread, and torch's Python functions in `_HANDLERS`. What any other function makes on the device
-from host tensors is marked unverified: torch has copied by itself. Not covered: copies made inside torch's own C++
-code, by storages (``torch.load(map_location="cuda")``), and by other threads. Autograd history is lost: use it for
-construction, loading and resuming, not for training.
+What a function that is not in `_HANDLERS` makes on the device from host tensors is marked unverified. Not covered:
+copies inside torch's C++ code, by storages (``torch.load(map_location="cuda")``), and by other threads. Autograd history
+is lost: use it for construction, loading and resuming, not for training.
 """
 
 from __future__ import annotations
@@ -91,12 +90,12 @@ class _Redirect(TorchFunctionMode):
     def _cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
         asked = args[1] if len(args) > 1 else kwargs.get("device")
         device = torch.device("cuda", torch.cuda.current_device()) if asked is None else torch.device(asked)
-        return self._carried(func, args, kwargs, args[0], device, None)
+        return self._carried(func, args, kwargs, args[0], device)
 
     def _cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._carried(func, args, kwargs, args[0], torch.device("cpu"), None)
+        return self._carried(func, args, kwargs, args[0], torch.device("cpu"))
 
-    def _carried(self, func: Any, args: Any, kwargs: Any, tensor: Tensor, device: Any, dtype: Any) -> Any:
+    def _carried(self, func: Any, args: Any, kwargs: Any, tensor: Tensor, device: Any, dtype: Any = None) -> Any:
         if self._goes_there(tensor, device):
             # Cast first: the digest is then that of the values that are used.
             moved = self._up(tensor if dtype is None else tensor.detach().to(dtype), device)
@@ -104,18 +103,14 @@ class _Redirect(TorchFunctionMode):
             moved = self._down(tensor)
             moved = moved if dtype is None else moved.to(dtype)
         else:
-            result = func(*args, **kwargs)
-            if self._is_here(tensor) and result is not tensor:
-                self._copied(tensor, result)
-            return result
+            copy = func(*args, **kwargs)
+            if self._is_here(tensor) and copy is not tensor:  # it inherits provenance if its bytes are the same
+                with torch._C.DisableTorchFunction():
+                    known = self._mover.digest_of(tensor)
+                    if known is not None and self._mover.provenance(copy) is None and digest(copy) == known:
+                        self._mover.mark_derived(copy, "copied on the device", digest=known)
+            return copy
         return moved.requires_grad_(tensor.requires_grad)
-
-    def _copied(self, tensor: Tensor, copy: Tensor) -> None:
-        """A copy on the device inherits the provenance of its source if the bytes are the same."""
-        with torch._C.DisableTorchFunction():
-            known = self._mover.digest_of(tensor)
-            if known is not None and self._mover.provenance(copy) is None and digest(copy) == known:
-                self._mover.mark_derived(copy, "copied on the device", digest=known)
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
         target, source, *rest = args
@@ -142,7 +137,7 @@ class _Redirect(TorchFunctionMode):
         device = None if device is None else torch.device(device)
         if device is None or device.type == "cpu" or not self._mover.serves(device) or self._is_here(args[0]):
             return func(*args, **kwargs)
-        return self._carried(func, args, kwargs, func(*args, **{**kwargs, "device": "cpu"}), device, None)
+        return self._carried(func, args, kwargs, func(*args, **{**kwargs, "device": "cpu"}), device)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(self._down(args[0]) if self._is_here(args[0]) else args[0], *args[1:], **kwargs)
