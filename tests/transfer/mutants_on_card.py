@@ -193,7 +193,7 @@ def first_digests(verify: str) -> Problems:
     source = torch.randn(2000)
     moved = source.to(CARD)
     torch.cuda.synchronize()
-    digests_of.place_weights.known.pop((CARD,), None)
+    digests_of.place_weights.cache_clear()
     slow(fetcher.backend._stream, 1000)  # type: ignore[attr-defined]
     queued = fetcher.begin(moved, name="w", stage="adapter")
     if digest(moved) != digest(source):

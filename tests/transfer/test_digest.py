@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import re
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer import Digest, combine, digest, digest_on_device
-from hf_rocm_tune.transfer.digest import BYTES_A_THREAD, HostSums, TensorGroup, plain_sums
-from tests import simcard
+from hf_rocm_tune.transfer import Digest, QueuedDigests, TensorGroup, combine, digest, digest_on_device
+from hf_rocm_tune.transfer.digest import BYTES_A_THREAD, HostSums, plain_sums
 from tests.transfer.digest_reference import BLOCK, reference, weight
 
 DTYPES = [
@@ -62,8 +60,9 @@ def test_host_and_device_equal_the_reference(data: bytes, word_offset: int) -> N
     assert device_digest(tensor_of(data), word_offset) == expected
 
 
-@pytest.mark.parametrize("size", [4 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1, 9 * BLOCK + 3])
-@pytest.mark.parametrize("word_offset", [0, 5, BLOCK - 1, 3 * BLOCK])
+@pytest.mark.parametrize(
+    ("size", "word_offset"), [(4 * BLOCK + 1, 0), (4 * BLOCK, 3 * BLOCK), (9 * BLOCK + 3, BLOCK - 1)]
+)
 def test_across_blocks_equals_the_reference(size: int, word_offset: int) -> None:
     data = random.Random(size).randbytes(size)
     expected = reference(data, word_offset)
@@ -74,35 +73,10 @@ def test_across_blocks_equals_the_reference(size: int, word_offset: int) -> None
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=9))
 def test_together_is_one_tensor_padded_to_words(pieces: list[bytes]) -> None:
-    """By C, by plain torch, and as a device packs it."""
     together = TensorGroup([tensor_of(piece) for piece in pieces])
     padded = b"".join(piece + bytes(-len(piece) % 4) for piece in pieces)
-    expected = reference(padded, 0)
-    packed = torch.cat(list(together.padded()))
-    assert packed.numel() % 16 == 0 and bytes(packed.tolist()).startswith(padded)
-    with pytest.MonkeyPatch.context() as patch:
-        for known in (digest_host._chosen_on_host.known, {(): (plain_sums, None)}):
-            patch.setattr(digest_host._chosen_on_host, "known", known)
-            assert together.on_host() == replace(expected, nbytes=sum(map(len, pieces)))
-
-
-@pytest.mark.parametrize(("lot_bytes", "packings"), [(1 << 20, 1), (3000, 3)])
-def test_a_device_packs_small_tensors_a_lot_at_a_time(
-    lot_bytes: int, packings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each packing is a launch or two, whatever the number of tensors."""
-    monkeypatch.setattr(digest_host, "GROUP_BYTES", lot_bytes)
-    items = [TensorGroup([tensor_of(bytes([k + 1]) * size) for size in (90, 1001, 3)]) for k in range(5)]
-    alone = torch.ones(70, dtype=torch.uint8)
-    packed: list[int] = []
-    cat = torch.cat
-    monkeypatch.setattr(torch, "cat", lambda tensors: packed.append(len(tensors)) or cat(tensors))
-    sums = torch.zeros(7, 2, dtype=torch.int64)
-    digest_host._add_on_device([*items[:2], alone, *items[2:], TensorGroup([alone])], sums)
-    assert len(packed) == packings
-    expected = [*(each.on_host() for each in items), digest(alone), digest(alone)]
-    expected.insert(2, expected.pop(5))
-    assert [(s1 % 2**64, s2 % 2**64) for s1, s2 in sums.tolist()] == [(each.s1, each.s2) for each in expected]
+    expected = replace(reference(padded, 0), nbytes=sum(map(len, pieces)))
+    assert QueuedDigests([together, together.parts[0]]).result() == [expected, reference(pieces[0])]
 
 
 def test_device_chunks_of_many_blocks_equal_the_host() -> None:
@@ -112,7 +86,7 @@ def test_device_chunks_of_many_blocks_equal_the_host() -> None:
 
 
 def test_low_32_bits_of_the_weights_are_a_bijection_on_sampled_blocks() -> None:
-    blocks = [0, 1, 2, 77, 2**15, 2**16 - 1]
+    blocks = [0, 77, 2**16 - 1]
     seen = {weight(block * BLOCK + low) % 2**32 for block in blocks for low in range(BLOCK)}
     assert len(seen) == len(blocks) * BLOCK
 
@@ -216,8 +190,10 @@ def native() -> HostSums:
 
 
 @pytest.fixture
-def choose_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_host._chosen_on_host, "known", {})
+def choose_afresh() -> Iterator[None]:
+    digest_host._chosen_on_host.cache_clear()
+    yield
+    digest_host._chosen_on_host.cache_clear()
 
 
 def both(native: HostSums, data: torch.Tensor, index: int) -> tuple[int, int]:
@@ -243,16 +219,15 @@ def test_small_data_at_any_address_equal_the_reference(native: HostSums, data: b
     assert both(native, tensor, index) == (expected.s1, expected.s2)
 
 
-@pytest.mark.parametrize("size", [4 * BLOCK - 1, 4 * BLOCK, 9 * BLOCK + 3])
-@pytest.mark.parametrize("index", [0, 5, 3 * BLOCK - 1, (2**32 - 1) * BLOCK])
+@pytest.mark.parametrize("size", [4 * BLOCK - 1, 9 * BLOCK + 3])
+@pytest.mark.parametrize("index", [0, 3 * BLOCK - 1, (2**32 - 1) * BLOCK])
 def test_across_blocks_equal_the_reference(native: HostSums, size: int, index: int) -> None:
     data = random.Random(size).randbytes(size)
     expected = reference(data, index)
     assert both(native, torch.frombuffer(bytearray(data), dtype=torch.uint8), index) == (expected.s1, expected.s2)
 
 
-@pytest.mark.parametrize("size", [2 * BYTES_A_THREAD, 3 * BYTES_A_THREAD + 4097, 5 * BYTES_A_THREAD - 1])
-@pytest.mark.parametrize("index", [0, 3 * BLOCK - 5])
+@pytest.mark.parametrize(("size", "index"), [(2 * BYTES_A_THREAD, 0), (3 * BYTES_A_THREAD + 4097, 3 * BLOCK - 5)])
 def test_several_threads_give_the_sums_of_one(native: HostSums, size: int, index: int) -> None:
     both(native, torch.randint(0, 256, (size,), dtype=torch.uint8), index)
 
@@ -308,8 +283,6 @@ def test_compiled_once_and_again_for_another_source(tmp_path: Path, monkeypatch:
     ("obstacle", "reason"),
     [
         ("no compiler", "no C compiler"),
-        ("failing compiler", "failed: no message"),
-        ("cache is a file", "NotADirectoryError|FileExistsError"),
         ("broken library", "OSError"),
         ("source does not compile", "error|#error"),
         ("library without the function", "AttributeError"),
@@ -319,17 +292,13 @@ def test_falls_back_to_torch_and_says_why(
     obstacle: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    needs_compiler = obstacle.startswith(("cache", "broken", "source", "library"))
+    needs_compiler = obstacle != "no compiler"
     if needs_compiler and shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
     monkeypatch.delenv("CC", raising=False)
     source = tmp_path / "other.c"
     if obstacle == "no compiler":
         monkeypatch.setenv("CC", "no-such-compiler")
-    elif obstacle == "failing compiler":
-        monkeypatch.setenv("CC", "false")
-    elif obstacle == "cache is a file":
-        (tmp_path / "hf_rocm_tune").write_text("")
     elif obstacle == "broken library":
         monkeypatch.setattr(digest_host, "_compile", lambda _, library: _write_rubbish(library))
     else:
@@ -357,9 +326,8 @@ def _write_rubbish(library: Path) -> None:
         ("memcpy(to + done, from + done, nbytes - done);", ""),
         ("memcpy(p->copy + (data - p->data), data, p->nbytes % 4);", "return NULL;"),
         ("copy ? copy + begin : NULL", "copy"),
-        ("index += (p.nbytes + 3) / 4;", "index += p.nbytes / 4;"),
     ],
-    ids=["sums", "end-of-a-piece", "tail", "threads-over-each-other", "parts"],
+    ids=["sums", "end-of-a-piece", "tail", "threads-over-each-other"],
 )
 def test_a_library_with_other_sums_or_copies_is_refused(
     right: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -374,40 +342,3 @@ def test_a_library_with_other_sums_or_copies_is_refused(
     monkeypatch.setattr(digest_host, "SOURCE", wrong)
     method = digest_host.host_method()
     assert method.name == "torch" and method.reason.startswith("other sums than plain torch")
-
-
-#: Tensors of many sizes on the simulated card, whose kernels are counted.
-MANY = """
-import random, torch, simcard
-from hf_rocm_tune.transfer import QueuedDigests, TensorGroup, digest, triton_refusal
-card, chance = torch.device("cuda", 0), random.Random(1)
-assert triton_refusal(card)
-sizes = [4] * 300 + [64] * 300 + [8192] * 40 + [65536] * 9 + [65540] * 3 + [0, 1, 3, 5, 7]
-sizes += [chance.randrange(1, 70000) for _ in range(60)]
-chance.shuffle(sizes)
-host = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
-there = [each.to(card) for each in host]
-host += [torch.randint(2**31, (40,), dtype=torch.int32)[3:9], torch.randn(6, 8)[:, ::2]]
-host += [torch.arange(50, dtype=torch.uint8)[1:9]]
-there += [host[-3].to(card), torch.empty(6, 8, device=card)[:, ::2].copy_(host[-2])]
-there += [torch.arange(50, dtype=torch.uint8).to(card)[1:9]]
-assert QueuedDigests(there).result() == [digest(each) for each in host]
-for step in (7, 3):
-    groups = [TensorGroup(there[at : at + step]) for at in range(0, 70, step)]
-    assert QueuedDigests(groups).result() == [TensorGroup(host[at : at + step]).on_host() for at in range(0, 70, step)]
-before = simcard.counts()["kernels_async"]
-QueuedDigests([each for each in there if each.numel() == 4]).result()
-print(simcard.counts()["kernels_async"] - before)
-"""
-
-
-def test_small_tensors_of_one_size_take_a_few_kernels_together_and_have_their_own_digests() -> None:
-    try:
-        environment = {**os.environ, **simcard.environment()}
-    except simcard.NoCompiler as missing:
-        pytest.skip(str(missing))
-    done = subprocess.run(
-        [sys.executable, "-c", MANY], env=environment, capture_output=True, text=True, check=False, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) < 20, "300 tensors"

@@ -21,7 +21,7 @@ from hf_rocm_tune.transfer import (
     TransferSettings,
     digest,
 )
-from hf_rocm_tune.transfer.backend import Label, PendingDigest, Ticket
+from hf_rocm_tune.transfer.backend import Label, Queued
 from hf_rocm_tune.transfer.damage import POISON
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ ONE_SLOT_UNVERIFIED = TransferSettings(slots=1, slot_bytes=1 << 20, verify="off"
 class NoWait:
     """A ticket that says its copy has ended, whether it has or not."""
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Queued) -> None:
         self.ticket = ticket
 
     def done(self) -> bool:
@@ -41,8 +41,8 @@ class NoWait:
     def join(self) -> None:
         return None
 
-    def wait(self) -> None:
-        self.ticket.wait()
+    def result(self) -> None:
+        self.ticket.result()
 
 
 class Held(HostBackend):
@@ -66,14 +66,14 @@ class Held(HostBackend):
 class HeldWithoutSlotWait(Held):
     """The event that guards a slot is not waited for."""
 
-    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Ticket:
+    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Queued:
         return NoWait(super().copy(target, source, label, blocking=blocking))
 
 
 class HeldWithoutHandOutWait(Held):
     """The consumer does not wait for the copy."""
 
-    def hand_out(self, buffer: Tensor, ticket: Ticket) -> None:
+    def hand_out(self, buffer: Tensor, ticket: Queued) -> None:
         return None
 
 
@@ -84,7 +84,7 @@ class HeldWithDigestBeside(Held):
         super().__init__()
         self._beside = ThreadPoolExecutor(1)
 
-    def digest(self, target: Tensor, word_offset: int = 0) -> PendingDigest:
+    def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
         found = digest(target, word_offset=word_offset)
         self.go.set()  # only now can the copy run
         return self._beside.submit(lambda: found)

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import sys
-import time
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,11 +22,10 @@ from hf_rocm_tune.transfer import (
     TransferReport,
     TransferSettings,
     digest,
-    gb_per_s,
     tree_tensors,
     was_verified,
 )
-from hf_rocm_tune.transfer.backend import WAKES_WORKER_BYTES, Label
+from hf_rocm_tune.transfer.backend import Label
 
 from .test_digest import DTYPES
 
@@ -167,7 +165,7 @@ def test_provenance_follows_the_storage_and_dies_with_it(mover: Mover) -> None:
     assert mover.provenance(torch.ones(1)) is None
     del moved, parameter
     gc.collect()
-    assert len(mover._registry._entries) == 0
+    assert len(mover._registry) == 0
 
 
 def test_marks_are_told_apart(mover: Mover) -> None:
@@ -191,9 +189,8 @@ def test_host_source_is_kept_with_the_batch_and_freed_with_it(mover: Mover) -> N
     assert mover.host_source(arrived["labels"][1:]) is None
     assert mover.host_source(labels) is None
     del arrived, source
-    mover._ladder._recent.clear()  # what tells stale bytes from others
     gc.collect()
-    assert len(mover._registry._entries) == len(mover._packs._entries) == 0
+    assert len(mover._registry) == len(mover._packs) == 0
 
 
 @pytest.mark.parametrize("verify", ["full", "sample"])
@@ -214,18 +211,14 @@ def test_packed_tensors_may_wait_and_what_changes_meanwhile_is_not_sent(verify: 
             mover.report._incidents.clear()
 
 
-def test_large_copies_end_without_anybody_waiting_and_small_ones_when_somebody_does() -> None:
+def test_a_copy_runs_when_somebody_waits_in_the_order_in_which_it_was_queued() -> None:
     backend = HostBackend()
-    for size in (WAKES_WORKER_BYTES, 100):
-        source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-        ticket = backend.copy(target, source, Label("weights", 0, 0, ()))
-        limit = time.monotonic() + (20 if size > 100 else 0.05)
-        while not ticket.done() and time.monotonic() < limit:
-            time.sleep(0.001)
-        assert ticket.done() == (size > 100)
-        pending = backend.digest(target)
-        backend.fill(target, 3)
-        assert pending.result() == digest(source), "in the order in which it was queued"
+    source, target = torch.ones(1 << 21, dtype=torch.uint8), torch.zeros(1 << 21, dtype=torch.uint8)
+    ticket = backend.copy(target, source, Label("weights", 0, 0, ()))
+    pending = backend.digest(target)
+    backend.fill(target, 3)
+    assert not ticket.done() and not target.any()
+    assert pending.result() == digest(source)
     backend.close()
     assert bool((target == 3).all())
 
@@ -286,16 +279,16 @@ def test_a_closed_mover_refuses_and_still_knows() -> None:
 
 def test_a_clean_soak_raises_no_alarm() -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(0, 700, (20_000,), generator=generator).tolist()
+    sizes = torch.randint(0, 700, (6_000,), generator=generator).tolist()
     raw = torch.randint(0, 256, (701,), dtype=torch.uint8, generator=generator)
     with Mover(CPU) as mover:
         for first, second in zip(sizes[::2], sizes[1::2], strict=True):
             settled(mover, (raw[:first], raw[1 : second + 1]))
         batches = mover.report.to_dict()["batches"]
-        assert batches["tensors"] == 20_000
+        assert batches["tensors"] == 6_000
         assert batches["mismatches"] == 0
         assert batches["verified_bytes"] == batches["bytes"] == sum(sizes)
-        assert len(mover._registry._entries) <= 1
+        assert len(mover._registry) <= 1
 
 
 def test_many_threads_recover_while_others_send() -> None:
@@ -334,13 +327,3 @@ def test_ranks_add_up_and_incidents_name_theirs() -> None:
     assert merged["frozen"] == {"passes": 4, "tensors": 14, "mismatches": 2}
     assert [row["rank"] for row in merged["incidents"]] == [0, 1]
     assert TransferReport.merge(ranks[:1]) == ranks[0]
-
-
-def test_an_unknown_counter_is_our_bug() -> None:
-    with pytest.raises(AssertionError):
-        TransferReport().add("weights", tensor=1)
-
-
-def test_gb_per_s_is_decimal() -> None:
-    assert gb_per_s(3e9, 2) == 1.5
-    assert gb_per_s(1, 0) == 0
