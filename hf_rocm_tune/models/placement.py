@@ -68,7 +68,7 @@ def remember_read(tensor: Tensor, known: Read | None) -> None:
 def read_as(tensor: Tensor) -> Read | None:
     """What `remember_read` knows of a tensor; once."""
     if (known := _READ.get(tensor)) is not None:
-        _READ.drop(tensor)
+        del _READ.entries[tensor.untyped_storage()]
     return known
 
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -65,13 +65,29 @@ class Entry:
         return self.digest
 
 
-_live: weakref.WeakSet[Mover] = weakref.WeakSet()
 Known = TypeVar("Known")
 
 
-def _of(tensor: Tensor, known: WeakKeyDictionary[torch.UntypedStorage, Known]) -> Known | None:
-    """What is known of its storage; None for sparse tensors, which have none."""
-    return known.get(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+class Registry(Generic[Known]):
+    """Maps the storages of tensors to entries, without keeping them alive.
+
+    By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are found too, and a
+    new tensor that happens to get the same address is not.
+    """
+
+    def __init__(self) -> None:
+        self.entries: WeakKeyDictionary[torch.UntypedStorage, Known] = WeakKeyDictionary()
+
+    def put(self, tensor: Tensor, entry: Known) -> None:
+        """Set the entry for the storage of `tensor`."""
+        self.entries[tensor.untyped_storage()] = entry
+
+    def get(self, tensor: Tensor) -> Known | None:
+        """The entry for the storage of `tensor`; None without one, and for sparse tensors, which have no storage."""
+        return self.entries.get(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+_live: weakref.WeakSet[Mover] = weakref.WeakSet()
 
 
 class Mover:
@@ -115,10 +131,8 @@ class Mover:
         self._session = Session(self.settings, self.report, self._faulty)
         self._ladder = Ladder(self._backend, self._sender, self._session)
         self._fetcher = Fetcher(plain, self._session)
-        # By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are found too,
-        # and a new tensor that happens to get the same address is not.
-        self._registry: WeakKeyDictionary[torch.UntypedStorage, Entry] = WeakKeyDictionary()
-        self._packs: WeakKeyDictionary[torch.UntypedStorage, Pack] = WeakKeyDictionary()  # of host memory
+        self._registry: Registry[Entry] = Registry()
+        self._packs: Registry[Pack] = Registry()  # of host memory
         self.loaded: dict[tuple[str, str], set[Digest]] = {}
         self._closed = False
         self._process = os.getpid()
@@ -160,7 +174,7 @@ class Mover:
         self._finish(transfer, buffer)
         with ordinary():
             moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
-        self._put(moved, Entry("transferred", digest=arrived) if transfer.verify else self._not_verified())
+        self._registry.put(moved, Entry("transferred", digest=arrived) if transfer.verify else self._not_verified())
         if source is not None and transfer.verify:
             self.read_from(source, name, arrived)
         return moved if dtype in (None, tensor.dtype) else self._cast(moved, tensor, dtype, name, stage)
@@ -223,7 +237,7 @@ class Mover:
         """Device memory for contents that replace each other, which counts as verified because each of them is."""
         found = Landing(nbytes, self._backend, self._sender, self._ladder, self._session)
         full = self.settings.verify == "full"
-        self._put(found.memory, Entry("transferred", STREAMED) if full else self._not_verified())
+        self._registry.put(found.memory, Entry("transferred", STREAMED) if full else self._not_verified())
         return found
 
     def begin(self, tree: Any, *, stage: str = "batches") -> Any:
@@ -243,7 +257,7 @@ class Mover:
         if not given:
             return map_tensors(tree, lambda tensor: tensor)
         tensors = [tensor for _, tensor in given.values()]
-        packed = _of(tensors[0], self._packs)
+        packed = self._packs.get(tensors[0])
         if packed is None or not packed.holds(tensors):
             for name, tensor in given.values():
                 self._check_host(tensor, name)
@@ -258,7 +272,7 @@ class Mover:
         self._sender.send(transfer, buffer[: transfer.nbytes], self._ladder.route, attempt=0)
         # The pack may have changed since it was made; the digest of what was sent shows it.
         self._require_equal(packed, source, transfer.expected if transfer.verify else None)
-        self._put(buffer, Entry("unverified", "its verification is still pending", transfer))
+        self._registry.put(buffer, Entry("unverified", "its verification is still pending", transfer))
         return _replaced(tree, given, buffer, packed)
 
     def pack(self, tree: Any) -> Any:
@@ -275,14 +289,14 @@ class Mover:
         if not given:
             return map_tensors(tree, lambda tensor: tensor)
         memory, packed = pack(list(given.values()), verified=self.settings.verify != "off")
-        self._packs[memory.untyped_storage()] = packed
+        self._packs.put(memory, packed)
         return _replaced(tree, given, memory, packed)
 
     def require_unchanged(self, tree: Any) -> None:
         """Check that packed host tensors have not changed; other tensors are ignored."""
         looked_at: list[Pack] = []
         for tensor in tree_tensors(tree):
-            packed = _of(tensor, self._packs)
+            packed = self._packs.get(tensor)
             if packed is not None and not any(packed is each for each in looked_at):
                 looked_at.append(packed)
                 self._require_equal(packed, storage_bytes(tensor))
@@ -308,7 +322,7 @@ class Mover:
         Afterwards the tensors may be used on the caller's current stream. Tensors that are not in flight are ignored.
         """
         for tensor in tree_tensors(tree):
-            entry = _of(tensor, self._registry)
+            entry = self._registry.get(tensor)
             if entry is None or entry.transfer is None:
                 continue
             transfer = entry.transfer
@@ -345,9 +359,6 @@ class Mover:
         number, verify = self._session.number(stage)
         return Transfer(number, stage, segments, source, verify=verify)
 
-    def _put(self, tensor: Tensor, entry: Entry) -> None:
-        self._registry[tensor.untyped_storage()] = entry
-
     def _not_verified(self) -> Entry:
         return Entry("unverified", f"moved with --verify {self.settings.verify}, not verified")
 
@@ -364,7 +375,7 @@ class Mover:
 
     def _is_here(self, tensor: Tensor) -> bool:
         if self.device.type == "cpu":
-            return _of(tensor, self._registry) is not None
+            return self._registry.get(tensor) is not None
         return tensor.device == self.device
 
     def _check_host(self, tensor: Tensor, name: str) -> None:
@@ -386,7 +397,7 @@ class Mover:
 
     def host_source(self, tensor: Tensor) -> Tensor | None:
         """The host tensor from which a batch tensor was copied; kept as long as the device memory. None for views."""
-        entry = _of(tensor, self._registry)
+        entry = self._registry.get(tensor)
         if entry is None or entry.transfer is None:
             return None
         start = tensor.storage_offset() * tensor.element_size()
@@ -398,7 +409,7 @@ class Mover:
 
     def verdict_of(self, tensor: Tensor) -> Digest | None:
         """The digest of the whole storage of a verified batch tensor; None if it was not sent as one."""
-        entry = _of(tensor, self._registry)
+        entry = self._registry.get(tensor)
         transfer = None if entry is None or entry.provenance != "transferred" else entry.transfer
         if transfer is None or transfer.nbytes != tensor.untyped_storage().nbytes():
             return None
@@ -410,22 +421,22 @@ class Mover:
 
     def is_pending(self, tensor: Tensor) -> bool:
         """Whether it is in flight: not settled yet."""
-        entry = _of(tensor, self._registry)
+        entry = self._registry.get(tensor)
         return entry is not None and entry.transfer is not None and not entry.transfer.settled
 
     def provenance(self, tensor: Tensor) -> str | None:
         """``transferred``, ``derived``, ``unverified`` (also while in flight), or None: unknown to this mover."""
-        entry = _of(tensor, self._registry)
+        entry = self._registry.get(tensor)
         return None if entry is None else entry.provenance
 
     def reason(self, tensor: Tensor) -> str | None:
         """Why a tensor counts as derived or unverified."""
-        entry = _of(tensor, self._registry)
+        entry = self._registry.get(tensor)
         return None if entry is None else entry.reason
 
     def digest_of(self, tensor: Tensor) -> Digest | None:
         """The digest with which a weight arrived or was derived; None for batches, views and unverified tensors."""
-        entry = _of(tensor, self._registry)
+        entry = self._registry.get(tensor)
         return entry.known_digest() if entry is not None and _is_whole(tensor) else None
 
     def mark_derived(self, tensor: Tensor, reason: str, *, digest: Digest | None = None) -> None:
@@ -438,15 +449,15 @@ class Mover:
                 without a wait: call this as soon as it is computed, and again when it is rewritten.
         """
         known = digest if _is_whole(tensor) else None
-        self._put(tensor, Entry("derived", reason, digest=known or QueuedDigests([storage_bytes(tensor)])))
+        self._registry.put(tensor, Entry("derived", reason, digest=known or QueuedDigests([storage_bytes(tensor)])))
 
     def mark_trained(self, tensor: Tensor, reason: str) -> None:
         """Declare that `tensor`, verified until now, will be changed by training: its digest is no longer known."""
-        self._put(tensor, Entry("derived", reason))
+        self._registry.put(tensor, Entry("derived", reason))
 
     def mark_unverified(self, tensor: Tensor, reason: str) -> None:
         """Declare that `tensor` was moved to the device unverified, with the reason."""
-        self._put(tensor, Entry("unverified", reason))
+        self._registry.put(tensor, Entry("unverified", reason))
 
     def inject(self, tensor: Tensor, *, name: str, stage: str, number: int, attempt: int) -> None:
         """Inject the faults that were asked for, if any, into a contiguous tensor that this mover did not send.

@@ -5,8 +5,8 @@ PEFT, bitsandbytes and torch's optimizers move tensors to the device themselves:
 and is verified, in both directions, whichever class makes it.
 
 What a function that is not in `_HANDLERS` makes on the device from host tensors is marked unverified. Not covered:
-copies inside torch's C++ code, by storages (``torch.load(map_location="cuda")``), and by other threads. Autograd history
-is lost: use it for construction, loading and resuming, not for training.
+copies inside torch's C++ code, by storages (``torch.load(map_location="cuda")``), and by other threads. Autograd
+history is lost: use it for construction, loading and resuming, not for training.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def test_provenance_follows_the_storage_and_dies_with_it(mover: Mover) -> None:
     assert mover.provenance(torch.ones(1)) is None
     del moved, parameter
     gc.collect()
-    assert len(mover._registry) == 0
+    assert len(mover._registry.entries) == 0
 
 
 def test_marks_are_told_apart(mover: Mover) -> None:
@@ -190,7 +190,7 @@ def test_host_source_is_kept_with_the_batch_and_freed_with_it(mover: Mover) -> N
     assert mover.host_source(labels) is None
     del arrived, source
     gc.collect()
-    assert len(mover._registry) == len(mover._packs) == 0
+    assert len(mover._registry.entries) == len(mover._packs.entries) == 0
 
 
 @pytest.mark.parametrize("verify", ["full", "sample"])
@@ -288,7 +288,7 @@ def test_a_clean_soak_raises_no_alarm() -> None:
         assert batches["tensors"] == 6_000
         assert batches["mismatches"] == 0
         assert batches["verified_bytes"] == batches["bytes"] == sum(sizes)
-        assert len(mover._registry) <= 1
+        assert len(mover._registry.entries) <= 1
 
 
 def test_many_threads_recover_while_others_send() -> None:
