@@ -1,14 +1,12 @@
 """Checks of the products with frozen weights while a model trains, and what is done when one is wrong.
 
 Freivalds' check: with a random ``v`` and ``c = W^T v``, computed on the host from the weight's verified bytes, each row
-of a product ``y = x W^T`` must have ``y . v = x . c`` up to rounding; in backward ``dX = dY W`` must have
-``dX . u = dY . r`` with ``r = W u``. Each side has three vectors, one of signs and two of normal numbers; a wrong
-product must escape all. A check reads x and y once, where the product reads all of W, and its result stays on the
-device until the step's loss and gradient norm are read, before the optimizer: no further wait.
+of ``y = x W^T`` must have ``y . v = x . c`` up to rounding; in backward ``dX . u = dY . r`` with ``r = W u``. Each side
+has three vectors, one of signs and two of normal numbers; a wrong product must escape all. Residuals stay on the device
+until the step's loss and gradient norm are read, before the optimizer: no further wait.
 
-How large may a clean residual be? Let row i of y have the rounding errors ``e_ij``. They do not depend on v, so by
-Hoeffding's inequality ``|sum_j v_j e_ij| > t ||e_i||`` has at most the probability ``2 exp(-t^2 / 2)``: 4e-16 for
-t = 8.5, which is 5e-6 for a million products of 4,096 rows and three vectors. ``||e_i||`` is at most
+The rounding errors ``e_i`` of row i do not depend on v, so by Hoeffding's inequality ``|v . e_i| > t ||e_i||`` has at
+most the probability ``2 exp(-t^2 / 2)``: 4e-16 for t = 8.5. ``||e_i||`` is at most
 
     u ||y_i||                          the output is rounded to its dtype (unit roundoff u); twice with a separate bias
     2^-24 sqrt(K) ||x_i|| ||W||        K float32 additions with roundings of random sign (Higham and Mary 2019)
@@ -16,26 +14,21 @@ t = 8.5, which is 5e-6 for a million products of 4,096 rows and three vectors. `
                                        weight is rounded (W_k: column, in backward row)
     ||W|| max|x_i| / 254               8-bit layers, forward: the input is rounded to 1/127 of its largest value
 
-(Frobenius norm), and the check's own two products and the float32 ``c`` add terms of the second kind. A `level` below 1
-tightens this bound to four times a layer's largest clean residual so far: for float32 the bound is far too wide. That
-stays sound because a residual above the level accuses nobody: the step is repeated, and the product's worst rows are
-computed on the host in float64. Only a product that differs from them by more than its own rounding is called wrong;
-else the layer's level rises.
+(Frobenius norm), and the check's own products add terms of the second kind. A `level` below 1 tightens this to four
+times a layer's largest clean residual. That stays sound because a residual above the level accuses nobody: the step is
+repeated, and the worst rows are computed on the host in float64. Only a product that differs from them by more than its
+own rounding is called wrong; else the layer's level rises.
 
-A mixture's experts have a checksum each, and each row is checked by that of the expert that it was routed to, whichever
-function multiplies them. An adapter that PEFT adds to the weight, W + s B A, rounded to its dtype, before the product
-adds ``s A^T B^T v`` to c, ``s B A u`` to r, its norms to those of W, and has the third term twice.
+Each row of a mixture is checked by the checksum of its expert. An adapter that PEFT adds to the weight, W + s B A, adds
+``s A^T B^T v`` to c, ``s B A u`` to r, its norms to those of W, and has the third term twice. Of a sharded weight each
+rank sums up its rows, and the ranks add; a part that its rank computes with is a weight. A 4-bit weight that
+bitsandbytes has dequantised is checked by itself: each row times the vectors against `r`, within ``t 2^-23 sqrt(K)`` of
+its norm. The forward product dequantises within its kernel: there a wrong block must exceed the product's own bound.
 
-Of a sharded weight each rank sums up its rows, and the ranks add; a part that its rank computes with is a weight.
-
-A 4-bit weight that bitsandbytes has dequantised, as for each backward product, is checked by itself, where no output
-rounding hides an error: each row times the vectors against `r`, within float32's rounding, ``t 2^-23 sqrt(K)`` of its
-norm. The forward product dequantises within its kernel: there a wrong block must exceed the product's own bound.
-
-What is found: a single element that is off by more than the bound B (3.4 % of its row's norm in bfloat16, 0.4 % in
-float16; 0.007 % of a dequantised row of 4,096), always; an error of norm E spread over a row escapes with a probability
-of about (0.8 B / E)^3, and one in r rows with independent errors with the r-th power of that. What is not: smaller
-errors such as one low mantissa bit, and a product in a step in which its layer is not checked.
+Always found is a single element that is off by more than the bound B (3.4 % of its row's norm in bfloat16, 0.4 % in
+float16; 0.007 % of a dequantised row of 4,096); an error of norm E spread over a row escapes with a probability of
+about (0.8 B / E)^3, one in r rows with the r-th power of that. Not found: smaller errors such as one low mantissa bit,
+and a product in a step in which its layer is not checked.
 """
 
 from __future__ import annotations
@@ -48,7 +41,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -98,8 +91,7 @@ class StepVerdict(IntEnum):
     END = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Bound:
+class _Bound(NamedTuple):
     """Of ``|y_i . v - x_i . c|``: a ||x_i|| + b ||y_i|| + c + q max|x_i|; rows with ||x_i|| >= limit may overflow."""
 
     a: float
@@ -233,22 +225,36 @@ class Product:
 
     def residuals(self, side: Side, operand: Tensor, result: Tensor, dtype: torch.dtype, call: _Call) -> Tensor:
         """Of each row the largest of its residuals over its bound, float32 [rows]; NaN where only the result has it."""
-        checked, added, of, more = self.sides[side], call.added, call.experts, None
+        checked, added, of = self.sides[side], call.added, call.experts
         bound, checksum = self.bound(side, dtype, added=added is not None), checked.checksum
+        slope: Tensor | float = bound.a
         if added is not None:
             sums = 2 * math.sqrt(operand.shape[1]) + math.sqrt(result.shape[1])
             more = _T * (_FLOAT32 * sums * added.norm + 2 * roundoff(dtype) * added.largest[side == "backward"])
-            checksum = added.checksums[side]
-        each_own, offset = of is not None and len(of) > 1, checked.offset if call.biased else None
+            slope, checksum = more + slope, added.checksums[side]
+        each_own = of is not None and len(of) > 1
+        shared = checksum[0] if of is None or each_own else checksum.index_select(0, of)[0]
         step = max(1, _CHUNK // (max(self.columns) * (_VECTORS if each_own else 1)))
         parts = []
         for begin in range(0, len(operand), step):
             part = slice(begin, begin + step)
-            own = checksum if of is None else checksum.index_select(0, of[part] if each_own else of)
-            own = own if each_own else own[0]
-            found = _residuals(operand[part].to(dtype), result[part], checked.vectors, own, offset, bound, more)
-            parts.append(found)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            x, y = operand[part].to(dtype), result[part]
+            found = torch.mm(y.float(), checked.vectors)
+            if call.biased and checked.offset is not None:
+                found -= checked.offset
+            if of is not None and each_own:
+                found -= torch.bmm(x.float()[:, None], checksum.index_select(0, of[part]))[:, 0]
+            else:
+                found = torch.addmm(found, x.float(), shared, alpha=-1)
+            length = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+            norm = torch.linalg.vector_norm(y, dim=1, dtype=torch.float32)
+            allowed = length * slope + bound.c
+            allowed.add_(norm, alpha=bound.b)
+            if bound.q:
+                largest = torch.linalg.vector_norm(x, math.inf, dim=1, dtype=torch.float32)
+                allowed.add_(largest, alpha=bound.q)
+            parts.append(torch.where(length < bound.limit, found.abs_().amax(1).div_(allowed), 0.0))
+        return torch.cat(parts)
 
 
 def roundoff(dtype: torch.dtype) -> float:
@@ -507,7 +513,7 @@ class ArithmeticChecks:
                 self._handles.append(watched(layer.weight, partial(self._check_head, layer)))
             else:
                 self._handles.append(layer.module.register_forward_pre_hook(self._branch))
-                self._handles.append(layer.module.register_forward_hook(_Hook(self, layer)))
+                self._handles.append(layer.module.register_forward_hook(partial(self._after_linear, layer)))
             if "dequantised" in layer.sides:
                 self._handles.append(on_dequantised(layer.weight, partial(self._check_weight, layer)))
         for module, own in within.items():
@@ -551,6 +557,10 @@ class ArithmeticChecks:
             return None
         return (arguments[0].view_as(arguments[0]), *arguments[1:])
 
+    def _after_linear(self, layer: Product, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if arguments and isinstance(output, Tensor):
+            self.after_forward(layer, arguments[0], output, _Call(again=module.forward))
+
     def after_forward(self, layer: Product, x: Tensor, y: Tensor, call: _Call) -> None:
         """Check a product, and have its backward checked."""
         dtype = None if self._paused else layer.dtype_for(x, y)
@@ -571,19 +581,22 @@ class ArithmeticChecks:
             operand = operand.detach().reshape(-1, into)
             result = result.detach().reshape(-1, out)
             residuals = layer.residuals(side, operand, result, dtype, call)
-            worst = residuals.amax()
-            if self._watching and checked.held is None and not worst.item() <= checked.level:
+            if self._is_due(checked, residuals):
                 checked.held = _Held(operand.to(dtype, copy=True), result.clone(), residuals, dtype, call.to_keep())
+
+    def _is_due(self, checked: _Checked, residuals: Tensor) -> bool:
+        """Note the largest residual; whether the product is to be held, in a step that is computed again."""
+        worst = residuals.amax()
         self._found.append((checked, worst))
+        return self._watching and checked.held is None and not worst.item() <= checked.level
 
     def _check_head(
         self, layer: Product, side: Side, operand: Tensor, result: Tensor, dtype: torch.dtype, *again: Any
     ) -> None:
         """Check a product of the one-pass loss."""
         if not self._paused:
-            self._check(
-                layer, side, operand, result, dtype, _Call(again=again[0], back=again[1] if again[1:] else None)
-            )
+            call = _Call(again=again[0], back=again[1] if again[1:] else None)
+            self._check(layer, side, operand, result, dtype, call)
 
     def _check_weight(self, layer: Product, weight: Tensor, expert: int = 0) -> None:
         """Check a dequantised weight, [out, in], or an expert's as it is stored."""
@@ -593,8 +606,7 @@ class ArithmeticChecks:
             return
         with _unseen(weight.device):
             residuals = _weight_residuals(weight, checked.vectors, checked.checksum[expert])
-            worst = residuals.amax()
-            if self._watching and checked.held is None and not worst.item() <= checked.level:
+            if self._is_due(checked, residuals):
                 rows = residuals.topk(min(_ROWS, len(residuals))).indices
 
                 def again(_: Tensor) -> Tensor:
@@ -602,7 +614,6 @@ class ArithmeticChecks:
 
                 call = _Call(again=again, expert=expert)
                 checked.held = _Held(rows, weight[rows].clone(), residuals, weight.dtype, call)
-        self._found.append((checked, worst))
 
     def add_attention(self, worst: Tensor) -> None:
         """Have a figure on an attention call, shape [], read with the residuals."""
@@ -632,24 +643,22 @@ class ArithmeticChecks:
             number = next(rows[worst.device])
             if checked is None:
                 self.attention.append(number)
-                continue
-            known = largest.setdefault(id(checked), 0.0)
-            largest[id(checked)] = known if number <= known or math.isnan(known) else number
+            elif not number <= (known := largest.setdefault(id(checked), 0.0)) and not math.isnan(known):
+                largest[id(checked)] = number
         self._report.count("arithmetic", residuals=len(self._found) - len(self.attention))
         self._found.clear()
-        flagged = []
+        flagged, clean = [], []
         for layer in self._due:
-            for side, checked in layer.sides.items():
-                number = largest.get(id(checked), 0.0)
-                if not number <= checked.level:
-                    checked.flagged = number
+            for side, each in layer.sides.items():
+                if not (number := largest.get(id(each), 0.0)) <= each.level:
+                    each.flagged = number
                     flagged.append((layer, side))
+                elif id(each) in largest:
+                    clean.append((each, number))
         if flagged:
             return self._accused(flagged, StepVerdict.REPEAT if can_repeat else StepVerdict.SKIP)
-        for layer in self._due:
-            for checked in layer.sides.values():
-                if id(checked) in largest:
-                    checked.learn(largest[id(checked)])
+        for each, number in clean:
+            each.learn(number)
         return self._settled()
 
     def _settled(self) -> StepVerdict:
@@ -666,17 +675,17 @@ class ArithmeticChecks:
         chosen: str | None = current
         for layer, side in flagged:
             checked = layer.sides[side]
-            if checked.held is None:
+            held, checked.held = checked.held, None
+            if held is None:
                 unknown.append((layer, side))
-            elif self._is_wrong(layer, side):
+            elif self._is_wrong(layer, side, held):
                 wrong.append((layer, side))
-                chosen = self._library_for(layer, side) if chosen == current else chosen
+                chosen = self._library_for(layer, side, held) if chosen == current else chosen
             else:
                 checked.learn(checked.flagged, cleared=True)
                 self._report.count("arithmetic", cleared=1)
                 if (layer, side) in self._suspects:
                     self._suspects.remove((layer, side))
-            checked.held = None
         if not (wrong or unknown):
             return self._settled()
         if wrong and (chosen is None or self._attempt > _ATTEMPTS):
@@ -724,22 +733,28 @@ class ArithmeticChecks:
 
     # ---- diagnosis ----------------------------------------------------------------------------------------------
 
-    def _is_wrong(self, layer: Product, side: Side) -> bool:
+    def _is_wrong(self, layer: Product, side: Side, held: _Held) -> bool:
         """Whether the product's worst rows differ from the host's by more than its own rounding; notes where."""
-        checked = layer.sides[side]
-        held = checked.held
-        assert held is not None
         if side == "dequantised":
-            return self._is_wrong_weight(layer, checked, held)
-        worst = held.residuals.topk(min(_ROWS, len(held.residuals))).indices
-        x, y = host_copy(held.operand[worst]).double(), host_copy(held.result[worst]).double()
-        if not x.isfinite().all():
-            return False
-        of, dtype = torch.zeros(1, dtype=torch.int64), held.dtype
-        if held.call.experts is not None:
-            of = host_copy(held.call.experts if len(held.call.experts) == 1 else held.call.experts[worst])
-        of, added = of.expand(len(x)), held.call.added
-        right, norms = torch.zeros_like(y), torch.zeros_like(y)
+            found, right, allowed = self._weight_on_host(layer, held)
+        else:
+            worst = held.residuals.topk(min(_ROWS, len(held.residuals))).indices
+            x, found = host_copy(held.operand[worst]).double(), host_copy(held.result[worst]).double()
+            if not x.isfinite().all():
+                return False
+            of = torch.zeros(1, dtype=torch.int64)
+            if held.call.experts is not None:
+                of = host_copy(held.call.experts if len(held.call.experts) == 1 else held.call.experts[worst])
+            right, allowed = self._product_on_host(layer, side, held, x, of.expand(len(x)))
+        wrong = ~(((found - right).abs() <= allowed) | (found == right))
+        layer.sides[side].where = _where(~(held.residuals <= layer.sides[side].level), wrong.any(0))
+        return bool(wrong.any())
+
+    def _product_on_host(self, layer: Product, side: Side, held: _Held, x: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
+        """The product of rows ``x`` with the weights of the experts ``of``, float64, and how far a right one may be."""
+        added, dtype = held.call.added, held.dtype
+        right = torch.zeros(len(x), layer.columns[side == "forward"], dtype=torch.float64)
+        norms = torch.zeros_like(right)
         for expert, rows, weight in self._host_weight(layer, set(of.tolist()), held.call.gathered):
             mine, wide = of == expert, weight.double()
             if added is not None:
@@ -761,29 +776,21 @@ class ArithmeticChecks:
         allowed += (bound.a * length + bound.q * x.abs().amax(1, keepdim=True)) * norms / max(layer.norm, 1e-30)
         if layer.quantised or added is not None:  # a kernel need not round the weight as the host does
             allowed += (2 + 2 * (added is not None)) * out * length * norms
-        right = torch.where(right.abs() > torch.finfo(dtype).max, right.sign() * math.inf, right)
-        wrong = ~(((y - right).abs() <= allowed) | (y == right))
-        checked.where = _where(~(held.residuals <= checked.level), wrong.any(0))
-        return bool(wrong.any())
+        return torch.where(right.abs() > torch.finfo(dtype).max, right.sign() * math.inf, right), allowed
 
-    def _is_wrong_weight(self, layer: Product, checked: _Checked, held: _Held) -> bool:
-        """Whether these rows of a dequantised weight differ from the host's by more than a rounding."""
+    def _weight_on_host(self, layer: Product, held: _Held) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of a dequantised weight, the host's, float64, and how far they may lie apart."""
         rows, found = host_copy(held.operand), host_copy(held.result).double()
         right = torch.zeros_like(found)
         for _, part, weight in self._host_weight(layer, [held.call.expert]):
             stored = weight.T if layer.transposed else weight
             inside = (rows >= part.start) & (rows < part.start + len(stored))
             right[inside] = stored[rows[inside] - part.start].double()
-        wrong = ~((found - right).abs() <= 4 * roundoff(held.dtype) * right.abs() + torch.finfo(held.dtype).tiny)
-        checked.where = _where(~(held.residuals <= checked.level), wrong.any(0))
-        return bool(wrong.any())
+        return found, right, 4 * roundoff(held.dtype) * right.abs() + torch.finfo(held.dtype).tiny
 
-    def _library_for(self, layer: Product, side: Side) -> str | None:
+    def _library_for(self, layer: Product, side: Side, held: _Held) -> str | None:
         """The library that computes the held product right, the current one first; None if none does."""
-        checked = layer.sides[side]
-        held = checked.held
-        assert held is not None
-        device = held.operand.device
+        checked, device = layer.sides[side], held.operand.device
         if self._streamer is not None:
             self._streamer.bring(layer.module)
         if side == "dequantised":  # by no BLAS library
@@ -811,17 +818,6 @@ class ArithmeticChecks:
             y = call.again(x)
             (found,) = torch.autograd.grad(y, x, operand.to(y.dtype).view(y.shape))
             return found
-
-
-class _Hook:
-    """After a layer's forward."""
-
-    def __init__(self, checks: ArithmeticChecks, layer: Product) -> None:
-        self._checks, self._layer = checks, layer
-
-    def __call__(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if arguments and isinstance(output, Tensor):
-            self._checks.after_forward(self._layer, arguments[0], output, _Call(again=module.forward))
 
 
 class _Within(TorchFunctionMode):
@@ -931,33 +927,6 @@ def _random_vectors(size: int, generator: torch.Generator) -> Tensor:
     """Signs, which miss no single wrong element, and normal numbers, which tell swapped columns apart; [size, 3]."""
     signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1
     return torch.cat([signs[:, None], torch.randn(size, _VECTORS - 1, generator=generator)], dim=1)
-
-
-def _residuals(
-    operand: Tensor,
-    result: Tensor,
-    vectors: Tensor,
-    checksum: Tensor,
-    offset: Tensor | None,
-    bound: _Bound,
-    more: Tensor | None,
-) -> Tensor:
-    """See `Product.residuals`. ``checksum``: of all rows, or of each [rows, columns, 3]; ``more``: adds to a."""
-    found = torch.mm(result.float(), vectors)
-    if offset is not None:
-        found -= offset
-    if checksum.dim() == 3:
-        found -= torch.bmm(operand.float()[:, None], checksum)[:, 0]
-        found = found.abs_().amax(1)
-    else:
-        found = torch.addmm(found, operand.float(), checksum, alpha=-1).abs_().amax(1)
-    length = torch.linalg.vector_norm(operand, dim=1, dtype=torch.float32)
-    allowed = torch.linalg.vector_norm(result, dim=1, dtype=torch.float32).mul_(bound.b).add_(length, alpha=bound.a)
-    if more is not None:
-        allowed.addcmul_(length, more)
-    if bound.q:
-        allowed.add_(torch.linalg.vector_norm(operand, math.inf, dim=1, dtype=torch.float32), alpha=bound.q)
-    return torch.where(length < bound.limit, found.div_(allowed.add_(bound.c)), 0.0)
 
 
 def _weight_residuals(weight: Tensor, vectors: Tensor, checksum: Tensor) -> Tensor:
