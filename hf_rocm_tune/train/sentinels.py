@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,27 +72,29 @@ class _Watched:
             return None
 
 
-@dataclass
 class FrozenSentinel:
-    """Checks the frozen tensors of a model, each by the bytes of its whole storage."""
+    """Checks the frozen tensors of a model, each by the bytes of its whole storage.
 
-    list_tensors: Callable[[], Iterable[Found]]
-    period: int
-    arrived_with: Callable[[Tensor], Digest | None] = lambda _: None
-    explain: Callable[[str, Tensor, bool], str | None] = lambda *_: None
-    changed_at_start: list[Change] = field(default_factory=list)  # that differed from their baseline
-    passes: int = 0  # completed passes over all tensors, in slices or in full
-    _watched: dict[str, _Watched] = field(default_factory=dict)
-    _slices: list[list[_Watched]] = field(default_factory=list)
-    _queued: list[tuple[list[_Watched], QueuedDigests]] = field(default_factory=list)
-    _next: int = 0
+    ``passes``: completed passes over all tensors, in slices or in full; ``changed_at_start``: tensors that differed
+    from the bytes that they ``arrived_with``.
+    """
 
-    def __post_init__(self) -> None:
-        self.changed_at_start = self._begin(list(self.list_tensors()))
+    def __init__(
+        self,
+        list_tensors: Callable[[], Iterable[Found]],
+        period: int,
+        arrived_with: Callable[[Tensor], Digest | None] = lambda _: None,
+        explain: Callable[[str, Tensor, bool], str | None] = lambda *_: None,
+    ) -> None:
+        self._list_tensors, self._arrived_with, self._explain = list_tensors, arrived_with, explain
+        self.passes = self._next = 0
+        self._queued: list[tuple[list[_Watched], QueuedDigests]] = []
+        self._watched: dict[str, _Watched] = {}
+        self.changed_at_start = self._begin(list(list_tensors()))
         total, passed = sum(row.nbytes for row in self._watched.values()) or 1, 0
-        self._slices = [[] for _ in range(self.period)]
+        self._slices: list[list[_Watched]] = [[] for _ in range(period)]
         for row in self._watched.values():
-            self._slices[min(passed * self.period // total, self.period - 1)].append(row)
+            self._slices[min(passed * period // total, period - 1)].append(row)
             passed += row.nbytes
 
     @property
@@ -112,7 +114,7 @@ class FrozenSentinel:
         """Check every tensor, also those added since the start, and wait for the result."""
         self.passes += 1
         changes = self._look(self._watched.values())
-        changes += self._begin([each for each in self.list_tensors() if each[0] not in self._watched], late=True)
+        changes += self._begin([each for each in self._list_tensors() if each[0] not in self._watched], late=True)
         return changes + self.collect(wait=True)
 
     def collect(self, *, wait: bool) -> list[Change]:
@@ -150,7 +152,7 @@ class FrozenSentinel:
         same = found == row.baseline
         if same and not replaced:
             return []  # the first digest was wrong
-        if self.explain(row.name, tensor, same) is None:
+        if self._explain(row.name, tensor, same) is None:
             return [Change("frozen", row.name, "replaced" if replaced else "changed in memory")]
         storage = tensor.untyped_storage()
         row.storage, row.nbytes, row.baseline = weakref.ref(storage), storage.nbytes(), found
@@ -161,10 +163,10 @@ class FrozenSentinel:
         digests = QueuedDigests([storage_bytes(tensor) for _, tensor, _ in found]).result()
         changes = []
         for (name, tensor, find), now in zip(found, digests, strict=True):
-            if late and self.explain(name, tensor, False) is None:
+            if late and self._explain(name, tensor, False) is None:
                 changes.append(Change("frozen", name, "added"))
                 continue
-            before = now if late else self.arrived_with(storage_bytes(tensor)) or now
+            before = now if late else self._arrived_with(storage_bytes(tensor)) or now
             storage = tensor.untyped_storage()
             self._watched[name] = row = _Watched(name, find, weakref.ref(storage), storage.nbytes(), before)
             if now != before:
@@ -234,16 +236,6 @@ class TrainedSentinel:
                 looked_at.append(at)
         self._queued.append((groups, looked_at, before, QueuedDigests([groups[at].bytes for at in looked_at])))
 
-    def is_replaced(self) -> bool:
-        """Whether a tensor has other memory than at the last `take`."""
-        return any(group.moved for group in self._groups)
-
-    def adopt(self) -> None:
-        """Record the current state, in which the model's own forward has replaced tensors; compare the others first."""
-        self.look()
-        self._changes.clear()
-        self.take()
-
     def collect(self) -> list[Change]:
         """What has changed between `take` and `look`; waits for the device."""
         for groups, untouched, before, now in self._queued:
@@ -268,7 +260,7 @@ class TrainedSentinel:
     def _turn(self) -> list[_Pack]:
         """The next groups to check: all, if they are not too large together."""
         turned = [*self._groups[self._next :], *self._groups[: self._next]]
-        ends = accumulate(group.nbytes for group in turned)
+        ends = accumulate(group.bytes.nbytes for group in turned)
         fitting = sum(end <= _BYTES_PER_UPDATE for end in ends)
         chosen = turned[: max(fitting, 1)]
         self._next = (self._next + len(chosen)) % max(len(turned), 1)
@@ -319,20 +311,16 @@ class _Pack:
     """Tensors of one kind on one device whose storages are digested as one."""
 
     def __init__(self, kind: str, tensors: list[Tensor]) -> None:
-        self.kind, self.tensors = kind, tensors
-        self.pointers = self.find()
+        self.kind, self._tensors = kind, tensors
+        self._pointers = [tensor.data_ptr() for tensor in tensors]
         self.bytes = TensorGroup([storage_bytes(tensor) for tensor in tensors])
-        self.nbytes = self.bytes.nbytes
-
-    def find(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self.tensors))
 
     @property
     def moved(self) -> bool:
-        return self.pointers != self.find()
+        return self._pointers != [tensor.data_ptr() for tensor in self._tensors]
 
     def versions(self) -> list[int]:
-        return [tensor._version for tensor in self.tensors]
+        return [tensor._version for tensor in self._tensors]
 
 
 def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
@@ -408,7 +396,6 @@ class SentinelCallback(TrainerCallback):
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._rates: Any = None
-        self._was_replaced = False
         self._explained: set[tuple[str, str]] = set()
 
     # ---- events ---------------------------------------------------------------------------------------------
@@ -456,20 +443,15 @@ class SentinelCallback(TrainerCallback):
         """PEFT's CPT replaces its trained prompt in each forward, wherever that is called: right from then on."""
         encoders: Any = getattr(getattr(self._model, "prompt_encoder", None), "values", list)()
         for encoder in encoders:
-            encoder.register_forward_pre_hook(lambda *_: self._prompts(adopt=False))
-            encoder.register_forward_hook(lambda *_: self._prompts(adopt=True))
+            encoder.register_forward_pre_hook(lambda *_: self.look())
+            encoder.register_forward_hook(lambda *_: self._adopt_prompts())
 
-    def _prompts(self, *, adopt: bool) -> None:
+    def _adopt_prompts(self) -> None:
         assert self._trained is not None
-        if not adopt:
-            self._was_replaced = self._trained.is_replaced()
-            if not self._was_replaced:
-                self._trained.look()  # what is projected now must be what the last update wrote
-        elif self._trained.is_replaced() and not self._was_replaced:
-            self._trained.adopt()
-            for each in self._trained_parameters():
-                if self._mover.provenance(each) is None:
-                    self._mover.mark_trained(each, TRAINED)
+        self._trained.take()
+        for each in self._trained_parameters():
+            if self._mover.provenance(each) is None:
+                self._mover.mark_trained(each, TRAINED)
 
     def use_batch(self, batch: Any) -> None:
         """A verified batch is used from now on."""
