@@ -63,13 +63,13 @@ class Session:
     def __init__(self, settings: TransferSettings, report: TransferReport, faulty: FaultyBackend | None) -> None:
         self.settings, self.report, self.faulty = settings, report, faulty
         self.step: int | None = None
-        self._numbers, self._sent, self._lock = itertools.count(), Counter[str](), threading.Lock()
+        self._numbers, self.sent, self._lock = itertools.count(), Counter[str](), threading.Lock()
 
     def number(self, stage: str) -> tuple[int, bool]:
         """The number of a new transfer, and whether it is verified."""
         with self._lock:
-            number, earlier = next(self._numbers), self._sent[stage]
-            self._sent[stage] += 1
+            number, earlier = next(self._numbers), self.sent[stage]
+            self.sent[stage] += 1
         sampled = self.settings.verify == "sample" and earlier % SAMPLE_EVERY == 0
         return number, self.settings.verify == "full" or sampled
 

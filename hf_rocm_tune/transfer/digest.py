@@ -413,7 +413,7 @@ class NativeSums:
         pointer = ctypes.c_void_p
         self._function.argtypes = (pointer, pointer, ctypes.c_uint64, ctypes.c_uint64, pointer, ctypes.c_int, pointer)
         self._function.restype = None
-        self._table = place_weights(torch.device("cpu")).data_ptr()
+        self._table = place_weights(torch.device("cpu"))
         self._threads = min(THREADS, len(os.sched_getaffinity(0)))
 
     def __call__(self, flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
@@ -421,7 +421,7 @@ class NativeSums:
         if copy_to is not None:
             assert copy_to.numel() == nbytes
             copy, threads = copy_to.data_ptr(), min(self._threads, nbytes // BYTES_A_THREAD)
-        self._function(flat.data_ptr(), copy, nbytes, index, self._table, threads, result)
+        self._function(flat.data_ptr(), copy, nbytes, index, self._table.data_ptr(), threads, result)
         return result[0], result[1]
 
 

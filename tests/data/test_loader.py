@@ -278,7 +278,7 @@ def test_the_next_batch_is_under_way_while_one_is_in_use_and_not_the_one_after(p
         assert all(mover.is_pending(tensor) for tensor in tree_tensors(batch))
         settle(loader, batch)
         assert mover.report.to_dict()["batches"]["tensors"] == 2 * number
-        started = mover._sent["batches"]
+        started = mover._session.sent["batches"]
         assert started == min(number + 1, 4)
 
 

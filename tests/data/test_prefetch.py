@@ -73,7 +73,7 @@ def test_every_batch_comes_once_in_order_and_within_the_limit(rows: int, size: i
         prefetch = Prefetch(mover, depth)
         loader = transformers.trainer.skip_first_batches(prepared(prefetch, rows), skipped)
         for epoch in range(2):
-            numbers, before = [], mover._sent["batches"]
+            numbers, before = [], mover._session.sent["batches"]
             for window in windows(loader, prefetch, size):
                 assert mover.under_way <= (depth + 1 if depth else 0)
                 for batch in window:
@@ -82,7 +82,7 @@ def test_every_batch_comes_once_in_order_and_within_the_limit(rows: int, size: i
                     assert mover.under_way <= depth
                     del batch
             assert numbers == list(range(skipped, rows)), epoch
-            assert mover._sent["batches"] - before == len(numbers), "a batch crossed twice"
+            assert mover._session.sent["batches"] - before == len(numbers), "a batch crossed twice"
             loader = prepared(prefetch, rows)
             skipped = 0
 
