@@ -1,15 +1,11 @@
 """Micro-batches that are computed twice, and rows of attention that are computed again by plain products.
 
-What is no product with a frozen weight (attention, norms, LoRA's own products, the loss, gradients before the update)
-has no checksum, but the same kernels give the same bits. At the third step after a start, and after every `EVERY`
-micro-batches, the first micro-batch of a step is computed once before its real turn, with the same random states; loss
-and gradients of both are compared by digest. Where they differ, the step is computed again, until two results agree.
-Where none of `_RUNS` agree but all lie close together, the kernels are not deterministic: from then on loss, norms and
-sums are compared, within `_MARGIN` times the largest difference seen. With several ranks all compute one rank's
-micro-batch, and compare their results.
-
-In the first step, and whenever a longer batch comes, rows of each call of ``scaled_dot_product_attention`` are computed
-again in float32 by plain products, with the run's own masks and packing.
+What is no product with a frozen weight has no checksum, but the same kernels give the same bits. At the third step
+after a start, and after every `EVERY` micro-batches, the first one of a step is computed once before its real turn, and
+loss and gradients of both are compared by digest; where they differ, the step is computed again until two results
+agree. If none of `_RUNS` agree but all lie close together, the kernels are not deterministic: from then on loss, norms
+and sums are compared within a bound. Several ranks all compute one rank's micro-batch. In the first step, and whenever a
+longer batch comes, rows of each ``scaled_dot_product_attention`` are computed again in float32, with the run's masks.
 
 Not found: a fault that one card repeats each time; attention's backward, unless it differs from run to run; attention
 with dropout; other attention functions. Not replayed: what `Replays.prepare` lists, pipelines, and steps whose
@@ -226,9 +222,14 @@ class Replays:
             if len(history) == _RUNS:
                 if self._allow(history):
                     return
-                self._tell("gradients", "repeatable", "stopped", "the cards differ each time: " + _by_rank(history))
+                steady = [len({each[rank].digest for each in history}) == 1 for rank in range(len(history[0]))]
+                ranks = (
+                    f"rank {rank} {'repeats its result' if one else 'does not'}" for rank, one in enumerate(steady)
+                )
+                self._tell("gradients", "repeatable", "stopped", f"the cards differ each time: {', '.join(ranks)}")
                 raise CorruptionError(self.failure)
-            found = _of_all_ranks(run() if history else first)
+            found: list[Figures | None] = [None] * dist.get_world_size(host_group())
+            dist.all_gather_object(found, run() if history else first, group=host_group())
             if (here := [each for each in found if each is not None]) != found:
                 return  # one is out of memory
             history.append(here)
@@ -269,10 +270,8 @@ class Replays:
         self._attempts += 1
         if can_repeat and self._attempts == 1:
             return StepVerdict.REPEAT
-        text = f"{worst:.3g} times what rounding explains, compared with plain float32 products"
-        self._tell(
-            what, "repeatable", "stopped", f"{text}: give --attn_implementation eager, or a smaller --max_length"
-        )
+        text = f"{worst:.3g} times what rounding explains: give --attn_implementation eager, or a smaller --max_length"
+        self._tell(what, "repeatable", "stopped", text)
         return StepVerdict.END
 
 
@@ -288,18 +287,6 @@ def _outcome(model: nn.Module, loss: Tensor) -> Figures:
         for each, norm, total in zip(row, numbers, numbers[len(row) :], strict=False):
             figures += [(norm, norm), (total, norm * math.sqrt(each.numel()))]
     return Figures(tuple(each.hex() for each in digests), tuple(figures))
-
-
-def _of_all_ranks(mine: Figures | None) -> list[Figures | None]:
-    rows: list[Any] = [None] * dist.get_world_size(host_group())
-    dist.all_gather_object(rows, mine, group=host_group())
-    return rows
-
-
-def _by_rank(history: list[list[Figures]]) -> str:
-    """Which ranks give the same result each time."""
-    steady = [len({each[rank].digest for each in history}) == 1 for rank in range(len(history[0]))]
-    return ", ".join(f"rank {rank} {'repeats its result' if each else 'does not'}" for rank, each in enumerate(steady))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Faults put into a running command from outside: upstream's functions are wrapped, and bits flip through raw pointers.
 
 Nothing of ours is touched, and nothing is told: our code sees memory and files that are not what they were. Each attack
-happens once in a process, so a run that goes back is left alone.
+happens once in a process, so a run that goes back is left alone by it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_done: list[str] = []
+
+class Tell:
+    """An attack calls it when it has happened; one line more is in its log."""
+
+    def __init__(self, log: str) -> None:
+        self.done, self._log = False, log
+
+    def __call__(self, what: str) -> None:
+        self.done = True
+        if self._log:
+            with open(self._log, "a", encoding="utf-8") as file:
+                file.write(f"{what}\n")
 
 
 def flip(tensor: Tensor, rng: random.Random) -> None:
@@ -38,14 +49,7 @@ def arm(*, kind: str, seed: int = 0, step: int = 2, log: str = "", **more: Any) 
         log: file that tells that it has happened.
         more: for the attack.
     """
-    rng = random.Random(f"{kind} {seed}")
-
-    def tell(what: str) -> None:
-        _done.append(what)
-        if log:
-            Path(log).write_text(what)
-
-    ATTACKS[kind](rng, step, tell, **more)
+    ATTACKS[kind](random.Random(f"{kind} {seed}"), step, Tell(log), **more)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -53,13 +57,13 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[.
     setattr(owner, name, functools.wraps(stock)(make(stock)))  # the signature stays what it was
 
 
-def _at(moment: str, step: int, do: Callable[[Any], None]) -> None:
+def _at(moment: str, step: int, tell: Tell, do: Callable[[Any], None]) -> None:
     """Calls `do` once with the trainer, in a step at a moment of `MOMENTS`."""
     name, ahead, before = MOMENTS[moment]
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *arguments: Any, **keywords: Any) -> Any:
-            due = not _done and self.state.global_step >= step - ahead
+            due = not tell.done and self.state.global_step >= step - ahead
             if due and before:
                 do(self)
             result = stock(self, *arguments, **keywords)
@@ -109,7 +113,7 @@ def _frozen_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Tenso
     return found
 
 
-def _after_load(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _after_load(rng: random.Random, step: int, tell: Tell) -> None:
     """A frozen weight changes between its loading and the first step."""
     del step
     from trl.trainer import utils
@@ -117,7 +121,7 @@ def _after_load(rng: random.Random, step: int, tell: Callable[[str], None]) -> N
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
             loaded = stock(*arguments, **keywords)
-            if not _done:
+            if not tell.done:
                 _, name, tensor = rng.choice(_frozen_of(loaded[0] if isinstance(loaded, tuple) else loaded))
                 flip(tensor, rng)
                 tell(name)
@@ -128,7 +132,7 @@ def _after_load(rng: random.Random, step: int, tell: Callable[[str], None]) -> N
     _wrap(utils, "create_model_from_path", make)
 
 
-def _replaced(rng: random.Random, step: int, tell: Callable[[str], None], way: str, same: bool = False) -> None:
+def _replaced(rng: random.Random, step: int, tell: Tell, way: str, same: bool = False) -> None:
     """A frozen weight is replaced by another tensor; `same`: by an equal one."""
 
     def do(trainer: Any) -> None:
@@ -147,7 +151,7 @@ def _replaced(rng: random.Random, step: int, tell: Callable[[str], None], way: s
             module._parameters[name] = torch.nn.Parameter(other, requires_grad=False)
         tell(f"{type(module).__name__}.{name}")
 
-    _at("after backward", step, do)
+    _at("after backward", step, tell, do)
 
 
 def _evaluated_only(trainer: Any) -> torch.nn.Module:
@@ -156,7 +160,7 @@ def _evaluated_only(trainer: Any) -> torch.nn.Module:
     return getattr(found, "module", found)
 
 
-def _reference(rng: random.Random, step: int, tell: Callable[[str], None], moment: str) -> None:
+def _reference(rng: random.Random, step: int, tell: Tell, moment: str) -> None:
     """A weight of a model that is only evaluated changes during the training."""
 
     def do(trainer: Any) -> None:
@@ -165,10 +169,10 @@ def _reference(rng: random.Random, step: int, tell: Callable[[str], None], momen
         flip(rng.choice(list(_evaluated_only(trainer).parameters())), rng)
         tell(moment)
 
-    _at(moment, step, do)
+    _at(moment, step, tell, do)
 
 
-def _host_model(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _host_model(rng: random.Random, step: int, tell: Tell) -> None:
     """A reward model changes between its loading and the moment when the trainer gets it."""
     del step
     from transformers import AutoModelForSequenceClassification
@@ -177,7 +181,7 @@ def _host_model(rng: random.Random, step: int, tell: Callable[[str], None]) -> N
 
     def loaded(*arguments: Any, **keywords: Any) -> Any:
         model = stock(*arguments, **keywords)
-        if not _done:
+        if not tell.done:
             flip(rng.choice([each for each in model.parameters() if each.numel() > 99]), rng)
             tell("host model")
         return model
@@ -188,7 +192,7 @@ def _host_model(rng: random.Random, step: int, tell: Callable[[str], None]) -> N
 class _Reader:
     """A reader of safetensors that returns one tensor with a flipped bit."""
 
-    def __init__(self, opened: Any, rng: random.Random, tell: Callable[[str], None]) -> None:
+    def __init__(self, opened: Any, rng: random.Random, tell: Tell) -> None:
         self._opened, self._rng, self._tell = opened, rng, tell
         self._victim = rng.choice(sorted(opened.keys()))
 
@@ -224,7 +228,7 @@ class _Slice:
         return self._reader.get_tensor(self._name)[index]
 
 
-def _misreading(rng: random.Random, step: int, tell: Callable[[str], None], directory: str, nth: int = 1) -> None:
+def _misreading(rng: random.Random, step: int, tell: Tell, directory: str, nth: int = 1) -> None:
     """The reader returns other bytes than the weight files of a directory have, when they are opened the n-th time."""
     del step
     from transformers import modeling_utils
@@ -244,7 +248,7 @@ def _misreading(rng: random.Random, step: int, tell: Callable[[str], None], dire
     tell("armed")
 
 
-def _mapped(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _mapped(rng: random.Random, step: int, tell: Tell) -> None:
     """The mapped file has another bit than the file on the disk, in one of its first tensors."""
     del step
     which, seen = rng.randrange(15), [0]
@@ -268,7 +272,7 @@ def _mapped(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
 # ---- trained ------------------------------------------------------------------------------------------------
 
 
-def _trained(rng: random.Random, step: int, tell: Callable[[str], None], moment: str, what: str) -> None:
+def _trained(rng: random.Random, step: int, tell: Tell, moment: str, what: str) -> None:
     """A trained weight or a tensor of the optimizer's state changes between two updates."""
 
     def do(trainer: Any) -> None:
@@ -282,16 +286,16 @@ def _trained(rng: random.Random, step: int, tell: Callable[[str], None], moment:
         flip(rng.choice(tensors), rng)
         tell(what)
 
-    _at(moment, step, do)
+    _at(moment, step, tell, do)
 
 
-def _wrong_update(rng: random.Random, step: int, tell: Callable[[str], None], what: str) -> None:
+def _wrong_update(rng: random.Random, step: int, tell: Tell, what: str) -> None:
     """An update itself gives a wrong weight or optimizer state, so there is nothing on this rank to compare it with."""
     from transformers.trainer_callback import CallbackHandler
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, args: Any, state: Any, control: Any) -> Any:
-            if not _done and state.global_step == step - 1:
+            if not tell.done and state.global_step == step - 1:
                 parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
                 flip(
                     rng.choice([each if what == "weight" else self.optimizer.state[each][what] for each in parameters]),
@@ -305,14 +309,14 @@ def _wrong_update(rng: random.Random, step: int, tell: Callable[[str], None], wh
     _wrap(CallbackHandler, "on_optimizer_step", make)
 
 
-def _resumed_state(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _resumed_state(rng: random.Random, step: int, tell: Tell) -> None:
     """Optimizer state changes in host memory between its comparison with the manifest and its loading."""
     del step
     from hf_rocm_tune.survive import saved_state
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(state: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not _done:
+            if not tell.done:
                 rows = [each for row in state["state"].values() for each in row.values() if each.numel() > 1]
                 flip(rng.choice(rows), rng)
                 tell("optimizer")
@@ -323,7 +327,7 @@ def _resumed_state(rng: random.Random, step: int, tell: Callable[[str], None]) -
     _wrap(saved_state, "load_optimizer", make)
 
 
-def _initial_adapter(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _initial_adapter(rng: random.Random, step: int, tell: Tell) -> None:
     """PiSSA's initial adapter, which is kept on the host for the result, changes."""
 
     def do(trainer: Any) -> None:
@@ -331,10 +335,10 @@ def _initial_adapter(rng: random.Random, step: int, tell: Callable[[str], None])
         flip(rng.choice([tensor for tensor, _ in kept]), rng)
         tell("initial adapter")
 
-    _at("before forward", step, do)
+    _at("before forward", step, tell, do)
 
 
-def _rate(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _rate(rng: random.Random, step: int, tell: Tell) -> None:
     """The optimizer's learning rate changes by one bit, or a number of the scheduler's does."""
 
     def do(trainer: Any) -> None:
@@ -349,7 +353,7 @@ def _rate(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
             scheduler.last_epoch ^= 1 << rng.randrange(4)
         tell("rate")
 
-    _at("before forward", step, do)
+    _at("before forward", step, tell, do)
 
 
 # ---- batches ------------------------------------------------------------------------------------------------
@@ -361,14 +365,14 @@ def _tensors_of(batch: Any, rng: random.Random) -> Tensor:
     return found
 
 
-def _waiting_batch(rng: random.Random, step: int, tell: Callable[[str], None], number: int) -> None:
+def _waiting_batch(rng: random.Random, step: int, tell: Tell, number: int) -> None:
     """A batch of an accumulation window changes while it waits: on its way, on the device or on the host."""
     from hf_rocm_tune import VerifiedTransferMixin
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *arguments: Any, **keywords: Any) -> Any:
             batches, count = stock(self, *arguments, **keywords)
-            if not _done and self.state.global_step == step - 1:
+            if not tell.done and self.state.global_step == step - 1:
                 tensor = _tensors_of(batches[number], rng)
                 if tensor.device.type != "cpu":
                     torch.cuda.synchronize()
@@ -390,13 +394,13 @@ def _run_copies(trainer: Any) -> None:
             backend._run()
 
 
-def _counted_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _counted_batch(rng: random.Random, step: int, tell: Tell) -> None:
     """The labels change on the host just before they are counted."""
     from transformers import Trainer
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, batch_samples: list[Any], *arguments: Any, **keywords: Any) -> Any:
-            if not _done and self.state.global_step == step - 1:
+            if not tell.done and self.state.global_step == step - 1:
                 labels = rng.choice(batch_samples)["labels"]
                 assert labels.device.type == "cpu"
                 masked = (labels == -100).flatten().nonzero()
@@ -410,13 +414,13 @@ def _counted_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -
     _wrap(Trainer, "_get_num_items_in_batch", make)
 
 
-def _miscounted_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _miscounted_batch(rng: random.Random, step: int, tell: Tell) -> None:
     """The labels read differently while they are counted, and are right again afterwards."""
     from transformers import Trainer
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, batch_samples: list[Any], *arguments: Any, **keywords: Any) -> Any:
-            if _done or self.state.global_step != step - 1:
+            if tell.done or self.state.global_step != step - 1:
                 return stock(self, batch_samples, *arguments, **keywords)
             labels = rng.choice(batch_samples)["labels"]
             right, wanted = labels.clone(), rng.choice(labels[..., 1:].flatten().ne(-100).nonzero().flatten().tolist())
@@ -432,13 +436,13 @@ def _miscounted_batch(rng: random.Random, step: int, tell: Callable[[str], None]
     _wrap(Trainer, "_get_num_items_in_batch", make)
 
 
-def _used_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _used_batch(rng: random.Random, step: int, tell: Tell) -> None:
     """A batch changes in device memory after its verdict, just before the model reads it."""
     owner = _owner_of("compute_loss")
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not _done and self.state.global_step == step - 1 and model.training:
+            if not tell.done and self.state.global_step == step - 1 and model.training:
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 tensor = _tensors_of(inputs, rng)
@@ -452,7 +456,7 @@ def _used_batch(rng: random.Random, step: int, tell: Callable[[str], None]) -> N
     _wrap(owner, "compute_loss", make)
 
 
-def _reused_buffers(rng: random.Random, step: int, tell: Callable[[str], None]) -> None:
+def _reused_buffers(rng: random.Random, step: int, tell: Tell) -> None:
     """The collator returns the same memory each time, as one may that pins its buffers."""
     del rng, step
     from trl.trainer import sft_trainer
@@ -476,7 +480,7 @@ def _reused_buffers(rng: random.Random, step: int, tell: Callable[[str], None]) 
 # ---- files --------------------------------------------------------------------------------------------------
 
 
-def _file_misread(rng: random.Random, step: int, tell: Callable[[str], None], file: str) -> None:
+def _file_misread(rng: random.Random, step: int, tell: Tell, file: str) -> None:
     """The tensors come from another reading of the file than the SHA-256: from a bad one."""
     del step
     from trl.trainer import utils
@@ -515,9 +519,7 @@ def _file_misread(rng: random.Random, step: int, tell: Callable[[str], None], fi
 # ---- copies -------------------------------------------------------------------------------------------------
 
 
-def _copies(
-    rng: random.Random, step: int, tell: Callable[[str], None], at: list[int], log_to: str, least: int = 256
-) -> None:
+def _copies(rng: random.Random, step: int, tell: Tell, at: list[int], log_to: str, least: int = 256) -> None:
     """Copies of `least` bytes and more go wrong by one bit, those whose numbers are in `at`; see `memcpy_flips.c`.
 
     In the end the log's last line says how many there were.
@@ -543,7 +545,7 @@ def _copies(
 # ---- layers that are streamed -------------------------------------------------------------------------------
 
 
-def _streamed(rng: random.Random, step: int, tell: Callable[[str], None], place: str) -> None:
+def _streamed(rng: random.Random, step: int, tell: Tell, place: str) -> None:
     """A streamed layer changes: where it waits, in the ``mapped`` file or in ``anonymous`` memory, or on the card."""
 
     def do(trainer: Any) -> None:
@@ -562,7 +564,7 @@ def _streamed(rng: random.Random, step: int, tell: Callable[[str], None], place:
                 ctypes.c_ubyte.from_address(int(row[0].split("-")[0], 16) + start - int(row[2], 16)).value ^= 16
         tell(place)
 
-    _at("before forward", step, do)
+    _at("before forward", step, tell, do)
 
 
 ATTACKS: dict[str, Callable[..., None]] = {

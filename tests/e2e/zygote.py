@@ -155,7 +155,9 @@ def _child(request: dict[str, Any]) -> None:
         if "MEMORY_ATTACK" in os.environ:
             from tests.e2e.memory_attacks import arm
 
-            arm(**json.loads(os.environ["MEMORY_ATTACK"]))
+            attacks = json.loads(os.environ["MEMORY_ATTACK"])
+            for attack in attacks if isinstance(attacks, list) else [attacks]:
+                arm(**attack)
         if "DUMP_LOGITS" in os.environ:
             _dump_logits_after_saving(os.environ["DUMP_LOGITS"])
         if "ATTACK" in os.environ:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -101,7 +102,7 @@ def test_checks_change_nothing_and_find_nothing_in_a_clean_run(run: Any, clean: 
     assert found["residuals"] >= 2 * found["checked"]
 
 
-@pytest.mark.parametrize("kind", ["zero tile", "previous output", "NaN"] if not LONG else FOUND)
+@pytest.mark.parametrize("kind", ["zero tile", "previous output"] if not LONG else FOUND)
 def test_a_wrong_product_now_and_then_changes_nothing(run: Any, clean: Any, kind: str) -> None:
     faults = Faults(kind=kind, rate=0.01, seed=3, first=20)
     trainer = run(faults)
@@ -142,9 +143,8 @@ def test_a_step_that_cannot_be_computed_again_is_skipped(run: Any, clean: Any) -
 # ---- 4-bit weights as bitsandbytes dequantises them ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 20])
 def test_a_wrong_dequantised_block_is_found_apart_from_its_product(
-    model_path: Path, tokens: Dataset, tmp_path: Path, at: int
+    model_path: Path, tokens: Dataset, tmp_path: Path
 ) -> None:
     def train(faults: Faults, mode: str = "every") -> Any:
         quantised = BitsAndBytesConfig(
@@ -153,13 +153,13 @@ def test_a_wrong_dequantised_block_is_found_apart_from_its_product(
         )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=quantised, device_map="cpu")
         ours = {"consent_unverified": True, "check_arithmetic": mode}
-        trainer = build(VerifiedSFT, model, tokens, tmp_path, ours=ours, max_steps=4)
+        trainer = build(VerifiedSFT, model, tokens, tmp_path, ours=ours, max_steps=3)
         with faults:
             trainer.train()
         return trainer
 
     clean = train(Faults(rate=0.0), mode="off")
-    faults = Faults(kind=DEQUANTISED, operators=("bitsandbytes::dequantize_4bit",), first=at, count=1)
+    faults = Faults(kind=DEQUANTISED, operators=("bitsandbytes::dequantize_4bit",), first=20, count=1)
     trainer = train(faults)
     assert faults.done == 1
     assert_same(trainer, clean)
@@ -185,7 +185,17 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mxfp4": {"arch": "mxfp4", "dtype": torch.bfloat16},
 }
 """Where no operators are named, products are told by their shapes from those of other layers."""
-SOME = MIXTURES if LONG else ("grouped", "adapters", "nf4", "mxfp4")
+SOME = ("grouped", "adapters", "nf4", "mxfp4")
+SIDES = ("forward", "backward")
+WRONG = [
+    ("grouped", "forward", ANOTHER), ("grouped", "backward", "zero tile"), ("adapters", "forward", "zero tile"),
+    ("adapters", "backward", ANOTHER), ("nf4", "forward", "NaN"), ("nf4", "backward", "zero tile"),
+    ("mxfp4", "forward", "zero tile"), ("mxfp4", "backward", "NaN"),
+]  # fmt: skip
+"""Case, side and kind; another expert's weights only where one operator has several experts."""
+if LONG:
+    WRONG = list(itertools.product(MIXTURES, SIDES, FOUND))
+    WRONG += [(case, side, ANOTHER) for case in MIXTURES if "operators" in MIXTURES[case] for side in SIDES]
 
 
 @pytest.fixture(scope="module")
@@ -226,24 +236,20 @@ def of_experts(trainer: Any) -> list[tuple[str, str, str]]:
     return [(row["side"], row["kind"], row["outcome"]) for row in rows]
 
 
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.long
+@pytest.mark.parametrize("case", MIXTURES)
 def test_checks_of_experts_change_nothing_and_find_nothing(mixture: Any, clean_mixture: Any, case: str) -> None:
     trainer = mixture(case)
     assert_same(trainer, clean_mixture(case))
-    found = counted(trainer)
-    assert found["cleared"] == found["disagreements"] == trainer._arithmetic.describe()["never_seen"] == 0
+    assert counted(trainer)["disagreements"] == 0
 
 
-@pytest.mark.parametrize("case", SOME)
-@pytest.mark.parametrize("side", ["forward", "backward"])
-@pytest.mark.parametrize("kind", ["zero tile", ANOTHER, "NaN"] if not LONG else [*FOUND, ANOTHER])
+@pytest.mark.parametrize(("case", "side", "kind"), WRONG)
 def test_a_wrong_product_of_an_expert_leaves_no_trace(
     mixture: Any, clean_mixture: Any, case: str, side: str, kind: str
 ) -> None:
     operators = MIXTURES[case].get("operators")
     if operators is None:  # one product an expert
-        if kind == ANOTHER:
-            pytest.skip("no operator with several experts")
         where = {"operators": ("aten::mm",), "shape": (64, 128) if side == "forward" else (128, 64), "first": 10}
     else:  # four products in forward, and four in backward
         where = {"operators": operators, "first": 9 if side == "forward" else 13}
@@ -252,6 +258,7 @@ def test_a_wrong_product_of_an_expert_leaves_no_trace(
     assert faults.done == 1
     assert of_experts(trainer) == [(side, "transient", "recovered")]
     assert_same(trainer, clean_mixture(case))
+    assert counted(trainer)["cleared"] == trainer._arithmetic.describe()["never_seen"] == 0
 
 
 def test_experts_that_one_library_computes_wrong_are_left_to_the_other(mixture: Any) -> None:
@@ -262,8 +269,7 @@ def test_experts_that_one_library_computes_wrong_are_left_to_the_other(mixture: 
     assert_same(trainer, mixture("adapters", mode="off"))  # by the other library, too
 
 
-@pytest.mark.parametrize("case", [each for each in SOME if "operators" in MIXTURES[each]])
-@pytest.mark.parametrize("first", [0, 6])
+@pytest.mark.parametrize(("case", "first"), [("grouped", 0), ("adapters", 6)])
 def test_experts_that_are_wrong_for_good_end_the_run(mixture: Any, case: str, first: int) -> None:
     with pytest.raises(CorruptionError, match=r"step 1: the \w+ product of .*experts.*no library computes it right"):
         mixture(case, Faults(kind="zero tile", operators=MIXTURES[case]["operators"], first=first), mode="sampled")
@@ -301,8 +307,9 @@ def test_checksums_of_many_experts_are_on_the_device_in_turn(
 # ---- the head of the one-pass loss ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("side", "shape"), [("forward", (64, 512)), ("backward", (512, 64))])
-@pytest.mark.parametrize("kind", ["zero tile", "NaN"])
+@pytest.mark.parametrize(
+    ("side", "shape", "kind"), [("forward", (64, 512), "NaN"), ("backward", (512, 64), "zero tile")]
+)
 def test_wrong_products_of_the_one_pass_loss(
     run: Any, one_pass: Any, side: str, shape: tuple[int, int], kind: str
 ) -> None:
