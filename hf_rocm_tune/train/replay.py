@@ -4,8 +4,8 @@ What is no product with a frozen weight has no checksum, but the same kernels gi
 after a start, and after every `EVERY` micro-batches, the first one of a step is computed once before its real turn, and
 loss and gradients of both are compared by digest; where they differ, the step is computed again until two results
 agree. If none of `_RUNS` agree but all lie close together, the kernels are not deterministic: from then on loss, norms
-and sums are compared within a bound. Several ranks all compute one rank's micro-batch. In the first step, and whenever a
-longer batch comes, rows of each ``scaled_dot_product_attention`` are computed again in float32, with the run's masks.
+and sums are compared within a bound. Several ranks all compute one rank's micro-batch. In the first step, and whenever
+a longer batch comes, rows of each ``scaled_dot_product_attention`` are computed again in float32, with the run's masks.
 
 Not found: a fault that one card repeats each time; attention's backward, unless it differs from run to run; attention
 with dropout; other attention functions. Not replayed: what `Replays.prepare` lists, pipelines, and steps whose
