@@ -340,8 +340,8 @@ class ArithmeticChecks:
         self._products: list[Product] = []
         self._due: list[Product] = []
         self._handles: list[Any] = []
-        # Of this step: the largest residual over its bound, shape []; of attention without a `_Checked`.
-        self._found: list[tuple[_Checked | None, Tensor]] = []
+        # Of this step, by device: the largest residual over its bound, shape []; of attention without a `_Checked`.
+        self._found: dict[torch.device, list[tuple[_Checked | None, Tensor]]] = defaultdict(list)
         self._begun = self._attempt = self._step = 0
         self._suspects: list[tuple[Product, Side]] = []
         self._paused = self._watching = self._skipped = False
@@ -587,7 +587,7 @@ class ArithmeticChecks:
     def _is_due(self, checked: _Checked, residuals: Tensor) -> bool:
         """Note the largest residual; whether the product is to be held, in a step that is computed again."""
         worst = residuals.amax()
-        self._found.append((checked, worst))
+        self._found[worst.device].append((checked, worst))
         return self._watching and checked.held is None and not worst.item() <= checked.level
 
     def _check_head(
@@ -617,16 +617,13 @@ class ArithmeticChecks:
 
     def add_attention(self, worst: Tensor) -> None:
         """Have a figure on an attention call, shape [], read with the residuals."""
-        self._found.append((None, worst))
+        self._found[worst.device].append((None, worst))
 
     # ---- the verdict --------------------------------------------------------------------------------------------
 
     def pending(self) -> list[Tensor]:
         """The residuals of this step, one tensor a device: to be read with the step's loss."""
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for _, worst in self._found:
-            by_device[worst.device].append(worst)
-        return [torch.stack(each) for each in by_device.values()]
+        return [torch.stack([worst for _, worst in each]) for each in self._found.values()]
 
     def judge(self, numbers: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
         """What to do with the step, by the numbers of `pending` as read, on this rank alone.
@@ -635,17 +632,17 @@ class ArithmeticChecks:
             numbers: a row for each tensor of `pending`.
             can_repeat: whether the trainer can compute the step again.
         """
-        devices = list(dict.fromkeys(worst.device for _, worst in self._found))
-        rows = {device: iter(row) for device, row in zip(devices, numbers, strict=True)}
         largest: dict[int, float] = {}
-        self.attention = []
-        for checked, worst in self._found:
-            number = next(rows[worst.device])
-            if checked is None:
-                self.attention.append(number)
-            elif not number <= (known := largest.setdefault(id(checked), 0.0)) and not math.isnan(known):
-                largest[id(checked)] = number
-        self._report.count("arithmetic", residuals=len(self._found) - len(self.attention))
+        self.attention, residuals = [], 0
+        for found, row in zip(self._found.values(), numbers, strict=True):
+            for (checked, _), number in zip(found, row, strict=True):
+                if checked is None:
+                    self.attention.append(number)
+                    continue
+                residuals += 1
+                known = largest.setdefault(id(checked), 0.0)
+                largest[id(checked)] = known if number <= known or math.isnan(known) else number
+        self._report.count("arithmetic", residuals=residuals)
         self._found.clear()
         flagged, clean = [], []
         for layer in self._due:

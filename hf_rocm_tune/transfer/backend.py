@@ -45,14 +45,14 @@ class Label(NamedTuple):
 class Queued(Protocol):
     """A queued copy or digest."""
 
-    def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
+    # Whether it has ended, with or without an error.
+    def done(self) -> bool: ...
 
-    def join(self) -> None:
-        """Wait until it has ended, with or without an error: the source of a copy may be rewritten then."""
+    # Wait for its end, with or without an error: the source of a copy may be rewritten then.
+    def join(self) -> None: ...
 
-    def result(self) -> Any:
-        """Wait until it has ended; raises its error. A digest gives a `Digest`."""
+    # Wait for its end; raises its error. A digest gives a `Digest`.
+    def result(self) -> Any: ...
 
 
 class Backend(Protocol):
@@ -60,38 +60,33 @@ class Backend(Protocol):
 
     device: torch.device
     default_slot_bytes: int
-    staging_grows: bool
-    """Whether staging memory is cheap to allocate, so that slots start small and grow."""
+    staging_grows: bool  # whether staging memory is cheap to allocate, so that slots start small and grow
 
-    def staging(self, nbytes: int) -> Tensor:
-        """Host memory to copy from, uint8[nbytes], page-locked for an accelerator."""
+    # Host memory to copy from, uint8[nbytes], page-locked for an accelerator.
+    def staging(self, nbytes: int) -> Tensor: ...
 
-    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor:
-        """Device memory, uint8[nbytes]. Long-lived memory (weights) is allocated for the caller's compute stream."""
+    # Device memory, uint8[nbytes]; long-lived memory (weights) is allocated for the caller's compute stream.
+    def allocate(self, nbytes: int, *, long_lived: bool) -> Tensor: ...
 
-    def mark(self) -> Any:
-        """The current end of the caller's compute stream, for `follow`."""
+    # The current end of the caller's compute stream; the queue waits for what was before it.
+    def mark(self) -> Any: ...
+    def follow(self, mark: Any) -> None: ...
 
-    def follow(self, mark: Any) -> None:
-        """Let the queue wait for the work before `mark`, so that it can read its results."""
+    # Queue a copy of host bytes to device bytes, or back. `source` must not change until the copy is done.
+    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Queued: ...
 
-    def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Queued:
-        """Queue a copy of host bytes to device bytes, or back. `source` must not change until the ticket is done."""
+    # Queue setting all device bytes to `value`, or their digest, computed on the device.
+    def fill(self, target: Tensor, value: int) -> None: ...
+    def digest(self, target: Tensor, word_offset: int = 0) -> Queued: ...
 
-    def fill(self, target: Tensor, value: int) -> None:
-        """Queue setting all device bytes to `value`."""
+    # Copy device bytes to new host memory, after everything queued; waits.
+    def read_back(self, target: Tensor) -> Tensor: ...
 
-    def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
-        """Queue a digest of device bytes, computed on the device."""
+    # Make the caller's compute stream wait for the copy, and keep the memory until that stream is done with it.
+    def hand_out(self, buffer: Tensor, ticket: Queued) -> None: ...
 
-    def read_back(self, target: Tensor) -> Tensor:
-        """Copy device bytes to new host memory, after everything queued; waits."""
-
-    def hand_out(self, buffer: Tensor, ticket: Queued) -> None:
-        """Make the caller's compute stream wait for the copy, and keep the memory until that stream is done with it."""
-
-    def close(self) -> None:
-        """End the queue. Does nothing the second time."""
+    # End the queue. Does nothing the second time.
+    def close(self) -> None: ...
 
 
 class HostBackend:
@@ -201,7 +196,7 @@ class AcceleratorBackend:
     Order and lifetime (each missing point is a known cause of corruption):
 
     * Copies and digests run on one stream of their own, in the order in which they were queued.
-    * A page-locked slot may be rewritten only after the event that follows its copy (`Ticket.join`).
+    * A page-locked slot may be rewritten only after the event that follows its copy (`Queued.join`).
     * The consumer's stream waits for that event, and the memory is recorded on it, so that the caching allocator does
       not reuse it while kernels of that stream still read it.
     * Memory of batches belongs to the copy stream, whose order protects it: it is allocated without a wait.

@@ -196,13 +196,6 @@ class Transfer:
         """Whether a digest of the device memory equals that of the source."""
         return found.same_words(self.expected)
 
-    def count(self, report: TransferReport) -> None:
-        """Add it to the counters, after its verdict."""
-        nbytes = sum(segment.nbytes for segment in self.segments)
-        seconds = {"transfer_seconds": self.transfer_seconds, "verify_seconds": self.verify_seconds}
-        verified = nbytes if self.verify else 0
-        report.add(self.stage, tensors=len(self.segments), bytes=nbytes, verified_bytes=verified, **seconds)
-
 
 @dataclass(frozen=True)
 class Route:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from dataclasses import replace
 from itertools import chain
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, SourceChangedError
-from hf_rocm_tune.transfer.backend import Backend
+from hf_rocm_tune.transfer.backend import Backend, Queued
 from hf_rocm_tune.transfer.copies import DIRECT, Route, Segment, Sender, Session, Transfer
 from hf_rocm_tune.transfer.damage import POISON, Damage, examine
 from hf_rocm_tune.transfer.raw_bytes import as_bytes
@@ -63,12 +64,38 @@ class Ladder:
 
     def __init__(self, backend: Backend, sender: Sender, session: Session) -> None:
         self.route = DIRECT
-        self._recent: deque[Tensor] = deque(maxlen=32)
+        self._recent: deque[Tensor] = deque(maxlen=32)  # up to 64 KiB of each tensor sent, to recognise stale bytes
         self._backend, self._sender, self._session, self._report = backend, sender, session, session.report
         self._helped: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def recover(self, transfer: Transfer, buffer: Tensor) -> None:
+    def finish(self, transfer: Transfer, buffer: Tensor, found: Queued | None = None) -> None:
+        """Verify device memory, recover it if needed, let the caller's compute stream wait for it, and count it.
+
+        ``found``: its digest. Without one it is taken now, not after the copy: memory may change while a batch waits.
+        """
+        begun = time.perf_counter()
+        if transfer.verify and transfer.nbytes:
+            if not transfer.matches((found or self._backend.digest(buffer)).result()):
+                self._recover(transfer, buffer)
+            if transfer.source is not None:  # else its sources are kept
+                heads = [_head(segment) for segment in transfer.segments]
+                with self._lock:
+                    self._recent.extend(heads)
+        if transfer.ticket is not None:
+            self._backend.hand_out(buffer, transfer.ticket)
+        transfer.settled = True
+        nbytes = sum(segment.nbytes for segment in transfer.segments)
+        self._report.add(
+            transfer.stage,
+            tensors=len(transfer.segments),
+            bytes=nbytes,
+            verified_bytes=nbytes if transfer.verify else 0,
+            transfer_seconds=transfer.transfer_seconds,
+            verify_seconds=transfer.verify_seconds + time.perf_counter() - begun,
+        )
+
+    def _recover(self, transfer: Transfer, buffer: Tensor) -> None:
         """Correct the device memory after a mismatch; `buffer` is uint8[transfer.nbytes]."""
         self._check_sources(transfer)
         findings = self._differences(transfer, buffer)
@@ -133,12 +160,6 @@ class Ladder:
         return {**row, "source": segment.file} if segment.file else row
 
     # ---- examining ------------------------------------------------------------------------------------------
-
-    def remember(self, transfer: Transfer) -> None:
-        """Keep up to 64 KiB of each tensor of a verified transfer, to recognise stale bytes later."""
-        heads = [_head(segment) for segment in transfer.segments]
-        with self._lock:
-            self._recent.extend(heads)
 
     def _differences(self, transfer: Transfer, buffer: Tensor) -> Findings:
         """The tensors that are wrong in device memory. Never empty: if all are right now, the bytes arrived late."""

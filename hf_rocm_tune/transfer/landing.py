@@ -6,7 +6,6 @@ content is known from the load, so that a visit costs one pass over host memory,
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,21 +67,15 @@ class Landing:
         """
         if self._pending is None:
             return
-        begun = time.perf_counter()
         (content, transfer, arrived), self._pending = self._pending, None
         if self._leaving is not None:
             (left, found), self._leaving = self._leaving, None
             self._require(left, found)
-        if arrived is not None and not transfer.matches(arrived.result()):
-            try:
-                self._ladder.recover(transfer, self.memory[: content.nbytes])
-            except SourceChangedError as error:
-                raise MemoryFaultError(f"streamed weights changed in host memory: {content.name}", ADVICE) from error
-        assert transfer.ticket is not None
-        self._backend.hand_out(self.memory, transfer.ticket)
+        try:
+            self._ladder.finish(transfer, self.memory[: content.nbytes], arrived)
+        except SourceChangedError as error:
+            raise MemoryFaultError(f"streamed weights changed in host memory: {content.name}", ADVICE) from error
         self._holds = content if transfer.verify else None
-        transfer.verify_seconds += time.perf_counter() - begun
-        transfer.count(self._session.report)
 
     @property
     def has_arrived(self) -> bool:

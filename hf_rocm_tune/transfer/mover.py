@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -337,22 +336,11 @@ class Mover:
                     entry.provenance, entry.reason = known.provenance, known.reason
 
     def _finish(self, transfer: Transfer, buffer: Tensor) -> None:
-        """Verify, recover if needed, hand out, count."""
-        begun = time.perf_counter()
         try:
-            if transfer.verify and transfer.nbytes:
-                # Digested now, not right after the copy: memory may have changed while the batch waited.
-                if not transfer.matches(self._backend.digest(buffer).result()):
-                    self._ladder.recover(transfer, buffer)
-                self._ladder.remember(transfer)
-            if transfer.ticket is not None:
-                self._backend.hand_out(buffer, transfer.ticket)
+            self._ladder.finish(transfer, buffer)
         except CorruptionError as failure:
             transfer.failure = failure
             raise
-        transfer.settled = True
-        transfer.verify_seconds += time.perf_counter() - begun
-        transfer.count(self.report)
 
     def _new_transfer(self, stage: str, segments: list[Segment], source: Tensor) -> Transfer:
         self._check_open()
