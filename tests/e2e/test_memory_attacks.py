@@ -230,14 +230,15 @@ TOGETHER: dict[str, list[tuple[dict[str, Any], tuple[str, str]]]] = {
 
 @matrix(
     ("cpu", "lora", "updates", 1), ("cpu", "lora", "saves", 1), ("cpu", "lora", "waiting", 2),
-    ("cpu", "qlora", "frozen", 1), ("card", "lora", "batches", 1),
+    ("cpu", "qlora", "frozen", 1),
     method=("lora", "qlora", "bf16"), group=tuple(TOGETHER),
 )  # fmt: skip
 def test_memory_that_changes_is_not_used(bench: Bench, method: str, group: str, seed: int) -> None:
     attacks = [({**attack, "seed": seed}, expected) for attack, expected in TOGETHER[group]]
     report = bench.attacked(method, *(attack for attack, _ in attacks))
-    rows = [row for row in report["incidents"] if row["stage"] != "guard"]  # a flipped exponent may give NaN
-    assert {row["outcome"] for row in rows} == {"recovered"}
+    assert {row["outcome"] for row in report["incidents"]} == {"recovered"}
+    # The guard sees a NaN of a flipped exponent, too, and the checks of products another weight.
+    rows = [row for row in report["incidents"] if row["stage"] not in ("guard", "arithmetic")]
     assert [row["stage"] for row in rows] == [stage for _, (stage, _) in attacks], rows
     for row, (attack, (_, kind)) in zip(rows, attacks, strict=True):
         assert row["kind"] == kind or attack["kind"] in ("replaced", "waiting batch"), row
