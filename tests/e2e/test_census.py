@@ -216,7 +216,7 @@ class StockInputs(VerifiedSFTTrainer):
         for tensor in inputs.values():
             entry = self.mover._registry.get(tensor)
             if entry is not None and entry.transfer is not None and entry.transfer.ticket is not None:
-                entry.transfer.ticket.wait()
+                entry.transfer.ticket.result()
         return SFTTrainer._prepare_inputs(self, inputs)
 
 
