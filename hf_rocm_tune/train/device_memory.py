@@ -1,12 +1,9 @@
 """Device memory beside the model: a fragmented cache, and memory of libraries.
 
-**Fragmentation.** In every healthy run much of the reserved memory is free between steps. What was reserved and never
-in use at any one time, ``reserved - peak of allocated``, a lower bound, indicates fragmentation: the cache is then
-returned between steps. Source: ``torch.cuda.memory_stats``.
-
-**Libraries.** A library's first kernel takes memory outside torch's allocator. If weights and cache have filled the
-card by then, a run fails for want of a few megabytes (pytorch#128601), so one operation of each kind runs before the
-weights are loaded. Not covered: kernels selected only by other shapes or dtypes, Triton's, RCCL's buffers.
+What was reserved and never in use at any one time, ``reserved - peak of allocated``, a lower bound, indicates
+fragmentation: the cache is then returned between steps (in every healthy run much of it is free there). A library's
+first kernel takes memory outside torch's allocator, for which a card that weights and cache have filled has no room
+(pytorch#128601): one operation of each kind runs first. Not covered: kernels for other shapes or dtypes, Triton, RCCL.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import TrainerCallback
 
-from hf_rocm_tune.errors import OutOfMemoryError, StallError, TuneError, device_shortage
+from hf_rocm_tune.errors import OutOfMemoryError, StallError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.transfer import digest_on_device
 
@@ -136,7 +133,14 @@ def warm_up(device: torch.device, *, bits: int | None = None) -> int:
             torch.cuda.synchronize(device)
             return max(0, _outside(device) - before)
     except RuntimeError as error:
-        raise _refusal(error, device) from error
+        free, total = torch.cuda.mem_get_info(device)
+        room = f"{free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
+        if (said := device_shortage(error)) is not None and free < _GIB:
+            fix = "end other users of the card"
+            raise OutOfMemoryError(f"{room} on the card before a weight is loaded ({said}): {fix}") from error
+        # With some installations hipBLAS reports a shortage although memory is free, TheRock#1708.
+        why = f"although {room} ({said})" if said else f"({str(error).strip().partition(chr(10))[0]})"
+        raise StallError(f"the card cannot do what training needs {why}: see `hf-rocm-tune doctor`") from error
 
 
 def _outside(device: torch.device) -> int:
@@ -161,15 +165,3 @@ def _quantise(weight: Tensor, bits: int) -> None:
     else:
         rows = operators.int8_vectorwise_quant(weight, 0.0)[0]
         operators.int8_linear_matmul(rows, rows)
-
-
-def _refusal(error: RuntimeError, device: torch.device) -> TuneError:
-    free, total = torch.cuda.mem_get_info(device)
-    room = f"{free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
-    said = device_shortage(error)
-    if said is not None and free < _GIB:
-        return OutOfMemoryError(f"{room} on the card before a weight is loaded ({said}): end other users of the card")
-    why = said or str(error).strip().partition("\n")[0]
-    # With some installations hipBLAS reports a shortage although memory is free, TheRock#1708.
-    beside = f" although {room}" if said is not None else ""
-    return StallError(f"the card cannot do what training needs{beside} ({why}): see `hf-rocm-tune doctor`")

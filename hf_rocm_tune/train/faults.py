@@ -1,10 +1,8 @@
 """Injected crashes, out-of-memory errors and NaN, to try how a run handles them; the report says that they were used.
 
-``HF_ROCM_TUNE_CRASH="step=4,kind=kill"``; several are joined by ";". Occurrences are counted in the output directory,
-across restarts, so a run gets past a crash with ``times=1``.
-
-``HF_ROCM_TUNE_STEP_FAULT="kind=oom,rate=0.1,seed=3,rows=2,rank=1"`` is raised inside one of the model's layers, so an
-aborted backward leaves some gradients behind.
+``HF_ROCM_TUNE_CRASH="step=4,kind=kill"``; several are joined by ";" and counted in the output directory over all
+restarts. ``HF_ROCM_TUNE_STEP_FAULT="kind=oom,rate=0.1,seed=3,rows=2,rank=1"`` is raised inside one of the model's
+layers, so an aborted backward leaves some gradients behind.
 """
 
 from __future__ import annotations

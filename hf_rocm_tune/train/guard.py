@@ -1,12 +1,9 @@
 """Checks of each optimizer step's loss and gradient norm: steps that are not finite are skipped, dead runs stopped.
 
-A step with NaN or infinity in either is skipped, more than ``max_skipped`` of the last 100 stop the run. Loss and norm
-exactly 0 are a warning after 3 steps in a row, and stop the run after 20. A spike (10 robust standard deviations,
-1.4826 times the median absolute deviation, above the median, and 1.5 times that) is a warning. Ranks exchange both
-numbers over gloo, so that all skip the same steps; a skipped step counts, its samples are not repeated.
-
-Not covered: values that are wrong but plausible; LOMO, which updates weights during backward. With fp16 the gradient
-scaler handles gradients that overflow.
+A spike is 10 robust standard deviations (1.4826 times the median absolute deviation) above the median, and 1.5 times
+that. Ranks exchange both numbers over gloo, so that all skip the same steps; a skipped step counts, its samples are not
+repeated. Not covered: values that are wrong but plausible; LOMO, which updates weights during backward. With fp16 the
+gradient scaler handles gradients that overflow.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Logged metrics of TRL's trainers stay on the device in each micro-step and are read when they are logged.
 
-TRL's ``compute_loss`` gathers each metric over the ranks and reads it at once: several collectives and several waits
-for the card in each micro-step. Within `DeferredMetrics.deferring`, ``Accelerator.gather`` and ``gather_for_metrics``
-return a `Deferred` instead. `settle` then evaluates all of them with TRL's own operations in TRL's own order, so the
-values are bit-identical, with one gather and one read. Used only for the trainers in `TRAINERS`, in the tested version
-of TRL: their metrics only go into the log, while KTO and GRPO compute with what they gather. Upstream adds up the
-losses; only its check that each is finite is done on the device, see `DeferredMetrics.loss_to_log`.
+TRL's ``compute_loss`` gathers and reads each metric at once: several collectives and waits in each micro-step. Within
+`DeferredMetrics.deferring` gathers return a `Deferred`; `settle` evaluates all of them with TRL's own operations in its
+own order, so the values are bit-identical, with one gather and one read. Only for `TRAINERS` in the tested version of
+TRL: KTO and GRPO compute with what they gather.
 """
 
 from __future__ import annotations

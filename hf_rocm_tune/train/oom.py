@@ -1,13 +1,10 @@
-"""Out-of-memory recovery: a step that does not fit on the device is repeated with smaller micro-batches.
+"""Out-of-memory recovery: a step that does not fit on the device is repeated with the same samples in smaller parts.
 
-In one process the optimizer step is rewound to its start and its samples are repeated in smaller parts. With several
-ranks the others wait in a collective that cannot be undone: the job ends (code 5), and the same command continues from
-the newest checkpoint with smaller parts. An evaluation is repeated with fewer rows.
-
-The parts add up to the whole: exactly for losses normalised by label tokens and for means over a micro-batch; not for
-terms that are not sums over tokens (balance of experts), random draws, TRL's logged entropy and accuracy, losses of a
-micro-batch as a whole (KTO's KL, DPO's ``aot`` and ``sft``). Not covered (the error ends the run): clipping, the
-optimizer's step; FSDP, DeepSpeed, tensor and context parallelism, static graphs; batches with unknown tensors.
+With several ranks the others wait in a collective that cannot be undone: the job ends (code 5), and the same command
+continues from the newest checkpoint with smaller parts. The parts add up to the whole exactly for losses normalised by
+label tokens and means over a micro-batch; not for terms over a micro-batch as a whole (balance of experts, KTO's KL,
+DPO's ``aot`` and ``sft``), random draws, TRL's logged entropy and accuracy. Not covered: clipping, the optimizer's
+step; FSDP, DeepSpeed, tensor and context parallelism, static graphs; batches with unknown tensors.
 """
 
 from __future__ import annotations
@@ -146,10 +143,8 @@ def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs
 
 def _rows(value: Any, units: range, count: int) -> Any:
     """The rows of some units of a tensor with ``count`` rows, or with ``2 * count`` rows: then those of both halves."""
-    if not isinstance(value, Tensor):
-        return value
-    if len(value) == count:
-        return value[units.start : units.stop]
+    if not isinstance(value, Tensor) or len(value) == count:
+        return value[units.start : units.stop] if isinstance(value, Tensor) else value
     return value.unflatten(0, (2, count))[:, units.start : units.stop].flatten(0, 1)
 
 

@@ -45,38 +45,31 @@ def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]
     bug."""
     try:
         yield
-    except (TemplateError, TypeError) as error:
-        if isinstance(error, TypeError) and not _in_template(error):
+    except (TemplateError, TypeError, KeyError, ConnectionError, ValueError, ImportError) as error:
+        if (said := _said(error, packages)) is None:
             raise
-        raise UsageError(
-            f"the chat template cannot render these rows: {error}; change the rows, or give another template with "
-            "--chat_template_path"
-        ) from error
-    except KeyError as error:
-        if "metric_for_best_model" not in str(error):
-            raise
-        raise UsageError(f"--metric_for_best_model: {error.args[0]}") from error
-    except ConnectionError as error:
-        raise UsageError(f"{error}; check the network, or leave --push_to_hub out") from error
-    except (ValueError, ImportError) as error:
-        if _raised_by(error) not in packages:
-            raise
-        raise UsageError(f"these settings do not go together: {' '.join(str(error).split())}") from error
+        raise UsageError(said) from error
 
 
-def _in_template(error: BaseException) -> bool:
-    return any(frame.f_code.co_filename == "<template>" for frame, _ in walk_tb(error.__traceback__))
+def _said(error: Exception, packages: Collection[str]) -> str | None:
+    """The message of an error that is the user's to mend; None: it is a bug."""
+    text, frames = " ".join(str(error).split()), [frame for frame, _ in walk_tb(error.__traceback__)]
+    in_template = any(frame.f_code.co_filename == "<template>" for frame in frames)
+    if isinstance(error, TemplateError) or (isinstance(error, TypeError) and in_template):
+        fix = "change the rows, or give another template with --chat_template_path"
+        return f"the chat template cannot render these rows: {text}; {fix}"
+    if isinstance(error, KeyError) and "metric_for_best_model" in text:
+        return f"--metric_for_best_model: {error.args[0]}"
+    if isinstance(error, ConnectionError):
+        return f"{text}; check the network, or leave --push_to_hub out"
+    raised_by = frames[-1].f_globals.get("__name__", "").partition(".")[0]
+    if isinstance(error, ValueError | ImportError) and raised_by in packages:
+        return f"these settings do not go together: {text}"
+    return None
 
 
-def _raised_by(error: BaseException) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    return str(name).partition(".")[0]
-
-
-_OF_PACKAGES = {  # transformers 5.23, ``trainer_optimizer.py``
+_OPTIMIZERS = {  # transformers 5.23, ``trainer_optimizer.py``: the package that a family needs; None: never tried here
+    **dict.fromkeys(("galore", "apollo", "lomo", "adalomo"), None),
     "adamw_anyprecision": "torchdistx",
     "adamw_torch_4bit": "torchao",
     "adamw_torch_8bit": "torchao",
@@ -105,13 +98,12 @@ def check_optimizer(args: TrainingArguments) -> None:
     """Refuse an optimizer that was never tried here, or whose package is missing or does not run on this device."""
     name = optimizer_name(args)
     instead = "choose adamw_torch_fused, adamw_8bit, paged_adamw_8bit or another of --help_all"
-    if name.startswith(("galore", "apollo", "lomo", "adalomo")):
-        raise UsageError(
-            f"--optim {name} is not supported: it was never tried with verified averages and checkpoints; {instead}"
-        )
-    package = next((package for family, package in _OF_PACKAGES.items() if name.startswith(family)), None)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
+    for family, package in _OPTIMIZERS.items():
+        if name.startswith(family) and package is None:
+            why = "is not supported: it was never tried with verified averages and checkpoints"
+            raise UsageError(f"--optim {name} {why}; {instead}")
+        if name.startswith(family) and importlib.util.find_spec(str(package)) is None:
+            raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
     if _of_bitsandbytes(args):
         require_bitsandbytes(args.device, f"--optim {name}")
 
@@ -146,10 +138,8 @@ def check_rows(trainer: Trainer) -> None:
 def check_fused_head(model: Any) -> None:
     """Refuse PEFT's CPT in TRL's SFTTrainer: its loss needs the logits, which TRL's fused head does not compute."""
     if any(each.peft_type == "CPT" for each in getattr(model, "peft_config", {}).values()):
-        raise UsageError(
-            "PEFT's CPT computes its own loss from the logits, which TRL's SFTTrainer does not build: train it with "
-            "VerifiedTransferMixin in front of transformers' Trainer, or choose another method"
-        )
+        fix = "train it with VerifiedTransferMixin in front of transformers' Trainer, or choose another method"
+        raise UsageError(f"PEFT's CPT computes its loss from the logits, which TRL's SFTTrainer does not build: {fix}")
 
 
 def check_compiled(args: TrainingArguments) -> None:
@@ -207,9 +197,8 @@ class OptimizerTablesCallback(TrainerCallback):
             expected = functional.create_dynamic_map(signed=name == "dynamic")
             if digest(table) != digest(expected.to(table.dtype)):
                 raise CorruptionError(
-                    f"the {name} code table of the 8-bit optimizer arrived wrong on the device, so its state decodes "
-                    "to wrong values. Nothing was saved since: start the same command again; if it happens again, run "
-                    "`hf-rocm-tune doctor --drill`"
+                    f"the {name} code table of the 8-bit optimizer arrived wrong on the device. Nothing was saved "
+                    "since: start the same command again; if it happens again, run `hf-rocm-tune doctor --drill`"
                 )
 
 

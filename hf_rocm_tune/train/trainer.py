@@ -1,14 +1,9 @@
 """A mixin for `transformers.Trainer` subclasses that trains on verified data only. Overrides stand in call order.
 
-    class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer): ...
-
-is a complete definition, and a user can do the same with a trainer of their own. Batches, evaluation batches, weights,
-adapters and optimizer state go to the device through the :class:`~hf_rocm_tune.transfer.Mover`; Accelerate places
-nothing. Gradient averages computed by DistributedDataParallel are checked before they are clipped and used.
-
-Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device itself (refused under
-``verify="full"``), and weights that were on an accelerator before the model was handed over and differ from their
-files (listed in the coverage).
+Batches, weights, adapters and optimizer state go to the device through the :class:`~hf_rocm_tune.transfer.Mover`;
+Accelerate places nothing. Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device
+itself (refused under ``verify="full"``), and weights that were on an accelerator before the model was handed over and
+differ from their files (listed in the coverage).
 """
 
 from __future__ import annotations
@@ -102,7 +97,8 @@ _HOST = torch.device("cpu")
 
 
 class VerifiedTransferMixin(_Base):
-    """Goes in front of a trainer class; see the module's description.
+    """Goes in front of a trainer class: ``class VerifiedSFTTrainer(VerifiedTransferMixin, SFTTrainer): ...`` is a
+    complete definition.
 
     Args:
         mover: the mover that loaded the model and so knows which tensors are verified. Without one, a mover is created
