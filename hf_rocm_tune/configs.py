@@ -45,11 +45,10 @@ class NamedFiles:
 
     def copy(self, name: str, dest: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Copy one to a new file, or into an existing directory under its own name; returns the file."""
-        source = self.path(name)
-        text = source.read_bytes()  # before the target is opened: with overwrite it may be the same file
-        target = Path(dest)
+        source, target = self.path(name), Path(dest)
         if os.path.isdir(target):
             target = target / source.name
+        text = source.read_bytes()
         try:
             with target.open("wb" if overwrite else "xb") as file:
                 file.write(text)

@@ -8,8 +8,6 @@ launcher writes a file if it got the signal itself: without that, a rank before 
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import json
 import os
 import signal
@@ -25,7 +23,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from hf_rocm_tune import redaction
-from hf_rocm_tune.errors import RUNTIME_OUT_OF_MEMORY, Interrupted, OutOfMemoryError, TuneError, device_shortage
+from hf_rocm_tune.errors import Interrupted, OutOfMemoryError, TuneError, device_shortage
 from hf_rocm_tune.machine.process import start_ticks
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
@@ -69,13 +67,12 @@ def run_guarded(
     redaction.remember({name: value for name, value in environ.items() if not value.startswith("/")})
     redaction.remember_arguments(argv)
     group = RankGroup.of(environ)
-    if group is not None and (earlier := group.final_ending()) is not None:
-        return earlier.code  # its line has been printed
+    for earlier in group.earlier() if group is not None else ():
+        if earlier.code in REFUSED_CODES:
+            return earlier.code  # its line has been printed
     if number(environ, "TORCHELASTIC_RESTART_COUNT") and not number(environ, "LOCAL_RANK"):
         with suppress(OSError):  # what an earlier attempt recorded is not how this one ends
             Path(environ.get(EXIT_FILE_VARIABLE, "")).unlink()
-    if process_ends:
-        _tell_native_exits()
     try:
         code = main()
         if code == 0:
@@ -115,47 +112,6 @@ def complete(environ: Mapping[str, str] = os.environ) -> None:
             write_text_atomic(Path(wanted), json.dumps({"code": 0, "message": "done"}))
 
 
-def _tell_native_exits() -> None:
-    """From now on, print an error line and use our exit code when a native library ends this process.
-
-    When a call to the runtime fails, bitsandbytes prints ``Error out of memory at line N in file F`` and calls C's
-    ``exit(1)`` (csrc/compat.cuh, ``BNB_CHECK_RETURN``; bitsandbytes#464): nothing is raised, and no Python runs any
-    more except in C's exit handlers.
-    """
-    libc, owner = ctypes.CDLL(None), os.getpid()
-
-    def ended(_: int | None) -> None:
-        if os.getpid() == owner:  # not in a forked child
-            error = _native_error()
-            speak(error)
-            os._exit(error.exit_code)
-
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ended)
-    key = ctypes.pointer(handler)  # identifies the handler to libc
-
-    def python_ends() -> None:  # the handler cannot run without Python
-        nonlocal owner
-        owner = 0
-        libc.__cxa_finalize(key)  # removes it, and calls it
-
-    libc.__cxa_atexit(handler, None, key)
-    atexit.register(python_ends)
-
-
-def _native_error() -> TuneError:
-    extension = getattr(sys.modules.get("bitsandbytes.cextension"), "lib", None)
-    # A library of bitsandbytes finds the functions of the runtime that it is linked to.
-    for library in (getattr(extension, "_lib", None), ctypes.CDLL(None)):
-        for peek in (getattr(library, f"{runtime}PeekAtLastError", None) for runtime in ("hip", "cuda")):
-            if peek is not None and peek() == RUNTIME_OUT_OF_MEMORY:
-                return OutOfMemoryError(
-                    "a native library ran out of device memory and ended the process (its own message is above; "
-                    f"bitsandbytes does so): {_OUT_OF_MEMORY_ADVICE}; the same command continues from the newest "
-                    "checkpoint"
-                )
-    return TuneError("a native library ended the process; its own message is above: see `hf-rocm-tune doctor`")
-
-
 def _ignore_signals() -> None:
     if _process_ends and threading.current_thread() is threading.main_thread():
         for ending in ENDING_SIGNALS:
@@ -165,16 +121,16 @@ def _ignore_signals() -> None:
 def speak(error: TuneError, *, environ: Mapping[str, str] = os.environ) -> None:
     """Print and record an error as the exit of this process, unless another rank of its group has done so; the caller
     ends it."""
-    ending = Ending(error.exit_code, str(error), number(environ, "RANK"), error.follows)
-    group, wanted = RankGroup.of(environ), environ.get(EXIT_FILE_VARIABLE)
-    if group is not None and not group.claim(ending):
+    group, wanted, rank = RankGroup.of(environ), environ.get(EXIT_FILE_VARIABLE), number(environ, "RANK")
+    if group is not None and not group.claim(Ending(error.exit_code, str(error))):
         return
-    if not (wanted and ending.follows):
-        redaction.print_line(ending.line(), sys.stderr)
+    if not (wanted and error.follows):
+        kind = "interrupted" if error.exit_code == INTERRUPTED else "error"
+        redaction.print_line(f"{PROGRAM}: {f'[rank {rank}] ' if rank else ''}{kind}: {error}", sys.stderr)
     if wanted:
-        told = {"code": ending.code, "message": redaction.one_line(ending.message)}
+        told = {"code": error.exit_code, "message": redaction.one_line(str(error))}
         with suppress(OSError):  # no room: the line is printed, and the process ends with its code
-            write_text_atomic(Path(wanted), json.dumps(told | ({"follows": True} if ending.follows else {})))
+            write_text_atomic(Path(wanted), json.dumps(told | ({"follows": True} if error.follows else {})))
 
 
 @contextmanager
@@ -228,14 +184,6 @@ class Ending(NamedTuple):
 
     code: int
     message: str  # one line that says what is wrong, what was found and what to do
-    rank: int = 0  # of the job
-    follows: bool = False  # a consequence of another rank's exit, which the launcher reports instead if it knows it
-
-    def line(self) -> str:
-        """The line for the terminal, with the rank unless it is 0."""
-        who = f"[rank {self.rank}] " if self.rank else ""
-        kind = "interrupted" if self.code == INTERRUPTED else "error"
-        return f"{PROGRAM}: {who}{kind}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -258,17 +206,14 @@ class RankGroup:
         has_agent = "TORCHELASTIC_RUN_ID" in environ
         if not has_agent and number(environ, "WORLD_SIZE", 1) < 2:
             return None
-        launched = environ.get("TORCHELASTIC_RUN_ID", "mpi")
-        if log := environ.get("TORCHELASTIC_ERROR_FILE"):  # DIRECTORY/RUN_RANDOM/attempt_N/RANK/error.json
-            launched = Path(log).parent.parent.parent.name  # a notebook launches several jobs from one process
-        run = "".join(c if c.isalnum() else "_" for c in launched)
-        parent = os.getppid()
-        # Process ids are reused; with the parent's start time the key is unique.
-        key = f"{PROGRAM}-{os.getuid()}-{run}-{parent}-{start_ticks(parent)}"
+        # DIRECTORY/RUN_RANDOM/attempt_N/RANK/error.json: a notebook launches several jobs from one process.
+        job = environ.get("TORCHELASTIC_ERROR_FILE", "///").split("/")[-4]
+        parent = os.getppid()  # Process ids are reused; with its start time the key is unique.
+        key = f"{PROGRAM}-{os.getuid()}-{job}-{parent}-{start_ticks(parent)}"
         wanted = environ.get(EXIT_FILE_VARIABLE)
         directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
-        count = number(environ, "TORCHELASTIC_RESTART_COUNT")
-        return cls(directory, key, f"{count}.{number(environ, 'MASTER_PORT')}", has_agent)
+        attempt = f"{number(environ, 'TORCHELASTIC_RESTART_COUNT')}.{number(environ, 'MASTER_PORT')}"
+        return cls(directory, key, attempt, has_agent)
 
     def claim(self, ending: Ending) -> bool:
         """Record ``ending`` as the group's; False if another rank of this attempt was first."""
@@ -289,15 +234,10 @@ class RankGroup:
         """What a rank of this attempt has recorded as its exit."""
         return _read(self._path) if self._path.exists() else None
 
-    def final_ending(self) -> Ending | None:
-        """The final exit of an earlier attempt, or None."""
-        return next((ending for ending in self.earlier() if ending.code in REFUSED_CODES), None)
-
     def earlier(self) -> list[Ending]:
         """What earlier attempts have recorded, the newest first."""
         found = [path for path in self._directory.glob(f"{self._key}-*.json") if path != self._path]
-        found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        return [_read(path) for path in found]
+        return [_read(path) for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
 
     def rendezvous(self) -> Path:
         """The path of a common directory of this attempt's ranks on this machine (not created)."""

@@ -11,16 +11,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Weak: a group that outlives destroy_process_group ends the interpreter with an abort.
-_beside: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-_averages: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_made: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = WeakKeyDictionary()
 
 
 def host_group() -> ProcessGroup:
     """A gloo group over all ranks, created once; the default group if it is gloo. Collective the first time."""
-    world = _world()
-    if dist.get_backend(world) == "gloo":
-        return world
-    return _group(_beside, world)
+    return _world() if dist.get_backend(_world()) == "gloo" else _group("host")
 
 
 def averages_group() -> ProcessGroup:
@@ -29,7 +25,7 @@ def averages_group() -> ProcessGroup:
     A thread beside the training loop starts these averages. gloo matches collectives by their order in a group, so
     those of the loop and of DistributedDataParallel must be in another group.
     """
-    return _group(_averages, _world())
+    return _group("averages")
 
 
 def _world() -> ProcessGroup:
@@ -38,7 +34,8 @@ def _world() -> ProcessGroup:
     return world
 
 
-def _group(groups: WeakKeyDictionary[ProcessGroup, ProcessGroup], world: ProcessGroup) -> ProcessGroup:
-    if world not in groups:
-        groups[world] = dist.new_group(backend="gloo")
-    return groups[world]
+def _group(purpose: str) -> ProcessGroup:
+    groups = _made.setdefault(_world(), {})
+    if purpose not in groups:
+        groups[purpose] = dist.new_group(backend="gloo")
+    return groups[purpose]

@@ -41,7 +41,6 @@ from hf_rocm_tune.settings import names
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-_NEVER_SEVERAL = ("NO", "MULTI_CPU")
 _CHOICE = {(False, False): "cpu", (False, True): "cpu_dual", (True, False): "single_rx7900xt"}  # GPU, several
 _ENDED_BY_REQUEST = frozenset(code for number in ENDING_SIGNALS for code in (-number, 128 + number))
 
@@ -70,15 +69,13 @@ def split(argv: Sequence[str]) -> CommandLine:
 
 def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:
     """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says."""
-    quiet = any(names.bare(argument) == "quiet" for argument in extra)
-    if quiet:
+    if quiet := "quiet" in _given(extra):
         os.environ["HF_ROCM_TUNE_QUIET"] = "1"
     flags = _config_flags(accelerate_config, extra, quiet=quiet or _prints_a_document(argv))
     arguments = _parse_launcher_flags([*flags, *extra, "-m", entry, *argv])
-    content = _content(arguments.config_file, required=True)
-    kind = str(content.get("distributed_type", "")) if content else "NO"
-    flagged = arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed or arguments.tpu
-    if (arguments.num_processes or 1) > 1 and kind in _NEVER_SEVERAL and not flagged:
+    kind = _content(arguments.config_file).get("distributed_type", "NO")
+    flagged = arguments.multi_gpu or arguments.use_fsdp or arguments.use_deepspeed
+    if (arguments.num_processes or 1) > 1 and kind in ("NO", "MULTI_CPU") and not flagged:
         raise UsageError(
             f"--num_processes {arguments.num_processes} with {arguments.config_file} would start one process; "
             f"use {names.CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
@@ -88,29 +85,30 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     return _launch(arguments, extra)
 
 
+def _given(argv: Sequence[str]) -> set[str]:
+    return {names.bare(argument) for argument in argv if argument.startswith("--")}
+
+
 def _launch(arguments: Any, argv: Sequence[str]) -> int:
     """Run a job and give its code. A launcher above this one (the supervisor) is told what the job told us."""
     _quieten()
     arguments.quiet = False  # accelerate would hide how the job ended; its own traceback is never shown
     arguments.signals_to_handle = "SIGQUIT"  # read by torch's agent; accelerate has no flag for it
-    given = {names.bare(argument) for argument in argv if argument.startswith("--")}
-    above = os.environ.get(EXIT_FILE_VARIABLE)
+    above, failure, status, rank = os.environ.get(EXIT_FILE_VARIABLE), None, 1, None
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
-        variables = _rendezvous(arguments, given, Path(directory))
+        variables = _rendezvous(arguments, _given(argv), Path(directory))
         record, asked = Path(directory) / "exit.json", Path(directory) / ASKED_FILE
-
-        failure: TuneError | None = None
         try:
             with environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _passing_on(asked):
                 status, rank = _run(arguments)
                 if status == 0:
                     complete()  # before signals end this process again
         except TuneError as error:
-            failure, status, rank = error, 1, None
+            failure = error
         told: dict[str, Any] | None = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
-        if failure is not None and (told is None or told["code"] not in REFUSED_CODES):
-            raise failure  # else the processes could not meet again, and need not
         ended_by_request = asked.exists() and status in _ENDED_BY_REQUEST
+    if failure is not None and (told is None or told["code"] not in REFUSED_CODES):
+        raise failure  # else the processes could not meet again, and need not
     if told is not None and told["code"] == 0:
         status, told = 0 if ended_by_request else status, None
     if status == 0:
@@ -161,12 +159,12 @@ def _run(arguments: Any) -> tuple[int, int | None]:
 
 
 def _rendezvous(arguments: Any, given: Collection[str], directory: Path) -> dict[str, str]:
-    """Have the processes of one machine meet through a file, which opens no port; variables for them.
+    """Have the processes of one machine meet through a file in ``directory``, which nobody else may read, and which
+    opens no port; variables for them. Flags that the user has ``given`` stay.
 
     torch's own store listens on every interface, and what is sent to its agent's is unpickled. The ranks' own store is
     at a free port of the loopback interface, see `process.prepare_process`. Every try has a store of its own: in one
-    that lives over several, a new try meets the addresses of the last (pytorch#135712). The launcher's flags in
-    `arguments` are changed, unless the user has `given` one; nobody else may read `directory`.
+    that lives over several, a new try meets the addresses of the last (pytorch#135712).
     """
     file = _content(arguments.config_file)
     if (arguments.num_machines or file.get("num_machines") or 1) > 1:
@@ -186,15 +184,14 @@ def _rendezvous(arguments: Any, given: Collection[str], directory: Path) -> dict
     return {} if _OWN_STORE in os.environ else {_OWN_STORE: "1"}
 
 
-def _content(file: str | None, *, required: bool = False) -> dict[str, Any]:
-    """What an accelerate configuration says, the user's default one where none is named; empty where there is none, or
-    it cannot be read, which accelerate complains of itself unless it is `required` here."""
+def _content(file: str | None) -> dict[str, Any]:
+    """What an accelerate configuration says; that of the user's default one where none is named."""
     from accelerate.commands.config.config_args import default_config_file
 
     try:
         found = yaml.safe_load(Path(file or default_config_file).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        if required:
+        if file:
             raise UsageError(f"accelerate config {file} cannot be read: {error}") from error
         found = None
     return found if isinstance(found, dict) else {}
@@ -204,10 +201,9 @@ def _quieten() -> None:
     """Silence what would repeat, in a page, what our own line says."""
     import torch.distributed.run  # noqa: F401 - makes the loggers
 
-    for name in list(logging.root.manager.loggerDict):
-        # torch gives each of its loggers a level of its own, so that the parent's counts for nothing.
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    # torch gives each of its loggers a level of its own, so that the parent's counts for nothing.
+    for name in [each for each in logging.root.manager.loggerDict if each.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)  # of a flag that accelerate gives it
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
 
@@ -232,7 +228,7 @@ def _prints_a_document(argv: Sequence[str]) -> bool:
 
 def _config_flags(accelerate_config: str | None, extra: Sequence[str], *, quiet: bool = False) -> list[str]:
     """``--config_file`` for the launcher, from a name, a path or the machine."""
-    given = {names.bare(argument) for argument in extra if argument.startswith("--")}
+    given = _given(extra)
     if accelerate_config is None:
         if "config_file" in given:
             return []
@@ -242,11 +238,12 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str], *, quiet:
         accelerate_config = (
             "multi_node" if (flags.num_machines or 1) > 1 else _CHOICE.get((gpu, several), "dual_rx7900xt")
         )
-        found = "a GPU is visible" if gpu else "no GPU is visible"
-        # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
-        line = f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)"
         if not quiet:
-            print_line(line)
+            # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
+            found = "a GPU is visible" if gpu else "no GPU is visible"
+            print_line(
+                f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)"
+            )
     path = Path(accelerate_config) if os.path.isfile(accelerate_config) else configs.path(accelerate_config)
     return ["--config_file", str(path)]
 

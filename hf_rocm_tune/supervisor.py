@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,6 @@ import psutil
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, StallError, UsageError, checked
 from hf_rocm_tune.exits import ENDING_SIGNALS, EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM, handling
-from hf_rocm_tune.machine.gpus import core_dumps
 from hf_rocm_tune.redaction import print_line, redact
 from hf_rocm_tune.survive import heartbeat, manifest
 from hf_rocm_tune.survive.heartbeat import Begun, Phase, Pulse, Supervised, phase_name
@@ -48,35 +47,29 @@ _LONGEST_WAIT_SECONDS = 300.0
 _AGENT_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 
+def _flag(default: float, meaning: str) -> Any:
+    return field(default=default, metadata={"help": f"{meaning} (default: {default:g})"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The flags of ``hf-rocm-tune run``; their meanings are in `FLAGS`."""
+    """The flags of ``hf-rocm-tune run``."""
 
-    max_restarts: int = 8
-    max_skips: int = 3
-    stall_seconds: float = 1800.0
-    start_seconds: float = 7200.0
-    backoff_seconds: float = 5.0
-    grace_seconds: float = 60.0
-
-
-FLAGS = {
-    "max_restarts": "restarts without a new checkpoint between them",
-    "max_skips": "optimizer steps that may be skipped because the run dies in them",
-    "stall_seconds": "without a heartbeat after which the job is restarted; 0: never",
-    "start_seconds": "the same before the first step",
-    "backoff_seconds": "before the first restart, doubled for each further one",
-    "grace_seconds": "from SIGTERM to SIGKILL for a stalled job",
-}
+    max_restarts: int = _flag(8, "restarts without a new checkpoint between them")
+    max_skips: int = _flag(3, "optimizer steps that may be skipped because the run dies in them")
+    stall_seconds: float = _flag(1800.0, "without a heartbeat after which the job is restarted; 0: never")
+    start_seconds: float = _flag(7200.0, "the same before the first step")
+    backoff_seconds: float = _flag(5.0, "before the first restart, doubled for each further one")
+    grace_seconds: float = _flag(60.0, "from SIGTERM to SIGKILL for a stalled job")
 
 
 def main(argv: Sequence[str]) -> int:
     """``hf-rocm-tune run``."""
     what = "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"
     parser = CommandParser(prog=f"{PROGRAM} run", description=what, usage="%(prog)s [flags] -- COMMAND ...")
-    for name, default in vars(Settings()).items():
-        kind = checked(type(default), lambda value: value >= 0, "0 or more")
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{FLAGS[name]} (default: {default:g})")
+    for each in fields(Settings):
+        kind = checked(type(each.default), lambda value: value >= 0, "0 or more")
+        parser.add_argument(f"--{each.name}", type=kind, default=each.default, help=each.metadata["help"])
     split = list(argv).index("--") if "--" in argv else len(argv)
     wanted, stray = parser.parse_known_args(argv[:split])
     if stray or split == len(argv):
@@ -89,7 +82,7 @@ def supervise(words: Sequence[str], settings: Settings) -> int:
     """Run a training command to its end, through crashes and stalls."""
     argv = to_start(words)
     with TemporaryDirectory(prefix=f"{PROGRAM}-run-") as directory, _asked_to_end() as asked:
-        return _Supervision(argv, settings, Path(directory), asked).run(shown(words))
+        return _Supervision(argv, settings, Path(directory), asked).run(redact(shlex.join(words)))
 
 
 def to_start(words: Sequence[str]) -> list[str]:
@@ -112,19 +105,11 @@ def to_start(words: Sequence[str]) -> list[str]:
     raise UsageError(
         "run supervises `accelerate launch ... -m hf_rocm_tune.sft ...`, `hf-rocm-tune sft ...`, `torchrun ... -m "
         "hf_rocm_tune.sft ...` or `python -m hf_rocm_tune.sft ...` (or another training verb); got: "
-        f"{(shown(words) or 'nothing')[:200]}"
+        f"{redact(shlex.join(words))[:200] or 'nothing'}"
     )
 
 
-def shown(words: Sequence[str]) -> str:
-    """The command line without secrets, for messages."""
-    return redact(shlex.join(words))
-
-
 # ---- what to do after a death -------------------------------------------------------------------------------
-
-
-_AT_THE_START = phase_name("start", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +128,6 @@ class Death:
         if self.phase == "step":
             return self.step + 1
         return self.step if self.phase == "between" and self.step != self.resumed_at else None
-
-    @property
-    def suspect(self) -> int | None:
-        """The optimizer step that may be the cause; after running out of memory the next attempt divides it."""
-        return None if self.code == OutOfMemoryError.exit_code else self.in_step
 
     @property
     def where(self) -> str:
@@ -177,61 +157,55 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings
         return RestartDecision("the result is complete on disk, only its upload failed")
     recent = [death for death in deaths if death.checkpoint == last.checkpoint]
     here = sum(death.where == where for death in recent)
-    raised = sum(death.code == 1 and death.where == _AT_THE_START for death in recent)
+    raised = sum(death.code == 1 and death.where == phase_name("start", 0) for death in recent)
+    # After running out of memory the next attempt divides the step.
+    suspect = None if last.code == OutOfMemoryError.exit_code else last.in_step
     if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
-        return RestartDecision(f"died {here} times {where}{', although it is skipped' * (last.suspect in skipped)}")
+        return RestartDecision(f"died {here} times {where}{', although it is skipped' * (suspect in skipped)}")
     if len(recent) > settings.max_restarts:
         return RestartDecision(f"{settings.max_restarts} restarts without a new checkpoint")
     wait = min(settings.backoff_seconds * 2 ** (len(recent) - 1), _LONGEST_WAIT_SECONDS)
-    if here < DEATHS_TO_SKIP or last.suspect is None or last.suspect in skipped:
+    if here < DEATHS_TO_SKIP or suspect is None or suspect in skipped:
         return RestartDecision(f"died {where}", restart=True, wait_seconds=wait)
     if len(skipped) >= settings.max_skips:
-        steps = ", ".join(map(str, sorted(skipped)))
-        why = f"steps {steps} are skipped already" if skipped else "no step may be skipped"
-        return RestartDecision(f"died {here} times {where}, and {why} (--max_skips)")
+        return RestartDecision(f"died {here} times {where}; steps skipped already: {len(skipped)} (--max_skips)")
     reason = f"died {here} times {where}: the step is skipped, its batches are not trained on"
-    return RestartDecision(reason, restart=True, skip=last.suspect, wait_seconds=wait)
+    return RestartDecision(reason, restart=True, skip=suspect, wait_seconds=wait)
 
 
 # ---- one attempt: its processes, heartbeats and journal ------------------------------------------------
 
 
-class Child:
-    """A started command; ``mark`` is in the environment of all its processes."""
+def start(argv: Sequence[str], environ: Mapping[str, str], mark: str) -> Popen[bytes]:
+    """Start a command; ``mark`` is in the environment of all its processes."""
+    try:
+        return Popen(list(argv), env={**environ, heartbeat.VARIABLE: mark}, start_new_session=True, stdin=DEVNULL)
+    except OSError as error:
+        raise UsageError(f"{argv[0]} cannot be started: {error.strerror}") from error
 
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], mark: str) -> None:
-        self._mark, environ = mark, {**environ, heartbeat.VARIABLE: mark}
-        try:
-            self._process = Popen(list(argv), env=environ, start_new_session=True, stdin=DEVNULL)
-        except OSError as error:
-            raise UsageError(f"{argv[0]} cannot be started: {error.strerror}") from error
-        self.poll = self._process.poll  # the exit code, or minus the signal's number; None while it runs
 
-    def send(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            self._process.send_signal(number)
+def end_all(process: Popen[bytes], mark: str, grace_seconds: float) -> list[int]:
+    """SIGTERM, then SIGKILL to all processes with this mark. Returns the ids of those that survived."""
+    process.terminate()
+    with suppress(TimeoutExpired):
+        process.wait(grace_seconds)
+    for each in (left := _marked(mark)):
+        with suppress(psutil.Error):
+            each.kill()
+    deadline = time.monotonic() + _KILL_SECONDS
+    while (left := _marked(mark) if left else []) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.poll()
+    return [each.pid for each in left]
 
-    def end(self, grace_seconds: float) -> list[int]:
-        """SIGTERM, then SIGKILL to its remaining processes. Returns the ids of processes that survived."""
-        self.send(signal.SIGTERM)
-        with suppress(TimeoutExpired):
-            self._process.wait(grace_seconds)
-        for process in (left := self._left()):
-            with suppress(psutil.Error):
-                process.kill()
-        deadline = time.monotonic() + _KILL_SECONDS
-        while (left := self._left() if left else []) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self.poll()
-        return [process.pid for process in left]
 
-    def _left(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):
-                if process.environ().get(heartbeat.VARIABLE) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(heartbeat.VARIABLE) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 class Watch:
@@ -265,13 +239,11 @@ class Watch:
         return self._silent if limit and self._silent > limit and phase != "publish" else None
 
 
-class Ledger:
-    """The journal, kept in memory until the job has begun, because a refused job must not write into the directory of
-    another run. Of several machines the supervisor of rank 0 writes.
-    """
+class Journal:
+    """Waits in memory until the job has begun: a refused job must not write into the directory of another run."""
 
     def __init__(self) -> None:
-        self._begun: Begun | None = None
+        self.begun: Begun | None = None
         self.failure: OSError | None = None  # of the last write
         self._waiting: list[dict[str, Any]] = []
 
@@ -279,23 +251,10 @@ class Ledger:
         """Add an entry, without None values."""
         told = {key: value for key, value in details.items() if value is not None}
         self._waiting.append({"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
-        self._write()
-
-    @property
-    def begun(self) -> Begun | None:
-        return self._begun
-
-    @begun.setter
-    def begun(self, begun: Begun) -> None:
-        self._begun = begun
-        self._write()
-
-    def _write(self) -> None:
         self.failure = None
         try:
-            while self._begun is not None and self._waiting:
-                if self._begun.leads:
-                    heartbeat.enter(Path(self._begun.output_dir), {"run_id": self._begun.run_id, **self._waiting[0]})
+            while self.begun is not None and self._waiting:
+                heartbeat.enter(Path(self.begun.output_dir), {"run_id": self.begun.run_id, **self._waiting[0]})
                 self._waiting.pop(0)
         except OSError as error:
             self.failure = error
@@ -316,17 +275,16 @@ class _End(NamedTuple):
 class _Supervision:
     def __init__(self, argv: list[str], settings: Settings, directory: Path, asked: list[int]) -> None:
         self._argv, self._settings, self._directory, self._asked = argv, settings, directory, asked
-        self._ledger = Ledger()
+        self._journal = Journal()
         self._deaths: list[Death] = []
 
     def run(self, command: str) -> int:
         while True:
             _say(f"start {len(self._deaths) + 1}: {command}")
-            dumps = core_dumps()
             watch = Watch(self._directory, self._settings)
             end = self._see_through(watch)
-            decision = self._judge(end, watch) if end.may_restart else None
-            self._enter(end, watch, decision, sorted(core_dumps() - dumps))
+            decision = self._judge(end, watch.pulse) if end.may_restart else None
+            self._enter(end, watch.pulse, decision)
             if decision is None:
                 if end.code in FINAL_CODES:
                     _say(f"not restarted: {end.how} is final")
@@ -345,38 +303,36 @@ class _Supervision:
         """Start the job and wait for its end, or end it where it stalls or the user insists."""
         record, limits = self._directory / "exit.json", self._settings
         record.unlink(missing_ok=True)
-        before = self._ledger.begun.run_id if self._ledger.begun else None
-        told = Supervised(str(self._directory), limits.start_seconds, limits.stall_seconds, before)
-        child = Child(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, told.to_json())
+        before = self._journal.begun.run_id if self._journal.begun else None
+        told = Supervised(str(self._directory), limits.start_seconds, limits.stall_seconds, before).to_json()
+        process = start(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, told)
         passed_on, stalled = 0, None
-        while child.poll() is None and stalled is None and passed_on <= 2:
+        while process.poll() is None and stalled is None and passed_on <= 2:
             time.sleep(_LOOK_SECONDS)
             self._look(watch)
             if len(self._asked) > passed_on:
                 passed_on += 1
                 if passed_on <= 2:
-                    child.send(self._asked[passed_on - 1])
+                    process.send_signal(self._asked[passed_on - 1])
             elif (stalled := watch.silence()) is not None:
                 _say(f"no heartbeat for {stalled:.0f} s: ending the job")
         # All processes of this attempt, which would hold the card's memory and the output directory.
         grace_seconds = limits.grace_seconds if stalled is not None else 0.0
-        if child.poll() not in (0, INTERRUPTED) and (survivors := child.end(grace_seconds)):
+        if process.poll() not in (0, INTERRUPTED) and (survivors := end_all(process, told, grace_seconds)):
             what = f"processes {survivors} of the job survive SIGKILL, so they hang in the driver"
-            self._ledger.add("end", how=what, code=StallError.exit_code)
+            self._journal.add("end", how=what, code=StallError.exit_code)
             raise StallError(f"{what} and hold the GPU: restart the machine, then repeat the command")
         self._look(watch)
         if stalled is not None:
             return _End(StallError.exit_code, f"no heartbeat for {stalled:.0f} s", None, not self._asked)
-        status = child.poll()
-        assert status is not None
-        return self._ending(status, record)
+        return self._ending(process.wait(), record)
 
     def _look(self, watch: Watch) -> None:
         known = watch.begun
         watch.look()
         if (begun := watch.begun) is not None and known is None:
-            self._ledger.begun = begun
-            self._ledger.add("start", start=len(self._deaths) + 1, resumed_from=begun.resumed_from or "the start")
+            self._journal.begun = begun
+            self._journal.add("start", start=len(self._deaths) + 1, resumed_from=begun.resumed_from or "the start")
 
     def _ending(self, status: int, record: Path) -> _End:
         number, message = -status if status < 0 else status - 128, None
@@ -391,44 +347,45 @@ class _Supervision:
         may_restart = not self._asked and code not in {0, INTERRUPTED, *FINAL_CODES}
         return _End(code, how or f"exit code {code}", message, may_restart)
 
-    def _judge(self, end: _End, watch: Watch) -> RestartDecision:
-        pulse, resumed = (watch.pulse, watch.begun.resumed_from or "") if watch.begun else (None, "")
-        phase, step = (pulse.phase, pulse.step) if pulse else (None, 0)
-        at, newest, record = resumed.rpartition("-")[2], 0, None
-        if (begun := self._ledger.begun) is not None:
-            record = read_record(Path(begun.output_dir))
+    def _judge(self, end: _End, pulse: Pulse | None) -> RestartDecision:
+        newest, record, resumed_from = 0, None, ""
+        if (begun := self._journal.begun) is not None:
+            record, resumed_from = read_record(Path(begun.output_dir)), begun.resumed_from or ""
             for saved, path in list_checkpoints(Path(begun.output_dir)):
                 newest = saved if manifest.run_of(path) == begun.run_id else newest
-        resumed_at = int(at) if at.isdecimal() else 0
-        self._deaths.append(Death(code=end.code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=newest))
+        at = resumed_from.rpartition("-")[2]
+        death = Death(
+            code=end.code,
+            phase=pulse.phase if pulse else None,
+            step=pulse.step if pulse else 0,
+            resumed_at=int(at) if at.isdecimal() else 0,
+            checkpoint=newest,
+        )
+        self._deaths.append(death)
         return decide(self._deaths, record.skipped_steps if record else (), self._settings)
 
-    def _enter(self, end: _End, watch: Watch, decision: RestartDecision | None, dumps: Sequence[str]) -> None:
-        evidence = [f"amdgpu left the device core dump {name}" for name in dumps]
-        self._ledger.add(
+    def _enter(self, end: _End, pulse: Pulse | None, decision: RestartDecision | None) -> None:
+        self._journal.add(
             "end",
             how=end.how,
             code=end.code,
             message=end.message,
-            evidence=evidence or None,
-            step=watch.pulse.step if watch.pulse else None,
-            phase=watch.pulse.phase if watch.pulse else "start",
+            step=pulse.step if pulse else None,
+            phase=pulse.phase if pulse else "start",
             decision=f"{'restart' if decision.restart else 'stop'}: {decision.reason}" if decision else None,
             skipped_step=decision.skip if decision else None,
         )
-        for line in evidence:
-            _say(f"{line}, which it writes when it resets a GPU")
-        if self._ledger.failure is not None:
-            _say(f"{heartbeat.JOURNAL_FILE} could not be written: {self._ledger.failure.strerror}")
+        if self._journal.failure is not None:
+            _say(f"{heartbeat.JOURNAL_FILE} could not be written: {self._journal.failure.strerror}")
 
     def _carry_out(self, decision: RestartDecision, end: _End) -> None:
-        newest, begun = self._deaths[-1].checkpoint, self._ledger.begun
+        newest, begun = self._deaths[-1].checkpoint, self._journal.begun
         if not decision.restart:
             where = f"; see {Path(begun.output_dir) / heartbeat.JOURNAL_FILE}" if begun else ""
             kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
             _complain(f"run: stopped: {end.how}, {decision.reason}; {kept}{where}")
             return
-        if decision.skip is not None and begun is not None and begun.leads:
+        if decision.skip is not None and begun is not None:
             skip_step(Path(begun.output_dir), decision.skip)
         onward = (
             f"checkpoint-{newest}" if newest else "the start, because there is no checkpoint yet (see --save_steps)"

@@ -1,9 +1,8 @@
 """The private places of upstream libraries on which verification depends.
 
-A place that upstream has moved is a `SeamError` with a clear line, never a transfer that is silently not verified:
-`check_overrides` compares trainer methods that ours replace (``@override``) with upstream's, and the table lists all
-other places. Names and parameters do not show whether upstream still calls a place: `pyproject.toml` bounds the
-versions, and a run says which of them are newer than `TESTED`.
+A place that upstream has moved is a `SeamError`, never a transfer that is silently not verified. Names and parameters
+do not show whether upstream still calls a place: `pyproject.toml` bounds the versions, and a run says which of them
+are newer than `TESTED`.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from packaging.version import Version
 
 from hf_rocm_tune.errors import SeamError
 
@@ -35,12 +35,6 @@ class Seam:
     @property
     def parameters(self) -> tuple[str, ...]:
         return tuple(self.leading.split())
-
-    @property
-    def checked(self) -> str:
-        """The library and the version with which this was read and tried."""
-        library = self.module.partition(".")[0]
-        return f"{library} {TESTED[library]}"
 
 
 TESTED = {
@@ -145,10 +139,11 @@ def resolve(name: str) -> tuple[Any, str, Callable[..., Any]]:
             owner = getattr(owner, part)
         value = getattr(owner, last)
     except (ImportError, AttributeError) as error:
-        raise SeamError(_message(row, f"it is missing ({error})")) from error
+        raise _moved(f"{row.module}.{row.attribute} ({row.why})", f"it is missing ({error})") from error
     found = tuple(inspect.signature(value).parameters)
     if found[: len(row.parameters)] != row.parameters:
-        raise SeamError(_message(row, f"its parameters are {found}, expected {row.parameters} first"))
+        what = f"its parameters are {found}, expected {row.parameters} first"
+        raise _moved(f"{row.module}.{row.attribute} ({row.why})", what)
     return owner, last, value
 
 
@@ -161,12 +156,12 @@ def check_all() -> None:
 def check_overrides(trainer: type) -> None:
     """Compares the methods that our classes override with those that they override."""
     for ours, name, theirs in overrides(trainer):
-        where = f"{ours.__name__}.{name}"
+        where = f"what {ours.__name__}.{name} overrides"
         if not theirs:
-            raise SeamError(_moved(where, "the method that it overrides is missing"))
+            raise _moved(where, "the method that it overrides is missing")
         wanted, found = (_parameters(vars(owner)[name]) for owner in (ours, theirs[-1]))
         if found[: len(wanted)] != wanted:
-            raise SeamError(_moved(where, f"{theirs[-1].__name__} has the parameters {found}, expected {wanted} first"))
+            raise _moved(where, f"{theirs[-1].__name__} has the parameters {found}, expected {wanted} first")
 
 
 def overrides(trainer: type) -> Iterator[tuple[type, str, list[type]]]:
@@ -181,12 +176,8 @@ def overrides(trainer: type) -> Iterator[tuple[type, str, list[type]]]:
 
 def untested() -> list[str]:
     """Installed libraries newer than those the seams were checked with, such as "peft 0.22.0"."""
-    installed = {name: importlib.metadata.version(name) for name in TESTED}
-    return [f"{name} {version}" for name, version in installed.items() if _numbers(version) > _numbers(TESTED[name])]
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+    found = {name: importlib.metadata.version(name).partition("+")[0] for name in TESTED}
+    return [f"{name} {version}" for name, version in found.items() if Version(version) > Version(TESTED[name])]
 
 
 def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
@@ -194,9 +185,9 @@ def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name, each in inspect.signature(method).parameters.items() if each.kind in kinds)
 
 
-def _moved(where: str, what: str) -> str:
+def _moved(where: str, what: str) -> SeamError:
     known = ", ".join(f"{name} {version}" for name, version in TESTED.items())
-    return f"cannot verify: upstream changed what {where} overrides: {what}. Checked with {known}: install these"
+    return SeamError(f"cannot verify: upstream changed {where}: {what}. Checked with {known}: install these")
 
 
 @contextmanager
@@ -228,10 +219,3 @@ def replace_for_good(name: str, make: Callable[[Callable[..., Any]], Callable[..
         replacement.__wrapped__ = value  # type: ignore[attr-defined]  # keeps inspect.signature truthful
         replacement._hf_rocm_tune_seam = name  # type: ignore[attr-defined]
         setattr(owner, last, replacement)
-
-
-def _message(row: Seam, what: str) -> str:
-    return (
-        f"cannot verify: upstream moved {row.module}.{row.attribute} ({row.why}): {what}. "
-        f"Checked with {row.checked}: install that version"
-    )

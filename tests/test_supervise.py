@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from hf_rocm_tune.supervisor import Settings
 from hf_rocm_tune.survive import heartbeat
 from hf_rocm_tune.survive.run_directory import read_record
 
-QUICK = Settings(backoff_seconds=0, stall_seconds=3, start_seconds=30, grace_seconds=0.3)
+QUICK = Settings(backoff_seconds=0, stall_seconds=2, start_seconds=30, grace_seconds=0.3)
 STUB = Path(__file__).with_name("stub_job.py")
 
 
@@ -71,7 +70,7 @@ def told(place: Path) -> list[dict[str, Any]]:
 DONE = {"step": 9, "phase": "end", "end": 0}
 
 
-@pytest.mark.parametrize(("code", "silent"), [(0, False), (2, True), (3, False), (130, True)])
+@pytest.mark.parametrize(("code", "silent"), [(2, True), (3, False)])
 def test_an_end_is_not_started_again(place: Path, code: int, silent: bool) -> None:
     assert run(place, {"end": code, "silent": silent}) == code
     assert attempts(place) == 1
@@ -81,12 +80,9 @@ def test_an_end_is_not_started_again(place: Path, code: int, silent: bool) -> No
 @pytest.mark.parametrize(
     ("end", "code", "how"),
     [
-        (1, 1, "exit code 1"),
-        ("SIGKILL", 137, "ended by SIGKILL"),
         ("SIGSEGV", 139, "ended by SIGSEGV"),
-        (137, 137, "ended by SIGKILL"),
+        (137, 137, "ended by SIGKILL"),  # of a launcher above the job
         ({"code": 5, "message": "it does not fit"}, 5, "exit code 5"),
-        ({"code": 4, "message": "it stands still"}, 4, "exit code 4"),
     ],
 )
 def test_a_death_is_started_again_and_told(
@@ -135,15 +131,12 @@ def test_deaths_before_the_run_began_are_told_once_it_has(place: Path) -> None:
     assert [entry["event"] for entry in told(place)] == ["end", "end", "start", "end"]
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["training", "starting"])
-def test_a_hang_is_ended_with_everything_it_started(place: Path, silent: bool) -> None:
-    story = {"step": 3, "silent": silent, "orphan": True, "end": "hang"}
-    assert run(place, story, DONE, settings=replace(QUICK, start_seconds=5 if silent else 30)) == 0
+def test_a_hang_is_ended_with_everything_it_started(place: Path) -> None:
+    assert run(place, {"step": 3, "orphan": True, "end": "hang"}, DONE) == 0
     assert json.loads((place / "heard").read_text()) == [signal.SIGTERM], "it was asked first"
     assert not _alive(int((place / "orphan").read_text()))
     death = next(entry for entry in told(place) if entry["event"] == "end")
-    assert death["code"] == 4 and "no heartbeat" in death["how"]
-    assert death["phase"] == ("start" if silent else "step")
+    assert death["code"] == 4 and "no heartbeat" in death["how"] and death["phase"] == "step"
 
 
 def test_what_a_crashed_start_left_running_is_ended_before_the_next(place: Path) -> None:
@@ -152,8 +145,8 @@ def test_what_a_crashed_start_left_running_is_ended_before_the_next(place: Path)
 
 
 def test_a_process_that_cannot_be_ended_stops_everything(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = supervision.Child.end
-    monkeypatch.setattr(supervision.Child, "end", lambda self, grace: [*end(self, grace), 4711])
+    end = supervision.end_all
+    monkeypatch.setattr(supervision, "end_all", lambda *arguments: [*end(*arguments), 4711])
     with pytest.raises(StallError, match=r"\[4711\].*restart the machine"):
         run(place, {"step": 3, "end": 1})
     assert attempts(place) == 1
@@ -176,10 +169,10 @@ def _until(happened: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-LONG = pytest.mark.long
+LONG = [pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGHUP, *LONG])
 def test_a_signal_is_passed_on_once_and_the_checkpoint_is_waited_for(place: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         supervisor(*words(place, {"step": 3, "end": "wait"})), stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -213,13 +206,13 @@ def test_the_third_ctrl_c_ends_a_job_that_does_not_react(place: Path) -> None:
 
 
 def test_a_job_that_was_stopped_as_a_whole_has_not_hung(place: Path) -> None:
-    process = subprocess.Popen(supervisor(*words(place, {"step": 3, "end": "wait"}), stall_seconds="3"))
+    process = subprocess.Popen(supervisor(*words(place, {"step": 3, "end": "wait"}), stall_seconds="2.5"))
     _until((place / "ready").exists)
     time.sleep(0.5)  # it has seen the job's heartbeat
     both = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
     for each in both:
         each.suspend()
-    time.sleep(5)
+    time.sleep(3.5)
     for each in reversed(both):
         each.resume()
     time.sleep(0.5)
@@ -231,16 +224,21 @@ def test_a_job_that_was_stopped_as_a_whole_has_not_hung(place: Path) -> None:
 # ---- what it reads and writes -------------------------------------------------------------------------------
 
 
-def test_a_full_disk_under_the_journal_stops_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (place / "out" / heartbeat.JOURNAL_FILE).mkdir(parents=True)
+def test_a_journal_that_cannot_be_written_or_is_the_users_file_stops_nothing(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "thesis.tex").write_text("three years of work")
+    (place / "out").mkdir()
+    (place / "out" / heartbeat.JOURNAL_FILE).symlink_to(place / "thesis.tex")
     assert run(place, {"step": 3, "end": 1}, DONE) == 0
     assert f"{heartbeat.JOURNAL_FILE} could not be written" in capfd.readouterr().out
+    assert (place / "thesis.tex").read_text() == "three years of work"
 
 
-def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
+def test_the_journal_has_several_runs_and_nonsense_is_passed_over(tmp_path: Path) -> None:
     heartbeat.enter(tmp_path, {"run_id": "a", "event": "start"})
     with open(tmp_path / heartbeat.JOURNAL_FILE, "a") as file:
-        file.write('{"run_id": "a", "eve')
+        file.write('{"run_id": "a", "eve\n')
     heartbeat.enter(tmp_path, {"run_id": "a", "event": "end", "code": 1, "how": "x"})
     heartbeat.enter(tmp_path, {"run_id": "b", "event": "start"})
     assert [entry["event"] for entry in heartbeat.journal_of(tmp_path, "a")] == ["start", "end"]
@@ -248,20 +246,7 @@ def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
     assert (summary["starts"], summary["ends"]) == (1, [{"how": "x", "code": 1}])
 
 
-@pytest.mark.parametrize("content", [b"", b"3", b"3 dancing", b"x step", b"\xff\xfe step", b"3 step 4", None])
-def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
+def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path) -> None:
+    for content in (b"", b"3", b"3 dancing", b"x step", b"\xff\xfe step", b"3 step 4"):
         (tmp_path / "pulse").write_bytes(content)
-    assert heartbeat.read_pulse(tmp_path / "pulse") == (None, 0)
-
-
-def test_a_beat_is_read_as_it_was_written(tmp_path: Path) -> None:
-    told = heartbeat.Supervised(directory=str(tmp_path), start_seconds=0, stall_seconds=0).to_json()
-    heart = heartbeat.Heartbeat({heartbeat.VARIABLE: told, "LOCAL_RANK": "0"})
-    for step, phase in ((123456, "evaluate"), (7, "step")):  # the second one is shorter
-        heart.beat(step=step, phase=phase)  # type: ignore[arg-type]
-        found, stamp = heartbeat.read_pulse(tmp_path / heartbeat.PULSE_FILE)
-        assert found == heartbeat.Pulse(step=step, phase=phase) and stamp > 0  # type: ignore[arg-type]
-    other = heartbeat.Heartbeat({heartbeat.VARIABLE: told, "LOCAL_RANK": "1"})
-    other.beat(step=9, phase="step")
-    assert found == heartbeat.read_pulse(tmp_path / heartbeat.PULSE_FILE)[0]
+        assert heartbeat.read_pulse(tmp_path / "pulse") == (None, 0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,20 +13,15 @@ from hypothesis import strategies as st
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.supervisor import (
-    ENTRIES,
-    FLAGS,
     Death,
-    Ledger,
     RestartDecision,
     Settings,
     Watch,
     decide,
     main,
-    shown,
     to_start,
 )
 from hf_rocm_tune.survive import heartbeat
-from hf_rocm_tune.survive.heartbeat import JOURNAL_FILE, Begun
 
 THIS = [sys.executable, "-m"]
 THROUGH = [*THIS, "hf_rocm_tune.launch"]
@@ -68,20 +63,8 @@ def test_anything_else_is_refused_with_what_would_do(given: str) -> None:
     assert (given or "nothing") in str(caught.value)
 
 
-def test_every_entry_is_a_module_and_a_verb() -> None:
-    import importlib.util
-
-    from hf_rocm_tune.cli import VERBS
-
-    assert set(VERBS) >= ENTRIES
-    assert all(importlib.util.find_spec(f"hf_rocm_tune.{name}") for name in ENTRIES)
-
-
 @pytest.mark.parametrize("flag", ["--hub_token hf_s3cret", "--hub-token=hf_s3cret", "--push_to_hub_token hf_s3cret"])
 def test_a_token_on_the_command_line_is_never_shown(flag: str) -> None:
-    line = f"hf-rocm-tune sft {flag} --lora_r 8"
-    assert "s3cret" not in shown(shlex.split(line))
-    assert shown(shlex.split(line)).endswith("--lora_r 8")
     with pytest.raises(UsageError) as refused:
         to_start(shlex.split(f"echo {flag}"))
     assert "s3cret" not in str(refused.value)
@@ -122,12 +105,6 @@ def test_a_step_that_is_tried_again_in_smaller_parts_is_not_left_out() -> None:
     assert [(each.restart, each.skip) for each in made] == [(True, None)] * 3 + [(False, None)]
 
 
-def test_an_exception_at_the_start_is_tried_once_more_and_not_again() -> None:
-    made = decisions([death(phase="start"), *[death(phase="start", code=1)] * 9])
-    assert [each.restart for each in made] == [True, True, False]
-    assert [each.restart for each in decisions([death(phase="save", code=1)] * 9)] == [True] * 3 + [False]
-
-
 @pytest.mark.parametrize("phase", ["evaluate", "save", "end", "start", None])
 def test_where_no_batch_can_be_the_cause_no_step_is_left_out(phase: str | None) -> None:
     made = decisions([death(phase=phase)] * 9)
@@ -137,7 +114,7 @@ def test_where_no_batch_can_be_the_cause_no_step_is_left_out(phase: str | None) 
 
 def test_between_steps_the_last_ones_kernels_may_have_been_running() -> None:
     assert death(6, "between").where == death(5, "step").where
-    assert death(4, "between", resumed_at=4).suspect is None, "this process has computed no step yet"
+    assert death(4, "between", resumed_at=4).in_step is None, "this process has computed no step yet"
 
 
 def test_a_new_checkpoint_begins_the_counts_again() -> None:
@@ -151,9 +128,9 @@ def test_only_a_few_steps_may_be_left_out() -> None:
     deaths = [death(step, checkpoint=step // 2) for step in (6, 6, 8, 8, 10, 10, 12, 12)]
     made = decisions(deaths, Settings(max_skips=3))
     assert [each.skip for each in made] == [None, 7, None, 9, None, 11, None, None]
-    assert not made[-1].restart and "steps 7, 9, 11 are skipped already" in made[-1].reason
+    assert not made[-1].restart and "steps skipped already: 3" in made[-1].reason
     refused = decisions([death()] * 2, Settings(max_skips=0))[-1]
-    assert not refused.restart and "no step may be skipped" in refused.reason
+    assert not refused.restart and "steps skipped already: 0" in refused.reason
 
 
 def test_a_result_that_is_complete_is_not_made_again_for_its_upload() -> None:
@@ -184,23 +161,9 @@ def test_restarts_are_limited_and_wait_longer_and_longer_but_not_for_ever() -> N
     assert len(made) == 21 and "20 restarts without a new checkpoint" in made[-1].reason
     waits = [each.wait_seconds for each in made[:-1]]
     assert waits[:4] == [5, 10, 20, 40] and max(waits) == 300 and all(each.skip is None for each in made)
-    for name in FLAGS:
-        with pytest.raises(UsageError, match=f"--{name}"):
-            main([f"--{name}=-1", "--", "hf-rocm-tune", "sft"])
-
-
-def test_of_two_supervisors_that_of_rank_0_enters_each_start_also_one_that_never_began(tmp_path: Path) -> None:
-    ledgers = [Ledger(), Ledger()]
-    for ledger in ledgers:
-        ledger.add("end", code=1)
-    assert not (tmp_path / JOURNAL_FILE).exists()
-    for leader in (0, 1):
-        for number, ledger in enumerate(ledgers):
-            leads = number == leader
-            ledger.begun = Begun(run_id="run", output_dir=str(tmp_path), resumed_from=None, leads=leads)
-            ledger.add("start")
-    entries = [json.loads(line)["event"] for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()]
-    assert entries == ["end", "start", "start"]
+    for each in fields(Settings):
+        with pytest.raises(UsageError, match=f"--{each.name}"):
+            main([f"--{each.name}=-1", "--", "hf-rocm-tune", "sft"])
 
 
 def test_silence_counts_while_it_is_watched_and_an_upload_may_take_its_time(

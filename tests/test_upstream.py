@@ -52,7 +52,7 @@ def test_it_is_named_when_the_attribute_is_gone(row: Seam, monkeypatch: pytest.M
     message = refusal()
     assert f"{row.module}.{row.attribute}" in message
     assert "is missing" in message
-    assert row.checked in message and row.why in message and "\n" not in message
+    assert upstream.TESTED[row.module.partition(".")[0]] in message and row.why in message and "\n" not in message
 
 
 @every_seam

@@ -217,12 +217,10 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     trainer.require_coverage()
     record = replace(job.plan.record, auto_fit=facts.auto_fit, data=facts.data)  # the choice is for a resumed run
     job.plan = replace(job.plan, record=record)
-    leads = trainer.is_world_process_zero()
-    if leads:
+    if trainer.is_world_process_zero():
         job.plan.commit()
-    if trainer.is_local_process_zero():  # each machine may have a supervisor
         resumed = job.plan.checkpoint.name if job.plan.checkpoint else None
-        tell_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed, leads=leads)
+        tell_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed)
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
     job.files = announce.RunOutputs(arguments=job.arguments, data=job.data, trainer=trainer, facts=facts)

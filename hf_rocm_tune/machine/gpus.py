@@ -283,11 +283,3 @@ def throttle_causes(status: int) -> tuple[str, ...]:
     """``power``, ``current``, ``temperature``, ``other`` (bits without a name too): the limits that a status names."""
     named = tuple(name for bits, name in _CAUSES if any(status >> bit & 1 for bit in bits))
     return named or (("other",) if status else ())
-
-
-def core_dumps(files: Files | None = None) -> frozenset[str]:
-    """The core dumps that amdgpu wrote when it reset a GPU (gone after five minutes): "devcd1 of 0000:03:00.0"."""
-    files, where = files or Files(), "sys/class/devcoredump"
-    devices = {name: f"{where}/{name}/failing_device" for name in files.names(where) or ()}
-    amd = {name: device for name, device in devices.items() if files.last(f"{device}/driver") == "amdgpu"}
-    return frozenset(f"{name} of {files.last(device) or 'an unnamed device'}" for name, device in amd.items())

@@ -1,9 +1,8 @@
 """Checkpoints that are verified before use: save, read back, rename, push, rotate, in that order.
 
 Upstream saves the model into a staging directory, and each `State` its file. Then every file is read once: its content
-is compared with the live state, and its SHA-256 goes into the manifest. A rank that fails keeps the failure in the
-`StagedSave`, because the others wait in a barrier; all decide together in `failed`. Not covered: DeepSpeed's sharded
-files get a manifest but are not compared with the live state (``extra.compared``).
+is compared with the live state, and its SHA-256 goes into the manifest. Not covered: DeepSpeed's sharded files get a
+manifest but are not compared with the live state (``extra.compared``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,7 +30,7 @@ from hf_rocm_tune.models.adapter import plain_lora, write_plain_lora
 from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import create_staging, move_files, replace_directory
-from hf_rocm_tune.survive.run_directory import move_aside, rotate
+from hf_rocm_tune.survive.run_directory import is_wholly_of, move_aside, rotate
 from hf_rocm_tune.survive.saved_state import Place, Readback, State
 
 if TYPE_CHECKING:
@@ -44,26 +42,41 @@ logger = logging.getLogger(__name__)
 
 _WRITES = 6  # as many attempts as a transfer has
 _READS = 3
-_PROBE_BYTES = 1 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_FULL = "disk full"
 
 
 @dataclass(kw_only=True)
 class StagedSave:
-    """A staging directory and what happened in it."""
+    """A staging directory and what happened in it. A rank that fails keeps its error: the others wait in a barrier."""
 
     root: Path  # exists if `usable`
     usable: bool = False  # whether rank 0 could create it
     need_bytes: int  # approximate size of the weights on disk
     failure: Exception | None = None  # the first error on this rank
 
-    def attempt(self, write: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+    def attempt(self, write: Callable[..., Any], *arguments: Any) -> None:
         """Call ``write`` and keep the error that it raises. torch.save reports a full disk as a RuntimeError."""
         try:
-            write(*arguments, **keywords)
+            write(*arguments)
         except (OSError, RuntimeError, SafetensorError, TuneError) as error:
             self.failure = self.failure or error
+
+    def failed(self) -> bool:
+        """Whether a rank found the disk full; raises any other error, of this or another rank. Collective."""
+        own = [] if self.failure is None else [(self.is_full(), type(self.failure).__name__, str(self.failure))]
+        failures = gather_object(own)
+        if self.failure is not None and not own[0][0]:
+            raise self.failure
+        for is_full, kind, text in failures:
+            if not is_full:
+                raise CorruptionError(text) if kind == CorruptionError.__name__ else TuneError(f"another rank: {text}")
+        return bool(failures)
+
+    def is_full(self) -> bool:
+        """Whether the failure comes from a full disk. torch.save and safetensors hide the error's number."""
+        if isinstance(self.failure, OSError):
+            return self.failure.errno in _NO_ROOM
+        return not isinstance(self.failure, TuneError) and shutil.disk_usage(self.root).free < self.need_bytes
 
     def drop(self, *, first: bool) -> None:
         """Delete what is left of the staging directory, on the ``first`` rank, and free its disk space."""
@@ -72,39 +85,6 @@ class StagedSave:
             gc.collect()  # a failed torch.save leaves its file open in a reference cycle, which keeps the space
         if first and self.usable:
             shutil.rmtree(self.root, ignore_errors=True)
-
-
-def failed(stage: StagedSave) -> bool:
-    """Whether a rank found the disk full; raises any other error, of this or another rank. Collective."""
-    error, own = stage.failure, []
-    if error is not None:
-        full = is_disk_full(error, stage.root, stage.need_bytes)
-        own = [(_FULL if full else type(error).__name__, str(error))]
-    failures = gather_object(own)
-    if error is not None and own[0][0] != _FULL:
-        raise error
-    for kind, text in failures:
-        if kind != _FULL:
-            raise CorruptionError(text) if kind == CorruptionError.__name__ else TuneError(f"another rank: {text}")
-    return bool(failures)
-
-
-def is_disk_full(error: BaseException, directory: Path, need_bytes: int) -> bool:
-    """Whether ``error``, raised while writing below ``directory``, comes from a full disk or an exhausted quota.
-
-    torch.save and safetensors hide the error number, so ``need_bytes`` (at least 1 MiB) are allocated on the disk: that
-    much, because safetensors has already removed the file that did not fit.
-    """
-    if isinstance(error, TuneError):
-        return False
-    if isinstance(error, OSError):
-        return error.errno in _NO_ROOM
-    try:
-        with tempfile.TemporaryFile(dir=directory) as probe:
-            os.posix_fallocate(probe.fileno(), 0, max(need_bytes, _PROBE_BYTES))
-    except OSError as found:
-        return found.errno in _NO_ROOM
-    return False
 
 
 # ---- the checkpoints of one trainer -------------------------------------------------------------------------
@@ -156,7 +136,7 @@ class Checkpoints:
                 self._stage = stage if step is steps[0] else None
                 if stage.usable:
                     stage.attempt(step, stage.root)
-                if failed(stage):
+                if stage.failed():
                     return False
             return True
         finally:
@@ -200,12 +180,8 @@ class Checkpoints:
         if saved and self._first:
             rotate(final, limit=trainer.args.save_total_limit, best=state.best_model_checkpoint)
         elif self._first:
-            logger.warning(
-                "No space left in %s: %s was not saved. Earlier checkpoints are intact, training continues, and the "
-                "next save tries again: free some space.",
-                final.parent,
-                final.name,
-            )
+            kept = "Earlier checkpoints are intact, training continues, and the next save tries again: free some space."
+            logger.warning("No space left in %s: %s was not saved. %s", final.parent, final.name, kept)
 
     def _write_states(self, staged: Path, final: Path) -> None:
         """Write what belongs to a checkpoint beside the model, each rank its own files. Collective."""
@@ -231,7 +207,8 @@ class Checkpoints:
         if not self._first:
             return
         self._write_manifest(staged, "checkpoint", found)
-        if (aside := move_aside(final, self._trainer.run_id)) is not None:
+        if os.path.lexists(final) and not is_wholly_of(final, self._trainer.run_id):
+            aside = move_aside(final, "kept")
             logger.warning("%s exists and is not from this run: renamed to %s", final.name, aside.name)
         replace_directory(staged, final)
 
@@ -309,11 +286,11 @@ class Checkpoints:
 
     def save_model(self, directory: Path) -> bool:
         """Write a result, which has to be sealed; returns False for a part of a checkpoint."""
-        if self._stage is not None:
-            self._stage.attempt(self._trainer.write_model, str(directory))
-        else:
+        if self._stage is None:
             self._save_result(directory)
-        return self._stage is None
+            return True
+        self._stage.attempt(self._trainer.write_model, str(directory))
+        return False
 
     def seal(self, directory: Path, also: Iterable[str]) -> None:
         """Write the manifest of the saved result and of the files ``also``, which the run wrote beside it.
@@ -362,17 +339,14 @@ class Checkpoints:
             start = self.start.tensors()
             write_plain_lora(cast("PeftModel", self._bare_model()), directory, start, self._trainer.mover)
 
-    def _plain_lora(self) -> dict[str, Tensor] | None:
-        """What the result has to hold where it is plain LoRA; on rank 0."""
-        if self.start is None or self.saves_shards or not self._first:
-            return None
-        now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._full_model())
-        return plain_lora(now, self.start.tensors())
-
     def _publish_result(self, destination: Path, keep: Collection[str], root: Path) -> None:
         if not self._first:
             return
-        found = self._verified(root, (), plain=self._plain_lora())
+        plain = None
+        if self.start is not None and not self.saves_shards:
+            now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._full_model())
+            plain = plain_lora(now, self.start.tensors())
+        found = self._verified(root, (), plain=plain)
         for name in keep:
             (root / name).unlink(missing_ok=True)
         rest = [name for name in manifest.list_files(root) if name not in found]
@@ -569,22 +543,18 @@ class Checkpoints:
 
     def _open_stage(self, final: Path) -> StagedSave:
         """Create a staging directory beside ``final`` on rank 0; every rank checks that it sees it. Collective."""
-        args = self._trainer.args
         adapter = hasattr(self._bare_model(), "peft_config")
         written = (p for p in self._trainer.model.parameters() if p.requires_grad or not adapter)
         stage = StagedSave(root=final.parent, need_bytes=sum(each.nbytes for each in written))
-        name = None
-        if args.process_index == 0:
-            try:
-                name = str(create_staging(final))
-            except OSError as error:
-                stage.failure = error
-        name = broadcast_object_list([name])[0]
-        if name is not None:
-            stage.root, stage.usable = Path(name), True
+        made = list[Path]()
+        if self._first:
+            stage.attempt(lambda: made.append(create_staging(final)))
+        (made,) = broadcast_object_list([made])
+        if made:
+            stage.root, stage.usable = made[0], True
             if not stage.root.is_dir():
-                who = f"rank {args.process_index}"
-                stage.failure = UsageError(f"{who} does not see {name}: put output_dir on a disk that all nodes share")
+                who = f"rank {self._trainer.args.process_index} does not see {stage.root}"
+                stage.failure = UsageError(f"{who}: put output_dir on a disk that all nodes share")
         return stage
 
 

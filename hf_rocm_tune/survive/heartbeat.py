@@ -1,8 +1,7 @@
 """Communication of a supervised job with its supervisor, through files in a directory that the supervisor names.
 
 The job writes ``begun.json`` once, when the run is committed to its output directory, and ``pulse`` in each micro-step,
-in place, so that a full disk does not make a healthy job look dead. On several machines the first local rank of each
-reports to the supervisor there; the one with rank 0 leads. Nothing here imports torch.
+in place, so that a full disk does not make a healthy job look dead. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ in an evaluation or a save after a step, in the final save, in an upload."""
 
 def phase_name(phase: Phase | None, step: int) -> str:
     """A phase, for people; ``step``: completed steps."""
-    between = f"between steps {step} and {step + 1}" if step else "before step 1"
     return {
         "step": f"in step {step + 1}",
-        "between": between,
+        "between": f"between steps {step} and {step + 1}" if step else "before step 1",
         "evaluate": f"in the evaluation after step {step}",
         "save": f"in the checkpoint of step {step}",
         "end": "in the save of the result",
@@ -74,7 +72,6 @@ class Begun(NamedTuple):
     run_id: str
     output_dir: str  # absolute
     resumed_from: str | None  # name of the checkpoint; None when the run starts from the beginning
-    leads: bool = True  # this machine has rank 0: its supervisor writes the journal and decides which steps to skip
 
 
 class Pulse(NamedTuple):
@@ -91,10 +88,10 @@ def touch_pulse() -> None:
             os.utime(Path(supervised.directory) / PULSE_FILE)
 
 
-def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None, leads: bool = True) -> None:
+def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None) -> None:
     """Tell the supervisor, if there is one, which run this is."""
     if (supervised := Supervised.of()) is not None:
-        begun = Begun(run_id, str(output_dir.absolute()), resumed_from, leads)
+        begun = Begun(run_id, str(output_dir.absolute()), resumed_from)
         write_text_atomic(Path(supervised.directory) / BEGUN_FILE, json.dumps(begun._asdict()))
 
 
@@ -133,11 +130,7 @@ def read_begun(directory: Path) -> Begun | None:
 
 
 class _Output(io.FileIO):
-    """A terminal or pipe whose output is discarded once it has closed: a line printed must not end a job.
-
-    A supervised job gets no signal from its terminal, only one from its supervisor a moment later; and Ctrl-C ends the
-    ``tee`` behind a job before the job has written its checkpoint.
-    """
+    """A terminal or pipe whose output is discarded once it has closed: a line printed must not end a job."""
 
     def write(self, data: Buffer, /) -> int:
         try:
@@ -145,10 +138,7 @@ class _Output(io.FileIO):
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return super().write(data) or 0
+            return memoryview(data).nbytes
 
 
 def outlive_reader() -> None:
@@ -168,12 +158,8 @@ def outlive_reader() -> None:
 
 
 def enter(directory: Path, entry: Mapping[str, Any]) -> None:
-    descriptor = open_in_place(directory / JOURNAL_FILE, os.O_RDWR | os.O_APPEND)
-    with open(descriptor, "rb+", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        # A line cut short by a power failure must not swallow this one.
-        torn = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
-        file.write(("\n" if torn else "").encode() + json.dumps(redact_json(dict(entry))).encode() + b"\n")
+    with open(open_in_place(directory / JOURNAL_FILE, os.O_WRONLY | os.O_APPEND), "wb", buffering=0) as file:
+        file.write(json.dumps(redact_json(dict(entry))).encode() + b"\n")
 
 
 def journal_of(directory: Path, run_id: str) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """``integrity.json``: which files belong to a checkpoint or a finished run, their sizes and SHA-256 digests.
 
 Each digest is of the file as it lies on disk: flushed, dropped from the page cache where the system allows it, and read
-again. It does not show that the bytes lie on the medium (a drive may answer from its cache), nor what they *should* be:
-that comparison is `saved_state`, with the bytes of the same reading. A manifest is input like any other and may hold
+again. What the bytes *should* be is compared in `saved_state`, with those of the same reading. A manifest may hold
 anything: reading and checking never raise on what they find.
 """
 
@@ -82,7 +81,7 @@ def write(
     entries: Mapping[str, FileEntry] | None = None,
     tensors: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> Manifest:
+) -> None:
     """Digest the files of ``directory`` as they lie on disk and write its ``integrity.json``, last and atomically."""
     names = sorted(set(files)) if files is not None else list_files(directory)
     known = entries or {}
@@ -96,7 +95,6 @@ def write(
         extra=dict(extra or {}),
     )
     write_text_atomic(directory / MANIFEST_NAME, to_json(manifest))
-    return manifest
 
 
 def read(directory: Path) -> Manifest | FileProblem:
@@ -110,9 +108,7 @@ def read(directory: Path) -> Manifest | FileProblem:
     except FileNotFoundError:
         return FileProblem(MANIFEST_NAME, "missing", "the directory was never completed, or not by us")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return FileProblem(
-            MANIFEST_NAME, "damaged", f"{error}" if isinstance(error, OSError | ValueError) else f"{error!r}"
-        )
+        return FileProblem(MANIFEST_NAME, "damaged", f"{type(error).__name__}: {error}")
 
 
 def run_of(directory: Path) -> str | None:

@@ -64,7 +64,6 @@ _READ = (*_MODELS, "dataset_name", "chat_template_path")
 _END_BYTES = 32 << 20
 _MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|_(staging|replaced|deleted).*")
 """Names in a directory without a run that count as none: hidden ones, those of a volume, and ours before a run."""
-_LOCK_HOLDER = re.compile(rb"process \d+ on [^\n]*")
 
 
 # ---- which run it is ----------------------------------------------------------------------------------------
@@ -102,10 +101,7 @@ def read_record(directory: Path) -> RunRecord | None:
         body = json.loads(read_plain(path))
         if body.pop("schema") != SCHEMA:
             raise ValueError("another schema")
-        record = RunRecord(**body)
-        if not isinstance(record.settings, dict):
-            raise ValueError("fields of the wrong kind")
-        return replace(record, skipped_steps=tuple(map(int, record.skipped_steps)))
+        return replace(record := RunRecord(**body), skipped_steps=tuple(map(int, record.skipped_steps)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -181,41 +177,30 @@ class RunLock:
         self._descriptor: int | None = open_in_place(self._path, os.O_RDWR)
         try:
             content = os.pread(self._descriptor, 400, 0)
-            if content and not _LOCK_HOLDER.fullmatch(content):
+            if content and not content.startswith(b"process "):
                 raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock file of this program: move it elsewhere")
-            if self._is_taken(self._descriptor):
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path)):
+                    raise FileNotFoundError  # another start has ended meanwhile
+            except (BlockingIOError, PermissionError, FileNotFoundError) as error:
                 holder = content.decode("utf-8", "replace") or "another process"
                 raise UsageError(
                     f"{directory} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
-                )
+                ) from error
             # Permission bits do not show whether a disk takes this (quotas, read-only mounts).
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             os.fsync(self._descriptor)
         except BaseException:
-            self._close()
+            os.close(self._descriptor)
             raise
-
-    def _is_taken(self, descriptor: int) -> bool:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return not os.path.samestat(os.fstat(descriptor), os.lstat(self._path))  # two starts and an end at once
-        except (BlockingIOError, PermissionError, FileNotFoundError):
-            return True
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                raise
-            return False  # some network file systems have no locks
 
     def release(self) -> None:
         """Release the lock. May be called more than once."""
         if self._descriptor is not None:
             with suppress(OSError):  # the disk is gone
                 self._path.unlink()
-        self._close()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -257,14 +242,7 @@ def is_wholly_of(directory: Path, run_id: str) -> bool:
     return {*manifest.list_files(directory)} <= {*found.files}
 
 
-def move_aside(final: Path, run_id: str) -> Path | None:
-    """Rename what is in the place of a new checkpoint, unless the run has written all of it. Returns the new path."""
-    if not os.path.lexists(final) or is_wholly_of(final, run_id):
-        return None
-    return _renamed(final, "kept")
-
-
-def _renamed(path: Path, why: str) -> Path:
+def move_aside(path: Path, why: str) -> Path:
     """Rename to ``WHY-NAME``, or the first of ``WHY-NAME.1``, ``WHY-NAME.2`` ... that does not exist."""
     names = (path.with_name(f"{why}-{path.name}{f'.{number}' if number else ''}") for number in itertools.count())
     return path.rename(next(each for each in names if not os.path.lexists(each)))
@@ -285,7 +263,6 @@ class StartPlan:
     lock: RunLock  # held by this process until `close`
     damaged: tuple[Path, ...] = ()  # checkpoints of this run that fail verification; `commit` renames them
     overwritten: tuple[Path, ...] = ()  # what `commit` deletes
-    made: tuple[Path, ...] = ()  # directories that were created for the run, the outermost first
 
     @property
     def run_id(self) -> str:
@@ -299,7 +276,7 @@ class StartPlan:
             for path in self.overwritten:
                 delete_directory(path) if path.is_dir() else path.unlink(missing_ok=True)
             for path in self.damaged:
-                _renamed(path, "damaged")
+                move_aside(path, "damaged")
             write_record(self.directory, self.record)
             # A damaged result must not look finished while it is trained again.
             if manifest.run_of(self.directory) == self.run_id:
@@ -308,9 +285,8 @@ class StartPlan:
             raise _unusable(self.directory, error) from error
 
     def close(self) -> None:
-        """Release the lock, and remove empty directories that were created for a run that never began."""
+        """Release the lock."""
         self.lock.release()
-        _remove_empty(self.made)
 
 
 def prepare_output_dir(
@@ -326,8 +302,7 @@ def prepare_output_dir(
     ``restarted``: a launcher or our supervisor started this command again, so that ``overwrite`` and a named checkpoint
     have been applied already; None: as their environment variables say.
     """
-    directory, made = Path(path), list[Path]()
-    lock: RunLock | None = None
+    directory, lock = Path(path), None
     try:
         _refuse_inputs(directory, settings)
         there = directory.is_dir() and read_record(directory) is None and os.listdir(directory)
@@ -336,16 +311,12 @@ def prepare_output_dir(
                 f"{directory} is not empty, and no run of hf-rocm-tune has written what is in it "
                 f"({listed(names, 6)}): choose another --output_dir, or move that elsewhere"
             )
-        for each in reversed([each for each in (directory, *directory.parents) if not each.exists()]):
-            each.mkdir()
-            made.append(each)
+        directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
-        plan = _Start(directory, settings, lock, resume).decide(overwrite, restarted)
-        return replace(plan, made=tuple(made))
+        return _Start(directory, settings, lock, resume).decide(overwrite, restarted)
     except BaseException as error:
         if lock is not None:
             lock.release()
-        _remove_empty(made)
         if isinstance(error, OSError | ValueError):
             raise _unusable(directory, error) from error
         raise
@@ -415,11 +386,9 @@ class _Start:
             found = manifest.inspect(path)
             if found.manifest is None and found.problems[0].kind == "missing":
                 self._notes.append(f"{path.name} is skipped: it has no {manifest.MANIFEST_NAME}, it is not attested")
-            elif found.problems:
-                self._notes.append(f"{path.name} is damaged and is renamed: {found.problems[0]}")
-                damaged.append(path)
-            elif found.manifest is not None and found.manifest.run_id != record.run_id:
-                self._notes.append(f"{path.name} belongs to run {found.manifest.run_id} and is renamed")
+            elif found.problems or found.manifest is None or found.manifest.run_id != record.run_id:
+                why = found.problems[0] if found.problems else "it belongs to another run"
+                self._notes.append(f"{path.name} is damaged and is renamed: {why}")
                 damaged.append(path)
             else:
                 newest = path
@@ -445,18 +414,15 @@ class _Start:
         return not lost
 
     def _resume(self, checkpoint: Path, record: RunRecord, **more: Any) -> StartPlan:
+        named = f"--resume_from_checkpoint {checkpoint}"
         if not (checkpoint / "trainer_state.json").is_file():
             inside = list_checkpoints(checkpoint)
             hint = f"did you mean {inside[-1][1]}?" if inside else "give a checkpoint-N that a run has written"
-            raise UsageError(f"--resume_from_checkpoint {checkpoint}: there is no checkpoint; {hint}")
-        found = manifest.inspect(checkpoint)
-        if found.manifest is None and found.problems[0].kind == "missing":
+            raise UsageError(f"{named}: there is no checkpoint; {hint}")
+        if not (checkpoint / manifest.MANIFEST_NAME).exists():
             self._notes.append(f"{checkpoint} has no {manifest.MANIFEST_NAME}: its files are not attested")
-        elif found.problems:
-            raise UsageError(
-                f"--resume_from_checkpoint {checkpoint}: {found.problems[0]}; give an older checkpoint, or leave the "
-                "flag out to continue from the newest intact one"
-            )
+        elif problems := manifest.verify(checkpoint):
+            raise UsageError(f"{named}: {problems[0]}; give an older checkpoint, or leave the flag out")
         return self._plan("resume", record, checkpoint=checkpoint, **more)
 
     def _begin_again(self, old: RunRecord | None) -> StartPlan:
@@ -495,23 +461,18 @@ def _is_longer(had: Any, wanted: Any) -> bool:
 
 def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
     """Raise if the run would read what it writes, now or when it resumes."""
-    out = directory.resolve()
-    named = [
-        *((name, settings.get(name)) for name in _READ),
-        *(("datasets", each) for each in _texts(settings.get("datasets"))),
-    ]
+    out, instead = directory.resolve(), "choose another --output_dir"
+    named = [(name, text) for name in (*_READ, "datasets") for text in _texts(settings.get(name))]
     for flag, text in named:
-        if not isinstance(text, str) or not text or not os.path.exists(os.path.expanduser(text)):  # an id of the Hub
+        if not text or not os.path.exists(os.path.expanduser(text)):  # an id of the Hub
             continue
         found = Path(os.path.expanduser(text)).resolve()
-        if found == out or out in found.parents:
+        if found.is_relative_to(out):
             why = f"--{flag} {text} lies in --output_dir {directory}, where a run replaces and deletes files"
-        elif flag not in _MODELS and found in out.parents:
-            why = f"--output_dir {directory} lies in --{flag} {text}: what the run writes would be read as data when it"
-            why += " resumes"
-        else:
-            continue
-        raise UsageError(f"{why}: choose another --output_dir")
+            raise UsageError(f"{why}: {instead}")
+        if flag not in _MODELS and out.is_relative_to(found):
+            why = f"--output_dir {directory} lies in --{flag} {text}: its files would be read as data when it resumes"
+            raise UsageError(f"{why}: {instead}")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -521,12 +482,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Iterable):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(each)
-
-
-def _remove_empty(made: Iterable[Path]) -> None:
-    for path in reversed(tuple(made)):
-        with suppress(OSError):  # it is in use
-            path.rmdir()
 
 
 def _unusable(directory: Path, error: OSError | ValueError) -> UsageError:

@@ -65,14 +65,6 @@ def test_what_does_not_fit_is_split_and_ends_the_same(job: Job, plenty: Path, tm
     assert [row["divisor"] for row in found[:2]] == [1, 2][: len(found[:2])]
 
 
-def test_a_native_library_that_ends_the_process_gets_a_line_and_a_code(job: Job, plenty: Path, tmp_path: Path) -> None:
-    done = run(job, tmp_path / "out", room=peak(plenty) * 2 // 5, refusal="exit")
-    assert done.code == 5, done.stderr[-3000:]
-    (line,) = done.error_lines
-    assert "native library" in line and "--per_device_train_batch_size" in line
-    assert "Error out of memory at line 88" in done.stderr
-
-
 def test_libraries_take_their_memory_before_the_weights(job: Job, plenty: Path, tmp_path: Path) -> None:
     library = 16 << 20
     done(run(job, tmp_path / "out", room=peak(plenty) * 2 // 5 + 2 * library, library=library))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.conftest import ADAPTER, Job, MakeJob, losses_of
 
@@ -52,19 +51,3 @@ def test_tokens_that_a_chat_template_brings_are_saved_and_survive_a_rollback(job
     job.done(tmp_path / "whole", chat_template_path=tmp_path / "template")
     job.done(tmp_path / "attacked", env=attack(4), chat_template_path=tmp_path / "template")
     assert (tmp_path / "attacked" / ADAPTER).read_bytes() == (tmp_path / "whole" / ADAPTER).read_bytes()
-
-
-def test_an_adapter_in_the_output_directory_is_not_replaced(job: Job, tmp_path: Path) -> None:
-    job.done(tmp_path / "out")
-    for adapter in ("out", "out/checkpoint-4"):
-        again = job.run(tmp_path / "out", "--overwrite_output_dir", adapter_name_or_path=tmp_path / adapter)
-        assert again.code == 2 and "choose another --output_dir" in again.stderr
-    assert manifest.verify(tmp_path / "out") == []
-
-
-def test_the_number_of_processes_decides_what_is_packed(job: Job, tmp_path: Path) -> None:
-    for packing, code in ((True, 2), (False, 0)):
-        output, settings = tmp_path / str(packing), {"packing": packing, "max_steps": 4}
-        assert job.run(output, crash="step=3,kind=kill", dataset_num_proc=1, **settings).code < 0
-        again = job.run(output, dataset_num_proc=2, **settings)
-        assert again.code == code, again.stderr[-2000:]

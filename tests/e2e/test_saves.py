@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import safe_globals
 from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import ADAPTER, Job, MakeJob, report_of
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, report_of, sampled
 from tests.simcard.log import Log
 
 STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
@@ -90,7 +90,7 @@ def halfway(job: Job, scratch: Path) -> Path:
 
 # A file that is opened the first time has just been written; each later time it has been compared with what is live, or
 # digested for the manifest, or not yet.
-PLACES = [(ADAPTER, 3), ("optimizer.pt", 1), ("rng_state.pth", 3)]
+PLACES = [(ADAPTER, 3), ("optimizer.pt", 1)]
 PLACES += [
     pytest.param(file, nth, marks=pytest.mark.long)
     for file in (ADAPTER, *STATES)
@@ -127,7 +127,7 @@ def test_files_that_are_always_bad_end_the_run_with_one_line(job: Job, tmp_path:
 
 
 @pytest.mark.parametrize("seed", [0, *LONG_SEEDS])
-@pytest.mark.parametrize("when", ["README.md", "transfer_report.json"])
+@pytest.mark.parametrize("when", sampled(["README.md", "transfer_report.json"], "transfer_report.json"))
 def test_a_bit_that_flips_in_the_result_before_it_is_sealed(job: Job, tmp_path: Path, when: str, seed: int) -> None:
     output = tmp_path / "out"
     attack = {"file": ADAPTER, "when": when, "in": "out", "nth": 1, "seed": seed}
@@ -139,11 +139,12 @@ def test_a_bit_that_flips_in_the_result_before_it_is_sealed(job: Job, tmp_path: 
 
 # ---- a resume -----------------------------------------------------------------------------------------------
 
+ONCE, SPLIT = "all weights, tied", "all weights, experts that are split in files"
 METHODS = {
     "lora, fused": ("llama3", ["--optim", "adamw_torch_fused"]),
     "all weights, fused": ("llama3", ["--optim", "adamw_torch_fused", "--use_peft", "false"]),
-    "all weights, tied": ("qwen3", ["--use_peft", "false"]),
-    "all weights, experts that are split in files": ("qwen3_moe", ["--use_peft", "false"]),
+    ONCE: ("qwen3", ["--use_peft", "false"]),
+    SPLIT: ("qwen3_moe", ["--use_peft", "false"]),
 }
 
 
@@ -168,7 +169,7 @@ def run_and_resume(
     return resumed
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if "fused" not in name])
+@pytest.mark.parametrize("method", [pytest.param(ONCE, marks=pytest.mark.long), SPLIT])
 def test_all_weights_are_resumed_through_the_mover(
     job: Job, model_of: Callable[[str], Path], tmp_path: Path, method: str
 ) -> None:
@@ -196,7 +197,7 @@ def test_on_a_card_nothing_that_is_resumed_goes_round_the_engine(
 
 @pytest.mark.parametrize("seed", [0, *LONG_SEEDS])
 @pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("file", sampled(["optimizer.pt", "scheduler.pt", "rng_state.pth"], "optimizer.pt"))
 def test_a_bit_that_flips_while_a_checkpoint_is_resumed_from(
     job: Job, halfway: Path, tmp_path: Path, file: str, nth: int, seed: int
 ) -> None:
@@ -211,54 +212,15 @@ def test_a_bit_that_flips_while_a_checkpoint_is_resumed_from(
     check(job, job.done(output), output)
 
 
-@pytest.mark.parametrize(
-    "missing", [("optimizer.pt",), ("scheduler.pt",), ("rng_state.pth",), ("scheduler.pt", "rng_state.pth")]
-)
-def test_half_a_checkpoint_is_refused(job: Job, tmp_path: Path, missing: tuple[str, ...]) -> None:
-    checkpoint = tmp_path / "checkpoint-2"
-    shutil.copytree(job.clean() / "checkpoint-2", checkpoint)
-    for name in (*missing, manifest.MANIFEST_NAME):  # as another program left it
-        (checkpoint / name).unlink()
-    refused(job, checkpoint, f"has no {' and no '.join(missing)}")
-
-
-@pytest.mark.parametrize(
-    ("file", "harm", "found"),
-    [
-        (
-            "trainer_state.json",
-            lambda path: path.write_bytes(path.read_bytes()[:50]),
-            "trainer_state.json cannot be read",
-        ),
-        ("trainer_state.json", lambda path: path.write_text("[]"), "trainer_state.json cannot be read"),
-        ("optimizer.pt", lambda path: path.write_bytes(path.read_bytes()[:-1000]), "optimizer.pt: cannot be read"),
-        (
-            "optimizer.pt",
-            lambda path: torch.save({"state": {}, "param_groups": []}, path),
-            "optimizer.pt cannot be resumed",
-        ),
-        ("scheduler.pt", lambda path: path.write_bytes(b"not a scheduler"), "scheduler.pt: cannot be read"),
-        ("scheduler.pt", lambda path: torch.save([1], path), "scheduler.pt cannot be resumed"),
-        ("rng_state.pth", lambda path: torch.save({"cpu": 1}, path), "rng_state.pth cannot be resumed"),
-        (ADAPTER, lambda path: path.write_bytes(b"{}"), "cannot be read"),
-    ],
-)
-def test_a_foreign_or_damaged_checkpoint_is_one_line(
-    job: Job, tmp_path: Path, file: str, harm: Callable[[Path], Any], found: str
-) -> None:
+def test_a_damaged_checkpoint_of_another_program_is_one_line(job: Job, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-2"
     shutil.copytree(job.clean() / "checkpoint-2", checkpoint)
     (checkpoint / manifest.MANIFEST_NAME).unlink()
-    harm(checkpoint / file)
-    refused(job, checkpoint, found)
-
-
-def refused(job: Job, checkpoint: Path, found: str) -> None:
-    """The command ends with one line and code 2, and leaves the checkpoint alone."""
+    torch.save({"state": {}, "param_groups": []}, checkpoint / "optimizer.pt")
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    result = job.run(checkpoint.parent / "out", resume_from_checkpoint=checkpoint)
-    assert result.code == 2, result.stderr[-3000:]
-    assert len(result.error_lines) == 1 and "Traceback" not in result.stderr and found in result.error_lines[0]
+    result = job.run(tmp_path / "out", resume_from_checkpoint=checkpoint)
+    assert result.code == 2 and "Traceback" not in result.stderr, result.stderr[-3000:]
+    assert len(result.error_lines) == 1 and "optimizer.pt cannot be resumed" in result.error_lines[0]
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
@@ -273,11 +235,3 @@ def test_the_best_checkpoint_survives_when_it_was_evaluated_after_its_save(job: 
     job.done(tmp_path / "out", max_steps=-1, **steps, **kept)
     (left,) = (tmp_path / "out").glob("checkpoint-*")  # at the end upstream itself deletes the newest
     assert left.name == "checkpoint-8" and manifest.verify(left) == []
-
-
-def test_a_seam_that_upstream_renamed_is_one_line_before_anything_is_trained(job: Job, tmp_path: Path) -> None:
-    result = job.run(tmp_path / "out", env={"RENAMED": "_load_best_model"})
-    assert result.code == 1
-    assert len(result.error_lines) == 1 and "_load_best_model" in result.error_lines[0]
-    assert "Traceback" not in result.stderr
-    assert {path.name for path in (tmp_path / "out").glob("*")} <= {"_run.lock"}

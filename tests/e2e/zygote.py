@@ -98,14 +98,6 @@ def _dump_logits_after_saving(target: str) -> None:
     VerifiedTransferMixin.save_model = save_model
 
 
-def _rename(method: str) -> None:
-    """A method of transformers' trainer has another name, as in a version that nobody here has seen."""
-    from transformers import Trainer
-
-    setattr(Trainer, f"{method}_now", getattr(Trainer, method))
-    delattr(Trainer, method)
-
-
 def _stop_in_sum(number: int) -> None:
     """This rank is stopped in a backward pass, at the n-th gradient that tensor parallelism adds up."""
     from hf_rocm_tune.cards.tensor_parallel import Reductions
@@ -144,8 +136,6 @@ def _child(request: dict[str, Any]) -> None:
             from tests.e2e.pretended import pretend
 
             pretend(os.environ["PRETENDED_MACHINE"])
-        if "RENAMED" in os.environ:
-            _rename(os.environ["RENAMED"])
         if "STOPS_IN_SUM" in os.environ:
             _stop_in_sum(int(os.environ["STOPS_IN_SUM"]))
         if "WRONG_PRODUCTS" in os.environ:

@@ -14,7 +14,7 @@ import pytest
 
 from hf_rocm_tune.machine import gpus
 from hf_rocm_tune.machine.cards import CARDS, GIB, identify
-from hf_rocm_tune.machine.gpus import Sensors, core_dumps, parse_throttle, read_sensors, throttle_causes
+from hf_rocm_tune.machine.gpus import Sensors, parse_throttle, read_sensors, throttle_causes
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.survey import Gpu, join
 from hf_rocm_tune.machine.sysfs import Files, parse_int
@@ -247,18 +247,6 @@ NO_STATUS = [b"", b"\x01", metrics_v2_1(), metrics_v1_3((1 << 64) - 1), metrics_
 def test_metrics_of_another_form_state_no_throttling(metrics: bytes) -> None:
     status, reason = parse_throttle(metrics)
     assert status is None and reason.startswith("gpu_metrics")
-
-
-def test_only_core_dumps_of_amdgpu_count(tmp_path: Path) -> None:
-    for name, driver in (("devcd1", "amdgpu"), ("devcd2", "iwlwifi")):
-        place = tmp_path / "sys/devices/pci0000:00" / f"0000:0{name[-1]}:00.0"
-        place.mkdir(parents=True)
-        (place / "driver").symlink_to(f"../../../bus/pci/drivers/{driver}")
-        dump = tmp_path / "sys/class/devcoredump" / name
-        dump.mkdir(parents=True)
-        (dump / "failing_device").symlink_to(place)
-    assert core_dumps(Files(tmp_path)) == {"devcd1 of 0000:01:00.0"}
-    assert core_dumps(Files(tmp_path / "nothing")) == frozenset()
 
 
 # Which card it is.

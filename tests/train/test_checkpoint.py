@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,33 @@ def test_result_is_sealed_last_and_a_failed_save_does_not_look_finished(
     with pytest.raises(UsageError, match="no space left"):
         trainer.save_model()
     assert manifest.verify(out) != [] and not [name for name in names(out) if name.startswith("_")]
+
+
+FOREIGN: tuple[tuple[str, Callable[[Path], Any], str], ...] = (
+    ("optimizer.pt", Path.unlink, "has no optimizer.pt"),
+    ("scheduler.pt", Path.unlink, "has no scheduler.pt"),
+    ("rng_state.pth", Path.unlink, "has no rng_state.pth"),
+    ("trainer_state.json", lambda path: path.write_bytes(path.read_bytes()[:50]), "trainer_state.json cannot be read"),
+    ("trainer_state.json", lambda path: path.write_text("[]"), "trainer_state.json cannot be read"),
+    ("optimizer.pt", lambda path: path.write_bytes(path.read_bytes()[:-1000]), "optimizer.pt: cannot be read"),
+    ("scheduler.pt", lambda path: path.write_bytes(b"not a scheduler"), "scheduler.pt: cannot be read"),
+    ("scheduler.pt", lambda path: torch.save([1], path), "scheduler.pt cannot be resumed"),
+    ("rng_state.pth", lambda path: torch.save({"cpu": 1}, path), "rng_state.pth cannot be resumed"),
+    ("adapter_model.safetensors", lambda path: path.write_bytes(b"{}"), "cannot be read"),
+)
+
+
+def test_a_checkpoint_of_another_program_that_is_damaged_or_lacks_a_part_is_refused(
+    saver: Make, tmp_path: Path
+) -> None:
+    saver(max_steps=2).train()
+    for number, (file, harm, said) in enumerate(FOREIGN):
+        checkpoint = tmp_path / str(number) / "checkpoint-2"
+        shutil.copytree(tmp_path / "out" / "checkpoint-2", checkpoint)
+        (checkpoint / manifest.MANIFEST_NAME).unlink()
+        harm(checkpoint / file)
+        with pytest.raises(UsageError, match=said):
+            saver().train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_whole_models_and_a_plain_trainer_are_verified_too(model_path: Path, tmp_path: Path) -> None:
