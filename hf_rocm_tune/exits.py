@@ -188,16 +188,15 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that one launcher started on this machine, and the record of their exit (see `of`).
+    """The ranks that one launcher started on this machine, and the record of their exit.
 
     One file for each attempt (torchrun restarts a group), written atomically. It is in the directory of our launcher's
     exit file, so that two launches by one process differ, or in the temporary directory. An attempt is identified by
     the agent's count and the port of its ranks: either alone may repeat.
     """
 
-    _directory: Path
-    _key: str
-    _attempt: str
+    _record: Path  # of this attempt
+    _records: str  # pattern of those of all attempts
     _has_agent: bool
 
     @classmethod
@@ -213,17 +212,17 @@ class RankGroup:
         wanted = environ.get(EXIT_FILE_VARIABLE)
         directory = Path(wanted).parent if wanted else Path(tempfile.gettempdir())
         attempt = f"{number(environ, 'TORCHELASTIC_RESTART_COUNT')}.{number(environ, 'MASTER_PORT')}"
-        return cls(directory, key, attempt, has_agent)
+        return cls(directory / f"{key}-{attempt}.json", f"{key}-*.json", has_agent)
 
     def claim(self, ending: Ending) -> bool:
         """Record ``ending`` as the group's; False if another rank of this attempt was first."""
         if not self._has_agent:
             return True
         try:
-            with tempfile.NamedTemporaryFile("w", prefix=f"{self._path.name}-", dir=self._directory) as file:
+            with tempfile.NamedTemporaryFile("w", prefix=f"{self._record.name}-", dir=self._record.parent) as file:
                 json.dump(ending._asdict(), file)
                 file.flush()
-                os.link(file.name, self._path)
+                os.link(file.name, self._record)
         except FileExistsError:
             return False
         except OSError:
@@ -232,20 +231,16 @@ class RankGroup:
 
     def ending(self) -> Ending | None:
         """What a rank of this attempt has recorded as its exit."""
-        return _read(self._path) if self._path.exists() else None
+        return _read(self._record) if self._record.exists() else None
 
     def earlier(self) -> list[Ending]:
         """What earlier attempts have recorded, the newest first."""
-        found = [path for path in self._directory.glob(f"{self._key}-*.json") if path != self._path]
-        return [_read(path) for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
+        found = sorted(self._record.parent.glob(self._records), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        return [_read(path) for path in found if path != self._record]
 
     def rendezvous(self) -> Path:
         """The path of a common directory of this attempt's ranks on this machine (not created)."""
-        return self._directory / f"{self._key}-{self._attempt}-ranks"
-
-    @property
-    def _path(self) -> Path:
-        return self._directory / f"{self._key}-{self._attempt}.json"
+        return self._record.with_name(f"{self._record.stem}-ranks")
 
 
 def _read(path: Path) -> Ending:

@@ -239,37 +239,34 @@ class Watch:
         return self._silent if limit and self._silent > limit and phase != "publish" else None
 
 
+# ---- all attempts ---------------------------------------------------------------------------------------------
+
+
+class _End(NamedTuple):
+    """How one attempt ended."""
+
+    code: int
+    how: str
+    message: str | None = None
+
+
 class Journal:
     """Waits in memory until the job has begun: a refused job must not write into the directory of another run."""
 
     def __init__(self) -> None:
         self.begun: Begun | None = None
-        self.failure: OSError | None = None  # of the last write
         self._waiting: list[dict[str, Any]] = []
 
     def add(self, event: str, **details: Any) -> None:
         """Add an entry, without None values."""
         told = {key: value for key, value in details.items() if value is not None}
         self._waiting.append({"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
-        self.failure = None
         try:
             while self.begun is not None and self._waiting:
                 heartbeat.enter(Path(self.begun.output_dir), {"run_id": self.begun.run_id, **self._waiting[0]})
                 self._waiting.pop(0)
         except OSError as error:
-            self.failure = error
-
-
-# ---- all attempts ---------------------------------------------------------------------------------------------
-
-
-class _End(NamedTuple):
-    """How one attempt ended; ``may_restart``: not by its own decision or a request."""
-
-    code: int
-    how: str
-    message: str | None
-    may_restart: bool
+            _say(f"{heartbeat.JOURNAL_FILE} could not be written: {error.strerror}")
 
 
 class _Supervision:
@@ -283,15 +280,32 @@ class _Supervision:
             _say(f"start {len(self._deaths) + 1}: {command}")
             watch = Watch(self._directory, self._settings)
             end = self._see_through(watch)
-            decision = self._judge(end, watch.pulse) if end.may_restart else None
-            self._enter(end, watch.pulse, decision)
+            is_death = not self._asked and end.code not in {0, INTERRUPTED, *FINAL_CODES}
+            decision = self._judge(end.code, watch.pulse) if is_death else None
+            self._journal.add(
+                "end",
+                how=end.how,
+                code=end.code,
+                message=end.message,
+                step=watch.pulse.step if watch.pulse else None,
+                phase=watch.pulse.phase if watch.pulse else "start",
+                decision=f"{'restart' if decision.restart else 'stop'}: {decision.reason}" if decision else None,
+                skipped_step=decision.skip if decision else None,
+            )
             if decision is None:
                 if end.code in FINAL_CODES:
                     _say(f"not restarted: {end.how} is final")
                 return INTERRUPTED if self._asked and end.code not in {0, *FINAL_CODES} else end.code
-            self._carry_out(decision, end)
+            newest, begun = self._deaths[-1].checkpoint, self._journal.begun
             if not decision.restart:
+                where = f"; see {Path(begun.output_dir) / heartbeat.JOURNAL_FILE}" if begun else ""
+                kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
+                _complain(f"run: stopped: {end.how}, {decision.reason}; {kept}{where}")
                 return end.code
+            if decision.skip is not None and begun is not None:
+                skip_step(Path(begun.output_dir), decision.skip)
+            onward = f"checkpoint-{newest}" if newest else "the start: there is no checkpoint yet (see --save_steps)"
+            _say(f"{end.how}; {decision.reason}; restarting in {decision.wait_seconds:.0f} s from {onward}")
             deadline = time.monotonic() + decision.wait_seconds
             while not self._asked and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
@@ -301,12 +315,11 @@ class _Supervision:
 
     def _see_through(self, watch: Watch) -> _End:
         """Start the job and wait for its end, or end it where it stalls or the user insists."""
-        record, limits = self._directory / "exit.json", self._settings
+        record, limits, stalled, passed_on = self._directory / "exit.json", self._settings, None, 0
         record.unlink(missing_ok=True)
         before = self._journal.begun.run_id if self._journal.begun else None
         told = Supervised(str(self._directory), limits.start_seconds, limits.stall_seconds, before).to_json()
         process = start(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, told)
-        passed_on, stalled = 0, None
         while process.poll() is None and stalled is None and passed_on <= 2:
             time.sleep(_LOOK_SECONDS)
             self._look(watch)
@@ -324,7 +337,7 @@ class _Supervision:
             raise StallError(f"{what} and hold the GPU: restart the machine, then repeat the command")
         self._look(watch)
         if stalled is not None:
-            return _End(StallError.exit_code, f"no heartbeat for {stalled:.0f} s", None, not self._asked)
+            return _End(StallError.exit_code, f"no heartbeat for {stalled:.0f} s")
         return self._ending(process.wait(), record)
 
     def _look(self, watch: Watch) -> None:
@@ -335,62 +348,29 @@ class _Supervision:
             self._journal.add("start", start=len(self._deaths) + 1, resumed_from=begun.resumed_from or "the start")
 
     def _ending(self, status: int, record: Path) -> _End:
-        number, message = -status if status < 0 else status - 128, None
-        signalled = number in set(signal.Signals) and status != INTERRUPTED
-        code, how = (128 + number, f"ended by {signal.Signals(number).name}") if signalled else (status, "")
         with suppress(OSError, ValueError, KeyError):
             told = json.loads(record.read_text(encoding="utf-8"))
             if told.get("follows"):  # a rank without our launcher lost its peer, which was not printed yet
                 _complain(str(told["message"]))
             if int(told["code"]) != 0 or status == 0 or self._asked:  # else it died after success
-                code, how, message = int(told["code"]), "", str(told["message"])
-        may_restart = not self._asked and code not in {0, INTERRUPTED, *FINAL_CODES}
-        return _End(code, how or f"exit code {code}", message, may_restart)
+                return _End(int(told["code"]), f"exit code {told['code']}", str(told["message"]))
+        number = -status if status < 0 else status - 128
+        if number in set(signal.Signals) and status != INTERRUPTED:
+            return _End(128 + number, f"ended by {signal.Signals(number).name}")
+        return _End(status, f"exit code {status}")
 
-    def _judge(self, end: _End, pulse: Pulse | None) -> RestartDecision:
-        newest, record, resumed_from = 0, None, ""
+    def _judge(self, code: int, pulse: Pulse | None) -> RestartDecision:
+        skipped: Collection[int] = ()
+        newest, resumed_from = 0, ""
         if (begun := self._journal.begun) is not None:
             record, resumed_from = read_record(Path(begun.output_dir)), begun.resumed_from or ""
+            skipped = record.skipped_steps if record else ()
             for saved, path in list_checkpoints(Path(begun.output_dir)):
                 newest = saved if manifest.run_of(path) == begun.run_id else newest
-        at = resumed_from.rpartition("-")[2]
-        death = Death(
-            code=end.code,
-            phase=pulse.phase if pulse else None,
-            step=pulse.step if pulse else 0,
-            resumed_at=int(at) if at.isdecimal() else 0,
-            checkpoint=newest,
-        )
-        self._deaths.append(death)
-        return decide(self._deaths, record.skipped_steps if record else (), self._settings)
-
-    def _enter(self, end: _End, pulse: Pulse | None, decision: RestartDecision | None) -> None:
-        self._journal.add(
-            "end",
-            how=end.how,
-            code=end.code,
-            message=end.message,
-            step=pulse.step if pulse else None,
-            phase=pulse.phase if pulse else "start",
-            decision=f"{'restart' if decision.restart else 'stop'}: {decision.reason}" if decision else None,
-            skipped_step=decision.skip if decision else None,
-        )
-        if self._journal.failure is not None:
-            _say(f"{heartbeat.JOURNAL_FILE} could not be written: {self._journal.failure.strerror}")
-
-    def _carry_out(self, decision: RestartDecision, end: _End) -> None:
-        newest, begun = self._deaths[-1].checkpoint, self._journal.begun
-        if not decision.restart:
-            where = f"; see {Path(begun.output_dir) / heartbeat.JOURNAL_FILE}" if begun else ""
-            kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
-            _complain(f"run: stopped: {end.how}, {decision.reason}; {kept}{where}")
-            return
-        if decision.skip is not None and begun is not None:
-            skip_step(Path(begun.output_dir), decision.skip)
-        onward = (
-            f"checkpoint-{newest}" if newest else "the start, because there is no checkpoint yet (see --save_steps)"
-        )
-        _say(f"{end.how}; {decision.reason}; restarting in {decision.wait_seconds:.0f} s from {onward}")
+        at, (step, phase) = resumed_from.rpartition("-")[2], pulse or (0, None)
+        resumed_at = int(at) if at.isdecimal() else 0
+        self._deaths.append(Death(code=code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=newest))
+        return decide(self._deaths, skipped, self._settings)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -59,11 +58,6 @@ def test_a_bug_of_ours_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -
     assert "ZeroDivisionError: ours" in printed
 
 
-def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exits.run_guarded(raising(KeyboardInterrupt()), environ={}) == 130
-    assert capsys.readouterr().err == "hf-rocm-tune: interrupted: stopped by Ctrl-C\n"
-
-
 def test_a_library_that_ends_the_process_when_it_is_imported_is_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,13 +78,6 @@ def test_device_out_of_memory_is_known_by_type_and_advised(capsys: pytest.Captur
     assert "HIP out of memory" in printed
     assert "--per_device_train_batch_size" in printed
     assert exits.run_guarded(raising(RuntimeError("out of memory")), environ={}) == 1
-
-
-def test_the_launcher_finds_code_and_message(tmp_path: Path) -> None:
-    file = tmp_path / "exit.json"
-    exits.run_guarded(raising(errors.UsageError("no model")), environ={exits.EXIT_FILE_VARIABLE: str(file)})
-    assert json.loads(file.read_text()) == {"code": 2, "message": "no model"}
-    assert [each.name for each in tmp_path.iterdir()] == ["exit.json"]
 
 
 def test_a_group_prints_one_line_and_every_rank_its_code(capsys: pytest.CaptureFixture[str]) -> None:

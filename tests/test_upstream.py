@@ -39,13 +39,6 @@ def refusal() -> str:
 
 
 @every_seam
-def test_it_is_there_today(row: Seam) -> None:
-    owner, last, value = upstream.resolve(row.name)
-    assert (owner, last) == owner_of(row)
-    assert callable(value)
-
-
-@every_seam
 def test_it_is_named_when_the_attribute_is_gone(row: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner in definitions_of(row):
         monkeypatch.delattr(owner, row.attribute.split(".")[-1])
@@ -55,40 +48,22 @@ def test_it_is_named_when_the_attribute_is_gone(row: Seam, monkeypatch: pytest.M
     assert upstream.TESTED[row.module.partition(".")[0]] in message and row.why in message and "\n" not in message
 
 
-@every_seam
-@pytest.mark.parametrize("change", ["renamed", "reordered", "shortened"])
-def test_it_is_named_when_its_parameters_change(row: Seam, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = {
-        "renamed": [*row.parameters[:-1], f"{row.parameters[-1]}_new"],
-        "reordered": ["first_of_all", *row.parameters],
-        "shortened": list(row.parameters[:-1]),
-    }[change]
+def put_in_its_place(row: Seam, parameters: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: dict[str, Any] = {}
-    exec(f"def moved({', '.join(changed)}): ...", namespace)
+    exec(f"def other({', '.join(parameters)}): ...", namespace)
     owner, last = owner_of(row)
     stands_alone = isinstance(inspect.getattr_static(owner, last), staticmethod)
-    monkeypatch.setattr(owner, last, staticmethod(namespace["moved"]) if stands_alone else namespace["moved"])
-    message = refusal()
-    assert f"{row.module}.{row.attribute}" in message
-    assert "its parameters are" in message
+    monkeypatch.setattr(owner, last, staticmethod(namespace["other"]) if stands_alone else namespace["other"])
 
 
 @every_seam
-def test_it_may_gain_parameters_at_its_end(row: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace: dict[str, Any] = {}
-    exec(f"def longer({', '.join(row.parameters)}, something_new=None): ...", namespace)
-    owner, last = owner_of(row)
-    stands_alone = isinstance(inspect.getattr_static(owner, last), staticmethod)
-    monkeypatch.setattr(owner, last, staticmethod(namespace["longer"]) if stands_alone else namespace["longer"])
+def test_it_is_named_when_its_parameters_change_and_may_gain_some_at_its_end(
+    row: Seam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_its_place(row, [*row.parameters, "something_new=None"], monkeypatch)
     upstream.check_all()
-
-
-def test_a_library_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(name: str) -> Any:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(upstream.importlib, "import_module", gone)
-    assert SEAMS[0].module in refusal()
+    put_in_its_place(row, ["first_of_all", *row.parameters[:-1]], monkeypatch)
+    assert f"{row.module}.{row.attribute}" in (message := refusal()) and "its parameters are" in message
 
 
 # ---- what our trainer overrides -----------------------------------------------------------------------------

@@ -20,13 +20,7 @@ from pathlib import Path
 
 from hf_rocm_tune.machine.process import is_alive, start_ticks
 
-_BEING_WRITTEN = "_staging"
-_BEING_REPLACED = "_replaced"
-_BEING_DELETED = "_deleted"
-_LEFTOVER = re.compile(
-    rf"^(?P<kind>{_BEING_WRITTEN}|{_BEING_REPLACED}|{_BEING_DELETED})\.(?P<final>.+)"
-    r"\.(?P<pid>\d+)-(?P<start>\d+)-\d+$"
-)
+_LEFTOVER = re.compile(r"^(?P<kind>_staging|_replaced|_deleted)\.(?P<final>.+)\.(?P<pid>\d+)-(?P<start>\d+)-\d+$")
 _counter = itertools.count()
 
 
@@ -45,7 +39,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
 def create_staging(final: Path) -> Path:
     """Make the empty directory in which ``final`` is prepared: a sibling, so that a rename is enough."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    staging = _private_name(_BEING_WRITTEN, final)
+    staging = _private_name("_staging", final)
     staging.mkdir()
     return staging
 
@@ -56,7 +50,7 @@ def replace_directory(staging: Path, final: Path) -> None:
     A kill between the two renames leaves the older one under a name from which `clean_leftovers` restores it.
     """
     flush_tree(staging)
-    older = final.rename(_private_name(_BEING_REPLACED, final)) if final.exists() else None
+    older = final.rename(_private_name("_replaced", final)) if final.exists() else None
     try:
         staging.rename(final)
     except OSError:
@@ -81,14 +75,14 @@ def move_files(staging: Path, final: Path) -> None:
 
 def delete_directory(path: Path) -> None:
     """Delete a directory so that a kill halfway leaves nothing under its name."""
-    shutil.rmtree(path.rename(_private_name(_BEING_DELETED, path)), ignore_errors=True)
+    shutil.rmtree(path.rename(_private_name("_deleted", path)), ignore_errors=True)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path``: a reader sees the old content or the new, never a part of it."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise _not_plain(path)
-    staging = _private_name(_BEING_WRITTEN, path)
+    staging = _private_name("_staging", path)
     try:
         with open(staging, "w", encoding="utf-8") as file:
             file.write(text)
@@ -140,14 +134,11 @@ def clean_leftovers(parent: Path) -> list[str]:
         if match is None or is_alive(int(match["pid"]), int(match["start"])):
             continue
         final = parent / match["final"]
-        if match["kind"] == _BEING_REPLACED and not final.exists():
+        if match["kind"] == "_replaced" and not final.exists():
             path.rename(final)
             done.append(f"{path.name}: restored as {final.name}")
         else:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
             done.append(f"{path.name}: removed")
     return done
 

@@ -221,8 +221,8 @@ class Checkpoints:
 
     def _states(self) -> list[State]:
         """All files of a checkpoint beside the model; a new one is one row."""
-        trainer, args, cards = self._trainer, self._trainer.args, self._trainer.devices
-        full, several = trainer.full_state, self._trainer.args.world_size > 1
+        trainer, args, full = self._trainer, self._trainer.args, self._trainer.full_state
+        several = args.world_size > 1
         rows = [
             State(
                 name=TRAINER_STATE_NAME,
@@ -232,20 +232,11 @@ class Checkpoints:
             ),
             State(
                 name=f"rng_state_{args.process_index}.pth" if several else "rng_state.pth",
-                live=partial(saved_state.random_states, all_cards=several),
-                load=partial(saved_state.set_random_states, all_cards=several),
+                live=partial(saved_state.random_states, all_cards=several or len(trainer.devices) > 1),
+                load=saved_state.set_random_states,
                 every_rank=True,
             ),
         ]
-        if len(cards) > 1:  # upstream would save the current card's only
-            rows += [
-                State(
-                    name="rng_state_cards.pth",
-                    live=lambda: [torch.cuda.get_rng_state(card) for card in cards],
-                    load=lambda states: list(map(torch.cuda.set_rng_state, states, cards)),
-                    every_rank=True,
-                )
-            ]
         if not self.saves_shards:
             rows += [
                 State(

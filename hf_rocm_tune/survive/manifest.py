@@ -67,7 +67,6 @@ class Inspection(NamedTuple):
     """The outcome of `inspect`."""
 
     problems: list[FileProblem]
-    unlisted: list[str]  # files that the manifest does not list
     manifest: Manifest | None  # None where it cannot be read
 
 
@@ -118,12 +117,11 @@ def run_of(directory: Path) -> str | None:
 
 
 def inspect(directory: Path) -> Inspection:
-    """Compare every listed file with its entry, and name the files that are not listed."""
+    """Compare every listed file with its entry."""
     manifest = read(directory)
     if isinstance(manifest, FileProblem):
-        return Inspection([manifest], [], None)
-    unlisted = [name for name in list_files(directory) if name not in manifest.files]
-    return Inspection(compare(directory, manifest.files), unlisted, manifest)
+        return Inspection([manifest], None)
+    return Inspection(compare(directory, manifest.files), manifest)
 
 
 def compare(directory: Path, entries: Mapping[str, FileEntry]) -> list[FileProblem]:

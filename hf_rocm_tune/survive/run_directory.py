@@ -40,11 +40,10 @@ CHECKPOINT_NAME = re.compile(r"^checkpoint-(\d+)$")
 IGNORED = frozenset([
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "config", "accelerate_config", "run_name",
     "project", "report_to", "disable_tqdm", "verbose", "dry_run", "debug", "skip_memory_metrics", "push_to_hub",
-    "on_corruption", "on_oom", "pipeline",
-    "auto_fit_gib", "max_skipped_steps", "prefetch_batches", "doctor", "stall_timeout",
-    "preflight", "grad_sync", "ddp_backend", "telemetry_every", "split_layers", "recompute_layers", "save_strategy",
-    "one_pass_loss", "stream_weights", "sample_every", "sample_prompts",
-    "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
+    "on_corruption", "on_oom", "pipeline", "auto_fit_gib", "max_skipped_steps", "prefetch_batches", "doctor",
+    "stall_timeout", "preflight", "grad_sync", "ddp_backend", "telemetry_every", "split_layers", "recompute_layers",
+    "save_strategy", "one_pass_loss", "stream_weights", "sample_every", "sample_prompts", "save_steps",
+    "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
     "include_num_input_tokens_seen", "do_train", "do_eval", "do_predict", "local_rank", "ddp_timeout",
     "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
 ])  # fmt: skip
@@ -101,7 +100,8 @@ def read_record(directory: Path) -> RunRecord | None:
         body = json.loads(read_plain(path))
         if body.pop("schema") != SCHEMA:
             raise ValueError("another schema")
-        return replace(record := RunRecord(**body), skipped_steps=tuple(map(int, record.skipped_steps)))
+        record = RunRecord(**body)
+        return replace(record, settings=dict(record.settings), skipped_steps=tuple(map(int, record.skipped_steps)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

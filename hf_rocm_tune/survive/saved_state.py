@@ -262,19 +262,15 @@ def require_complete(directory: Path) -> None:
     if not directory.is_dir():
         raise UsageError(f"Can't find a valid checkpoint at {directory}: {instead}")
     try:
-        step = TrainerState.load_from_json(str(directory / TRAINER_STATE_NAME)).global_step
-        if not isinstance(step, int):
-            raise ValueError(f"global_step is {step!r}")
+        int(TrainerState.load_from_json(str(directory / TRAINER_STATE_NAME)).global_step)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{directory}: {TRAINER_STATE_NAME} cannot be read ({first_line(error)}); {instead}"
         ) from error
-    parts = {name: name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)} | {"rng_state.pth": "rng_state*.pth"}
-    missing = [name for name, form in parts.items() if not any(each.is_file() for each in directory.glob(form))]
+    parts = (OPTIMIZER_NAME, SCHEDULER_NAME, "rng_state*.pth")
+    missing = [form for form in parts if not any(directory.glob(form))]
     if len(missing) == len(parts):
-        logger.warning(
-            "%s holds weights only: optimizer, schedule and random state start from the beginning", directory
-        )
+        logger.warning("%s holds weights only: optimizer, schedule, random state start from the beginning", directory)
     elif missing:
         raise UsageError(
             f"{directory} has no {' and no '.join(missing)}: a run resumed from it would differ; {instead}"
@@ -282,22 +278,21 @@ def require_complete(directory: Path) -> None:
 
 
 def random_states(*, all_cards: bool) -> dict[str, Any]:
-    """As ``Trainer._save_rng_state`` saves them."""
+    """As ``Trainer._save_rng_state`` saves them; of several cards also where one process has them."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
     if torch.cuda.is_available():
-        read = torch.cuda.random.get_rng_state_all if all_cards else torch.cuda.random.get_rng_state
-        states["cuda"] = read()
+        states["cuda"] = (torch.cuda.get_rng_state_all if all_cards else torch.cuda.get_rng_state)()
     return states
 
 
-def set_random_states(states: dict[str, Any], *, all_cards: bool) -> None:
+def set_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.random.set_rng_state(states["cpu"])
     if not torch.cuda.is_available():
         states.pop("cuda", None)  # saved on a card
-    elif "cuda" in states:
-        (torch.cuda.random.set_rng_state_all if all_cards else torch.cuda.random.set_rng_state)(states["cuda"])
+    elif (cards := states.get("cuda")) is not None:
+        (torch.cuda.set_rng_state_all if isinstance(cards, list) else torch.cuda.set_rng_state)(cards)
 
 
 def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
@@ -393,28 +388,24 @@ def load_optimizer(state: Any, optimizer: Any, place: Place) -> None:
 
 def _place_paged(optimizer: Any, place: Place) -> None:
     """Move loaded state to where bitsandbytes creates it: large moments to paged memory, the rest to the device."""
+    get_paged = importlib.import_module("bitsandbytes.functional").get_paged
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if not torch.is_tensor(value) or value.dim() == 0:
                 continue
-            if name in _PAGED and parameter.numel() >= _PAGED_FROM and parameter.device.type != "cpu":
-                values[name] = _in_pages(value, parameter.device, optimizer)
-            else:
+            if name not in _PAGED or parameter.numel() < _PAGED_FROM or parameter.device.type == "cpu":
                 values[name] = place(value, name=f"optimizer.state.{numbers[id(parameter)]}.{name}", stage="optimizer")
-
-
-def _in_pages(value: Tensor, device: torch.device, optimizer: Any) -> Tensor:
-    pages = importlib.import_module("bitsandbytes.functional").get_paged(*value.shape, dtype=value.dtype, device=device)
-    pages.copy_(value)  # device: to torch both are host memory; the driver moves the pages
-    if digest(pages) != digest(value):
-        raise CorruptionError(
-            "paged optimizer state differs from the checkpoint after it was copied: start the same command again; if "
-            "it happens again, train with another --optim"
-        )
-    optimizer.page_mng.paged_tensors.append(pages)
-    return cast("Tensor", pages)
+                continue
+            pages = values[name] = get_paged(*value.shape, dtype=value.dtype, device=parameter.device)
+            pages.copy_(value)  # device: to torch both are host memory; the driver moves the pages
+            if digest(pages) != digest(value):
+                raise CorruptionError(
+                    "paged optimizer state differs from the checkpoint after it was copied: start the same command "
+                    "again; if it happens again, train with another --optim"
+                )
+            optimizer.page_mng.paged_tensors.append(pages)
 
 
 def _placed(value: Any, place: Place, name: str, *, steps: bool) -> Any:

@@ -93,15 +93,6 @@ def test_a_step_that_always_dies_is_left_out_and_the_run_ends(job: Job, tmp_path
 
 
 @pytest.mark.long
-def test_without_steps_to_leave_out_it_is_a_clear_stop(job: Job, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    result = supervise(job, output, flags=("--max_skips", "0"), HF_ROCM_TUNE_CRASH="kind=segv,step=3,times=99")
-    assert result.code == 139
-    assert [end["code"] for end in ends(output)] == [139, 139]
-    assert "run: stopped" in result.error_lines[-1] and "checkpoint-2 is intact" in result.error_lines[-1]
-
-
-@pytest.mark.long
 def test_two_ranks_through_the_launcher_survive_the_death_of_one(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
     command = [sys.executable, "-m", "hf_rocm_tune", "run", "--backoff_seconds", "0", "--"]

@@ -207,7 +207,7 @@ def test_a_report_of_any_form_gives_a_page(data: st.DataObject) -> None:
         report=whole,
         settings=data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
         trained=data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
-        inspection=manifest.Inspection(problems=[], unlisted=[], manifest=None),
+        inspection=manifest.Inspection(problems=[], manifest=None),
     )
     check_harmless(page_of(files))
 
@@ -414,9 +414,7 @@ def test_every_metric_has_its_panel_and_what_was_not_logged_has_none(tmp_path: P
     everything += ["Memory of the card", "Temperature", "Power of the card"]
 
     def titles(rows: list[dict[str, Any]]) -> list[str]:
-        run = RunFiles(
-            directory=Path("run"), rows=rows, inspection=manifest.Inspection(problems=[], unlisted=[], manifest=None)
-        )
+        run = RunFiles(directory=Path("run"), rows=rows, inspection=manifest.Inspection(problems=[], manifest=None))
         return [panel.title for panel in panels({"run": run})]
 
     assert titles(training()) == everything

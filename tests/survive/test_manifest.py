@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_rocm_tune.survive import manifest
-from hf_rocm_tune.survive.manifest import MANIFEST_NAME, Manifest, inspect, read, verify
+from hf_rocm_tune.survive.manifest import MANIFEST_NAME, Manifest, read, verify
 
 
 @pytest.fixture
@@ -59,11 +59,6 @@ def test_each_damage_is_named(directory: Path) -> None:
     assert _kinds(directory) == [("weights", "refused")]
 
 
-def test_unlisted_files_are_reported_and_no_problem(directory: Path) -> None:
-    (directory / "sub" / "note").write_text("mine")
-    assert inspect(directory).unlisted == ["sub/note"] and verify(directory) == []
-
-
 def test_links_into_a_cache_are_followed(directory: Path, tmp_path: Path) -> None:
     (directory / "weights").rename(tmp_path / "blob")
     (directory / "weights").symlink_to(tmp_path / "blob")
@@ -95,8 +90,9 @@ def test_every_flipped_bit_of_the_manifest_is_seen(directory: Path) -> None:
 
 def test_a_missing_or_cut_manifest_is_a_problem(directory: Path) -> None:
     path = directory / MANIFEST_NAME
-    path.write_bytes(path.read_bytes()[:-5])
-    assert _kinds(directory) == [(MANIFEST_NAME, "damaged")]
+    for content in (path.read_bytes()[:-5], b"\xff\xfe\x00", b"[" * 100000, b"", b"NaN", b'{"digest": 1}', b"1" * 5000):
+        path.write_bytes(content)
+        assert _kinds(directory) == [(MANIFEST_NAME, "damaged")]
     path.unlink()
     assert _kinds(directory) == [(MANIFEST_NAME, "missing")]
     path.mkdir()
@@ -121,12 +117,6 @@ def test_nonsense_never_raises(directory: Path, body: Any, files: Any, field: st
     verify(directory)
     _forge(directory, {}, {field: body})
     verify(directory)
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100000, b"", b"NaN", b'{"digest": 1}', b"1" * 5000])
-def test_raw_nonsense_never_raises(directory: Path, content: bytes) -> None:
-    (directory / MANIFEST_NAME).write_bytes(content)
-    assert _kinds(directory) == [(MANIFEST_NAME, "damaged")]
 
 
 def test_a_failed_write_leaves_the_old_manifest(directory: Path) -> None:

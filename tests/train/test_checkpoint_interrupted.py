@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import clean_leftovers
-from hf_rocm_tune.survive.checkpoint import StagedSave, is_disk_full
+from hf_rocm_tune.survive.checkpoint import StagedSave
 from tests.train.trainers import Make, VerifiedPlain, names, two_ranks
 
 
@@ -75,12 +75,13 @@ def _fill_a_small_disk(disk: Path, said: Path) -> None:
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "small", disk], check=True)
         for write in writers:
-            stage = StagedSave(root=disk, need_bytes=0)
+            stage = StagedSave(root=disk, need_bytes=8_000_000)
             stage.attempt(write, disk / "file")
-            assert is_disk_full(stage.failure, disk, 8_000_000), repr(stage.failure)
+            assert stage.is_full(), repr(stage.failure)
             (disk / "file").unlink(missing_ok=True)
             stage.drop(first=True)
-            assert not is_disk_full(RuntimeError("other"), disk, 2_000_000), "the space was not given back"
+            other = StagedSave(root=disk, need_bytes=2_000_000, failure=RuntimeError("other"))
+            assert not other.is_full(), "the space was not given back"
         code = 0
     except BaseException:
         said.write_text(traceback.format_exc())
