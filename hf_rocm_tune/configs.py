@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +21,18 @@ class NamedFiles:
     """A directory of YAML files, found by name."""
 
     what: str  # one of them, in words
-    directory: Callable[[], Path]
+    directory: Path
 
     def names(self) -> list[str]:
         """All names, sorted, without ``.yaml``."""
-        return sorted(file.stem for file in self.directory().glob(f"*{_SUFFIX}"))
+        return sorted(file.stem for file in self.directory.glob(f"*{_SUFFIX}"))
 
     def path(self, name: str) -> Path:
         """The file of one, by its name with or without ``.yaml``."""
         known = self.names()
         wanted = name.removesuffix(_SUFFIX)
         if wanted in known:
-            return self.directory() / f"{wanted}{_SUFFIX}"
+            return self.directory / f"{wanted}{_SUFFIX}"
         nearest = difflib.get_close_matches(wanted, known, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise UsageError(f"no {self.what} is named {name!r}: {hint}there are {', '.join(known) or 'none'}")
@@ -60,17 +59,11 @@ class NamedFiles:
 
 
 _PACKAGE = Path(__file__).resolve().parent
-
-
-def _directory() -> Path:
-    """The directory of the configurations: in the installed package, or in a checkout."""
-    installed = _PACKAGE / "accelerate_configs"
-    return installed if installed.is_dir() else _PACKAGE.parent / "accelerate_configs"
-
-
-CONFIGS = NamedFiles(what="accelerate configuration", directory=lambda: _directory())
+_installed = _PACKAGE / "accelerate_configs"
+_directory = _installed if _installed.is_dir() else _PACKAGE.parent / "accelerate_configs"  # in a checkout
+CONFIGS = NamedFiles(what="accelerate configuration", directory=_directory)
 path = CONFIGS.path
-RECIPES = NamedFiles(what="recipe", directory=lambda: _PACKAGE / "recipes")
+RECIPES = NamedFiles(what="recipe", directory=_PACKAGE / "recipes")
 #: Begins the line of a recipe's opening comment that ``scripts/recipe_memory.py`` writes.
 MEMORY = "# Memory:"
 

@@ -15,10 +15,7 @@ HUB_FIX = "check the spelling, the network and HF_HUB_OFFLINE, or give a model d
 
 
 def expand_user(path: str | Path) -> Path:
-    """``path`` with a leading ``~`` or ``~name`` expanded; left as it is where nobody has that name.
-
-    Unlike Path.expanduser, which raises RuntimeError there.
-    """
+    """``path`` with a leading ``~`` or ``~name`` expanded, where somebody has that name (Path.expanduser raises)."""
     return Path(os.path.expanduser(path))
 
 
@@ -28,11 +25,7 @@ def is_local_model(name: str) -> bool:
 
 
 def require_model(name: str) -> None:
-    """Checks that a model whose name is a path exists.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Refuse a model whose name is a path that does not exist."""
     if is_local_model(name) and not os.path.exists(expand_user(name)):
         raise UsageError(f"model: {name} does not exist: give a model directory or a Hub id")
 

@@ -92,16 +92,13 @@ def to_start(words: Sequence[str]) -> list[str]:
     """
     program, rest = os.path.basename(words[0]) if words else "", list(words[1:])
     modules = [module for flag, module in pairwise(words) if flag in ("-m", "--module")]
-    trains = any(module.partition(".")[::2] in {(_PACKAGE, entry) for entry in ENTRIES} for module in modules)
-    verb = next((after for module, after in pairwise(words) if module == _PACKAGE), "") if _PACKAGE in modules else ""
-    launcher = [sys.executable, "-m", f"{_PACKAGE}.launch"]
     if program == PROGRAM and rest[:1] and rest[0] in ENTRIES:
         return [sys.executable, "-m", _PACKAGE, *rest]
-    if trains and (program == "accelerate-launch" or (program == "accelerate" and rest[:1] == ["launch"])):
-        return [*launcher, *rest[program == "accelerate" :]]
-    if (program == "torchrun" and trains) or (program.startswith("python") and (trains or verb in ENTRIES)):
-        through = modules[0] == "accelerate.commands.launch"
-        return [*launcher, *words[words.index(modules[0]) + 1 :]] if through else list(words)
+    if any(module.partition(".")[::2] in {(_PACKAGE, entry) for entry in ENTRIES} for module in modules):
+        if program == "accelerate" and rest[:1] == ["launch"]:
+            return [sys.executable, "-m", f"{_PACKAGE}.launch", *rest[1:]]
+        if program == "torchrun" or program.startswith("python"):
+            return list(words)
     raise UsageError(
         "run supervises `accelerate launch ... -m hf_rocm_tune.sft ...`, `hf-rocm-tune sft ...`, `torchrun ... -m "
         "hf_rocm_tune.sft ...` or `python -m hf_rocm_tune.sft ...` (or another training verb); got: "
