@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -19,11 +18,6 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.manifest import Manifest
 from tests.train.trainers import Make, VerifiedPlain, files, names
-
-
-def _adapter(trainer: Any) -> dict[str, torch.Tensor]:
-    state = get_peft_model_state_dict(trainer.model, save_embedding_layers=False)
-    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -120,6 +114,7 @@ FOREIGN: tuple[tuple[str, Callable[[Path], Any], str], ...] = (
     ("scheduler.pt", lambda path: torch.save([1], path), "scheduler.pt cannot be resumed"),
     ("rng_state.pth", lambda path: torch.save({"cpu": 1}, path), "rng_state.pth cannot be resumed"),
     ("adapter_model.safetensors", lambda path: path.write_bytes(b"{}"), "cannot be read"),
+    ("adapter_model.safetensors", Path.unlink, r"holds no adapter_model\.safetensors"),
 )
 
 
