@@ -88,8 +88,6 @@ def test_a_second_ctrl_c_ends_at_once(job: Job, tmp_path: Path) -> None:
     assert result.code == 130
     assert result.stderr.splitlines()[-1] == "hf-rocm-tune: interrupted: stopped by Ctrl-C"
     assert not list(output.glob("checkpoint-*"))
-    job.done(output)
-    assert_same_run(output, job.clean())
 
 
 @pytest.mark.parametrize(("number", "by"), SIGNALS)
@@ -135,8 +133,7 @@ def test_the_file_asks_for_a_checkpoint_and_the_run_goes_on(job: Job, tmp_path: 
 def test_a_step_that_is_left_out_computes_nothing_and_the_rest_is_trained(job: Job, tmp_path: Path) -> None:
     """The crash strikes whenever the third step's batch is used; run.json says to leave that step out."""
     output, crash = tmp_path / "out", "step=3,kind=exit,times=99"
-    for _ in range(2):
-        assert job.run(output, crash=crash, save_steps=1).code == 1
+    assert job.run(output, crash=crash, save_steps=1).code == 1
     skip_step(output, 3)
     result = job.done(output, crash=crash, save_steps=1)
     assert "left out, because the run died in them twice (run.json): steps 3" in result.stdout
@@ -171,6 +168,5 @@ def test_two_ranks_stop_at_the_same_step_whichever_was_asked(job: Job, tmp_path:
     results = [running.wait() for running in start()]
     assert [result.code for result in results] == [0, 0], [result.stderr[-2000:] for result in results]
     assert not log_rows(results[1].stdout), "the first rank speaks"
-    assert len(log_rows(results[0].stdout)) == 6 - int(
-        saved[0].name.split("-")[1]
-    )  # on two ranks an epoch has two steps
+    # On two ranks an epoch has two steps.
+    assert len(log_rows(results[0].stdout)) == 6 - int(saved[0].name.split("-")[1])

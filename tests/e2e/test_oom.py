@@ -134,22 +134,6 @@ def test_with_several_ranks_the_same_command_goes_on_with_smaller_parts(
 
 
 @pytest.mark.long
-def test_through_the_launcher_beside_a_wrong_average(job: Job, tmp_path: Path) -> None:
-    output, faults = tmp_path / "out", {VARIABLE: "kind=oom,first=3,rows=1,rank=1"}
-    faults["HF_ROCM_TUNE_FAULT"] = "kind=zero,stage=gradients,first=2,count=1"
-    for code in (5, 0):
-        launched = job.launched("cpu_dual", output, faults, **BATCHES["padded"])
-        assert launched.returncode == code, launched.stderr[-3000:]
-    assert_went_on(output, job.clean(ranks=2, **BATCHES["padded"]))
-    report = report_of(output)
-    assert report["gradients"]["recovered"] == report["gradients"]["mismatches"] > 0
-    assert report["step_fault_injection"]["kind"] == "oom" and report["step_fault_injection"]["rank"] == 1
-    assert "faults in steps are injected on request" in launched.stdout
-    last = launched.stdout.splitlines()[-1]
-    assert "split into up to" in last and "faults were injected on request" in last
-
-
-@pytest.mark.long
 def test_a_row_that_fits_on_no_account_stops_all_ranks_with_one_line(job: Job, tmp_path: Path) -> None:
     output, fault = tmp_path / "out", "kind=oom,first=4,where=backward"
     assert_told(run(job, output, "", fault), output, "start the same command again")

@@ -57,20 +57,17 @@ LONG = [pytest.param(each, marks=pytest.mark.long) for each in ("accelerator", "
 
 @pytest.mark.parametrize("refusal", ["torch", *LONG])
 def test_what_does_not_fit_is_split_and_ends_the_same(job: Job, plenty: Path, tmp_path: Path, refusal: str) -> None:
-    done(run(job, tmp_path / "out", room=peak(plenty) * 2 // 5, refusal=refusal))
+    library = 16 << 20 if refusal == "torch" else 0  # taken by each library's first operation
+    done(run(job, tmp_path / "out", room=peak(plenty) * 2 // 5 + 2 * library, refusal=refusal, library=library))
     assert_same_end(tmp_path / "out", plenty)
     found = shortages_of(tmp_path / "out")
     assert found and {row["outcome"] for row in found} == {"recovered"}
-    assert report_of(tmp_path / "out")["memory"]["micro_batch_divisor"] > 1
-    assert [row["divisor"] for row in found[:2]] == [1, 2][: len(found[:2])]
-
-
-def test_libraries_take_their_memory_before_the_weights(job: Job, plenty: Path, tmp_path: Path) -> None:
-    library = 16 << 20
-    done(run(job, tmp_path / "out", room=peak(plenty) * 2 // 5 + 2 * library, library=library))
     memory = report_of(tmp_path / "out")["memory"]
-    assert memory["libraries_bytes"] == 2 * library  # backward has a thread, and a handle, of its own
-    assert all("BLAS" not in row["said"] for row in shortages_of(tmp_path / "out"))
+    assert memory["micro_batch_divisor"] > 1
+    # Before the weights; backward has a thread, and a handle, of its own.
+    assert memory["libraries_bytes"] == 2 * library
+    assert refusal == "blas" or all("BLAS" not in row["said"] for row in found)
+    assert [row["divisor"] for row in found[:2]] == [1, 2][: len(found[:2])]
 
 
 @pytest.mark.parametrize(

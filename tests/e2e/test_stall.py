@@ -44,7 +44,7 @@ def run(command: list[str], tmp_path: Path, **environ: str) -> Result:
 
 def nothing_is_left(output: Path, tmp_path: Path) -> bool:
     """No process of this run, and no file where its ranks met."""
-    if list((tmp_path / "tmp").glob("hf-rocm-tune*")):
+    if [*tmp_path.glob("tmp/hf-rocm-tune*"), *tmp_path.glob("**/*-ranks")]:
         return False
     for process in psutil.process_iter():
         try:
@@ -65,8 +65,8 @@ def test_a_stopped_rank_ends_the_job_and_the_same_command_goes_on(
 ) -> None:
     output = tmp_path / "out"
     crash, settings = "kind=stop,step=4,rank=1", {"stall_timeout": 3, **way}
-    result = run([*LAUNCHED, *job.argv(output, **settings)], tmp_path, HF_ROCM_TUNE_CRASH=crash)
-    assert result.code == 4
+    result, stopped = job.ranks(output, crash=crash, **settings)
+    assert (result.code, stopped.code) == (4, -signal.SIGKILL)
     (line,) = result.error_lines
     assert "in step 4: rank 1 (pid " in line and "is stopped (state T)" in line
     assert f"waits for it in {waits}" in line

@@ -107,12 +107,6 @@ def test_a_pipe_gets_few_lines_and_a_table_without_control_characters(
     assert "mean_token_accuracy" in json.dumps(log) and "integrity/verified_gb" in json.dumps(log)
 
 
-def test_more_is_said_on_request(server: CommandServer, argv: list[str]) -> None:
-    done = server.run(*argv, "-v", "--max_steps", "1", "--eval_strategy", "no")
-    assert done.code == 0, done.stderr[-2000:]
-    assert "default use_peft=True (trl sft: False): LoRA" in done.stdout
-
-
 def test_a_quiet_run_prints_warnings_only(server: CommandServer, argv: list[str]) -> None:
     short = [*argv, "--max_steps", "2", "--eval_strategy", "no", "--max_seq_length", "24"]
     done = server.run(*short, env={"HF_ROCM_TUNE_QUIET": "1"})
@@ -134,8 +128,9 @@ def test_a_terminal_has_one_live_line_that_leaves_nothing_behind(server: Command
 
 def test_an_error_is_the_last_line_of_a_terminal(server: CommandServer, argv: list[str]) -> None:
     fault = {"HF_ROCM_TUNE_FAULT": "kind=zero,stage=batches,rate=1,persist=1,seed=1"}
-    code, sent = on_terminal(server, [*argv, "--on_corruption", "stop"], fault)
+    code, sent = on_terminal(server, [*argv, "-v", "--on_corruption", "stop"], fault)
     left = messages(screen(sent))
+    assert any("default use_peft=True (trl sft: False): LoRA" in line for line in left), "more is said on request"
     assert code == 3 and left[-1].startswith("hf-rocm-tune: error: "), left
     assert not any(BAR in line for line in left)
 

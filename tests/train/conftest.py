@@ -10,8 +10,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from hf_rocm_tune.train.faults import STEP_VARIABLE
 from tests import tiny
-from tests.train.trainers import STEPS, Make, VerifiedSFT
+from tests.train.trainers import STEPS, Make, VerifiedPlain, VerifiedSFT
 from tests.train.trainers import build as build_trainer
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
@@ -35,6 +36,30 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows() -> Dataset:
     """Sixteen short texts."""
     return Dataset.from_list([{"text": text[:80]} for text in tiny.training_text()[:16]])
+
+
+@pytest.fixture(scope="session")
+def tokens() -> Dataset:
+    """Token rows of one length, with unequally many labels."""
+    rows = torch.randint(5, 500, (46, 16), generator=torch.Generator().manual_seed(1)).tolist()
+    return Dataset.from_list(
+        [{"input_ids": row, "labels": [-100] * (n % 11) + row[n % 11 :]} for n, row in enumerate(rows)]
+    )
+
+
+@pytest.fixture
+def make(model_path: Path, tokens: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Builds a trainer with an adapter that trains on ``tokens``, and harms its steps as a specification says."""
+
+    def make(
+        kind: Any = VerifiedPlain, *, fault: str = "", model: Any = None, extra: Any = None, **options: Any
+    ) -> Any:
+        monkeypatch.setenv(STEP_VARIABLE, fault)
+        sizes = {"gradient_accumulation_steps": 2, "max_steps": 4, "seed": 5}
+        ours = {"eval_dataset": tokens.select(range(5)), **(extra or {})}
+        return build_trainer(kind, model or model_path, tokens, tmp_path / "out", ours=ours, **{**sizes, **options})
+
+    return make
 
 
 @pytest.fixture

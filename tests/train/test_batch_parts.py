@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DataCollatorWithFlattening
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 from trl.trainer.reward_trainer import DataCollatorForPreference as CollatorOfRewardModels
@@ -106,34 +105,10 @@ def test_a_label_that_belongs_to_the_sequence_before_keeps_the_two_together() ->
     assert any(len(part.inputs["cu_seq_lens_q"]) == 3 for part in split(batch, 8, labels_shifted=True))
 
 
-def test_transformers_own_packed_batches_are_cut_as_well() -> None:
-    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(
-        [{"input_ids": row["input_ids"], "labels": list(row["input_ids"])} for row in ROWS]
-    )
-    parts = split(batch, 8, labels_shifted=True)
-    assert [part.tokens for part in parts] == [len(row["input_ids"]) for row in ROWS]
-    assert all(part.inputs["cu_seq_lens_k"].tolist() == [0, part.tokens] for part in parts)
-    assert all(not part.inputs["seq_idx"].any() for part in parts)
-
-
 def preference() -> dict[str, Any]:
     rows = [{"prompt_ids": [5, 6], "chosen_ids": [7, 8, 9], "rejected_ids": [10]} for _ in range(4)]
     batch: dict[str, Any] = DataCollatorForPreference(pad_token_id=0)(rows)
     return batch
-
-
-@pytest.mark.parametrize(
-    ("batch", "kind"),
-    [
-        ({name: value[:1] for name, value in padded().items()}, "rows"),
-        (DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(ROWS[:1]), "packed"),
-    ],
-)
-def test_a_single_row_or_sequence_is_as_small_as_can_be(batch: dict[str, Any], kind: str) -> None:
-    found = layout(batch)
-    assert (found.kind, found.reason, len(found.sizes)) == (kind, None, 1)
-    (whole,) = split(batch, 4, labels_shifted=True)
-    assert whole.inputs == batch
 
 
 @pytest.mark.parametrize(

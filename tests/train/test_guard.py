@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from hf_rocm_tune.errors import DivergedError
-from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.train.guard import StepGuard
-from tests.train.trainers import Make, VerifiedPlain, build
+from tests.train.trainers import Make, VerifiedPlain
 
 BAD = (math.nan, math.inf, -math.inf)
 
@@ -46,17 +44,6 @@ def test_a_gradient_scaler_looks_after_gradients_itself() -> None:
     assert judged(guard, 2, math.nan, scaled=True)[0]
 
 
-def test_steps_that_learn_nothing_are_named_and_then_end_the_run() -> None:
-    guard = StepGuard(max_skipped=5)
-    verdicts = {step: guard.judge(step, 0.0, 0.0) for step in range(1, 21)}
-    found = {step: each for step, each in verdicts.items() if each is not None}
-    assert {step: (each.kind, each.stops, each.skips) for step, each in found.items()} == {
-        3: ("dead", False, False),
-        20: ("dead", True, False),
-    }
-    assert "accelerate/issues/3043" in found[20].text
-
-
 @given(seed=st.integers(0, 10**6), spread=st.floats(0.0, 0.4), slope=st.floats(0.0, 0.01))
 @settings(deadline=None, max_examples=30)
 def test_noise_and_progress_are_no_spikes_and_a_spike_is_one(seed: int, spread: float, slope: float) -> None:
@@ -72,26 +59,6 @@ def test_noise_and_progress_are_no_spikes_and_a_spike_is_one(seed: int, spread: 
 
 
 # ---- in a trainer -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokens() -> Dataset:
-    """Token rows with labels."""
-    rows = torch.randint(5, 500, (64, 12), generator=torch.Generator().manual_seed(1)).tolist()
-    return Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
-
-
-@pytest.fixture
-def make(model_path: Path, tokens: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Builds a trainer with an adapter, and harms its steps as a specification says."""
-
-    def make(kind: Any = VerifiedPlain, *, fault: str = "", **options: Any) -> Any:
-        monkeypatch.setenv(VARIABLE, fault)
-        defaults = {"gradient_accumulation_steps": 2, "max_steps": 4}
-        ours = {"consent_unverified": True}
-        return build(kind, model_path, tokens, tmp_path / "out", ours=ours, **{**defaults, **options})
-
-    return make
 
 
 class Snapshots(TrainerCallback):

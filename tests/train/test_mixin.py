@@ -25,51 +25,23 @@ from hf_rocm_tune import was_verified
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models.quantised import BIAS_CAST
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
-from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT, build
+from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT
 
-OPTIONS: dict[str, Any] = {
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "seed": 5,
-}
-
-
-@pytest.fixture(scope="module")
-def tokens() -> Dataset:
-    """Token rows with labels, part of them masked."""
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(5, 500, (23, 16), generator=generator).tolist()
-    return Dataset.from_list(
-        [{"input_ids": row, "labels": [-100] * (n % 7) + row[n % 7 :]} for n, row in enumerate(rows)]
-    )
+STEPS = 3
 
 
 @pytest.fixture
-def make(model_path: Path, tokens: Dataset, tmp_path: Path) -> Make:
-    """Builds a trainer with an adapter on a model that plain transformers loaded."""
-
-    def make(
-        kind: Any = VerifiedPlain, *, model: Any = None, extra: dict[str, Any] | None = None, **options: Any
-    ) -> Any:
-        ours = {"eval_dataset": tokens.select(range(5)), **(extra or {})}
-        return build(kind, model or model_path, tokens, tmp_path / "out", ours=ours, **{**OPTIONS, **options})
-
-    return make
+def make(make: Make) -> Make:
+    return lambda kind=VerifiedPlain, **options: make(
+        kind, **{"per_device_eval_batch_size": 2, "max_steps": STEPS, **options}
+    )
 
 
 def test_a_first_step_that_is_left_out_does_not_stop_the_gradient_scaler(make: Make) -> None:
     trainer = make(VerifiedSFT, extra={"skip_steps": {1}})
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # as --fp16 has one on a card
     trainer.train()
-    assert trainer.state.global_step == OPTIONS["max_steps"]
+    assert trainer.state.global_step == STEPS
 
 
 @contextmanager
@@ -214,7 +186,7 @@ def test_the_loader_pins_nothing_beside_the_mover_s_ring_and_the_user_s_argument
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make()
-    given = TrainingArguments(**{**OPTIONS, "output_dir": str(tmp_path / "out")}, enable_jit_checkpoint=True)
+    given = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to="none", enable_jit_checkpoint=True)
     given.dataloader_pin_memory = True  # on a CPU it is not the default
     again = VerifiedPlain(model=trainer.model, args=given, train_dataset=trainer.train_dataset)
     assert not again.args.dataloader_pin_memory and not again.args.enable_jit_checkpoint

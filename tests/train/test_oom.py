@@ -16,14 +16,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from transformers import default_data_collator
 
 from hf_rocm_tune.errors import OutOfMemoryError
 from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.train.oom import STATE_FILE, read_state
-from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT, build
+from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT
 
 ROWS, MICRO, WINDOW, STEPS = 46, 4, 2, 5  # the last window of an epoch has 2 + 2 rows less than the others
 
@@ -48,27 +47,10 @@ class UncountedLoss(VerifiedSFT):
         return None
 
 
-@pytest.fixture(scope="module")
-def tokens() -> Dataset:
-    """Token rows of one length, with unequally many labels."""
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(5, 500, (ROWS, 16), generator=generator).tolist()
-    return Dataset.from_list(
-        [{"input_ids": row, "labels": [-100] * (n % 11) + row[n % 11 :]} for n, row in enumerate(rows)]
-    )
-
-
 @pytest.fixture
-def make(model_path: Path, tokens: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Builds a trainer with an adapter, and harms its steps as a specification says."""
-
-    def make(kind: Any = VerifiedSFT, *, fault: str = "", extra: dict[str, Any] | None = None, **options: Any) -> Any:
-        monkeypatch.setenv(VARIABLE, fault)
-        sizes = {"per_device_train_batch_size": MICRO, "gradient_accumulation_steps": WINDOW, "max_steps": STEPS}
-        ours = {"consent_unverified": True, **(extra or {})}
-        return build(kind, model_path, tokens, tmp_path / "out", ours=ours, **{**sizes, "seed": 5, **options})
-
-    return make
+def make(make: Make) -> Make:
+    sizes = {"per_device_train_batch_size": MICRO, "gradient_accumulation_steps": WINDOW, "max_steps": STEPS}
+    return lambda kind=VerifiedSFT, **options: make(kind, **{**sizes, **options})
 
 
 def trajectory(trainer: Any) -> list[list[float]]:
