@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -139,57 +139,46 @@ def write_partial(trainer: Any, facts: RunFacts, error: BaseException) -> None:
 
 
 def closing_line(report: Mapping[str, Any]) -> str:
-    """The line at the end of a run: tensors, bytes, coverage, mismatches, recovered, share of step time."""
+    """The line at the end of a run: tensors, bytes, coverage, mismatches, recovered, share of step time, events."""
     stages = [report[name] for name in (*STAGES, BETWEEN_CARDS)]
     tensors, moved, mismatches, recovered = (
         sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
     )
-    averages = report["gradients"]
-    wrong = f" ({averages['mismatches']} wrong, {averages['recovered']} recovered)" if averages["mismatches"] else ""
-    checked = f"{averages['buckets']:,} averages of gradients checked{wrong}, " if report["ranks"] > 1 else ""
-    covered = report["coverage"]
+    covered, averages, frozen = report["coverage"], report["gradients"], report["frozen"]
+    products, survival = report["arithmetic"], report["survival"]
+    lacking = f" (not: {listed([row['tensor'] for row in covered['unverified']])})" if covered["unverified"] else ""
     share = share_words(covered["verified_bytes"], covered["device_bytes"])
-    return (
-        f"integrity: {tensors:,} tensors, {_readable(moved)} moved, {share} of the bytes on the device verified"
-        f"{_not_verified(covered['unverified'])}, "
-        f"{mismatches} mismatches, {recovered} recovered, {checked}{report['frozen']['passes']} sentinel passes over "
-        f"{report['frozen']['tensors']} frozen tensors ({report['frozen']['mismatches']} changed), "
-        f"{_products(report['arithmetic'])}, "
-        f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification"
-        f"{_events(report)}"
-    )
-
-
-def _not_verified(rows: Sequence[Mapping[str, str]]) -> str:
-    return f" (not: {listed([row['tensor'] for row in rows])})" if rows else ""
-
-
-def _products(counted: Mapping[str, Any]) -> str:
-    """The checks of products with frozen weights."""
-    if counted["refusal"]:
-        return f"products with frozen weights not checked ({counted['refusal']})"
-    wrong = counted["disagreements"]
-    recovered = f" ({counted['recovered']} recovered)" if wrong else ""
-    share = 100 * counted["checked"] / max(counted["products"], 1)
-    return f"base products checked {share:.3g} %, replays {counted['replays']}, disagreements {wrong}{recovered}"
-
-
-def _events(report: Mapping[str, Any]) -> str:
-    """Restarts, rollbacks, skipped steps and split micro-batches of a run, and whether faults were injected."""
-    survival = report["survival"]
+    wrong = f"disagreements {products['disagreements']}{_recovered(products, 'disagreements')}"
+    checked = 100 * products["checked"] / max(products["products"], 1)
+    watched = f"{frozen['passes']} sentinel passes over {frozen['tensors']} frozen tensors"
     restarts, skipped = survival["starts"] - 1, ", ".join(map(str, survival["skipped_steps"]))
     cut, unused = report["memory"]["micro_batch_divisor"], report["guard"]["skipped_steps"]
     undone = report["trained"]["mismatches"]
+    parts = {
+        f"{tensors:,} tensors": True,
+        f"{_readable(moved)} moved": True,
+        f"{share} of the bytes on the device verified{lacking}": True,
+        f"{mismatches} mismatches": True,
+        f"{recovered} recovered": True,
+        f"{averages['buckets']:,} averages of gradients checked, {averages['mismatches']} wrong"
+        f"{_recovered(averages, 'mismatches')}": report["ranks"] > 1,
+        f"{watched} ({frozen['mismatches']} changed)": True,
+        f"base products checked {checked:.3g} %, replays {products['replays']}, {wrong}": not products["refusal"],
+        f"products with frozen weights not checked ({products['refusal']})": products["refusal"],
+        f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification": True,
+        f"{restarts} restart{'s' * (restarts > 1)}": restarts > 0,
+        f"steps left out: {skipped}": skipped,
+        f"micro-batches split into up to {cut} parts to fit into memory": cut > 1,
+        f"trained state changed by {undone} fault{'s' * (undone > 1)}, undone by going back": undone,
+        f"{unused} steps skipped because they were not finite": unused,
+    }
     asked = (report["fault_injection"], report["step_fault_injection"], survival["crash_injection"])
-    parts = [
-        f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else "",
-        f", steps left out: {skipped}" if skipped else "",
-        f", micro-batches split into up to {cut} parts to fit into memory" if cut > 1 else "",
-        f", trained state changed by {undone} fault{'s' if undone > 1 else ''}, undone by going back" if undone else "",
-        f", {unused} steps skipped because they were not finite" if unused else "",
-        " (faults were injected on request)" if any(asked) else "",
-    ]
-    return "".join(parts)
+    said = ", ".join(text for text, applies in parts.items() if applies)
+    return f"integrity: {said}{' (faults were injected on request)' * any(asked)}"
+
+
+def _recovered(counted: Mapping[str, Any], wrong: str) -> str:
+    return f" ({counted['recovered']} recovered)" if counted[wrong] else ""
 
 
 def versions() -> dict[str, str | None]:
