@@ -45,7 +45,6 @@ _leave_working_directory()
 import importlib
 import logging
 import warnings
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.machine import gpus, process, variables
@@ -90,9 +89,7 @@ def _choose_card(topology: gpus.Topology, rocm: bool | None, torch_loaded: bool)
     )
 
     def decision(variable: str, action: Action, value: str | None) -> variables.Decision:
-        return variables.Decision(
-            variable=variable, action=action, value=value, reason=choice.reason, source=_CHOICE_SOURCE
-        )
+        return variables.Decision(variable, action, value, choice.reason, _CHOICE_SOURCE)
 
     kept = [name for name in process.FILTERS if name in process.users_environ(os.environ)]
     made = [decision(name, "keep", os.environ[name]) for name in kept]
@@ -121,16 +118,9 @@ def _prepare_process() -> None:
     warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
     torch_loaded = "torch" in sys.modules
     topology = gpus.read_topology()
-    facts = variables.read_facts(archs=())
-    chosen = _choose_card(topology, facts.is_rocm, torch_loaded)
-    seen = process.visible_nodes(topology.nodes, os.environ) if topology.complete else None
-    if seen is not None:
-        facts = replace(facts, archs=tuple(node.arch for node in seen))
-    else:
-        why = "; ".join(topology.reasons) or "the filter of visible GPUs is not a plain list of indices"
-        facts = replace(facts, archs=None, reasons={**facts.reasons, "archs": why})
+    chosen = _choose_card(topology, variables.read_facts(()).is_rocm, torch_loaded)
     variables.remember(chosen)
-    variables.announce([*chosen, *variables.review(facts)])
+    variables.announce([*chosen, *variables.review(variables.read_facts(*process.visible_archs(topology, os.environ)))])
 
 
 _prepare_process()

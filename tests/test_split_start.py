@@ -27,7 +27,7 @@ nodes = (node(0, "gfx1036", 1), node(1, "gfx1100", 20), node(2, "gfx1100", 20))
 topology = gpus.Topology(nodes=nodes, reasons=(), complete=True)
 from hf_rocm_tune.machine import variables
 gpus.read_topology = lambda: topology
-split_start.variables.read_facts = lambda **_: type("Facts", (), {"is_rocm": True})
+split_start.variables.read_facts = lambda *_: type("Facts", (), {"is_rocm": True})
 variables = json.loads(sys.argv[1])
 for given in sys.argv[2:]:
     split_start.show_all_cards(given.split(), variables)

@@ -16,7 +16,6 @@ import importlib.util
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,10 +25,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_rocm_tune.doctor.findings import Finding, fail, ok, one_line, skipped, unknown, warn
+from hf_rocm_tune.doctor.findings import Finding, fail, ok, one_line, skipped, warn
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.models import products
 from hf_rocm_tune.transfer import Mover
+from hf_rocm_tune.transfer.damage import wait_for
 
 FACTOR = 8.0
 SMALLEST = 2.0**-6
@@ -136,7 +136,6 @@ class Comparison:
 
 REPEATED_SHAPES = {"cuda": (512, 4096, 1024), "cpu": (96, 128, 112)}
 _LEAST_REPEATS, _RING = 40, 4
-_BUSY_BYTES = 96 << 20  # more than the Infinity Cache of an RX 7900 XT (80 MB), so that the traffic reaches its memory
 _MUCH_FASTER = 1.5
 _FAST_SECONDS = 0.01  # for a product of 1024 cubed: what takes longer is a processor that plays the card
 
@@ -145,48 +144,44 @@ def gemm(request: Mapping[str, Any]) -> list[Finding]:
     """Repeat a product for ``seconds`` in each dtype and compare every result with the first on the device bit by bit.
 
     The first is compared with float64. One that differs is copied to the CPU: if it is within the rounding bound, the
-    library only changes the order of sums between calls; if not, it is wrong. On an accelerator a second stream keeps
-    the memory busy, and bfloat16 with a float32 result is repeated, too: the product of the loss's gradient. Not
-    covered: a device that is wrong in the same way every time after its first product.
+    library only changes the order of sums between calls; if not, it is wrong. On an accelerator, bfloat16 with a
+    float32 result is repeated, too: the product of the loss's gradient. Not covered: a device that is wrong in the same
+    way every time after its first product.
     """
-    lines, varying = [], []
+    lines = []
     with Comparison(request) as compare:
         accelerator = compare.device.type == "cuda"
         fast = accelerator and _seconds(compare, 1024) < _FAST_SECONDS
-        request = {"shape": REPEATED_SHAPES["cuda" if fast else "cpu"], "size": 8192 if fast else 256, **request}
+        shape = request.get("shape", REPEATED_SHAPES["cuda" if fast else "cpu"])
         for name in ("float16", "bfloat16", "float32", *(["bfloat16 to float32"] if accelerator else [])):
-            repeats, differing = _repeat(compare, name, request)
-            lines.append(f"{name}: {repeats:,} times")
-            varying += [f"{differing:,} of {name}"] if differing else []
-        text = "under load, and correct"
-        if varying:  # two runs with the same seed will not be equal bit for bit
-            text += f"; {', '.join(varying)} repeats differ within the rounding bound: the order of sums changes"
+            repeats, varying = _repeat(compare, name, shape, request["seconds"])
+            # Two runs with the same seed are not equal bit for bit where the order of sums changes.
+            lines.append(f"{name}: {repeats:,} times{f', the order of sums changed in {varying:,}' if varying else ''}")
+        right = ("products repeat", "and are right", "rocm-libraries#12344")
         wrong = ("A repeated matrix product is wrong",
                  "of the same product are wrong, without an error of the driver. The only public report leaves open "
                  "whether software or the card is the cause", _ONE_CHANGE, "rocm-libraries#12344")  # fmt: skip
-        finding = compare.verdict("gemm", ("products repeat", text, "rocm-libraries#12344"), wrong, lines)
-        return [finding, *([_speed(compare, request["size"])] if accelerator else [])]
+        finding = compare.verdict("gemm", right, wrong, lines)
+        return [finding, *([_speed(compare, 8192 if fast else 256)] if accelerator else [])]
 
 
-def _repeat(compare: Comparison, name: str, request: Mapping[str, Any]) -> tuple[int, int]:
+def _repeat(compare: Comparison, name: str, shape: Sequence[int], seconds: float) -> tuple[int, int]:
     """The number of products of one dtype, and of results that differed from the first within the bound."""
-    m, k, n = request["shape"]
-    dtype, _, wide = name.partition(" to ")
+    (m, k, n), (dtype, _, wide) = shape, name.partition(" to ")
     left, right = (spread(size, getattr(torch, dtype), compare.generator) for size in ((m, k), (k, n)))
     reference = product(left, right, getattr(torch, wide or dtype))
-    options = {"out_dtype": torch.float32} if wide else {}
-    multiply = partial(torch.mm, compare.move(left), compare.move(right), **options)
+    multiply = partial(
+        torch.mm, compare.move(left), compare.move(right), **{"out_dtype": torch.float32} if wide else {}
+    )
     step(f"computing {name}, the first")
     first = multiply()
     first_right = compare.close(f"{name}, the first", first, *reference)
     # Each call writes to another buffer, so that a product that wrote nothing is not taken for a correct one.
     ring = [torch.empty_like(first) for _ in range(_RING)]
     bits = torch.int16 if first.element_size() == 2 else torch.int32
-    add_load = _load(compare.device)
-    number, varying, ends = 1, 0, time.monotonic() + request["seconds"]
+    number, varying, ends = 1, 0, time.monotonic() + seconds
     while number <= _LEAST_REPEATS or time.monotonic() < ends:
         step(f"computing {name}, repeats {number + 1} to {number + _RING}")
-        add_load()
         for result in ring:
             multiply(out=result)
         counts = torch.stack([(result.view(bits) != first.view(bits)).sum() for result in ring]).tolist()
@@ -200,51 +195,28 @@ def _repeat(compare: Comparison, name: str, request: Mapping[str, Any]) -> tuple
     return number, varying
 
 
-def _load(device: torch.device) -> Callable[[], object]:
-    """Adds memory traffic on a second stream of an accelerator; nothing on a CPU."""
-    if device.type != "cuda":
-        return lambda: None
-    stream, busy = torch.cuda.Stream(device), torch.ones(_BUSY_BYTES // 4, device=device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    busy.record_stream(stream)  # else its memory could be reused for a result while it is still written
-
-    def add() -> None:
-        with torch.cuda.stream(stream):
-            busy.neg_()
-
-    return add
-
-
 def _speed(compare: Comparison, size: int) -> Finding:
     """The rate of a large bfloat16 product by each library of ROCm, and of the loss's gradient with float32 sums."""
-    usual = torch.backends.cuda.preferred_blas_library()
-    rates: dict[str, float] = {}
-    for name, library in products.LIBRARIES.items() if torch.version.hip else [("the usual library", "default")]:
-        try:
-            torch.backends.cuda.preferred_blas_library(library)
-            rates[name] = 2e-12 * size**3 / _seconds(compare, size)
-        finally:
-            torch.backends.cuda.preferred_blas_library(usual)
+    libraries = products.each_library(compare.device) if torch.version.hip else ["the usual library"]
+    rates = {name: 2e-12 * size**3 / _seconds(compare, size) for name in libraries}
     step("timing the products of the loss's gradient")
     choice = products.choose(compare.device)
-    default = "hipBLASLt" if "lt" in str(usual).lower() else "rocBLAS"
-    return judge_speed(compare.name, rates, size, default=default, gradient=choice.describe() if choice else "")
+    return judge_speed(compare.name, rates, size, choice.describe() if choice else "no choice for the loss's gradient")
 
 
-def judge_speed(device: str, rates: Mapping[str, float], size: int, *, default: str, gradient: str) -> Finding:
-    """The finding on the rates (10^12 operations a second) by library; ``default``: torch's choice; ``gradient``: what
-    a run uses for the loss's gradient. No verdict on the rate itself: no figure of a 7900 XT under ROCm is public."""
-    usual = rates.get(default, max(rates.values()))
-    best = max(rates, key=rates.__getitem__)
-    read = [*(f"{name}: {rate:.1f} TFLOPS" for name, rate in rates.items()), *([gradient] if gradient else [])]
-    title = f"bf16 {usual:.3g} TFLOPS"
+def judge_speed(device: str, rates: Mapping[str, float], size: int, gradient: str) -> Finding:
+    """The finding on the rates (10^12 operations a second) by library, torch's choice first; ``gradient``: what a run
+    uses for the loss's gradient. No verdict on the rate itself: no figure of a 7900 XT under ROCm is public."""
+    usual, best = next(iter(rates)), max(rates, key=rates.__getitem__)
+    read = [*(f"{name}: {rate:.1f} TFLOPS" for name, rate in rates.items()), gradient]
+    title = f"bf16 {rates[usual]:.3g} TFLOPS"
     text = f"products of {size} cubed on {device}; a 7900 XTX measured 88 to 101; no figure of an XT is public"
     source = "torch-performance-test-data#103; ROCm/pytorch#2088; ROCm/pytorch#2742"
-    if rates[best] <= _MUCH_FASTER * usual:
+    if rates[best] <= _MUCH_FASTER * rates[usual]:
         return ok("gemm_speed", title, text, source, subject=device, read=read)
-    return warn("gemm_slow", f"{best} multiplies {rates[best] / usual:.1f} times as fast as {default}",
+    return warn("gemm_slow", f"{best} multiplies {rates[best] / rates[usual]:.1f} times as fast as {usual}",
                 f"{title}: {text}", f"`export TORCH_BLAS_PREFER_HIPBLASLT={int(best == 'hipBLASLt')}`, and compare a "
-                "run's speed", source, subject=device, read=read)  # fmt: skip
+                "run's speed", source, device, read)  # fmt: skip
 
 
 def _seconds(compare: Comparison, size: int) -> float:
@@ -252,10 +224,10 @@ def _seconds(compare: Comparison, size: int) -> float:
     times = []
     for _ in range(4):
         step(f"timing products of {size} cubed")
-        torch.cuda.synchronize(compare.device)
+        wait_for(left)
         began = time.perf_counter()
         torch.mm(left, right)
-        torch.cuda.synchronize(compare.device)
+        wait_for(left)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])  # the first one loads kernels
 
@@ -392,43 +364,40 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
     few rows of scores. Each query points at two keys that it may see, so that outputs and gradients are large in every
     row, and at one that it may not, later or of the example before.
     """
-    lengths = [request["length"]]
+    lengths, most = [request["length"]], request["length"]
     while lengths[0] >= 2 * _SHORTEST:
         lengths.insert(0, lengths[0] // 2)
+    reached, backends = dict[str, int](), dict[str, str]()
+    why = ""
     with Comparison(request) as compare:
-        reached: dict[str, int] = {}
-        short: list[str] = []
         for kind in ("plain", "packed"):
-            if len(lengths) > 1:
-                _long(compare, lengths[0], packed=kind == "packed")  # loads kernels, which the time is not to include
+            _long(compare, lengths[0], packed=kind == "packed")  # loads kernels, which the time is not to include
             for length in lengths:
                 began = time.monotonic()
                 try:
-                    _long(compare, length, packed=kind == "packed")
+                    backends[kind] = _long(compare, length, packed=kind == "packed")
                 except torch.OutOfMemoryError:
-                    if kind not in reached:
-                        raise
-                    short.append(f"{length:,} tokens {kind} do not fit into its memory")
+                    why += f"; {length:,} tokens {kind} do not fit into its memory"
                     break
                 reached[kind] = length
                 expected = 4 * (time.monotonic() - began)  # of twice the length
-                if length < lengths[-1] and expected > request["seconds"]:
-                    short.append(f"{2 * length:,} tokens {kind} would take {expected:.0f} s")
+                if length < most and expected > request["seconds"]:
+                    why += f"; {2 * length:,} tokens {kind} would take {expected:.0f} s"
                     break
         told = " and ".join(f"{length:,} tokens {kind}" for kind, length in reached.items())
-        text = f"output and gradients at {told} differ from float64 by no more than rounding"
-        text += f"; not at {request['length']:,}, because {' and '.join(short)}" if short else ""
-        right = (f"attention at {min(reached.values()):,} tokens", text, "ROCm/ROCm#6416")
+        right = (f"attention at {min(reached.values()):,} tokens",
+                 f"output and gradients at {told} differ from float64 by no more than rounding{why}",
+                 "ROCm/ROCm#6416")  # fmt: skip
         wrong = ("Attention is wrong",
                  f"of scaled_dot_product_attention, up to {told}, differ from float64 by more than rounding",
                  "train with --attn_implementation eager, or at a --max_length at which this check passes, until a "
                  "newer ROCm build of torch is correct",
                  "ROCm/ROCm#6416; aotriton#123; pytorch#133671; ROCm/pytorch#3230")  # fmt: skip
-        backends = {kind: _backend(compare, kind) for kind in KINDS}
         return [compare.verdict("attention", right, wrong), judge_backends(compare.name, backends)]
 
 
-def _long(compare: Comparison, length: int, *, packed: bool) -> None:
+def _long(compare: Comparison, length: int, *, packed: bool) -> str:
+    """Compare one length; returns the backend that torch has chosen."""
     dtype, generator, positions = torch.bfloat16, compare.generator, torch.arange(length)
     case = f"attention at {length:,} tokens{', packed' if packed else ''}"
     rows = positions.flip(0)[::_STRIDE].flip(0)
@@ -444,9 +413,12 @@ def _long(compare: Comparison, length: int, *, packed: bool) -> None:
     upstream[:, :, rows] = spread((1, 2, len(rows), 128), dtype, generator)
     step(f"computing {case}")
     here, begins, shown = (compare.move(one) for one in (positions, first, rows))
-    mask = (here <= here[:, None]) & (here >= begins[:, None]) if packed else None
     q, k, v = leaves = [compare.move(tensor).requires_grad_() for tensor in (query, key, value)]
-    output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    if packed:  # as transformers does: with a mask, keys and values are repeated for their queries
+        mask = (here <= here[:, None]) & (here >= begins[:, None])
+        output = scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), attn_mask=mask)
+    else:
+        output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     gradients = torch.autograd.grad(output, leaves, compare.move(upstream))
     found = [output[:, :, shown], gradients[0][:, :, shown], *gradients[1:]]
     hidden = (positions > rows[:, None]) | (positions < first[rows][:, None])
@@ -460,19 +432,6 @@ def _long(compare: Comparison, length: int, *, packed: bool) -> None:
         return dict(zip(_PARTS, (attended.detach(), *backward), strict=True))
 
     compare.by_formula(case, dict(zip(_PARTS, found, strict=True)), by_rows)
-
-
-def _backend(compare: Comparison, kind: str) -> str:
-    """The backend that torch chooses for a small causal batch, or why none runs."""
-    step(f"asking for the backend of attention, {kind}")
-    shape, mask = (2, 2, sum(_PACKED), 64), Batch.of(kind, compare.generator).on(compare).mask
-    q, k, v = (compare.move(spread(shape, torch.bfloat16, compare.generator)).requires_grad_() for _ in range(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        except RuntimeError as error:
-            return f"none: {one_line(error)}"
     # The node of a fused backend is in the graph; the math path has no node of its own.
     names, waiting = "", [output.grad_fn]
     while waiting:
@@ -484,22 +443,17 @@ def _backend(compare: Comparison, kind: str) -> str:
 
 
 def judge_backends(device: str, backends: Mapping[str, str]) -> Finding:
-    """The finding on the backends by batch (``plain``, ``padded``, ``packed``)."""
+    """The finding on the backends by batch, ``plain`` or ``packed``; padding has a mask as packing has."""
     read = [f"bfloat16, {kind}: {backend}" for kind, backend in backends.items()]
-    slow = [kind for kind, backend in backends.items() if backend == "math"]
-    none = [backend for backend in backends.values() if backend.startswith("none")]
+    slow = " and ".join(kind for kind, backend in backends.items() if backend == "math")
     source = "aotriton util.cc; pytorch#134498; unsloth#8821"
-    if none:
-        return unknown(f"no backend runs bfloat16 attention: {none[0]}", subject=device, read=read)
-    if slow:
-        return warn("attention_unfused", "Attention uses the math path",
-                    f"on {device}, {' and '.join(slow)} batches take the math path, whose memory grows with the square "
-                    "of the length",
-                    "a torch release with AOTriton for this card (2.10 and newer for gfx1100), or a shorter "
-                    "--max_length; `--per_device_train_batch_size 1` without --packing needs no mask", source,
-                    subject=device, read=read)  # fmt: skip
-    text = f"on {device}, for plain, padded and packed batches"
-    return ok("attention_fused", f"fused attention ({backends['plain']})", text, source, subject=device, read=read)
+    if not slow:
+        return ok("attention_fused", f"fused attention ({backends['plain']})", f"on {device}, also with a mask", source,
+                  subject=device, read=read)  # fmt: skip
+    return warn("attention_unfused", "Attention uses the math path",
+                f"on {device}, {slow} batches take the math path, whose memory grows with the square of the length",
+                "a torch release with AOTriton for this card (2.10 and newer for gfx1100), or a shorter --max_length; "
+                "`--per_device_train_batch_size 1` without --packing needs no mask", source, device, read)  # fmt: skip
 
 
 # ---- 4-bit weights -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from hf_rocm_tune.doctor.findings import GROUPS, Evidence, Finding, Status, read
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
 from hf_rocm_tune.machine.sources import links_of
 from hf_rocm_tune.paths import can_be_file
-from hf_rocm_tune.redaction import Private, map_strings, scrub_text
+from hf_rocm_tune.redaction import Private, map_strings, one_line, scrub_text
 from hf_rocm_tune.version import __version__
 
 PROGRAM = "hf-rocm-tune doctor"
@@ -155,13 +155,13 @@ def about(evidence: Evidence) -> str:
     cards = [gpu.card.name if gpu.card else f"AMD {gpu.arch or 'GPU'}" for gpu in evidence.candidates]
     cards = cards or [device.name for device in evidence.devices] or ["no card"]
     named = " + ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(cards).items())
-    system = f"{machine.process.platform} {machine.process.release or ''}".strip()
+    system = f"{machine.platform} {machine.release}"
     return ", ".join([named, machine.cpu, system, f"torch {version}" if version else "no torch"])
 
 
 def plain(text: str) -> str:
     """One line of printable text; a file of the kernel's may contain anything."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return " ".join(one_line(text).split())
 
 
 def lines(diagnosis: Diagnosis, machine: str, seconds: float, width: int, *, verbose: bool) -> Iterator[str]:

@@ -11,7 +11,6 @@ ending of the process (``machine.child.ENDINGS``). By hand::
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 from hf_rocm_tune.doctor import links, software, system
 from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, failure, one_line, skipped, warn
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.child import answer, run
+from hf_rocm_tune.machine.child import Task, answer, run_together
 from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.variables import ALLOCATOR
 
@@ -83,14 +82,10 @@ def all_checks() -> list[Check]:
     return sorted(checks, key=lambda check: order.index(check.group))
 
 
-def select(checks: Sequence[Check], only: Iterable[str]) -> list[Check]:
+def select(checks: Sequence[Check], only: Sequence[str]) -> list[Check]:
     """The checks with the given names of checks or groups (the group, if a name is both); all by default."""
-    names = [*dict.fromkeys(check.group for check in checks), *(check.name for check in checks)]
-    for name in only:
-        if name not in names:
-            nearest = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {nearest[0]}? " if nearest else ""
-            raise UsageError(f"there is no check or group {name!r}: {hint}`hf-rocm-tune doctor --help` names them all")
+    if wrong := sorted(set(only) - {name for check in checks for name in (check.name, check.group)}):
+        raise UsageError(f"there is no check or group {', '.join(wrong)}: `hf-rocm-tune doctor --help` names them all")
     return [check for check in checks if not only or {check.name, check.group} & set(only)]
 
 
@@ -179,14 +174,15 @@ def run_measured(check: Check, request: Mapping[str, Any]) -> list[Finding]:
     device, address = request["device"], request.get("address")
     subject = f"{device} at {address}" if address else str(device)
 
-    def in_child(environ: Mapping[str, str | None] | None = None) -> list[Finding]:
-        outcome = run(MODULE, check.name, request=request, deadline_s=check.deadline_s, environ=environ)
+    def in_child(environ: Mapping[str, str | None]) -> list[Finding]:
+        task = Task(module=MODULE, arguments=(check.name,), request=request, environ=environ)
+        (outcome,) = run_together([task], deadline_s=check.deadline_s)
         if outcome.result is None:
             return [failure(check.about, outcome, subject=subject)]
         made = [Finding(**values) for values in outcome.result["findings"]]
         return [replace(one, subject=subject) if one.subject == device else one for one in made]
 
-    findings = in_child()
+    findings = in_child({})
     if not (check.again and request.get("hip") and any(one.status == "fail" for one in findings)):
         return findings
     # A process reads these variables once: another one tells whether they are the cause.

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 from hf_rocm_tune.cards.preflight import DEVICE_ERRORS
 from hf_rocm_tune.machine.child import Outcome
-from hf_rocm_tune.machine.gpus import GpuNode
-from hf_rocm_tune.machine.process import users_environ, visible_nodes
+from hf_rocm_tune.machine.process import users_environ
 from hf_rocm_tune.machine.software import Software, TorchDevice, read_software
-from hf_rocm_tune.machine.survey import Gpu, Machine, join, survey
+from hf_rocm_tune.machine.survey import Gpu, Machine, survey
 
 GIVEN_AWAY = "vfio-pci"
 """The driver of a device that is assigned to a virtual machine."""
@@ -108,7 +107,8 @@ class Evidence:
     @property
     def joined(self) -> list[tuple[TorchDevice, Gpu | None]]:
         """torch's devices, each with its card in the kernel's list."""
-        return list(zip(self.devices, join(self.machine, self.devices), strict=True))
+        found = {gpu.address: gpu for gpu in self.machine.gpus}
+        return [(device, found.get((device.pci_address or "").lower())) for device in self.devices]
 
     @property
     def seen_cards(self) -> tuple[TorchDevice, ...]:
@@ -119,12 +119,6 @@ class Evidence:
     def card_count(self) -> int:
         """Number of discrete cards of any vendor: in the kernel's list, or torch's if that is larger."""
         return max(len(self.cards), len(self.seen_cards))
-
-    @property
-    def visible(self) -> tuple[GpuNode, ...] | None:
-        """The compute nodes that pass the user's filters; None if unknown."""
-        topology = self.machine.topology
-        return visible_nodes(topology.nodes, self.environ) if topology.complete else None
 
 
 def read_here() -> Evidence:

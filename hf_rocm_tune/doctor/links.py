@@ -51,7 +51,15 @@ def narrowest(path: Sequence[Link]) -> LinkRate | None:
 
 
 def _links(evidence: Evidence) -> Iterator[Finding]:
-    yield from (_link(evidence, gpu) for gpu in evidence.cards)
+    status = _graver_with_two(evidence)
+    for gpu in evidence.cards:
+        yield _link(evidence, gpu)
+        if gpu.upward.behind_chipset:
+            yield status("slot_of_chipset", "a card is on a slot of the chipset",
+                         f"{gpu.address} reaches the processor through the chipset "
+                         f"({' > '.join(reversed(gpu.upward.chain))}), which shares its lanes with disks and network; "
+                         "with several cards, AMD supports slots of the processor only, and HIP errors were reported",
+                         "move the card to a slot of the processor", _SLOTS, gpu.address)  # fmt: skip
 
 
 def _link(evidence: Evidence, gpu: Gpu) -> Finding:
@@ -70,25 +78,13 @@ def _link(evidence: Evidence, gpu: Gpu) -> Finding:
     fix = "move the card to a slot of the processor, and check the BIOS settings of its lanes and its generation"
     if rate < X4_GB_S:
         text, title = f"{text}. That makes transfers slow, not wrong", f"x{width} link: {rate:.1f} GB/s at most"
-        return warn("link_narrow", title, text, fix, _RATES, subject=gpu.address, read=read)
+        return warn("link_narrow", title, text, fix, _RATES, gpu.address, read)
     if rate < X8_GB_S and evidence.card_count < 2:
-        return note("link_half", f"PCIe x{width}, {rate:.0f} GB/s", text, fix, _RATES, subject=gpu.address, read=read)
+        return note("link_half", f"PCIe x{width}, {rate:.0f} GB/s", text, fix, _RATES, gpu.address, read)
     return ok("link_ok", f"PCIe x{width}", text, _RATES, subject=gpu.address, read=read)
 
 
-def _slot(evidence: Evidence) -> Iterator[Finding]:
-    status = _graver_with_two(evidence)
-    for gpu in evidence.cards:
-        if gpu.upward.behind_chipset:
-            yield status("slot_of_chipset", "a card is on a slot of the chipset",
-                         f"{gpu.address} reaches the processor through the chipset "
-                         f"({' > '.join(reversed(gpu.upward.chain))}), which shares its lanes with disks and network; "
-                         "with several cards, AMD supports slots of the processor only, and HIP errors were reported",
-                         "move the card to a slot of the processor", _SLOTS, subject=gpu.address)  # fmt: skip
-
-
 def _bar(evidence: Evidence) -> Iterator[Finding]:
-    status = _graver_with_two(evidence)
     for gpu in evidence.cards:
         window, vram = gpu.bar_bytes, gpu.vram_bytes
         if window is None or not vram:
@@ -98,11 +94,12 @@ def _bar(evidence: Evidence) -> Iterator[Finding]:
             text = f"{gpu.address}: the largest BAR is {window / _GIB:.0f} GiB, the whole memory"
             yield ok("bar_full", "resizable BAR", text, _SYSFS, subject=gpu.address)
         else:
-            yield status("bar_small", "resizable BAR is off",
-                         f"{gpu.address}: the largest BAR is {window / _MIB:.0f} MiB, and the card has "
-                         f"{vram / _GIB:.0f} GiB; this is among the causes of wrong or missing copies between cards",
-                         'switch on "Above 4G decoding" and "Resizable BAR" ("Smart Access Memory") in the BIOS',
-                         _BAR, subject=gpu.address)  # fmt: skip
+            yield _graver_with_two(evidence)(
+                "bar_small", "resizable BAR is off",
+                f"{gpu.address}: the largest BAR is {window / _MIB:.0f} MiB, and the card has {vram / _GIB:.0f} GiB; "
+                "this is among the causes of wrong or missing copies between cards",
+                'switch on "Above 4G decoding" and "Resizable BAR" ("Smart Access Memory") in the BIOS',
+                _BAR, gpu.address)  # fmt: skip
 
 
 def _graver_with_two(evidence: Evidence) -> Callable[..., Finding]:
@@ -112,22 +109,18 @@ def _graver_with_two(evidence: Evidence) -> Callable[..., Finding]:
 
 def _errors(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
-        counts, read = gpu.aer, [", ".join(f"{kind} {count:,}" for kind, count in gpu.aer.items())]
-        wrong, corrected = _counted(counts)
-        if not counts:
+        if not gpu.aer:
             yield unknown(evidence.machine.why(gpu.address, "aer_dev"), subject=gpu.address)
-        elif not any(counts.values()):
-            yield ok("aer_clean", "no errors", f"{gpu.address}: no PCIe error since boot", _AER, subject=gpu.address)
-        if wrong:
+        elif wrong := _uncorrected(gpu.aer):
             yield warn("aer_errors", "The PCIe link has uncorrected errors",
                        f"{gpu.address} counted {wrong} errors since boot: a riser, a slot or a power supply?",
-                       f"{_SEAT}; read the counter again under load: a rising count matters",
-                       _AER_SOURCES, subject=gpu.address, read=read)  # fmt: skip
-        if corrected:
-            yield note("aer_corrected", f"{corrected} errors on the link",
-                       f"{gpu.address}, since boot: the hardware sent the data again, so nothing was lost",
-                       f"nothing unless the count rises under load (this doctor checks that); then {_SEAT}", _AER,
-                       subject=gpu.address, read=read)  # fmt: skip
+                       f"{_SEAT}; read the counter again under load: a rising count matters", _AER_SOURCES,
+                       gpu.address)  # fmt: skip
+        else:
+            corrected = gpu.aer.get("correctable", 0)
+            text = f"{gpu.address}: since boot; what was corrected was sent again, so nothing was lost"
+            yield ok("aer_clean", f"{corrected:,} corrected errors" if corrected else "no errors", text, _AER,
+                     subject=gpu.address)  # fmt: skip
 
 
 def _errors_since(evidence: Evidence) -> Iterator[Finding]:
@@ -137,30 +130,29 @@ def _errors_since(evidence: Evidence) -> Iterator[Finding]:
         after = now.get(gpu.address, {})
         grown = {kind: after[kind] - count for kind, count in gpu.aer.items() if after.get(kind, 0) > count}
         read = [f"{kind}: {gpu.aer[kind]:,} before, {after[kind]:,} after" for kind in grown]
-        wrong, corrected = _counted(grown)
-        if wrong:
+        if wrong := _uncorrected(grown):
             yield fail("aer_rising", "Uncorrected PCIe errors during the measurements",
                        f"{gpu.address} counted {wrong} more errors while this doctor ran",
-                       f"{_SEAT}; do not train on it before the counter stops rising", _AER_SOURCES,
-                       subject=gpu.address, read=read)  # fmt: skip
-        if corrected:
+                       f"{_SEAT}; do not train on it before the counter stops rising", _AER_SOURCES, gpu.address,
+                       read)  # fmt: skip
+        elif grown:
             yield warn("aer_corrected_rising", "Corrected PCIe errors during the measurements",
-                       f"{gpu.address} counted {corrected} more errors while this doctor ran: the link is marginal",
-                       f"{_SEAT}, and run the doctor again", _AER_SOURCES, subject=gpu.address, read=read)  # fmt: skip
-        if not grown and gpu.aer and after:
+                       f"{gpu.address} counted {grown['correctable']:,} more errors while this doctor ran: the link is "
+                       "marginal", f"{_SEAT}, and run the doctor again", _AER_SOURCES, gpu.address, read)  # fmt: skip
+        elif gpu.aer and after:
             text = f"{gpu.address}: the counters did not rise"
             yield ok("aer_still", "no PCIe errors while measuring", text, _AER, subject=gpu.address)
 
 
-def _counted(counts: Mapping[str, int]) -> tuple[str, str]:
-    """The uncorrected and the corrected errors in words; empty where there are none."""
-    named = {kind: f"{count:,} {kind}" for kind, count in counts.items() if count}
-    return " and ".join(words for kind, words in named.items() if kind != "correctable"), named.get("correctable", "")
+def _uncorrected(counts: Mapping[str, int]) -> str:
+    """The uncorrected errors in words; empty where there are none."""
+    return " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count and kind != "correctable")
 
 
 CHECKS = (
-    Check("link_width", "links", "width and speed of the links up to the processor", _links),
-    Check("slot", "links", "whether the card is on a slot of the chipset", _slot),
+    Check(
+        "link", "links", "width and speed of the links up to the processor, and whether they pass the chipset", _links
+    ),
     Check("bar", "links", "resizable BAR", _bar),
     Check("link_errors", "links", "PCIe error counters since boot", _errors),
 )

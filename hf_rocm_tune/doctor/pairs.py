@@ -38,13 +38,13 @@ _INSTEAD: Mapping[Way | None, tuple[str, str, str]] = {
 
 def pairs(request: Mapping[str, Any]) -> list[Finding]:
     """A finding for each ordered pair; one with wrong copies is tried again without the engines for peer copies."""
-    findings = []
-    for trial in try_pairs(request["devices"], environ={}, **_options(request)):
+    options, findings = _options(request), []
+    for trial in try_pairs(request["devices"], environ={}, **options):
         again = None
         if trial.verdict != "right" and request.get("hip"):
-            names = (trial.source, trial.destination)
-            pair = [device for name in names for device in request["devices"] if device["device"] == name]
-            again = try_pairs(pair, environ=_WITHOUT_ENGINES, **_options(request))[0].reason
+            by_name = {device["device"]: device for device in request["devices"]}
+            pair = [by_name[trial.source], by_name[trial.destination]]
+            again = try_pairs(pair, environ=_WITHOUT_ENGINES, **options)[0].reason
         findings.append(judge_pair(trial, again, str(request.get("about", ""))))
     return findings
 

@@ -56,12 +56,13 @@ def _version(text: str | None) -> Version | None:
 def _torch(evidence: Evidence) -> Iterator[Finding]:
     software, version = evidence.software, evidence.software.torch_version
     # The AMD GPUs that torch should compute on.
-    known = [(gpu.card, gpu.arch or "GPU") for gpu in evidence.candidates if in_wheels(gpu)]
-    card = " and ".join(card.name if card else f"an AMD {arch}" for card, arch in known)
+    known = [
+        gpu.card.name if gpu.card else f"an AMD {gpu.arch or 'GPU'}" for gpu in evidence.candidates if in_wheels(gpu)
+    ]
+    card = " and ".join(known)
     if version is None:
-        title = "torch is not installed" if software.packages.get("torch") is None else "torch cannot be read"
-        reason = software.problems.get("torch_version", "")
-        yield fail("torch_missing", title, reason, f"{_install('torch')} (ROCm on Linux)", _VERSIONS)
+        yield fail("torch_missing", "torch cannot be used", software.problems.get("torch_version", ""),
+                   f"{_install('torch')} (ROCm on Linux)", _VERSIONS)  # fmt: skip
     elif software.build == "rocm":
         yield from _rocm_build(evidence, software, version)
     elif not card:
@@ -81,17 +82,18 @@ def _torch(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterator[Finding]:
-    filters = [f"{name}={evidence.environ[name]}" for name in FILTERS if name in evidence.environ]
+    filters = " and ".join(f"{name}={evidence.environ[name]}" for name in FILTERS if name in evidence.environ)
     if not software.devices:
-        why = software.problems.get("devices", "its list is empty")
-        reason = f"torch {version} is a ROCm build and lists no GPU: {why}"
+        reason = (
+            f"torch {version} is a ROCm build and lists no GPU: {software.problems.get('devices', 'an empty list')}"
+        )
         if not evidence.candidates:
             yield unknown(f"{reason}; this machine has none")
             return
         yield fail("torch_sees_nothing", "torch sees no GPU", f"{reason}; this machine has {len(evidence.candidates)}",
                    "check the findings on access and variables (a *_VISIBLE_DEVICES may hide it), then `rocminfo`; "
                    "after a hang or a crash, `sudo dmesg | tail`", "pytorch hip.rst; HIP environment variables page",
-                   read=filters)  # fmt: skip
+                   read=[filters] if filters else ())  # fmt: skip
         return
     seen = ", ".join(f"{one.name} ({one.arch}, {one.total_bytes / (1 << 30):.1f} GiB)" for one in software.devices)
     rocm = f"ROCm {software.torch_rocm_version}, " if software.torch_rocm_version else ""
@@ -100,9 +102,8 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
     known = [gpu for _, gpu in evidence.joined if gpu is not None]
     cards = [gpu for gpu in known if gpu in evidence.cards]
     if len(cards) < len(evidence.cards) and len(known) == len(software.devices):
-        why = f": {' and '.join(filters)} is set" if filters else ""
         yield note("torch_sees_fewer", f"torch sees {len(cards)} of {len(evidence.cards)} cards",
-                   f"not all discrete cards are visible to torch{why}",
+                   f"not all discrete cards are visible to torch{f': {filters} is set' if filters else ''}",
                    "change or unset the filter to train on all of them", "HIP environment variables page")  # fmt: skip
 
 
@@ -117,15 +118,13 @@ def _architectures(evidence: Evidence) -> Iterator[Finding]:
                        f"{gpu.address} is {gpu.arch} in the kernel's list, and {device.arch} in torch's: code for the "
                        "wrong one crashes or gives wrong results",
                        "unset HSA_OVERRIDE_GFX_VERSION and its per-node forms",
-                       "libhsakmt topology.c; TheRock#5543; unsloth install.sh", subject=gpu.address)  # fmt: skip
+                       "libhsakmt topology.c; TheRock#5543; unsloth install.sh", gpu.address)  # fmt: skip
     built = software.arch_list
     if not built or not true:
         yield unknown(software.problems.get("arch_list", "the architectures of torch or of the GPUs are unknown"))
         return
     # Wheels of one family of architectures contain all kernels; multi-architecture ones have them in separate wheels.
-    version, wheels = _version(software.torch_version), software.rocm_wheels
-    local = version.local if version and version.local else ""
-    rocm = _version(software.torch_rocm_version or local.removeprefix("rocm"))
+    wheels, rocm = software.rocm_wheels, _version((software.torch_version or "").partition("+rocm")[2])
     apart = any("device-" in name for name in wheels) or not any("gfx" in name for name in wheels)
     apart = apart and bool(wheels) and rocm is not None and rocm.major >= 10
     for address, arch in true.items():
@@ -134,16 +133,15 @@ def _architectures(evidence: Evidence) -> Iterator[Finding]:
                        f"{address} is {arch}, and this build has {' '.join(built)}: the first kernel fails",
                        f"install a wheel with {arch}: those of download.pytorch.org have gfx1100 from rocm6.0 on, "
                        "those of repo.amd.com/rocm one index or extra for each; do not set HSA_OVERRIDE_GFX_VERSION",
-                       "uv#18730; TheRock#5543; TheRock RELEASES.md", subject=address)  # fmt: skip
+                       "uv#18730; TheRock#5543; TheRock RELEASES.md", address)  # fmt: skip
         elif apart and not any(name.endswith(f"device-{arch}") for name in wheels):
             yield fail("device_wheel_missing", f"torch's kernels for {arch} are not installed",
                        f"this is a multi-architecture build of ROCm {rocm} with kernels in separate wheels, and that "
                        f"of {arch} is missing: torch lists the card, and its first kernel fails (hipErrorInvalidImage)",
                        f"install `torch[device-{arch}]` from the same index", "TheRock RELEASES.md; uv#21683",
-                       subject=address, read=[f"{name} {one}" for name, one in wheels.items()])  # fmt: skip
+                       address, [f"{name} {one}" for name, one in wheels.items()])  # fmt: skip
         else:
-            read = [f"built for: {' '.join(built)}"]
-            yield ok("arch_ok", f"code for {arch}", "among the architectures of this build", "uv#18730", read=read)
+            yield ok("arch_ok", f"code for {arch}", f"this build has {' '.join(built)}", "uv#18730")
 
 
 def _compiler(evidence: Evidence) -> Iterator[Finding]:
@@ -165,68 +163,63 @@ def _compiler(evidence: Evidence) -> Iterator[Finding]:
 def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
     software, source = evidence.software, "bitsandbytes cextension.py"
     version, forced = software.packages.get("bitsandbytes"), evidence.environ.get(_FORCING)
-    if version is None:
-        yield note("bnb_missing", "bitsandbytes is not installed",
-                   software.problems.get("bitsandbytes")
-                   or "4-bit and 8-bit weights and 8-bit optimizers are not available; LoRA in bf16 works",
-                   f"{_install('bitsandbytes')} for QLoRA", "bitsandbytes installation page")  # fmt: skip
-        return
-    if software.build != "rocm":
-        return
-    hip, files = _version(software.hip_version), software.bitsandbytes_libraries
-    if forced is not None or hip is None or not files:
-        yield unknown(f"{_FORCING}={forced} chooses the library, whatever torch's build" if forced is not None else
-                      f"bitsandbytes has no native library, or HIP {software.hip_version} is no version")  # fmt: skip
-        return
+    hip, title = _version(software.hip_version), f"bitsandbytes {version}"
     # Version of HIP to file; ``rocm715`` is 7.15. The loader of 0.50 (cextension.py) takes the exact one, the nearest
     # older, the nearest newer, never one of another major version.
-    found = sorted(((int(m[1]), int(m[2])), name) for name in files if (m := _LIBRARY.fullmatch(name)))
-    same = [one for one in found if one[0][0] == hip.major]
-    older = [one for one in same if one[0] <= (hip.major, hip.minor)]
-    title = f"bitsandbytes {version}"
-    if not same:
+    matches = filter(None, map(_LIBRARY.fullmatch, software.bitsandbytes_libraries))
+    found = sorted(((int(one[1]), int(one[2])), one[0]) for one in matches)
+    same = [one for one in found if hip and one[0][0] == hip.major]
+    if version is None:
+        yield note("bnb_missing", "bitsandbytes is not installed",
+                   "4-bit and 8-bit weights and 8-bit optimizers are not available; LoRA in bf16 works",
+                   f"{_install('bitsandbytes')} for QLoRA", "bitsandbytes installation page")  # fmt: skip
+    elif software.build != "rocm":
+        return
+    elif forced is not None:
+        yield unknown(f"{_FORCING}={forced} chooses the library, whatever torch's build")
+    elif hip is None or not software.bitsandbytes_libraries:
+        yield unknown(f"bitsandbytes has no native library, or HIP {software.hip_version} is no version")
+    elif not same:
         listed = ", ".join(f"{major}.{minor}" for (major, minor), _ in found) or "no ROCm at all"
         yield warn("bnb_no_library", f"{title} has no library for this build",
                    f"torch is built with HIP {hip}; bitsandbytes has libraries for {listed}, and does not load one of "
                    "another major version, so --load_in_4bit and --load_in_8bit cannot work",
                    f"use a torch build with one of {listed}, or train without quantisation", source)  # fmt: skip
-        return
-    taken, file = older[-1] if older else same[0]
-    if taken == (6, 4) and any(gpu.arch == "gfx1100" for gpu in evidence.candidates):
-        yield warn("bnb_rocm64", "4-bit products were reported wrong with this library on gfx1100",
-                   f"{title} loads {file} here. Two owners of gfx1100 cards got wrong products of 4-bit weights with "
-                   "it; its machine code, executed by this project's interpreter, is 12 per cent off",
-                   "use a torch build with ROCm 7.2, which loads another; `hf-rocm-tune doctor --only nf4` tests it",
-                   "bitsandbytes#2087; bitsandbytes#2089")  # fmt: skip
     else:
-        fits = "is for that version" if taken == (hip.major, hip.minor) else "it allows within one major version"
-        yield ok("bnb_library", title, f"for HIP {hip} it loads {file}, which {fits}", source)
+        taken, file = next((one for one in reversed(same) if one[0] <= (hip.major, hip.minor)), same[0])
+        if taken == (6, 4) and any(gpu.arch == "gfx1100" for gpu in evidence.candidates):
+            yield warn("bnb_rocm64", "4-bit products were reported wrong with this library on gfx1100",
+                       f"{title} loads {file} here. Two owners of gfx1100 cards got wrong products of 4-bit weights "
+                       "with it; its machine code, executed by this project's interpreter, is 12 per cent off",
+                       "use a torch build with ROCm 7.2, which loads another; `doctor --only nf4` tests it",
+                       "bitsandbytes#2087; bitsandbytes#2089")  # fmt: skip
+        else:
+            yield ok("bnb_library", title, f"for HIP {hip} it loads {file}", source)
 
 
 def _tested(evidence: Evidence) -> Iterator[Finding]:
-    packages, problems = evidence.software.packages, evidence.software.problems
-    found = [] if requirements() else [unknown("hf-rocm-tune is not installed, so what it requires is not known")]
-    for name, required in requirements().items():
-        if name not in packages:
-            continue
+    packages = evidence.software.packages
+    wanted = {name: one for name, one in requirements().items() if name in packages}
+    right = bool(wanted)
+    if not wanted:
+        yield unknown("hf-rocm-tune is not installed, so what it requires is not known")
+    for name, required in wanted.items():
         text, version = packages[name], _version(packages[name])
         below, harm, source = _HARMFUL.get(name, ("0", "", ""))
-        if text is None and name not in problems:
-            if name not in ("bitsandbytes", "torch"):  # those have their own checks
-                title, text = f"{name} is not installed", "training needs it"
-                found.append(fail("version_missing", title, text, _install(name), _OURS, subject=name))
-        elif version is None:
-            reason = problems.get(name, f"the version of {name} is {text!r}, which is not a version")
-            found.append(unknown(reason, subject=name))
-        elif not required.specifier.contains(version, prereleases=True):
-            harmful = harm and version < Version(below) and evidence.software.build == "rocm"
-            found.append((fail if harmful else warn)(
+        if text is None and name in ("bitsandbytes", "torch"):  # those have their own checks
+            continue
+        if text is None:
+            right = False
+            yield fail("version_missing", f"{name} is not installed", "training needs it", _install(name), _OURS, name)
+        elif version is None or not required.specifier.contains(version, prereleases=True):
+            right = False
+            harmful = harm and version and version < Version(below) and evidence.software.build == "rocm"
+            yield (fail if harmful else warn)(
                 "version_untested", f"{name} {text} is not a version that was tested",
                 f"this project is tested with {required.specifier}, and uses private functions of its upstream "
                 f"libraries{f'; {harm}' if harmful else ''}",
-                _install(name), f"{_OURS}; {source}" if harmful else _OURS, subject=name))  # fmt: skip
-    yield from found
-    if not found:
+                _install(name), f"{_OURS}; {source}" if harmful else _OURS, name)  # fmt: skip
+    if right:
         seen = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
         yield ok("versions_tested", "tested library versions", seen, _OURS)
 

@@ -8,18 +8,15 @@ from collections.abc import Iterator
 
 from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, Status, fail, note, ok, unknown, warn
 from hf_rocm_tune.machine.gpus import HOTSPOT_C
-from hf_rocm_tune.machine.process import FILTERS, OURS, choose, describe, is_integrated
+from hf_rocm_tune.machine.process import FILTERS, OURS, choose, describe, is_integrated, visible_archs, visible_nodes
 from hf_rocm_tune.machine.survey import Gpu
-from hf_rocm_tune.machine.sysfs import parse_hex, parse_int
 from hf_rocm_tune.machine.variables import Decision, MachineFacts, evaluate
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_GIB = 1 << 30
 _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}
-_OVERDRIVE_BIT = 1 << 14  # amdgpu's PP_OVERDRIVE_MASK (amd_shared.h)
 _SEATED = "if a card should be here, check that it is seated and powered and that `lspci` lists it"
 _PREREQUISITES, _PCI = "ROCm docs: prerequisites", "kernel documentation: sysfs-bus-pci"
-_MODELS = "ROCm docs: GPU architecture specifications"
-_PARAMETERS = "kernel documentation: amdgpu module parameters"
+_MODELS, _VRAM = "ROCm docs: GPU architecture specifications", "kernel documentation: amdgpu memory"
 _IDS = re.compile(r"sys/bus/pci/devices(/[^/]+/(class|vendor|device))?")
 # Integrated GPUs for which the wheels of ROCm 7.2 have code: uv#18730.
 _IN_WHEELS = ("gfx1150", "gfx1151")
@@ -35,23 +32,33 @@ def in_wheels(gpu: Gpu) -> bool:
 
 def _driver(evidence: Evidence) -> Iterator[Finding]:
     machine, topology = evidence.machine, evidence.machine.topology
-    if machine.process.platform != "linux":
-        yield unknown(f"drivers are read from Linux files, and this is {machine.process.platform}: one GPU only, not "
-                      "tested by this project")  # fmt: skip
-    elif not machine.amd and not topology.nodes:
+    if machine.platform != "linux":
+        yield unknown(f"drivers are read from Linux files, and this is {machine.platform}: one GPU only, not tested by "
+                      "this project")  # fmt: skip
+        return
+    if not machine.amd and not topology.nodes:
         yield _without_amd(evidence)
-    else:
-        if not topology.complete:
-            reasons = "; ".join(topology.reasons)
-            yield unknown(f"the kernel's list of GPUs is incomplete, so their indices are uncertain: {reasons}")
-        if not machine.amd:
-            yield unknown(f"the compute driver lists {len(topology.nodes)} GPU(s), and the PCI bus lists none of them")
-        problems = [one for gpu in evidence.candidates for one in _of_gpu(evidence, gpu)]
-        yield from problems
-        if machine.amd and topology.nodes and not problems:
-            listed = " and ".join(gpu.address for gpu in machine.amd if gpu.driver == "amdgpu")
-            text = f"amdgpu drives {listed}, and the kernel lists {len(topology.nodes)} GPU(s) for computing"
-            yield ok("driver_ok", "amdgpu", text, _PREREQUISITES)
+        return
+    if not topology.complete:
+        reasons = "; ".join(topology.reasons)
+        yield unknown(f"the kernel's list of GPUs is incomplete, so their indices are uncertain: {reasons}")
+    if not machine.amd:
+        yield unknown(f"the compute driver lists {len(topology.nodes)} GPU(s), and the PCI bus lists none of them")
+    problems = [one for gpu in evidence.candidates for one in _of_gpu(evidence, gpu)]
+    yield from problems
+    if machine.amd and topology.nodes and not problems:
+        listed = " and ".join(gpu.address for gpu in machine.amd if gpu.driver == "amdgpu")
+        text = f"amdgpu drives {listed}, and the kernel lists {len(topology.nodes)} GPU(s) for computing"
+        yield ok("driver_ok", "amdgpu", text, _PREREQUISITES)
+    for gpu in () if evidence.cards else machine.amd:
+        if gpu.integrated:
+            known = in_wheels(gpu)
+            text = "not tested by this project" if known else "the wheels of pytorch.org have no code for it"
+            yield (note if known else warn)(
+                "no_card", "No card, only the processor's own GPU",
+                f"{gpu.address} ({gpu.arch}) is the only AMD GPU and shares the processor's memory; {text}",
+                f"{_SEATED}; leave HSA_OVERRIDE_GFX_VERSION unset", "uv#18730; unsloth install.sh",
+                gpu.address)  # fmt: skip
 
 
 def _without_amd(evidence: Evidence) -> Finding:
@@ -97,8 +104,8 @@ def _permissions(evidence: Evidence) -> Iterator[Finding]:
     there, count = list(evidence.machine.device_nodes), len(evidence.machine.topology.nodes)
     if not count:
         return
-    kinds = {"/dev/kfd": "/dev/kfd", "/dev/dri/renderD*": "/dev/dri/renderD"}
-    missing = " and ".join(name for name, start in kinds.items() if not any(path.startswith(start) for path in there))
+    kinds = ("/dev/kfd", "/dev/dri/renderD*")
+    missing = " and ".join(kind for kind in kinds if not any(path.startswith(kind.strip("*")) for path in there))
     refused = {path: group for path, (usable, group) in evidence.machine.device_nodes.items() if not usable}
     if missing:
         yield fail("device_nodes_missing", f"{missing} does not exist",
@@ -116,18 +123,14 @@ def _permissions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _cards(evidence: Evidence) -> Iterator[Finding]:
-    for gpu in evidence.machine.amd:
+    for gpu in (gpu for gpu in evidence.machine.amd if gpu.integrated is not True):
         arch, card = gpu.arch or "architecture unknown", gpu.card
-        if gpu.integrated is True:
-            continue
         if card is None:
             yield unknown(f"PCI device 1002:{gpu.device_id:04x}, {arch}, is not in this project's table of cards",
                           subject=gpu.address)  # fmt: skip
-            continue
-        memory = f"{gpu.vram_bytes / _GIB:.1f} GiB" if gpu.vram_bytes else "memory unknown"
-        facts = f"{card.bandwidth_gb_s or '?'} GB/s, {card.power_w or '?'} W{'' if card.fp8 else ', no FP8'}"
-        read = [f"data of this model: {facts} ({card.source or 'ROCm docs'})"]
-        yield ok("card_known", card.name, f"{gpu.address}, {arch}, {memory}", _MODELS, subject=gpu.address, read=read)
+        else:
+            memory = f"{gpu.vram_bytes / _GIB:.1f} GiB" if gpu.vram_bytes else "memory unknown"
+            yield ok("card_known", card.name, f"{gpu.address}, {arch}, {memory}", _MODELS, subject=gpu.address)
     models = {gpu.address: gpu.card.name for gpu in evidence.cards if gpu.card}
     if len(set(models.values())) > 1:
         listed = ", ".join(f"{name} at {address}" for address, name in models.items())
@@ -138,14 +141,15 @@ def _cards(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _integrated(evidence: Evidence) -> Iterator[Finding]:
-    topology, seen = evidence.machine.topology, evidence.visible
+    topology = evidence.machine.topology
+    seen = visible_nodes(topology.nodes, evidence.environ)
     igpus = [node for node in topology.nodes if is_integrated(node)]
     cards = [node for node in topology.nodes if not is_integrated(node)]
     if not igpus or not cards:
         return
     choice = choose(topology.nodes, {}, complete=topology.complete, split=len(cards) > 1)
     fix = f"`export {OURS}={choice.variables.get(OURS, '')}`"
-    igpu, card = ", ".join(map(describe, igpus)), ", ".join(map(describe, cards))
+    igpu, card = (", ".join(map(describe, nodes)) for nodes in (igpus, cards))
     shown = " ".join(f"{name}={shlex.quote(evidence.environ[name])}" for name in FILTERS if name in evidence.environ)
     source, harm = "TheRock#5543; HIP environment variables page", "code for the card does not run on it"
     left = ", ".join(describe(node) for node in igpus if node in (seen or ()))
@@ -166,18 +170,6 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
         yield ok("igpu_filtered", "integrated GPU hidden", f"{igpu} is besides the card; {shown} hides it", source)
 
 
-def _platform(evidence: Evidence) -> Iterator[Finding]:
-    for gpu in () if evidence.cards else evidence.machine.amd:
-        if gpu.integrated:
-            known = in_wheels(gpu)
-            text = "not tested by this project" if known else "the wheels of pytorch.org have no code for it"
-            yield (note if known else warn)(
-                "no_card", "No card, only the processor's own GPU",
-                f"{gpu.address} ({gpu.arch}) is the only AMD GPU and shares the processor's memory; {text}",
-                f"{_SEATED}; leave HSA_OVERRIDE_GFX_VERSION unset", "uv#18730; unsloth install.sh",
-                subject=gpu.address)  # fmt: skip
-
-
 # ---- variables --------------------------------------------------------------------------------------------------
 
 
@@ -193,15 +185,11 @@ def of_decision(decision: Decision) -> Finding:
 
 
 def _variables(evidence: Evidence) -> Iterator[Finding]:
-    software, visible, reasons = evidence.software, evidence.visible, dict[str, str]()
-    if software.torch_version is None:
-        reasons["hip_version"] = software.problems.get("torch_version", "torch's version is unknown")
-    if visible is None:
-        unfiltered = "the filter of visible GPUs is not a plain list of indices"
-        reasons["archs"] = "; ".join(evidence.machine.topology.reasons) or unfiltered
-    archs = None if visible is None else tuple(node.arch for node in visible)
-    facts = MachineFacts(hip_version=software.hip_version, archs=archs, reasons=reasons)
-    decisions = evaluate(evidence.environ, facts)
+    software, (archs, why) = evidence.software, visible_archs(evidence.machine.topology, evidence.environ)
+    known = software.torch_version is not None
+    if not known:
+        why = "; ".join(filter(None, [software.problems.get("torch_version", "torch's version is unknown"), why]))
+    decisions = evaluate(evidence.environ, MachineFacts(software.build == "rocm" if known else None, archs, why))
     yield from map(of_decision, decisions)
     if not decisions:
         text = "a working card with a matching wheel needs no variable, and no harmful one is set"
@@ -214,12 +202,8 @@ def _variables(evidence: Evidence) -> Iterator[Finding]:
 def _release(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.machine.amd and not evidence.machine.topology.nodes:
         return
-    release = evidence.machine.process.release or ""
-    version = re.match(r"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])", release)
-    if version is None:
-        yield unknown(f"the kernel's release could not be read: {release}")
-        return
-    number = int(version[1]), int(version[2])
+    release = evidence.machine.release
+    number = tuple(map(int, re.findall("[0-9]{1,9}", release)[:2]))
     stalls = re.match(r"7\.0\.0-28(?![0-9])|7\.0\.12(?![0-9]).*fc44", release)
     if stalls:
         yield warn("kernel_mmap_stall", "This kernel stalls copies from mapped files",
@@ -246,7 +230,7 @@ def _iommu(evidence: Evidence) -> Iterator[Finding]:
     machine = evidence.machine
     known = {gpu.address: gpu.iommu_type for gpu in evidence.cards if gpu.iommu_type}
     seen = [f"{address}: group type {kind}" for address, kind in known.items()]
-    seen += [f"boot parameter {name}={value}" for name, value in machine.cmdline.items() if "iommu" in name]
+    seen += [f"boot parameter {word}" for word in machine.cmdline if "iommu" in word]
     seen += [f"amdgpu parameter pcie_p2p={machine.pcie_p2p}"] if machine.pcie_p2p else []
     if machine.iommu is not False and not known:
         yield unknown(f"no card is in an IOMMU group: {machine.why('iommu')}", read=seen)
@@ -259,95 +243,64 @@ def _iommu(evidence: Evidence) -> Iterator[Finding]:
              "ROCm docs: IOMMU; rccl init.cc; rccl#1129", read=seen)  # fmt: skip
 
 
-def _overdrive(evidence: Evidence) -> Iterator[Finding]:
-    text = evidence.machine.ppfeaturemask or ""
-    # Decimal or hexadecimal, by the kernel's version; as a signed number, 0xffffffff is -1.
-    mask = (1 << 32) - 1 if text == "-1" else parse_hex(text) if text.startswith("0x") else parse_int(text)
-    if mask is None and evidence.cards:
-        yield unknown(evidence.machine.why("ppfeaturemask") if not text else "ppfeaturemask is not a number")
-    elif mask is not None and mask & _OVERDRIVE_BIT:
-        yield note("overdrive", "OverDrive is unlocked",
-                   f"amdgpu.ppfeaturemask is {mask:#x}, which unlocks clock and voltage tables and may enable features "
-                   "that were not validated; computing does not need it",
-                   "while you look for wrong results: remove amdgpu.ppfeaturemask, run stock clocks, and test again",
-                   f"{_PARAMETERS}; rocm-libraries#12344")  # fmt: skip
-    elif mask is not None:
-        yield ok("clocks_stock", "stock clocks", f"amdgpu.ppfeaturemask is {mask:#x}", _PARAMETERS)
-
-
 # ---- memory and temperature -------------------------------------------------------------------------------------
 
 
 def _memory(evidence: Evidence) -> Iterator[Finding]:
     machine = evidence.machine
-    if machine.memory_bytes is None:
+    total, free, limit, shm = (
+        machine.memory_bytes,
+        machine.available_bytes,
+        machine.memory_limit_bytes,
+        machine.shm_bytes,
+    )
+    if total is None:
         yield unknown(machine.why("proc/meminfo"))
-        return
-    gib, free, limit = machine.memory_bytes / _GIB, machine.available_bytes, machine.memory_limit_bytes
-    text = "free memory unknown" if free is None else f"{free / _GIB:.1f} GiB available"
-    text += "; weights pass through a small page-locked ring, so a model may be larger than this memory"
-    yield ok("host_memory", f"{gib:.0f} GiB of host memory", text, "kernel: /proc/meminfo")
+    else:
+        text = "free memory unknown" if free is None else f"{free / _GIB:.1f} GiB available"
+        text += "; weights pass through a small page-locked ring, so a model may be larger than this memory"
+        yield ok("host_memory", f"{total / _GIB:.0f} GiB of host memory", text, "kernel: /proc/meminfo")
     if limit is not None:
         yield note("memory_limit", f"the container may use {limit / _GIB:.1f} GiB",
-                   f"a memory limit of {limit / _GIB:.1f} GiB is set for this process, of {gib:.0f} GiB in all; the "
-                   "kernel kills a process that exceeds it without a message",
+                   f"a memory limit of {limit / _GIB:.1f} GiB is set for this process; the kernel kills a process that "
+                   "exceeds it without a message",
                    "raise it with `--memory` when a run is killed", "kernel documentation: cgroup v2")  # fmt: skip
-
-
-def _shared_memory(evidence: Evidence) -> Iterator[Finding]:
-    process, source = evidence.machine.process, "PyTorch README: Docker image"
-    if process.platform != "linux":
-        return
-    if process.shm_bytes is None:
-        yield unknown("the size of /dev/shm is unknown")
-    elif process.shm_bytes < _GIB:  # our own bound; Docker's default of 64 MiB is too little for loader workers
+    source = "PyTorch README: Docker image"
+    if shm is not None and shm < _GIB:  # our own bound; Docker's default of 64 MiB is too little for loader workers
         yield warn("shm_small", "Little shared memory",
-                   f"/dev/shm holds {process.shm_bytes / _MIB:.0f} MiB; loader workers pass batches through it and die "
-                   "of a bus error when it is full",
+                   f"/dev/shm holds {shm >> 20} MiB; loader workers die of a bus error when it is full",
                    "start the container with `--ipc=host` or `--shm-size 8g`, or keep `--dataloader_num_workers 0`",
                    source)  # fmt: skip
-    else:
-        yield ok("shm_ok", f"{process.shm_bytes / _GIB:.0f} GiB of /dev/shm", "enough for loader workers", source)
+    elif shm is not None:
+        yield ok("shm_ok", f"{shm / _GIB:.0f} GiB of /dev/shm", "enough for loader workers", source)
 
 
-def _vram(evidence: Evidence) -> Iterator[Finding]:
-    source = "kernel documentation: amdgpu memory"
-    for gpu in evidence.cards:
-        used, total = gpu.sensors.vram_used_bytes, gpu.sensors.vram_total_bytes
-        if used is None or not total:
-            reason = "; ".join(gpu.sensors.missing.values()) or "the driver reports no memory"
-            yield unknown(reason, subject=gpu.address)
-            continue
-        text = f"{gpu.address}: {used / _GIB:.1f} of {total / _GIB:.1f} GiB are used before training"
-        if used / total < 0.02:
-            yield ok("vram_free", f"{(total - used) / _GIB:.1f} GiB free on the card", text, source)
-            continue
-        status = note if used / total < 0.15 else warn  # 3 GiB of 20 that training cannot have
-        yield status("vram_taken", f"{used / _GIB:.1f} GiB of the card in use", f"{text}, for example by a desktop",
-                     "nothing if the run fits; else end the other programs on the card (`amd-smi process` lists them) "
-                     "or log out of the desktop", source, subject=gpu.address)  # fmt: skip
-
-
-def _temperature(evidence: Evidence) -> Iterator[Finding]:
-    source = "kernel documentation: amdgpu thermal controls"
+def _sensors(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
         sensors, hotspot = gpu.sensors, gpu.sensors.hotspot_c
+        used, total, degrees = sensors.vram_used_bytes, sensors.vram_total_bytes, hotspot or sensors.edge_c
+        if None in (used, total, degrees):
+            yield unknown("; ".join(dict.fromkeys(sensors.missing.values())), subject=gpu.address)
+        if used is not None and total:
+            text, source = f"{gpu.address}: {used / _GIB:.1f} of {total / _GIB:.1f} GiB are used before training", _VRAM
+            if used / total < 0.02:
+                yield ok("vram_free", f"{(total - used) / _GIB:.1f} GiB free on the card", text, source)
+            else:
+                status = note if used / total < 0.15 else warn  # 3 GiB of 20 that training cannot have
+                yield status("vram_taken", f"{used / _GIB:.1f} GiB of the card in use",
+                             f"{text}, for example by a desktop", "nothing if the run fits; else end what `amd-smi "
+                             "process` lists, or log out of the desktop", source, gpu.address)  # fmt: skip
         known = {"hotspot {:.0f} C": hotspot, "edge {:.0f} C": sensors.edge_c, "memory {:.0f} C": sensors.memory_c}
         known |= {"{:.0f} W": sensors.power_w, "power limit {:.0f} W": sensors.power_cap_w}
         readings = ", ".join(form.format(value) for form, value in known.items() if value is not None)
-        if not readings:
-            yield unknown("; ".join(dict.fromkeys(sensors.missing.values())), subject=gpu.address)
-            continue
+        source = "kernel documentation: amdgpu thermal controls"
         if hotspot is not None and hotspot >= HOTSPOT_C:
             yield warn("hotspot", f"The hotspot is at {hotspot:.0f} C",
                        f"{gpu.address}: RDNA3 lowers its clocks by this temperature (limit about 110 C)",
                        "clean the cooler, improve the airflow, or lower the power limit; watch `amd-smi metric`",
-                       f"{source}; general knowledge, lower confidence", subject=gpu.address,
-                       read=[readings])  # fmt: skip
-        else:
-            degrees = hotspot or sensors.edge_c
-            title = "temperature unknown" if degrees is None else f"{degrees:.0f} C"
-            yield ok("sensors_ok", title, f"{gpu.address}: {readings}", source, subject=gpu.address)
+                       f"{source}; general knowledge, lower confidence", gpu.address, [readings])  # fmt: skip
+        elif degrees is not None:
+            yield ok("sensors_ok", f"{degrees:.0f} C", f"{gpu.address}: {readings}", source, subject=gpu.address)
 
 
 CHECKS = (
@@ -355,13 +308,9 @@ CHECKS = (
     Check("permissions", "access", "/dev/kfd and the render nodes", _permissions),
     Check("cards", "access", "the model of each card", _cards),
     Check("integrated", "access", "an integrated GPU beside the card", _integrated),
-    Check("platform", "access", "integrated GPUs without a card", _platform),
     Check("variables", "variables", "variables that are harmful or ignored", _variables),
     Check("kernel_release", "kernel", "kernels with known problems", _release),
     Check("iommu", "kernel", "state of the IOMMU, without advice", _iommu, needs_cards=2),
-    Check("overdrive", "kernel", "unlocked clock and voltage tables", _overdrive),
-    Check("host_memory", "host", "host memory and its limit", _memory),
-    Check("shared_memory", "host", "/dev/shm for loader workers", _shared_memory),
-    Check("vram", "host", "card memory in use by others", _vram),
-    Check("temperature", "host", "hotspot and power", _temperature),
+    Check("host_memory", "host", "host memory and its limit, and /dev/shm for loader workers", _memory),
+    Check("sensors", "host", "the card's memory in use by others, its hotspot and power", _sensors),
 )

@@ -38,7 +38,7 @@ ENDINGS = ("hang", "stop", "kill", "crash", "garbage", "silent")
 
 _FAILED = "failed"  # key of a result with only an exception
 _POLL_SECONDS, _KILL_SECONDS = 0.02, 5.0
-_TAIL_CHARACTERS, _STEP_CHARACTERS, _RESULT_BYTES = 4000, 200, 8 << 20
+_TAIL_CHARACTERS, _RESULT_BYTES = 4000, 8 << 20
 # Variables of a launcher or of our parent process for a rank; a measuring child is not a rank of that job.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "HF_ROCM_TUNE_")
 
@@ -71,41 +71,32 @@ class Outcome:
 
     @property
     def how(self) -> str:
-        """How it ended, in one clause: ``was ended by SIGSEGV while copying 64 MiB to cuda:0``."""
-        during = f" while {self.step}" if self.step else ""
-        if self.status == "done":
-            return f"ended after {self.seconds:.1f} s"
+        """How it ended without a result, in one clause: ``was ended by SIGSEGV while copying 64 MiB to cuda:0``."""
+        how = f"ended with exit code {self.code} and no result"
         if self.status == "garbage":
-            return f"left a result that cannot be read{during}"
-        if self.status == "timeout":
-            state = f", in state {self.state}" if self.state else ""
-            left = "; it could not be killed" if self.code is None else ""
-            return f"had not ended after {self.seconds:.0f} s{during}{state}{left}"
-        if self.error:
-            return f"ended with {self.error}{during}"
-        if self.code is not None and self.code < 0:
-            known = {int(number): number.name for number in signal.Signals}
-            return f"was ended by {known.get(-self.code, f'signal {-self.code}')}{during}"
-        return f"ended with exit code {self.code} and no result{during}"
-
-
-def run(
-    module: str,
-    *arguments: str,
-    request: Mapping[str, Any],
-    deadline_s: float,
-    environ: Mapping[str, str | None] | None = None,
-) -> Outcome:
-    """Run one child; the deadline includes starting Python and the imports; see `Task`."""
-    task = Task(module=module, arguments=arguments, request=request, environ=environ or {})
-    return run_together([task], deadline_s=deadline_s)[0]
+            how = "left a result that cannot be read"
+        elif self.status == "timeout":
+            how = f"had not ended after {self.seconds:.0f} s"
+        elif self.error:
+            how = f"ended with {self.error}"
+        elif self.code is not None and self.code < 0:
+            how = f"was ended by {signal.Signals(-self.code).name}"
+        how += f" while {self.step}" if self.step else ""
+        how += f", in state {self.state}" if self.state else ""
+        return how + ("; it could not be killed" if self.status == "timeout" and self.code is None else "")
 
 
 def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5.0) -> list[Outcome]:
-    """Run children that wait for each other, as ranks do: once one has failed, the others have ``grace_s`` left."""
+    """Run children, which may wait for each other as ranks do: once one has failed, the others have ``grace_s`` left.
+    ``deadline_s`` includes starting Python and the imports."""
+    children: list[_Child] = []
     with contextlib.ExitStack() as stack:
         try:
-            children = [stack.enter_context(_Child(task)) for task in tasks]
+            files = tempfile.TemporaryDirectory(prefix="hf-rocm-tune-child-", ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(files))
+            for task in tasks:
+                children.append(_Child(task, folder / str(len(children))))
+                stack.callback(children[-1].stop)  # Ctrl-C ends the waiting, too
         except OSError as error:
             why = f"{type(error).__name__}: it could not be started: {error.strerror or error}"
             return [Outcome(status="died", error=why) for _ in tasks]
@@ -114,70 +105,56 @@ def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5
             if not graced and any(not child.runs() and child.result()[0] != "done" for child in children):
                 graced, ends_at = True, min(ends_at, time.monotonic() + grace_s)
             time.sleep(_POLL_SECONDS)
-        late = {child: state_of(child.process.pid) for child in children if child.runs()}
-        for child in late:
-            child.kill()
-        patience = time.monotonic() + _KILL_SECONDS  # for all of them together
-        for child in late:
-            child.wait(patience - time.monotonic())
-        return [child.outcome(late.get(child)) for child in children]
+        return [child.outcome() for child in children]
 
 
 class _Child:
     """A running child with the directory of its result; it starts at once, or raises OSError."""
 
-    def __init__(self, task: Task) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="hf-rocm-tune-child-", ignore_cleanup_errors=True)
-        self._folder = Path(self._directory.name)
+    def __init__(self, task: Task, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
         self._began = self._ended = time.monotonic()
-        try:
-            request = self._folder / "request.json"
-            request.write_text(json.dumps(dict(task.request)), encoding="utf-8")
-            with request.open("rb") as stdin, (self._folder / _OUTPUT).open("wb") as output:
-                self.process = subprocess.Popen(
-                    # -P: no folder of the user's (datasets/, random.py) shadows a library.
-                    [sys.executable, "-P", "-m", task.module, *task.arguments],
-                    env=_environ(task, self._folder),
-                    stdin=stdin,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-        except OSError:
-            self._directory.cleanup()
-            raise
-
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.runs():  # Ctrl-C has ended the waiting, or the kernel does not end it
-            self.kill()
-            self.wait(0.1)
-        self._directory.cleanup()
+        request = folder / "request.json"
+        request.write_text(json.dumps(dict(task.request)), encoding="utf-8")
+        with request.open("rb") as stdin, (folder / _OUTPUT).open("wb") as output:
+            self._process = subprocess.Popen(
+                # -P: no folder of the user's (datasets/, random.py) shadows a library.
+                [sys.executable, "-P", "-m", task.module, *task.arguments],
+                env=_environ(task, folder),
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def runs(self) -> bool:
         """Whether it is running. When it has ended, the rest of its group is killed."""
-        if self.process.returncode is None:
+        if self._process.returncode is None:
             # Before it is reaped: until then its pid is not reused.
-            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return True
-            self.kill()
-            self.wait(None)
+            self._kill(None)
         return False
 
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+    def stop(self) -> str:
+        """Kill it if it is running; returns the state that it was in, or an empty text."""
+        state = state_of(self._process.pid) if self.runs() else ""
+        if state:
+            self._kill(_KILL_SECONDS)
+        return state
 
-    def wait(self, seconds: float | None) -> None:
+    def _kill(self, seconds: float | None) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds if seconds is None else max(seconds, 0.01))
+            self._process.wait(seconds)
         self._ended = time.monotonic()
 
-    def outcome(self, state: str | None) -> Outcome:
-        """``state``: of one that was killed at the deadline; None for another."""
-        status, result, error = self.result() if state is None else ("timeout", None, "")
+    def outcome(self) -> Outcome:
+        """How it ended; one that is still running is killed."""
+        state = self.stop()
+        status, result, error = ("timeout", None, "") if state else self.result()
         with (self._folder / _OUTPUT).open("rb") as output:
             output.seek(-min(4 * _TAIL_CHARACTERS, output.seek(0, os.SEEK_END)), os.SEEK_END)
             text = output.read().decode("utf-8", errors="replace")
@@ -186,30 +163,27 @@ class _Child:
             status=status,
             result=result,
             error=error,
-            code=self.process.returncode,
+            code=self._process.returncode,
             seconds=self._ended - self._began,
-            step=step.read_text(encoding="utf-8", errors="replace")[:_STEP_CHARACTERS] if step.exists() else "",
-            state=state or "",
+            step=step.read_text(encoding="utf-8", errors="replace") if step.exists() else "",
+            state=state,
             tail="".join(c for c in text if c.isprintable() or c == "\n").strip()[-_TAIL_CHARACTERS:],
         )
 
     def result(self) -> tuple[Status, dict[str, Any] | None, str]:
         """Of one that has ended: the status, the result, and the exception that ended it."""
-        file = self._folder / RESULT
+        file, found = self._folder / RESULT, None
         if not file.exists():
             return "died", None, ""
-        found = None
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(file.read_bytes()) if file.stat().st_size <= _RESULT_BYTES else None
-        if self.process.returncode != 0:
+        if self._process.returncode != 0:
             return "died", None, " ".join(str(found.get(_FAILED, "")).split()) if isinstance(found, dict) else ""
         return ("done", found, "") if isinstance(found, dict) else ("garbage", None, "")
 
 
 def _environ(task: Task, folder: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    if MARK in os.environ:  # of our own choice of cards: the child decides again, for all of them
-        kept[MARK] = os.environ[MARK]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) or name == MARK}
     # No messages about the environment; every discrete card is visible.
     kept |= {"HF_ROCM_TUNE_QUIET": "1", "HF_ROCM_TUNE_SPLIT": "1", DIRECTORY: str(folder), PARENT: str(os.getpid())}
     kept["PYTHONPATH"] = os.pathsep.join(sys.path)  # the same import path as here
@@ -273,7 +247,7 @@ def device_of(wanted: Mapping[str, Any]) -> torch.device:
 
 
 def pci_address(index: int) -> str | None:
-    """``domain:bus:device.function`` of torch's device as the kernel writes it; None if torch is too old."""
+    """``domain:bus:device.function`` of torch's device as the kernel writes it; None if torch does not report it."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)

@@ -7,9 +7,11 @@ slot's; the GPU's own always reads as full (freebsd/drm-kmod#426). Sensors: kern
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,19 +82,15 @@ def read_topology(files: Files | None = None) -> Topology:
         return Topology(nodes=(), reasons=(reason,), complete=no_driver)
     nodes: list[GpuNode] = []
     reasons: list[str] = []
-    complete = True
     for number in numbers:
         path = f"{NODES}/{number}/properties"
         properties = files.properties(path)
         if properties is None or not {"simd_count", "gfx_target_version"} <= properties.keys():
-            complete = False
             reasons.append(files.unread.get(path, f"/{path}: no simd_count or no gfx_target_version"))
         elif properties["simd_count"] and properties["gfx_target_version"]:
             nodes.append(_gpu_node(files, len(nodes), number, properties))
-            if nodes[-1].vram_bytes is None:
-                reasons.append(f"/{NODES}/{number}/mem_banks: no size of the memory")
-    if not nodes and complete:
-        reasons.append("KFD lists no GPU node")
+    complete = not reasons
+    reasons += [] if nodes or reasons else ["KFD lists no GPU node"]
     return Topology(nodes=tuple(nodes), reasons=tuple(reasons), complete=complete)
 
 
@@ -153,41 +151,33 @@ def read_bar_bytes(files: Files, address: str) -> int | None:
     """Size of the largest memory BAR."""
 
     def largest(text: str) -> int | None:
-        sizes = []
-        for line in text.splitlines()[:_BARS]:
-            numbers = [number for number in map(parse_hex, line.split()) if number is not None]
-            if len(numbers) == len(line.split()) == 3 and numbers[2] & _MEMORY and numbers[1] > numbers[0]:
-                sizes.append(numbers[1] - numbers[0] + 1)
-        return max(sizes, default=None)
+        lines = [list(map(parse_hex, line.split())) for line in text.splitlines()[:_BARS]]
+        bars = [line for line in lines if len(line) == 3 and None not in line]
+        return max((last - start + 1 for start, last, flags in bars if flags & _MEMORY and last > start), default=None)  # type: ignore[operator]
 
     return files.parsed(f"{DEVICES}/{address}/resource", largest, "no memory BAR")
 
 
 def read_iommu_type(files: Files, address: str) -> str | None:
     """``identity`` (passthrough), ``DMA`` or ``DMA-FQ`` (translating), as the kernel states of the device's group."""
-    group = parse_int(files.last(f"{DEVICES}/{address}/iommu_group") or "")
-    path = f"sys/kernel/iommu_groups/{group}/type"
-    return None if group is None else files.matching(path, "[A-Za-z-]{1,24}")
+    group = files.last(f"{DEVICES}/{address}/iommu_group")
+    return files.matching(f"sys/kernel/iommu_groups/{group}/type", "[A-Za-z-]{1,24}") if group else None
 
 
 def read_aer(files: Files, addresses: Iterable[str]) -> dict[str, int]:
     """Totals of the error counters since boot by kind, summed over both ends of all links above; a lower bound."""
-    found: dict[str, int] = {}
-    for address in addresses:
-        for kind, name in _AER.items():
-            text = files.text(f"{DEVICES}/{address}/aer_dev_{kind}") or ""
-            stated = re.search(rf"^{name} ([0-9]{{1,20}})$", text, re.MULTILINE)
-            if stated is not None:
-                found[kind] = found.get(kind, 0) + int(stated[1])
-    return found
+    found = Counter[str]()
+    for address, (kind, name) in itertools.product(addresses, _AER.items()):
+        text = files.text(f"{DEVICES}/{address}/aer_dev_{kind}") or ""
+        if stated := re.search(rf"^{name} ([0-9]{{1,20}})$", text, re.MULTILINE):
+            found[kind] += int(stated[1])
+    return dict(found)
 
 
 def read_upward(files: Files, address: str) -> Upward:
     """Follow a device up to its root port. Never raises; unreadable parts are left out."""
-    # Intel's VMD begins a second hierarchy: only the part after the last host bridge counts.
-    target = re.split(r"/pci[0-9a-f]{4,8}:[0-9a-f]{2}(?=/)", "/" + files.link(f"{DEVICES}/{address}"))[-1]
-    chain = tuple(part for part in target.split("/") if part)
-    if chain[-1:] != (address,) or not all(map(_ADDRESS.fullmatch, chain)) or len(set(chain)) < len(chain):
+    chain = tuple(filter(_ADDRESS.fullmatch, files.link(f"{DEVICES}/{address}").split("/")))
+    if chain[-1:] != (address,) or len(set(chain)) < len(chain):
         chain = (address,)
     ids = [_ids(files, one) for one in chain]
     # The topmost function that belongs to the card itself.

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.machine.gpus import GpuNode
+from hf_rocm_tune.machine.gpus import GpuNode, Topology
 
 FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 OURS = "HIP_VISIBLE_DEVICES"
@@ -77,11 +77,11 @@ def choose(
     if not nodes:
         return CardChoice(reason="the kernel lists no AMD GPU: nothing to choose")
     if users:
-        seen, reason = visible_nodes(nodes, users), ", ".join(f"{name}={value}" for name, value in users.items())
-        reason += " is set by the user and kept"
-        if processes == 1 or seen is None or len(seen) >= processes:
-            return CardChoice(reason=reason)
-        return CardChoice(reason=f"{reason}, but leaves {len(seen)} card(s) for {processes} processes", troubled=True)
+        seen = visible_nodes(nodes, users)
+        few = processes > 1 and seen is not None and len(seen) < processes
+        reason = f"{', '.join(f'{name}={value}' for name, value in users.items())} is set by the user and kept"
+        reason += f", but leaves {len(seen or ())} card(s) for {processes} processes" if few else ""
+        return CardChoice(reason=reason, troubled=few)
     if not complete:
         reason = f"some GPUs could not be read, so their indices are uncertain: set {OURS} yourself"
         return CardChoice(reason=reason, troubled=True)
@@ -134,6 +134,14 @@ def visible_nodes(nodes: Sequence[GpuNode], environ: Mapping[str, str]) -> tuple
             kept.append(seen[int(entry)])
         seen = kept
     return tuple(seen)
+
+
+def visible_archs(topology: Topology, environ: Mapping[str, str]) -> tuple[tuple[str, ...] | None, str]:
+    """The architectures of `visible_nodes`; or None, and why they are unknown."""
+    seen = visible_nodes(topology.nodes, environ) if topology.complete else None
+    if seen is None:
+        return None, "; ".join(topology.reasons) or "the filter of visible GPUs is not a plain list of indices"
+    return tuple(node.arch for node in seen), ""
 
 
 # ---- ranks and devices, before Accelerate makes its state -------------------------------------------------------
@@ -240,17 +248,13 @@ def make_private(directory: Path) -> None:
 
 
 def _check_launch(environ: Mapping[str, str]) -> None:
-    most = {"WORLD_SIZE": 10**9, "RANK": 10**9, "LOCAL_RANK": 10**9, "MASTER_PORT": 65535}
-    for name, high in most.items():
+    for name, high in {"WORLD_SIZE": 10**9, "RANK": 10**9, "LOCAL_RANK": 10**9, "MASTER_PORT": 65535}.items():
         low = int(name == "WORLD_SIZE")
         value = environ.get(name, str(low))
-        if re.fullmatch("[0-9]{1,9}", value) is None or not low <= int(value) <= high:
-            raise UsageError(
-                f"{name} is {value!r} in the environment, which is not a number from {low} to {high}: unset it"
-            )
-    launched = environ.get("WORLD_SIZE", "1")
+        if not re.fullmatch("[0-9]{1,9}", value) or not low <= int(value) <= high:
+            raise UsageError(f"{name} is {value!r} in the environment, not a number from {low} to {high}: unset it")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in environ]
-    if int(launched) > 1 and missing:
+    if missing and (launched := environ.get("WORLD_SIZE", "1")) != "1":
         raise UsageError(
             f"WORLD_SIZE is {launched} in the environment, but {', '.join(missing)} not set, so no launcher started "
             "this process: unset WORLD_SIZE, or start all processes with `hf-rocm-tune sft --num_processes`"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from hf_rocm_tune.machine.child import answer, pci_address, run, step
+from hf_rocm_tune.machine.child import Task, answer, pci_address, run_together, step
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -58,7 +58,7 @@ class Software:
     arch_list: tuple[str, ...] | None = None  # of torch's kernels; empty for a CPU build
     devices: tuple[TorchDevice, ...] | None = None
     packages: Mapping[str, str | None] = field(default_factory=dict)  # version of every name of PACKAGES
-    bitsandbytes_libraries: tuple[str, ...] | None = None  # names of its native library files
+    bitsandbytes_libraries: tuple[str, ...] = ()  # names of its native library files
     rocm_wheels: Mapping[str, str] = field(default_factory=dict)  # versions of distributions that carry ROCm itself
     missing_for_triton: str = ""  # what its driver cannot be compiled without, on ROCm, and the package that has it
     problems: Mapping[str, str] = field(default_factory=dict)
@@ -73,65 +73,51 @@ class Software:
 
 def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
     """Read everything; an unreadable item does not raise."""
-    packages, problems = _read_packages()
     said, reason = (_probe({}), "") if in_process else _ask_torch(deadline_s)
-    versions = said.get("versions")
-    if versions is None:
-        stated, _ = read_torch_file()  # the only source for a torch that cannot be imported
-        versions = {"torch": stated.get("__version__"), **stated}
-    for name in ("arch_list", "devices"):
-        if said.get(name) is None:
-            problems[name] = _one_line(said.get("problems", {}).get(name) or reason)
-    if versions["torch"] is None:
-        problems["torch_version"] = reason or "torch states no version"
+    stated: Mapping[str, str | None] = said.get("versions") or read_torch_file()[0]  # of one that cannot be imported
+    problems = {"arch_list": reason, "devices": reason, "torch_version": reason or "torch states no version"}
+    known = {name: said.get(name) for name in ("arch_list", "devices")} | {"torch_version": stated.get("__version__")}
     directory = package_directory("bitsandbytes")
-    native = None if directory is None else sorted(file.name for file in directory.glob("libbitsandbytes*"))
+    native = [file.name for file in directory.glob("libbitsandbytes*")] if directory else []
     return Software(
-        torch_version=versions["torch"],
-        hip_version=versions.get("hip"),
-        torch_rocm_version=versions.get("rocm"),
-        cuda_version=versions.get("cuda"),
-        arch_list=None if said.get("arch_list") is None else tuple(said["arch_list"]),
-        devices=None if said.get("devices") is None else tuple(TorchDevice(**one) for one in said["devices"]),
-        packages=packages,
-        bitsandbytes_libraries=None if native is None else tuple(native),
+        torch_version=known["torch_version"],
+        hip_version=stated.get("hip"),
+        torch_rocm_version=stated.get("rocm"),
+        cuda_version=stated.get("cuda"),
+        arch_list=None if known["arch_list"] is None else tuple(known["arch_list"]),
+        devices=None if known["devices"] is None else tuple(TorchDevice(**one) for one in known["devices"]),
+        packages=_read_packages(),
+        bitsandbytes_libraries=tuple(sorted(native)),
         rocm_wheels=_read_wheels(),
-        missing_for_triton=missing_for_triton() if versions.get("hip") else "",
-        problems=problems,
+        missing_for_triton=missing_for_triton() if stated.get("hip") else "",
+        problems={name: said.get("problem") or why for name, why in problems.items() if known[name] is None},
     )
 
 
 def _ask_torch(deadline_s: float) -> tuple[dict[str, Any], str]:
     if package_directory("torch") is None:
         return {}, "torch is not installed"
-    outcome = run(__name__, request={}, deadline_s=deadline_s)
+    (outcome,) = run_together([Task(module=__name__)], deadline_s=deadline_s)
     printed = [] if outcome.error else outcome.tail.splitlines()[-1:]
-    return outcome.result or {}, _one_line(": ".join([f"the process that queried torch {outcome.how}", *printed]))
+    reason = ": ".join([f"the process that queried torch {outcome.how}", *printed])
+    return outcome.result or {}, " ".join(reason.split())
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _read_packages() -> tuple[dict[str, str | None], dict[str, str]]:
-    """The version of each package, and a sentence about those whose metadata is broken."""
+def _read_packages() -> dict[str, str | None]:
+    """The version of each package; broken metadata counts as none."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    problems = {}
     for package, distributions in PACKAGES.items():
         for distribution in distributions:
-            with suppress(metadata.PackageNotFoundError):
-                try:
-                    versions[package] = versions[package] or metadata.version(distribution).strip() or None
-                except (OSError, ValueError, KeyError, AttributeError):
-                    problems[package] = f"metadata of {distribution} names no version"
-    return versions, problems
+            with suppress(Exception):
+                versions[package] = versions[package] or metadata.version(distribution)
+    return versions
 
 
 def _read_wheels() -> dict[str, str]:
     """Distributions that carry ROCm itself, or kernels for one architecture (TheRock, docs/packaging)."""
     found = {}
     for distribution in metadata.distributions():
-        with suppress(OSError, ValueError, KeyError, AttributeError, TypeError):  # broken metadata
+        with suppress(Exception):  # broken metadata
             plain = re.sub(r"[-_.]+", "-", distribution.name).lower()
             if re.fullmatch("rocm|rocm-sdk(-.*)?|amd-torch-device-.*", plain):
                 found[plain] = str(distribution.version)
@@ -164,18 +150,18 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     build = torch.version
-    versions = {"torch": str(torch.__version__), "hip": build.hip, "rocm": getattr(build, "rocm", None)}
+    versions = {"__version__": str(torch.__version__), "hip": build.hip, "rocm": getattr(build, "rocm", None)}
     versions["cuda"] = build.cuda
-    found: dict[str, Any] = {"versions": versions, "arch_list": torch.cuda.get_arch_list(), "problems": {}}
+    found: dict[str, Any] = {"versions": versions, "arch_list": torch.cuda.get_arch_list()}
     step("asking torch for its devices")
     try:
-        devices = []
+        count = 0
         if build.hip or build.cuda or torch.cuda.is_available():
             torch.cuda.init()  # `is_available()` would turn every error into False
-            devices = [_device(index) for index in range(torch.cuda.device_count())]
-        found["devices"] = devices
+            count = torch.cuda.device_count()
+        found["devices"] = [_device(index) for index in range(count)]
     except Exception as error:  # a runtime that does not start is a result, too
-        found["problems"]["devices"] = f"torch: {type(error).__name__}: {error}"
+        found["problem"] = " ".join(f"torch: {type(error).__name__}: {error}".split())
     return found
 
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-# What stands before the # of an issue, and the repository that it means. GitHub redirects to pull requests.
-_REPOSITORIES = {
-    "ROCm/ROCm": "ROCm/legacy-rocm-build",  # renamed, with the same numbers; the old name is to be reused
-    "pytorch": "pytorch/pytorch",
-    "rccl": "ROCm/rccl",
-    "rocm-systems": "ROCm/rocm-systems",
-    "TheRock": "ROCm/TheRock",
-    "unsloth": "unslothai/unsloth",
-    "aotriton": "ROCm/aotriton",
-    "ROCm/amdgpu": "ROCm/amdgpu",
-    "ROCm/vllm": "ROCm/vllm",
-    "rocm-libraries": "ROCm/rocm-libraries",
-    "ROCm/pytorch": "ROCm/pytorch",
-    "accelerate": "huggingface/accelerate",
-    "bitsandbytes": "bitsandbytes-foundation/bitsandbytes",
-    "exllamav3": "turboderp-org/exllamav3",
-    "llama.cpp": "ggml-org/llama.cpp",
-    "uv": "astral-sh/uv",
-}
+# An issue names its repository in full or by its last part, the first of these that has it. GitHub redirects to pull
+# requests.
+_REPOSITORIES = (
+    "pytorch/pytorch ROCm/rccl ROCm/rocm-systems ROCm/TheRock unslothai/unsloth ROCm/aotriton ROCm/amdgpu ROCm/vllm "
+    "ROCm/rocm-libraries ROCm/pytorch huggingface/accelerate bitsandbytes-foundation/bitsandbytes ggml-org/llama.cpp "
+    "turboderp-org/exllamav3 astral-sh/uv ROCm/legacy-rocm-build"
+)
 _ROCM_DOCS, _KERNEL_DOCS = "https://rocm.docs.amd.com/", "https://docs.kernel.org/"
 _SYSTEMS = "https://github.com/ROCm/rocm-systems/blob/develop/projects/"
 _PAGES = {
@@ -56,9 +44,11 @@ _PAGES = {
 
 def link_of(source: str) -> str:
     """The address of an issue such as ``rccl#1129``, or of a document; empty if unknown."""
-    repository, _, number = source.partition("#")
-    if number.isdecimal() and repository in _REPOSITORIES:
-        return f"https://github.com/{_REPOSITORIES[repository]}/issues/{number}"
+    # ROCm/ROCm was renamed, with the same numbers; the old name is to be reused.
+    name, _, number = source.replace("ROCm/ROCm#", "legacy-rocm-build#").partition("#")
+    repository = next((one for one in _REPOSITORIES.split() if f"/{one}".endswith(f"/{name}")), "")
+    if number.isdecimal() and repository:
+        return f"https://github.com/{repository}/issues/{number}"
     return _PAGES.get(source, "")
 
 

@@ -21,26 +21,9 @@ from hf_rocm_tune.machine import gpus
 from hf_rocm_tune.machine.cards import Card, identify
 from hf_rocm_tune.machine.gpus import GpuNode, Sensors, Topology, Upward
 from hf_rocm_tune.machine.process import is_integrated
-from hf_rocm_tune.machine.software import TorchDevice
 from hf_rocm_tune.machine.sysfs import Files, parse_int
 
-_PARAMETERS = "sys/module/amdgpu/parameters"
 _VENDORS = {gpus.AMD: "amd", 0x10DE: "nvidia", 0x8086: "intel"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """Facts that are not in a file below a root: platform, release of the kernel, size of ``/dev/shm``."""
-
-    platform: str = "linux"
-    release: str | None = None
-    shm_bytes: int | None = None
-
-    @classmethod
-    def of_this(cls) -> Process:
-        shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
-        system = "windows" if sys.platform in {"win32", "cygwin"} else sys.platform
-        return cls(platform=system, release=platform.release() or None, shm_bytes=shm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +57,16 @@ class Gpu:
 class Machine:
     """All of it."""
 
-    process: Process
+    platform: str  # as of `sys.platform`
+    release: str  # of the kernel
+    shm_bytes: int | None  # size of /dev/shm
     cpu: str
     memory_bytes: int | None
     available_bytes: int | None
     memory_limit_bytes: int | None  # the container's, where it is below the host's memory
     device_nodes: Mapping[str, tuple[bool, str]]  # /dev/kfd and /dev/dri/renderD*: usable by this process, group
-    cmdline: Mapping[str, str]  # boot parameters, dashes as underscores; one without a value has ""
-    pcie_p2p: str | None  # a parameter of amdgpu, as is ppfeaturemask
-    ppfeaturemask: str | None
+    cmdline: Sequence[str]  # boot parameters
+    pcie_p2p: str | None  # a parameter of amdgpu
     iommu: bool | None  # whether the kernel lists one
     topology: Topology
     gpus: tuple[Gpu, ...]
@@ -98,26 +82,26 @@ class Machine:
         return "; ".join(dict.fromkeys(found)) or f"the kernel states nothing for {' '.join(parts)}"
 
 
-def survey(root: Path = Path("/"), process: Process | None = None) -> Machine:
-    """Read the machine whose files are below a root. Never raises."""
+def survey(root: Path = Path("/")) -> Machine:
+    """Read this machine, with the kernel's files below a root. Never raises."""
     files = Files(root)
     topology = gpus.read_topology(files)
     info = dict(re.findall(r"^(\w+):[ \t]+([0-9]{1,16}) kB[ \t]*$", files.text("proc/meminfo") or "", re.MULTILINE))
     memory, available = (int(info[name]) << 10 if name in info else None for name in ("MemTotal", "MemAvailable"))
     limit = parse_int(files.text("sys/fs/cgroup/memory.max") or "")
     cpu = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", files.text("proc/cpuinfo") or "", re.MULTILINE)
-    words = re.findall(r'(?:"[^"]*"|[^\s"])+', files.text("proc/cmdline") or "")
     classes = files.names("sys/class")
     return Machine(
-        process=process or Process.of_this(),
+        platform=sys.platform,
+        release=platform.release(),
+        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         cpu=cpu[1] if cpu else platform.processor() or "unknown processor",
         memory_bytes=memory,
         available_bytes=available,
         memory_limit_bytes=limit if limit is not None and (memory is None or limit < memory) else None,
         device_nodes=_device_nodes(files),
-        cmdline={word.partition("=")[0].replace("-", "_"): word.partition("=")[2].strip('"') for word in words},
-        pcie_p2p=files.text(f"{_PARAMETERS}/pcie_p2p"),
-        ppfeaturemask=files.text(f"{_PARAMETERS}/ppfeaturemask"),
+        cmdline=(files.text("proc/cmdline") or "").split(),
+        pcie_p2p=files.text("sys/module/amdgpu/parameters/pcie_p2p"),
         iommu=None if classes is None else "iommu" in classes and bool(files.names("sys/class/iommu")),
         topology=topology,
         gpus=tuple(_gpu(files, topology, *device) for device in gpus.list_display_devices(files)),
@@ -139,22 +123,19 @@ def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
 
 
 def _gpu(files: Files, topology: Topology, address: str, vendor_id: int, device_id: int) -> Gpu:
-    vendor = _VENDORS.get(vendor_id, "other")
-    driver = files.last(f"{gpus.DEVICES}/{address}/driver")
+    vendor, driver = _VENDORS.get(vendor_id, "other"), files.last(f"{gpus.DEVICES}/{address}/driver")
     sensors = Sensors(missing={"all": f"{address}: its driver is {driver}, not amdgpu"})
     if driver == "amdgpu":
         sensors = gpus.read_sensors(files, address)
     node = next((node for node in topology.nodes if node.pci_address == address), None)
     card, integrated = None, None
     if vendor == "amd":
-        vram_bytes = node.vram_bytes if node and node.vram_bytes is not None else sensors.vram_total_bytes
         pci = (device_id, files.hexadecimal(f"{gpus.DEVICES}/{address}/revision"))
+        vram_bytes = (node and node.vram_bytes) or sensors.vram_total_bytes
         card = identify(arch=node.arch if node else None, vram_bytes=vram_bytes, pci=pci)
-        if card:
-            integrated = card.integrated
-        elif node:
-            # A node without a memory size may be an integrated GPU of an unlisted architecture.
-            integrated = True if is_integrated(node) else False if node.vram_bytes is not None else None
+        # A node without a memory size may be an integrated GPU of an unlisted architecture.
+        guessed = True if node and is_integrated(node) else False if node and node.vram_bytes is not None else None
+        integrated = card.integrated if card else guessed
     upward = gpus.read_upward(files, address)
     return Gpu(
         address=address,
@@ -170,9 +151,3 @@ def _gpu(files: Files, topology: Topology, address: str, vendor_id: int, device_
         aer=gpus.read_aer(files, upward.chain),
         sensors=sensors,
     )
-
-
-def join(machine: Machine, devices: Sequence[TorchDevice]) -> list[Gpu | None]:
-    """The GPU of each device of torch, by PCI address; None: unknown."""
-    found = {gpu.address: gpu for gpu in machine.gpus}
-    return [found.get((device.pci_address or "").lower()) for device in devices]

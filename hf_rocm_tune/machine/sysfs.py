@@ -24,18 +24,17 @@ class Files:
         self.unread: dict[str, str] = {}
 
     def _fail(self, path: str, reason: str | None) -> None:
-        self.unread[path] = f"/{path}: {reason or 'cannot be read'}"
+        self.unread[path] = f"/{path}: {reason}"
 
     def content(self, path: str) -> bytes | None:
         """A whole file, which is not empty."""
+        reason, content = "empty", b""
         try:
             content = (self.root / path).read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-            self._fail(path, getattr(error, "strerror", None))
-            return None
-        self.unread.pop(path, None)
+            reason = getattr(error, "strerror", None) or "cannot be read"
         if not content:
-            self._fail(path, "empty")
+            self._fail(path, reason)
         return content or None
 
     def text(self, path: str) -> str | None:

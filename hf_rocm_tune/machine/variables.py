@@ -12,7 +12,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -32,18 +32,13 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 """In the order in which torch 2.13 reads them: the first that is set wins (CUDAAllocatorConfig.h)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MachineFacts:
-    """Facts that rules depend on. Unknown is None with an entry in ``reasons``, keyed by the field's name."""
+    """Facts that rules depend on; None: unknown, for the reasons in ``why``."""
 
-    hip_version: str | None  # of torch's build; None without a reason means: not a ROCm build
+    is_rocm: bool | None  # torch's build
     archs: tuple[str, ...] | None  # of the visible GPUs, in order
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_rocm(self) -> bool | None:
-        """Whether torch is a ROCm build; None where that could not be read."""
-        return True if self.hip_version is not None else None if "hip_version" in self.reasons else False
+    why: str = ""
 
 
 def package_directory(package: str) -> Path | None:
@@ -68,13 +63,13 @@ def read_torch_file() -> tuple[dict[str, str | None], str]:
     return (found, "") if found.get("__version__") else ({}, "torch/version.py has another form than expected")
 
 
-def read_facts(*, archs: tuple[str, ...] | None = None) -> MachineFacts:
-    """Read torch's build without importing it; ``archs``: of the visible GPUs, or None."""
-    reasons = {} if archs is not None else {"archs": "the visible GPUs were not read"}
+def read_facts(archs: tuple[str, ...] | None, why: str = "") -> MachineFacts:
+    """The facts, with torch's build read without importing it."""
     stated, reason = read_torch_file()
-    if "hip" not in stated:
-        reasons["hip_version"] = reason or "torch/version.py does not tell the build"
-    return MachineFacts(hip_version=stated.get("hip"), archs=archs, reasons=reasons)
+    if "hip" in stated:
+        return MachineFacts(stated["hip"] is not None, archs, why)
+    reason = reason or "torch/version.py does not tell the build"
+    return MachineFacts(None, archs, f"{reason}; {why}" if why else reason)
 
 
 # ---- the policy ---------------------------------------------------------------------------------------------------
@@ -98,16 +93,16 @@ def _on(value: str, facts: MachineFacts) -> bool:
     return not _off(value, facts)
 
 
-def _own_arch(value: str, facts: MachineFacts) -> bool | None:
-    """Whether an override names the architecture that all visible GPUs have: 11.0.0 is gfx1100."""
+def _own_arch(value: str, facts: MachineFacts) -> bool:
+    """Whether an override names the architecture that all visible GPUs are known to have: 11.0.0 is gfx1100."""
     if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){2}", value.strip()):
         return False
     major, minor, stepping = map(int, value.split("."))
-    return None if facts.archs is None else set(facts.archs) == {f"gfx{major}{minor:x}{stepping:x}"}
+    return set(facts.archs or ()) == {f"gfx{major}{minor:x}{stepping:x}"}
 
 
 def _other_arch(value: str, facts: MachineFacts) -> bool | None:
-    return None if (own := _own_arch(value, facts)) is None else not own
+    return None if facts.archs is None else not _own_arch(value, facts)
 
 
 @dataclass(frozen=True)
@@ -151,7 +146,7 @@ RULES = (
          "unset it: it is for debugging only", "pytorch hip.rst", rocm=False),
     Rule(_OVERRIDE, "info",
          "the visible GPUs have this version already: no effect here, but any other GPU would be reported as one",
-         "unset it", "libhsakmt topology.c; unsloth install.sh", lambda value, facts: _own_arch(value, facts) or False),
+         "unset it", "libhsakmt topology.c; unsloth install.sh", _own_arch),
     Rule(_OVERRIDE, "error",
          "GPUs are reported with another architecture than they have: code for the wrong one crashes or is wrong",
          "unset it", "libhsakmt topology.c; TheRock#5543", _other_arch),
@@ -182,7 +177,7 @@ RULES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Decision:
     """What was decided on one variable, or found of it."""
 
@@ -204,33 +199,31 @@ DECISIONS: list[Decision] = []
 _FACTS: list[MachineFacts] = []  # of the last `review`
 
 
-_NESTED = "these filters are nested: the others count from 0 among the GPUs that ROCR_VISIBLE_DEVICES leaves"
-_TWICE = "both filters have the same effect in HIP, which applies only one of them"
-_FIRST = "different values: torch 2.13 reads only the first that is set, in the order CUDA, HIP, ALLOC_CONF"
+# Variables of which only one should be set.
+_TOGETHER = (
+    (ALLOCATOR, "different values: torch 2.13 reads only the first that is set, in the order CUDA, HIP, ALLOC_CONF",
+     "torch CUDAAllocatorConfig.h; pytorch#167659"),
+    (FILTERS, "these filters are nested: HIP applies the first of HIP_ and CUDA_VISIBLE_DEVICES, and counts from 0 "
+     "among the GPUs that ROCR_VISIBLE_DEVICES leaves", "HIP environment variables page; clr flags.hpp"),
+)  # fmt: skip
 
 
 def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
     """What the policy finds in ``environ``. Changes nothing."""
     made = []
-    settings, filters = ({name: environ[name] for name in names if name in environ} for names in (ALLOCATOR, FILTERS))
-    differ, nested = len({value.strip() for value in settings.values()}) > 1, "ROCR_VISIBLE_DEVICES" in filters
-    for found, wrong, reason, source in (
-        (settings, differ, _FIRST, "torch CUDAAllocatorConfig.h; pytorch#167659"),
-        (filters, len(filters) > 1, _NESTED if nested else _TWICE, "HIP environment variables page; clr flags.hpp"),
-    ):
-        if wrong:
-            told = {"variable": ", ".join(found), "value": " | ".join(found.values()), "fix": "set one of them"}
-            made.append(Decision(action="warn", reason=reason, source=source, **told))
+    for names, reason, source in _TOGETHER:
+        found = {name: environ[name] for name in names if name in environ}
+        if len({value.strip() for value in found.values()} if names is ALLOCATOR else found) > 1:
+            values = " | ".join(found.values())
+            made.append(Decision(", ".join(found), "warn", values, reason, source, "set one of them"))
     for name, value in environ.items():
         for rule in RULES if value.strip() else ():
             if not rule.covers(name) or (applies := rule.applies(value, facts)) is False:
                 continue
             action, reason = rule.action, rule.reason
             if applies is None:
-                action = "warn" if action == "error" else action
-                reason += f" [uncertain here: {'; '.join(dict.fromkeys(facts.reasons.values()))}]"
-            told = {"variable": name, "value": value, "fix": rule.fix}
-            made.append(Decision(action=action, reason=reason, source=rule.source, **told))
+                action, reason = "warn" if action == "error" else action, f"{reason} [uncertain here: {facts.why}]"
+            made.append(Decision(name, action, value, reason, rule.source, rule.fix))
             break
     return made
 
@@ -248,7 +241,7 @@ def remember(decisions: Iterable[Decision]) -> None:
 
 def review(facts: MachineFacts | None = None) -> list[Decision]:
     """Evaluate ``os.environ``, by the facts of the last call unless given, and append the decisions to `DECISIONS`."""
-    _FACTS[:] = [facts or (_FACTS[0] if _FACTS else read_facts())]
+    _FACTS[:] = [facts or (_FACTS[0] if _FACTS else read_facts(None, "the visible GPUs were not read"))]
     made = evaluate(os.environ, _FACTS[0])
     remember(made)
     return made
@@ -305,23 +298,22 @@ def read_spec(
     keys and what is expected of them, ``kind`` unless given. A bool is 0 or 1, a float is from 0 to 1.
     """
     hints, values = get_type_hints(spec), dict[str, Any]()
-    for item in filter(None, (piece.strip() for piece in text.split(","))):
+    for item in filter(None, map(str.strip, text.split(","))):
         key, separator, value = (piece.strip() for piece in item.partition("="))
         if not separator or key not in hints or key in values:
             what = f"'{key}' is given twice" if key in values else f"'{item}' is not understood"
             raise UsageError(f"{variable}: {what}; valid keys: {' '.join(hints)}")
-        kind = next(one for one in (bool, float, int, str) if one in (hints[key], *get_args(hints[key])))
-        low = least.get(key, 0)
+        kind: Any = next(one for one in (bool, float, int, str) if one in (hints[key], *get_args(hints[key])))
+        low, choices = least.get(key, 0), allowed.get(key, ())
         expected = {bool: "0 or 1", float: "a number from 0 to 1", int: f"a whole number from {low} on"}
-        expected[str] = f"one of {' '.join(allowed.get(key, ()))}"
         try:
-            found: Any = int(value) if kind is bool else kind(value)
-            high = found if kind is int else 1
-            right = value in allowed.get(key, (value,)) if kind is str else low <= found <= high
+            found = int(value) if kind is bool else kind(value)
+            right = found in (choices or (found,)) if kind is str else low <= found and (kind is int or found <= 1)
         except ValueError:
             right = False
         if not right:
-            raise UsageError(f"{variable}: {key}={value} is not valid; expected {expected[kind]}")
+            wanted = expected.get(kind, f"one of {' '.join(choices)}")
+            raise UsageError(f"{variable}: {key}={value} is not valid; expected {wanted}")
         values[key] = kind(found)
     for key, wanted in (required or {"kind": f"kind= one of {' '.join(allowed.get('kind', ()))}"}).items():
         if key not in values:

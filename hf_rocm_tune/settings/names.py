@@ -386,7 +386,7 @@ def show_all_cards(argv: Sequence[str], environ: MutableMapping[str, str]) -> No
         return
     environ["HF_ROCM_TUNE_SPLIT"] = "1"  # for processes that this one starts
     found = gpus.read_topology()
-    nodes = () if variables.read_facts(archs=()).is_rocm is False else found.nodes
+    nodes = () if variables.read_facts(()).is_rocm is False else found.nodes
     count = process.local_processes(environ)
     choice = process.choose(nodes, environ, complete=found.complete, processes=count, split=True)
     process.enact(choice, environ)

@@ -73,14 +73,14 @@ class FaultyCopies(Copies):
 
 def harm(patch: pytest.MonkeyPatch, name: str, kind: str, where: str) -> None:
     """Harm the first result of a check whose case contains ``where``, or what ``kind`` says."""
-    if name in ("round_trip", "casts"):
+    if name == "round_trip":
         patch.setattr(transfers, "Copies", lambda: FaultyCopies(kind, where))
     else:
         {"gemm": harm_products, "canaries": harm_canaries}.get(name, harm_results)(patch, kind, where)
 
 
 def harm_results(patch: pytest.MonkeyPatch, kind: str, where: str) -> None:
-    right, left, backend = arithmetic.Comparison.close, [1], arithmetic._backend
+    right, left, attend = arithmetic.Comparison.close, [1], arithmetic.scaled_dot_product_attention
 
     def close(self: Any, case: str, result: Tensor, *reference: Tensor) -> bool:
         wanted = kind != "gradient" or case.rpartition(": ")[2].startswith("gradient")
@@ -89,12 +89,14 @@ def harm_results(patch: pytest.MonkeyPatch, kind: str, where: str) -> None:
             result = with_fault(result.detach(), kind)
         return right(self, case, result, *reference)
 
-    def by_math(compare: Any, batch: str) -> str:
-        with sdpa_kernel(SDPBackend.MATH) if kind == "math" and where in batch else nullcontext():
-            return backend(compare, batch)
+    def by_math(*inputs: Tensor, **options: Any) -> Tensor:
+        with (
+            sdpa_kernel(SDPBackend.MATH) if kind == "math" and (not where or "attn_mask" in options) else nullcontext()
+        ):
+            return attend(*inputs, **options)
 
     patch.setattr(arithmetic.Comparison, "close", close)
-    patch.setattr(arithmetic, "_backend", by_math)
+    patch.setattr(arithmetic, "scaled_dot_product_attention", by_math)
 
 
 def harm_products(patch: pytest.MonkeyPatch, kind: str, where: str) -> None:

@@ -2,7 +2,7 @@
 
 ``PRETENDED_MACHINE`` names a JSON file::
 
-    {"root": the directory, "process": fields of ``survey.Process``,
+    {"root": the directory, "process": fields of ``survey.Machine`` that are in no file,
      "software": {"hip": "7.2.26015", "torch": "...", "archs": [...]} or null,
      "address": PCI address of the card that the process is to take its device for, or null,
      "hangs": whether each read of the machine lasts for ever, "deadline_s": seconds or null}
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.machine.software import Software, TorchDevice
-from hf_rocm_tune.machine.survey import Process, survey
+from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.machine.sysfs import Files
 
 
@@ -27,12 +27,12 @@ def pretend(file: str) -> None:
     from hf_rocm_tune.train import telemetry
 
     wanted: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
-    root, process = Path(wanted["root"]), Process(**wanted["process"])
+    root = Path(wanted["root"])
     read_software, check_machine = machine_findings.read_software, machine_findings.check_machine
     if wanted["hangs"]:  # a driver that does not answer
         machine_findings.survey = lambda: time.sleep(3600)
     else:
-        machine_findings.survey = lambda: survey(root, process)
+        machine_findings.survey = lambda: replace(survey(root), **wanted["process"])
     if wanted["software"]:
         machine_findings.read_software = lambda **options: _as_on(wanted["software"], read_software(**options))
     if wanted["deadline_s"]:

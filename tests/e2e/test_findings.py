@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def run(server: CommandServer, model_of: Callable[[str], Path], base_flags: list
         environment = dict(env or {})
         if machine is not None:
             wanted: dict[str, Any] = {"software": software, "address": None, "hangs": False, "deadline_s": None}
-            wanted |= {"root": str(tmp_path / "root"), "process": asdict(machine.write(tmp_path / "root"))}
+            wanted |= {"root": str(tmp_path / "root"), "process": machine.write(tmp_path / "root")}
             file = tmp_path / "machine.json"
             file.write_text(json.dumps(wanted | pretended))
             environment["PRETENDED_MACHINE"] = str(file)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, run, run_together
+from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, run_together
 from tests.doctor.together import together
 
 MODULE = "tests.machine.acting_child"
@@ -22,8 +22,14 @@ SOON = 3.0
 LATE = 60.0
 
 
-def act(deadline_s: float = LATE, environ: dict[str, str | None] | None = None, **request: Any) -> Outcome:
-    return run(MODULE, request=request, deadline_s=deadline_s, environ=environ)
+def act(
+    deadline_s: float = LATE,
+    environ: dict[str, str | None] | None = None,
+    arguments: tuple[str, ...] = (),
+    **request: Any,
+) -> Outcome:
+    task = Task(module=MODULE, arguments=arguments, request=request, environ=environ or {})
+    return run_together([task], deadline_s=deadline_s)[0]
 
 
 def gone(pid: int) -> bool:
@@ -40,7 +46,7 @@ def gone(pid: int) -> bool:
 
 
 def test_the_result_comes_back_whatever_is_printed() -> None:
-    outcome = run(MODULE, "an", "argument", request={"say": ["this", 1, None]}, deadline_s=LATE)
+    outcome = act(arguments=("an", "argument"), say=["this", 1, None])
     assert outcome.status == "done" and outcome.code == 0
     assert outcome.result is not None and outcome.result["said"] == ["this", 1, None]
     assert outcome.tail == '["an", "argument"]'
@@ -141,8 +147,9 @@ def test_a_grandchild_that_escapes_does_not_hold_the_parent(tmp_path: Path) -> N
 def test_a_child_does_not_outlive_its_parent(number: signal.Signals, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     program = (
-        "from hf_rocm_tune.machine.child import run\n"
-        f"run({MODULE!r}, request={{'act': 'slow', 'seconds': 600, 'pid_file': {str(file)!r}}}, deadline_s=600)"
+        "from hf_rocm_tune.machine.child import Task, run_together\n"
+        f"request = {{'act': 'slow', 'seconds': 600, 'pid_file': {str(file)!r}}}\n"
+        f"run_together([Task(module={MODULE!r}, request=request)], deadline_s=600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     for _ in range(600):
@@ -185,15 +192,12 @@ def test_those_that_wait_for_a_dead_one_are_ended_soon() -> None:
     assert [outcome.status for outcome in outcomes] == ["timeout", "died", "done"]
 
 
-@pytest.mark.parametrize("full", ["disc", "table of processes"])
-def test_a_child_that_cannot_be_started_has_died_of_that(
-    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_cannot_be_started_has_died_of_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC if full == "disc" else errno.EAGAIN, "nothing left")
+        raise OSError(errno.EAGAIN, "nothing left")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(*((Path, "write_text") if full == "disc" else (subprocess, "Popen")), refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
     outcomes = run_together([Task(module=MODULE), Task(module=MODULE)], deadline_s=LATE)
     assert [(one.status, one.result) for one in outcomes] == [("died", None)] * 2
     assert "could not be started: nothing left" in outcomes[0].how

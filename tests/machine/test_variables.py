@@ -26,13 +26,11 @@ from hf_rocm_tune.machine.variables import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-XT = MachineFacts(hip_version="7.2.26015", archs=("gfx1100",))
+XT = MachineFacts(True, ("gfx1100",))
 HALO = replace(XT, archs=("gfx1151",))
 MIXED = replace(XT, archs=("gfx1036", "gfx1100"))
-CPU = replace(XT, hip_version=None, archs=())
-NO_TORCH = MachineFacts(
-    hip_version=None, archs=None, reasons={"hip_version": "torch is gone", "archs": "no kernel files"}
-)
+CPU = MachineFacts(False, ())
+NO_TORCH = MachineFacts(None, None, "torch is gone; no kernel files")
 PAIR = "expandable_segments:True,max_split_size_mb:512"
 ALONE = "expandable_segments:True,garbage_collection_threshold:0.8"
 
@@ -198,7 +196,7 @@ def test_torch_is_read_as_text(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/version.py").write_text(text)
     monkeypatch.setattr(variables, "package_directory", lambda name: tmp_path / name if name == "torch" else None)
-    assert (read_torch_file()[0].get("__version__"), read_facts(archs=()).is_rocm) == (version, rocm)
+    assert (read_torch_file()[0].get("__version__"), read_facts(()).is_rocm) == (version, rocm)
 
 
 def run(code: str, extra: dict[str, str] | None = None) -> str:

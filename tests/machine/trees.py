@@ -13,16 +13,14 @@ import os
 import posixpath
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hf_rocm_tune.machine.survey import Machine, Process, survey
+from hf_rocm_tune.machine.survey import Machine, survey
 
 GIB, MIB = 1 << 30, 1 << 20
-
-PARAMETERS = {"pcie_p2p": "Y", "ppfeaturemask": "0xfff7bfff"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +38,7 @@ class Chip:
 
 XT = Chip(device=0x744C, revision=0xCC, gfx_target_version=110000, simd_count=168, vram_bytes=20464 * MIB, cap_w=315)
 XTX = Chip(device=0x744C, revision=0xC8, gfx_target_version=110000, simd_count=192, vram_bytes=24560 * MIB, cap_w=355)
-XT_9070 = Chip(
-    device=0x7550,
-    revision=0xC0,
-    gfx_target_version=120001,
-    simd_count=128,
-    vram_bytes=16304 * MIB,
-    cap_w=304,
-    pcie=(32.0, 16),
-)
+XT_9070 = replace(XT, device=0x7550, revision=0xC0, gfx_target_version=120001, vram_bytes=16304 * MIB, pcie=(32.0, 16))
 RAPHAEL = Chip(device=0x164E, revision=0xC8, gfx_target_version=100306, simd_count=4, vram_bytes=512 * MIB)
 STRIX_HALO = Chip(device=0x1586, revision=0xC1, gfx_target_version=110501, simd_count=80, vram_bytes=512 * MIB)
 
@@ -112,12 +102,7 @@ NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
 class Built:
-    """A machine in the making. Every method adds a part and returns the machine; later calls win.
-
-    Args:
-        source: where this machine comes from, for a reader of the test.
-        cpu: name of the processor.
-    """
+    """A machine in the making; ``source``: where it comes from. Every method adds a part and returns the machine."""
 
     def __init__(self, source: str, *, cpu: str = "AMD Ryzen 7 7800X3D 8-Core Processor") -> None:
         self.files: dict[str, str] = {}
@@ -125,7 +110,7 @@ class Built:
         self.links: dict[str, str] = {}
         self.names: dict[str, list[str]] = {"sys/class/drm": []}
         self.nodes: dict[str, bool] = {}
-        self.process: dict[str, Any] = {"platform": "linux", "shm_bytes": 32 * GIB}
+        self.process: dict[str, Any] = {"platform": "linux", "shm_bytes": 32 * GIB}  # what is in no file
         self.source = source
         self._cards = 0
         self._bus = 1
@@ -138,16 +123,11 @@ class Built:
     # Host and kernel.
 
     def kernel(
-        self,
-        release: str = "6.14.0-37-generic",
-        *,
-        cmdline: str = "ro quiet splash",
-        parameters: Mapping[str, str] | None = None,
+        self, release: str = "6.14.0-37-generic", *, cmdline: str = "ro quiet splash", pcie_p2p: str = "Y"
     ) -> Built:
-        """The running kernel. Call it before adding cards; ``parameters`` are amdgpu's, over the usual ones."""
-        self.process["release"] = release
+        """The running kernel. Call it before adding cards; ``pcie_p2p``: amdgpu's parameter."""
+        self.process["release"], self._pcie_p2p = release, pcie_p2p
         self.files["proc/cmdline"] = f"BOOT_IMAGE=/boot/vmlinuz-{release} root=UUID=4cb2 {cmdline}\n"
-        self._parameters = {**PARAMETERS, **(parameters or {})}
         return self
 
     def memory(self, gib: float = 64, *, available_gib: float | None = None) -> Built:
@@ -233,27 +213,23 @@ class Built:
 
     # The result.
 
-    def write(self, root: Path) -> Process:
-        """The machine's files below a directory; what is not in a file."""
+    def write(self, root: Path) -> dict[str, Any]:
+        """The machine's files below a directory; returns the facts that are in no file."""
         for path, target in sorted(self.links.items()):
             place = root / path
             place.parent.mkdir(parents=True, exist_ok=True)
             if posixpath.dirname(path) == DEVICES and target:  # its files stand where it leads, as in a real sysfs
-                (root / posixpath.normpath(posixpath.join(posixpath.dirname(path), target))).mkdir(
-                    parents=True, exist_ok=True
-                )
+                (root / posixpath.normpath(posixpath.join(DEVICES, target))).mkdir(parents=True, exist_ok=True)
             if not place.is_symlink():
                 place.symlink_to(target or ".")
         for path, listed in self.names.items():
             for name in ["", *listed]:
                 (root / path / name).mkdir(parents=True, exist_ok=True)
-        contents = (
-            {path: text.encode() for path, text in self.files.items()} | self.binary | dict.fromkeys(self.nodes, b"")
-        )
-        for path, content in contents.items():
+        texts = {path: text.encode() for path, text in self.files.items()}
+        for path, content in (texts | self.binary | dict.fromkeys(self.nodes, b"")).items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_bytes(content)
-        return Process(**self.process)
+        return self.process
 
     def survey(self, root: Path) -> Machine:
         """The machine, read from a directory in which it is written."""
@@ -261,7 +237,7 @@ class Built:
         refused = {str(root / path) for path, usable in self.nodes.items() if not usable}
         access = os.access
         with mock.patch("os.access", lambda path, mode: str(path) not in refused and access(path, mode)):
-            return survey(root, process)
+            return replace(survey(root), **process)
 
     # Parts of devices.
 
@@ -348,8 +324,7 @@ class Built:
         self._bind(address, driver)
         if driver != "amdgpu":
             return
-        for name, value in self._parameters.items():
-            self.files[f"sys/module/amdgpu/parameters/{name}"] = f"{value}\n"
+        self.files["sys/module/amdgpu/parameters/pcie_p2p"] = f"{self._pcie_p2p}\n"
         self._sensors(address, chip, readings, metrics)
         number = sum(path.startswith("dev/dri/renderD") for path in self.nodes)
         self.nodes[f"dev/dri/renderD{128 + number}"] = True
@@ -381,23 +356,13 @@ class Built:
             self._write_node({"cpu_cores_count": 16, "simd_count": 0, "gfx_target_version": 0}, (0, 64 * GIB))
             self.nodes["dev/kfd"] = True
         bus, device, function = (int(part, 16) for part in address.replace(".", ":").split(":")[1:])
-        properties = {
-            "cpu_cores_count": 0,
-            "simd_count": chip.simd_count,
-            "gfx_target_version": chip.gfx_target_version,
-            "vendor_id": 0x1002,
-            "device_id": chip.device,
-            "location_id": bus << 8 | device << 3 | function,
-            "domain": 0,
-        }
-        place = f"{NODES}/{self._kfd_nodes}"
-        self.files[f"{place}/io_links/0/properties"] = f"type 2\nnode_from {self._kfd_nodes}\nnode_to 0\nflags 1\n"
+        properties = {"cpu_cores_count": 0, "simd_count": chip.simd_count, "vendor_id": 0x1002, "domain": 0}
+        properties |= {"gfx_target_version": chip.gfx_target_version, "location_id": bus << 8 | device << 3 | function}
         self._write_node(properties, (1, chip.vram_bytes))
 
     def _write_node(self, properties: Mapping[str, int], bank: tuple[int, int]) -> None:
         place = f"{NODES}/{self._kfd_nodes}"
         self._kfd_nodes += 1
-        self.files[f"{place}/name"] = "ip discovery\n"
         self.files[f"{place}/properties"] = "".join(f"{key} {value}\n" for key, value in properties.items())
         heap, size = bank
         self.files[f"{place}/mem_banks/0/properties"] = f"heap_type {heap}\nsize_in_bytes {size}\nflags 0\n"

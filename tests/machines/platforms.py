@@ -37,7 +37,7 @@ def windows() -> Case:
     built = only(
         Built("bitsandbytes installation page: ROCm on Windows, with wheels of repo.radeon.com"), lambda path: False
     )
-    built.process = {"platform": "windows", "release": "11"}
+    built.process = {"platform": "win32", "release": "11", "shm_bytes": None}
     software = stack(
         torch="2.9.1+rocm7.2.1",
         hip="7.2.53211",
@@ -107,7 +107,7 @@ PLATFORMS: dict[str, Case] = {
             ),
         ),
         note=("igpu_hidden",),
-        unknown=("host_memory", "link_errors", "link_width", "overdrive", "temperature", "vram"),
+        unknown=("host_memory", "link", "link_errors", "sensors"),
         says=("`export HIP_VISIBLE_DEVICES=0`",),
     ),
     "chip_of_no_table": case(

@@ -63,11 +63,4 @@ SOFTWARE: dict[str, Case] = {
     "kernel_6_17": case(Built("ROCm/amdgpu#225: good for the reporters").kernel("6.17.9-1-generic").card()),
     "kernel_5_15": case(Built("ROCm/ROCm#6123: kernel 5.15 with a ROCm 6.4 wheel").kernel("5.15.0-139-generic").card(),
         warn=("kernel_too_old",), says=("5.15.0-139-generic",)),
-    "unlocked_clocks": case(
-        Built("kernel documentation, amdgpu.ppfeaturemask: 0xffffffff")
-        .kernel(cmdline="ro amdgpu.ppfeaturemask=0xffffffff", parameters={"ppfeaturemask": "0xffffffff"})
-        .card(),
-        note=("overdrive",),
-        says=("remove amdgpu.ppfeaturemask",),
-    ),
 }  # fmt: skip

@@ -138,12 +138,11 @@ def test_the_table_keeps_to_the_terminal(replays: dict[str, Replay]) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "code", "told"),
     [
-        ({}, {}, 0, {"aer_clean": "ok", "aer_still": "ok"}),
-        ({"correctable": 4}, {"correctable": 9}, 1, {"aer_corrected": "info", "aer_corrected_rising": "warn"}),
-        ({"correctable": 4}, {"correctable": 4, "nonfatal": 1}, 2, {"aer_corrected": "info", "aer_rising": "fail"}),
+        ({"correctable": 4}, {"correctable": 9}, 1, {"aer_clean": "ok", "aer_corrected_rising": "warn"}),
+        ({"correctable": 4}, {"correctable": 4, "nonfatal": 1}, 2, {"aer_clean": "ok", "aer_rising": "fail"}),
         ({"nonfatal": 3}, {"nonfatal": 3}, 1, {"aer_errors": "warn", "aer_still": "ok"}),
-        ({"correctable": 4}, {}, 0, {"aer_corrected": "info", "aer_still": "ok"}),  # set back: not risen
-        ({"correctable": 4}, None, 0, {"aer_corrected": "info", "": "skipped"}),  # the card is gone: not called still
+        ({"correctable": 4}, {}, 0, {"aer_clean": "ok", "aer_still": "ok"}),  # set back: not risen
+        ({"correctable": 4}, None, 0, {"aer_clean": "ok", "": "skipped"}),  # the card is gone: not called still
     ],
 )
 def test_errors_that_rise_while_measuring_are_told_by_what_they_mean(

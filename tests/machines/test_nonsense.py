@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def spoilt(built: Built, root: Path, spoil: Callable[[Path], object], chosen: Ca
     for file in [Path(top) / name for top, _, names in os.walk(root) for name in names]:
         if chosen(file) and not file.is_symlink():
             spoil(file)
-    return Evidence(machine=survey(root, process), software=cpu_stack(), environ={}, root=root)
+    return Evidence(machine=replace(survey(root), **process), software=cpu_stack(), environ={}, root=root)
 
 
 def directory(file: Path) -> None:

@@ -67,7 +67,6 @@ VARIABLES: dict[str, Case] = {
         warn=("cards_unequal", "environ:ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES"),
         note=("torch_sees_fewer",),
         says=("these filters are nested",),
-        never=("the same effect in HIP",),
     ),
     "filter_by_uuid": case(Built("HIP environment variables page: ROCR takes UUIDs").card().igpu(RAPHAEL),
         environ={"ROCR_VISIBLE_DEVICES": "GPU-0000000000000000"}, unknown=("integrated",)),
@@ -84,7 +83,6 @@ VARIABLES: dict[str, Case] = {
             *("environ:PYTORCH_ROCM_DEVICE", "environ:RCCL_BUFFSIZE", "environ:RCCL_NCHANNELS"),
             *("environ:RCCL_TREE_THRESHOLD", OVERRIDE),
         ),
-        says=("NCCL_MAX_NCHANNELS", "NCCL_ALGO", "both filters have the same effect in HIP"),
-        never=("ROCR_VISIBLE_DEVICES",),
+        says=("NCCL_MAX_NCHANNELS", "NCCL_ALGO", "HIP applies the first of HIP_ and CUDA_VISIBLE_DEVICES"),
     ),
 }  # fmt: skip
