@@ -42,7 +42,7 @@ def assert_recovered(output: Path, clean: Path) -> None:
     assert (output / ADAPTER).read_bytes() == (clean / ADAPTER).read_bytes()
 
 
-@pytest.mark.parametrize("way", sampled(WAYS, "bf16", "nf4"))
+@pytest.mark.parametrize("way", sampled(WAYS, "nf4"))
 def test_rare_wrong_products_leave_no_trace_in_the_adapter_a_kill_among_them(
     job: Job, way: str, tmp_path: Path
 ) -> None:
@@ -66,6 +66,7 @@ def test_products_that_are_wrong_for_good_end_the_run_before_its_first_update(
     assert not (out / ADAPTER).exists() and not list(out.glob("checkpoint-*"))
 
 
+@pytest.mark.long
 def test_a_rank_with_a_wrong_product_has_both_compute_the_step_again(job: Job, tmp_path: Path) -> None:
     clean = job.clean(ranks=2, check_arithmetic="off", max_steps=4)
     for rank in job.ranks(tmp_path / "out", each=[{}, wrong(kind="zero tile", count=1, first=40)], max_steps=4):
@@ -83,26 +84,30 @@ SHARDED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", sampled(SHARDED, "fsdp2", "tensor parallel"))
-def test_products_with_sharded_weights_are_checked(job: Job, way: str, tmp_path: Path) -> None:
+def test_a_wrong_product_with_a_sharded_weight_is_not_used(job: Job, way: str, tmp_path: Path) -> None:
+    """Its step is skipped; one that stays ends the run."""
     env, settings = SHARDED[way]
-    outs = {}
-    for mode in ("off", "every"):
-        outs[mode] = tmp_path / mode
-        for rank in job.ranks(outs[mode], each=[env, env], max_steps=4, check_arithmetic=mode, **settings):
-            done(rank)
-    assert (outs["every"] / ADAPTER).read_bytes() == (outs["off"] / ADAPTER).read_bytes()
-    counted = report_of(outs["every"])["arithmetic"]
-    assert counted["residuals"] > counted["checked"] > 0 == counted["disagreements"] == counted["cleared"]
-    assert counted["never_seen"] == 0
-
-    once = env | wrong(kind="zero tile", count=1, first=90)  # a step that is not computed again is skipped
-    for rank in job.ranks(tmp_path / "once", each=[env, once], max_steps=4, **settings):
+    once = env | wrong(kind="zero tile", count=1, first=90)
+    for rank in job.ranks(tmp_path / "once", each=[env, once], max_steps=3, **settings):
         done(rank)
-    assert report_of(tmp_path / "once")["arithmetic"]["disagreements"] >= 1
+    counted = report_of(tmp_path / "once")["arithmetic"]
+    assert counted["residuals"] > counted["checked"] > 0 == counted["cleared"] == counted["never_seen"]
+    assert counted["disagreements"] >= 1
     always = env | wrong(kind="zero tile")
-    results = job.ranks(tmp_path / "always", each=[env, always], max_steps=4, check_arithmetic="sampled", **settings)
+    results = job.ranks(tmp_path / "always", each=[env, always], max_steps=3, check_arithmetic="sampled", **settings)
     assert [rank.code for rank in results] == [3, 3]
     assert "no library computes it right" in results[1].stderr and not (tmp_path / "always" / ADAPTER).exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", SHARDED)
+def test_checks_of_sharded_weights_change_nothing(job: Job, way: str, tmp_path: Path) -> None:
+    env, settings = SHARDED[way]
+    for mode in ("off", "every"):
+        for rank in job.ranks(tmp_path / mode, each=[env, env], max_steps=4, check_arithmetic=mode, **settings):
+            done(rank)
+    assert (tmp_path / "every" / ADAPTER).read_bytes() == (tmp_path / "off" / ADAPTER).read_bytes()
+    assert report_of(tmp_path / "every")["arithmetic"]["disagreements"] == 0
 
 
 CARDS: dict[str, tuple[dict[str, Any], int]] = {
@@ -117,7 +122,7 @@ def test_kernels_of_the_card_that_are_wrong_now_and_then_or_for_good(
     make_job: MakeJob, card_server: CommandServer, case: str, tmp_path: Path
 ) -> None:
     settings, cards = CARDS[case]
-    job = make_job("arithmetic-card", server=card_server, max_steps=8, save_steps=8, doctor="off", **settings)
+    job = make_job("arithmetic-card", server=card_server, max_steps=6, save_steps=6, doctor="off", **settings)
     job.env["SIMCARD_DEVICES"] = str(cards)
     clean = job.clean(check_arithmetic="off", **settings)
     out = tmp_path / "out"

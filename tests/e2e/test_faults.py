@@ -5,7 +5,6 @@ Not covered: a fault of a kind that the injection cannot make, such as wrong ari
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from pathlib import Path
@@ -66,7 +65,7 @@ def assert_stopped(result: Result, output: Path, *, checkpoints: list[str]) -> s
 # ---- faults that pass ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sampled(TRANSIENT, "zero", "flip", "stale", "drop"))
+@pytest.mark.parametrize("kind", sampled(TRANSIENT, "flip", "stale"))
 def test_a_fault_on_the_way_is_recovered_and_changes_nothing(job: Job, tmp_path: Path, kind: str) -> None:
     output = tmp_path / "out"
     result = job.run(output, fault=f"kind={kind},rate=0.2,seed=3")
@@ -105,36 +104,7 @@ def test_a_clean_run_reports_no_faults(job: Job) -> None:
     assert stages(report, "mismatches") == stages(report, "recovered") == len(report["incidents"]) == 0
 
 
-def test_weights_that_are_quantised_on_arrival_are_recovered(job: Job, tmp_path: Path) -> None:
-    for name, fault in (("clean", ""), ("harmed", "kind=zero_range,rate=0.3,stage=weights")):
-        job.done(tmp_path / name, "--load_in_4bit", fault=fault)
-    assert_recovered(report_of(tmp_path / "harmed"), "zero_range")
-    assert (tmp_path / "harmed" / ADAPTER).read_bytes() == (tmp_path / "clean" / ADAPTER).read_bytes()
-
-
-def test_an_all_ones_attention_mask_that_arrives_as_zeros_is_caught(job: Job, tmp_path: Path) -> None:
-    rows = [{"text": f"{number} " + "the same words again and again " * 40} for number in range(16)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))  # every row is cut to max_length
-    result = job.run(
-        tmp_path / "out",
-        fault="kind=zero,tensor=attention_mask",
-        dataset_name=data,
-        eval_strategy="no",
-    )
-    assert result.code == 0, result.stderr[-3000:]
-    report = report_of(tmp_path / "out")
-    assert_recovered(report, "zero")
-    elements = 2 * 64
-    assert elements % 2 == 0
-    assert len(report["incidents"]) == 4 * 2
-    for row in report["incidents"]:
-        # all ones: each little-endian 64-bit element differs in its first byte, and in nothing else
-        assert row["tensor"] == "attention_mask"
-        assert (row["first_offset"], row["length"]) == (0, 8 * elements - 7)
-
-
-@pytest.mark.parametrize("stage", ["adapter", "optimizer"])
+@pytest.mark.parametrize("stage", sampled(("adapter", "optimizer"), "adapter"))
 def test_a_fault_on_resuming_is_recovered(job: Job, halfway: Path, tmp_path: Path, stage: str) -> None:
     output = tmp_path / "out"
     shutil.copytree(halfway, output)
@@ -183,7 +153,6 @@ def test_a_persistent_fault_of_a_batch_stops_and_the_same_command_continues(
             "kind=drop,tensor=*embed_tokens*",
             "kind=swap,stage=weights,rate=0.1",
         ),
-        "kind=stale,tensor=input_ids,first=2",
         "kind=drop,tensor=*embed_tokens*",
     ),
 )
@@ -204,16 +173,6 @@ def test_a_persistent_fault_on_resuming_leaves_the_checkpoint(
     assert f"{stage} tensor" in line
     assert job.run(output).code == 0
     assert_same_run(output, job.clean())
-
-
-def test_asked_to_stop_it_stops_at_the_first_mismatch(job: Job, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    result = job.run(output, fault="kind=flip,tensor=input_ids,first=2,count=1", on_corruption="stop")
-    line = assert_stopped(result, output, checkpoints=[])
-    assert "--on_corruption stop" in line
-    report = report_of(output)
-    assert report["batches"]["mismatches"] == 1 and report["batches"]["recovered"] == 0
-    assert [row["outcome"] for row in report["incidents"]] == ["stopped"]
 
 
 # ---- memory that was right ----------------------------------------------------------------------------------
@@ -280,7 +239,7 @@ def test_a_bit_that_flips_in_memory_during_training_is_found_and_the_run_goes_ba
     with safe_open(Path(job.settings["model_name_or_path"]) / "model.safetensors", framework="pt") as file:
         wanted = file.get_tensor(name).numpy().tobytes()
     output = tmp_path / "out"
-    settings = {"max_steps": 30, "save_steps": 4, "save_total_limit": 2, "eval_strategy": "no"}
+    settings = {"max_steps": 20, "save_steps": 4, "save_total_limit": 2, "eval_strategy": "no"}
     running = job.start(output, **settings, sentinel_every=every)
     while len(log_rows(running.printed())) < 5:
         assert (ended := running.poll()) is None, ended

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable
 from functools import cache
@@ -23,10 +22,10 @@ from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.plan import CardMemory, PlanRequest, plan_for
 from hf_rocm_tune.transfer import Mover
 from tests import tiny
+from tests.e2e.conftest import sampled
 from tests.train.faulty_products import ANOTHER, DEQUANTISED, KINDS, Faults
 from tests.train.trainers import VerifiedSFT, build, two_ranks
 
-LONG = os.environ.get("LONG")
 FOUND = [kind for kind in KINDS if kind not in ("low mantissa bit", DEQUANTISED, ANOTHER)]
 
 
@@ -102,7 +101,7 @@ def test_checks_change_nothing_and_find_nothing_in_a_clean_run(run: Any, clean: 
     assert found["residuals"] >= 2 * found["checked"]
 
 
-@pytest.mark.parametrize("kind", ["zero tile", "previous output"] if not LONG else FOUND)
+@pytest.mark.parametrize("kind", sampled(FOUND, "zero tile", "previous output"))
 def test_a_wrong_product_now_and_then_changes_nothing(run: Any, clean: Any, kind: str) -> None:
     faults = Faults(kind=kind, rate=0.01, seed=3, first=20)
     trainer = run(faults)
@@ -185,17 +184,16 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mxfp4": {"arch": "mxfp4", "dtype": torch.bfloat16},
 }
 """Where no operators are named, products are told by their shapes from those of other layers."""
-SOME = ("grouped", "adapters", "nf4", "mxfp4")
-SIDES = ("forward", "backward")
-WRONG = [
+SAMPLE = [
     ("grouped", "forward", ANOTHER), ("grouped", "backward", "zero tile"), ("adapters", "forward", "zero tile"),
     ("adapters", "backward", ANOTHER), ("nf4", "forward", "NaN"), ("nf4", "backward", "zero tile"),
     ("mxfp4", "forward", "zero tile"), ("mxfp4", "backward", "NaN"),
 ]  # fmt: skip
-"""Case, side and kind; another expert's weights only where one operator has several experts."""
-if LONG:
-    WRONG = list(itertools.product(MIXTURES, SIDES, FOUND))
-    WRONG += [(case, side, ANOTHER) for case in MIXTURES if "operators" in MIXTURES[case] for side in SIDES]
+WRONG = [
+    pytest.param(case, side, kind, marks=() if (case, side, kind) in SAMPLE else pytest.mark.long)
+    for case, side, kind in itertools.product(MIXTURES, ("forward", "backward"), [*FOUND, ANOTHER])
+    if kind != ANOTHER or "operators" in MIXTURES[case]  # one operator has several experts
+]
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +273,7 @@ def test_experts_that_are_wrong_for_good_end_the_run(mixture: Any, case: str, fi
         mixture(case, Faults(kind="zero tile", operators=MIXTURES[case]["operators"], first=first), mode="sampled")
 
 
-@pytest.mark.parametrize("case", [each for each in SOME if "4" in each])
+@pytest.mark.parametrize("case", ["nf4", "mxfp4"])
 def test_a_wrong_block_of_an_unpacked_expert_is_found_apart_from_its_product(
     mixture: Any, clean_mixture: Any, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
