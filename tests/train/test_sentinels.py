@@ -19,8 +19,6 @@ from hf_rocm_tune.train import sentinels
 from hf_rocm_tune.train.sentinels import Change, Found, FrozenSentinel, TrainedSentinel
 from hf_rocm_tune.transfer import digest
 
-DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn)
-
 
 def tensors(*sizes: int) -> dict[str, Tensor]:
     return {f"t{number}": torch.rand(size) for number, size in enumerate(sizes)}
@@ -64,50 +62,12 @@ def test_a_flipped_bit_is_found_within_one_period_and_named(
     held = tensors(*sizes)
     sentinel = watch(held, period)
     assert not any(sentinel.check_slice() for _ in range(start))
+    assert (sentinel.passes, sentinel.tensors) == (start // period, len(sizes))
     name = data.draw(st.sampled_from(sorted(held)))
     flip(held[name], data.draw(st.integers(0, held[name].numel() * 32 - 1)))
     found = [sentinel.check_slice() for _ in range(period)]
     assert [each for each in found if each] == [changed(name)]
     assert sentinel.check_all() == changed(name)
-
-
-@settings(max_examples=60, deadline=None)
-@given(sizes=st.lists(st.integers(0, 300), max_size=12), period=st.integers(1, 20))
-def test_the_slices_of_a_period_cover_everything_once_and_are_even(sizes: list[int], period: int) -> None:
-    held = tensors(*sizes)
-    sentinel = watch(held, period)
-    slices = sentinel._slices
-    assert len(slices) == period
-    assert sorted(row.name for rows in slices for row in rows) == sorted(held)
-    share = sum(sizes) / period + max(sizes, default=0)
-    assert all(sum(held[row.name].numel() for row in rows) <= share for rows in slices)
-    for _ in range(3 * period):
-        assert sentinel.check_slice() == []
-    assert (sentinel.passes, sentinel.tensors) == (3, len(sizes))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_watched_to_its_last_byte(dtype: torch.dtype) -> None:
-    held = {"w": torch.zeros(33).to(dtype), "view": torch.zeros(8, 10).to(dtype)[2:5, ::3]}
-    sentinel = watch(held, 1)
-    for name, last in (("w", 33 * 8 * held["w"].element_size() - 1), ("view", 0)):
-        flip(held[name], last)
-        assert sentinel.check_all() == changed(name)
-        flip(held[name], last)
-        assert sentinel.check_all() == []
-
-
-def test_a_zeroed_segment_and_swapped_words_are_found() -> None:
-    held = {"w": torch.arange(1, 4097, dtype=torch.int32), "ones": torch.ones(64, dtype=torch.int64)}
-    sentinel = watch(held, 4)
-    held["w"][100:200] = 0
-    held["ones"][:] = 0
-    assert sentinel.check_all() == changed("w", "ones")
-    held["w"][100:200] = torch.arange(101, 201)
-    held["ones"][:] = 1
-    assert sentinel.check_all() == []
-    held["w"][[7, 9]] = held["w"][[9, 7]]
-    assert sentinel.check_all() == changed("w")
 
 
 def test_a_replaced_tensor_is_no_new_baseline_unless_it_is_explained() -> None:
@@ -178,29 +138,6 @@ def optimizer_of(held: dict[str, Tensor]) -> Any:
 
 def named(*names: str) -> list[Change]:
     return [Change("trained", f"optimizer state {name}", "changed in memory") for name in names]
-
-
-@settings(max_examples=40, deadline=None)
-@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12), data=st.data())
-def test_trained_state_that_changes_between_updates_is_named_by_its_kind(sizes: list[int], data: st.DataObject) -> None:
-    weights = [torch.nn.Parameter(torch.rand(size)) for size in sizes]
-    optimizer = torch.optim.AdamW(weights, lr=0.1)
-    sentinel = TrainedSentinel(optimizer)
-    assert sentinel.begin() == []
-    for _ in range(3):
-        for weight in weights:
-            weight.grad = torch.rand_like(weight)
-        sentinel.look()
-        assert sentinel.collect() == []
-        optimizer.step()
-        sentinel.take()
-    kind = data.draw(st.sampled_from(["weights", "exp_avg", "exp_avg_sq", "step"]))
-    weight = data.draw(st.sampled_from(weights))
-    tensor = weight.data if kind == "weights" else optimizer.state[weight][kind]
-    flip(tensor, data.draw(st.integers(0, tensor.numel() * 32 - 1)))
-    sentinel.look()
-    expected = "trained weights" if kind == "weights" else f"optimizer state {kind}"
-    assert sentinel.collect() == [Change("trained", expected, "changed in memory")]
 
 
 def test_writes_of_foreign_code_are_excused_on_request_and_counted() -> None:

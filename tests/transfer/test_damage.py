@@ -48,11 +48,6 @@ def test_no_word_of_a_pattern_stands_at_another_place_or_in_another_pattern() ->
     assert bool((words != 0).all()) and bool(words.view(torch.float32).isfinite().all())
 
 
-def test_a_pattern_of_truths_holds_only_them() -> None:
-    data = fill_with_pattern(torch.empty(1000, dtype=torch.uint8), 1, keep=1)
-    assert set(data.tolist()) == {0, 1} and count_wrong(data, 1, keep=1) == 0 and count_wrong(data, 1) > 500
-
-
 @pytest.mark.parametrize(
     ("first", "length"), [(0, 4), (4096, 3000), (SLAB - 8, 16), (2 * SLAB - 1, 1), (12, 2 * SLAB), (64 << 10, 999)]
 )

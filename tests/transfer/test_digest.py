@@ -155,13 +155,6 @@ def test_what_simple_checksums_miss_is_caught() -> None:
     assert digest(mask) != digest(torch.zeros_like(mask))  # the XOR of an even number of ones is that of zeros
     outer, inner = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 1, 1, 0])
     assert digest(outer) != digest(inner)  # equal plain and equal position-weighted sums
-    tokens = torch.randint(0, 1000, (2, 512))
-    assert digest(tokens) != digest(tokens.roll(1))
-    assert digest(tokens) != digest(tokens.flip(0))
-    assert digest(tokens) != digest(torch.randint(0, 1000, (2, 512)))
-    zeroed = tokens.clone()
-    zeroed.view(-1)[100:140] = 0
-    assert digest(tokens) != digest(zeroed)
     assert digest(torch.zeros(4)) != digest(torch.zeros(5))
 
 
@@ -230,10 +223,7 @@ def test_across_blocks_equal_the_reference(native: HostSums, size: int, index: i
 @pytest.mark.parametrize(("size", "index"), [(2 * BYTES_A_THREAD, 0), (3 * BYTES_A_THREAD + 4097, 3 * BLOCK - 5)])
 def test_several_threads_give_the_sums_of_one(native: HostSums, size: int, index: int) -> None:
     both(native, torch.randint(0, 256, (size,), dtype=torch.uint8), index)
-
-
-def test_largest_words_in_every_place_do_not_lose_a_carry(native: HostSums) -> None:
-    both(native, torch.full((4 * BLOCK * 9 + 7,), 255, dtype=torch.uint8), BLOCK // 2)
+    both(native, torch.full((size,), 255, dtype=torch.uint8), index)  # the largest words: no carry is lost
 
 
 def test_threads_do_not_disturb_each_other(native: HostSums) -> None:

@@ -133,14 +133,6 @@ def test_a_large_tensor_in_many_chunks_names_the_offset_of_a_flip() -> None:
     assert (int(row["found"], 16) ^ int(source[row["first_offset"]])).bit_count() == 1
 
 
-def test_stop_raises_at_the_first_mismatch() -> None:
-    settings = TransferSettings(on_corruption="stop")
-    with Mover(CPU, settings=settings, faults=FaultSpec(kind="flip")) as mover:
-        with pytest.raises(CorruptionError, match="stop"):
-            send(mover, "weights", 0)
-        assert [row["outcome"] for row in mover.report.incidents] == ["stopped"]
-
-
 @pytest.mark.parametrize("stage", ["batches", "weights"])
 def test_a_source_that_changed_is_named_so(stage: str) -> None:
     source = torch.arange(1000)
@@ -188,32 +180,25 @@ def test_a_rung_that_keeps_helping_is_kept() -> None:
     assert backend.broken == 9  # three failing ways, three times; then never again
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_hits_the_same_transfers(kind: str) -> None:
+def test_the_same_seed_hits_the_same_transfers() -> None:
     def incidents(order: list[int]) -> set[str]:
-        with Mover(CPU, faults=FaultSpec(kind="flip", rate=0.4, seed=KINDS.index(kind))) as mover:
+        with Mover(CPU, faults=FaultSpec(kind="flip", rate=0.4, seed=5)) as mover:
             for seed in order:
                 send(mover, "weights", seed)
             return {f"{row['tensor']}@{row['first_offset']}" for row in mover.report.incidents}
 
     forward = incidents(list(range(12)))
-    assert forward
-    assert forward == incidents(list(reversed(range(12))))
+    assert forward and forward == incidents(list(reversed(range(12))))
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("kind=zap", "kind=zap.*zero_range"),
-        ("rate=0.1", "'kind' is missing"),
         ("kind=zero,speed=3", "'speed=3'.*valid keys: kind rate"),
-        ("kind=zero,rate=lots", "rate=lots.*0 to 1"),
         ("kind=zero,rate=2", "rate=2 .*0 to 1"),
         ("kind=zero,persist=yes", "persist=yes.*0 or 1"),
         ("kind=zero,stage=lunch", "stage=lunch.*weights"),
-        ("kind=zero,kind=flip", "twice"),
-        ("zero", "'zero' is not understood"),
-        ("kind=zero,count=0", "count=0"),
     ],
 )
 def test_a_bad_specification_names_the_key_and_what_is_valid(text: str, words: str) -> None:

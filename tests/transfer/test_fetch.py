@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferSettings, digest
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
 
 STAGE = "activations"
 
@@ -66,14 +66,6 @@ def test_a_fault_is_found_and_read_again(kind: str) -> None:
     assert row["length"] >= 1
 
 
-def test_one_that_stays_is_not_handed_out() -> None:
-    with mover_with(f"kind=flip,stage={STAGE},persist=1") as mover:
-        with pytest.raises(CorruptionError, match="'hidden' from cpu arrived wrong on the host"):
-            fetch(mover, torch.randn(50))
-        assert mover.report.incidents[-1]["outcome"] == "failed"
-        assert mover.report.to_dict()[STAGE]["recovered"] == 0
-
-
 def test_stop_means_the_first_mismatch() -> None:
     stopping = mover_with(f"kind=zero,stage={STAGE},count=1", on_corruption="stop")
     with stopping as mover, pytest.raises(CorruptionError, match="on_corruption stop"):
@@ -111,13 +103,6 @@ def test_threads_do_not_share_a_buffer() -> None:
         for thread in threads:
             thread.join()
     assert wrong == []
-
-
-def test_a_digest_of_the_device_and_one_of_the_host_are_comparable() -> None:
-    tensor = torch.randn(77)
-    with mover_with() as mover, mover.fetched(tensor, name="hidden", stage=STAGE) as fetched:
-        moved = mover.move(fetched.host, name="hidden", stage=STAGE)
-        assert isinstance(fetched.digest, Digest) and mover.digest_of(moved) == fetched.digest
 
 
 @pytest.mark.gpu
@@ -159,6 +144,7 @@ def test_what_cannot_be_read_right_gives_its_slot_back() -> None:
                 mover.fetched(tensor, name="bad", stage="buckets"),
             ):
                 pass
+        assert mover.report.incidents[-1]["outcome"] == "failed"
         with mover.fetched(tensor, name="good", stage="buckets") as found:
             assert torch.equal(found.host, tensor)
     assert mover.report.to_dict()["buckets"]["mismatches"] == 3

@@ -167,23 +167,6 @@ def test_a_late_copy_does_not_land_before_the_digest_of_its_own_batch() -> None:
         assert faults["injected"] == len(mover.report.incidents) > 10
 
 
-def test_settle_waits_for_the_copy() -> None:
-    backend = Held()
-    with Mover(CPU, backend=backend) as mover:
-        batch = mover.begin({"x": torch.arange(100)})
-        assert mover.is_pending(batch["x"])
-        assert not mover.was_verified(batch["x"])
-        waiter = threading.Thread(target=mover.settle, args=(batch,))
-        waiter.start()
-        waiter.join(0.2)
-        assert waiter.is_alive()
-        assert mover.is_pending(batch["x"])
-        backend.go.set()
-        waiter.join(20)
-        assert mover.was_verified(batch["x"])
-        assert torch.equal(batch["x"], torch.arange(100))
-
-
 def test_an_exception_while_packing_gives_the_slot_back() -> None:
     backend = HostBackend()
     ring = Ring(backend, slot_bytes=4096, slots=1)
