@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -345,7 +346,6 @@ def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
 # ---- in a run -----------------------------------------------------------------------------------------------
 
 _UPSTREAM = frozenset({"hf_rocm_tune", "transformers", "trl", "peft", "accelerate", "torch", "typing", "builtins"})
-_FOREIGN: dict[type, bool] = {}  # cache of `is_foreign`
 _WHAT = {
     "frozen": "frozen weights",
     "trained": "trained weights or optimizer state",
@@ -361,13 +361,11 @@ _ADVICE = (
 
 def is_foreign(cls: type) -> bool:
     """Whether a class or one of its bases has code that is neither upstream's nor ours."""
-    if cls not in _FOREIGN:
-        _FOREIGN[cls] = any(
-            base.__module__.partition(".")[0] not in _UPSTREAM
-            and any(callable(value) for name, value in vars(base).items() if not name.startswith("__"))
-            for base in cls.__mro__
-        )
-    return _FOREIGN[cls]
+    return any(
+        base.__module__.partition(".")[0] not in _UPSTREAM
+        and any(callable(value) for name, value in vars(base).items() if not name.startswith("__"))
+        for base in cls.__mro__
+    )
 
 
 @functools.cache
@@ -577,20 +575,17 @@ class SentinelCallback(TrainerCallback):
 
     def _judge(self, changes: Sequence[Change], when: str, step: int) -> None:
         assert self._sentinel is not None
-        in_trained, in_frozen = (sum(each.stage == stage for each in changes) for stage in ("trained", "frozen"))
-        passes, tensors = self._sentinel.passes, self._sentinel.tensors
-        self._report.watched("frozen", passes=passes, tensors=tensors, new_mismatches=in_frozen)
-        if (trained := self._trained) is not None:
-            self._report.watched(
-                "trained", checks=trained.checks, rewritten=trained.rewritten, new_mismatches=in_trained
-            )
+        wrong, frozen, trained = Counter(each.stage for each in changes), self._sentinel, self._trained
+        self._report.watched("frozen", passes=frozen.passes, tensors=frozen.tensors, new_mismatches=wrong["frozen"])
+        if trained is not None:
+            state = {"checks": trained.checks, "rewritten": trained.rewritten}
+            self._report.watched("trained", **state, new_mismatches=wrong["trained"])
         if not changes:
             return
         for each in changes:
             row = {"step": step, "stage": each.stage, "tensor": each.name, "kind": each.kind, "outcome": "stopped"}
             self._report.incident(row)
-        if lost := len(changes) - in_trained - in_frozen:
-            self._report.add("batches", mismatches=lost)
+        self._report.add("batches", mismatches=wrong["batches"])
         what = _WHAT[changes[0].stage]
         said = _SAID.get(changes[0].kind, changes[0].kind)
         raise MemoryFaultError(f"{what} {said} ({when}): {listed([each.name for each in changes])}", _ADVICE)

@@ -193,7 +193,7 @@ class _Work:
 class AcceleratorBackend:
     """A HIP or CUDA device: page-locked staging, a copy stream, events.
 
-    Order and lifetime (each missing point is a known cause of corruption):
+    Order and lifetime; `tests/transfer/test_mutants_on_card.py` fails when one of these points is removed:
 
     * Copies and digests run on one stream of their own, in the order in which they were queued.
     * A page-locked slot may be rewritten only after the event that follows its copy (`Queued.join`).
@@ -202,14 +202,9 @@ class AcceleratorBackend:
     * Memory of batches belongs to the copy stream, whose order protects it: it is allocated without a wait.
     * Long-lived memory belongs to the consumer's stream; the copy stream waits for what that stream queued before,
       because the allocator may return memory that a running kernel still uses.
-    * Page-locked memory that is freed during a copy is kept until the copy ends by torch's caching host allocator,
-      which also makes the 16 bytes of each digest cheap to allocate.
 
-    The device is never synchronised as a whole; only events are waited for. ``tests/transfer/test_mutants_on_card.py``
-    fails when one of these points is removed.
-
-    Args:
-        device: a ``cuda`` device of torch (also for HIP); without an index, the current one.
+    Page-locked memory that is freed during a copy is kept until its end by torch's caching host allocator. The device
+    is never synchronised as a whole. ``device`` without an index is the current one.
     """
 
     default_slot_bytes = 32 << 20

@@ -61,7 +61,6 @@ class FaultSpec:
 
 
 _REMEMBERED_BYTES = 4 << 20
-_REMEMBERED_PLANS = 4096
 
 
 @dataclass
@@ -91,9 +90,8 @@ class FaultyBackend:
         self.staging_grows = inner.staging_grows
         self.staging, self.allocate, self.mark = inner.staging, inner.allocate, inner.mark
         self.follow, self.read_back, self.hand_out = inner.follow, inner.read_back, inner.hand_out
-        self.injected = 0
+        self.injected = self._matched = 0
         self._lock = threading.RLock()
-        self._matched = 0
         self._seen: Counter[tuple[str, str]] = Counter()
         self._plans: dict[tuple[int, str], _Plan | None] = {}
         self._earlier: deque[Tensor] = deque(maxlen=8)
@@ -164,13 +162,10 @@ class FaultyBackend:
         spec, key = self.spec, (label.transfer, part.name)
         if key not in self._plans:
             self._plans[key] = None
-            if len(self._plans) > _REMEMBERED_PLANS:
-                del self._plans[next(iter(self._plans))]
             if part.nbytes and fnmatchcase(part.name, spec.tensor) and spec.stage in (None, label.stage):
                 self._matched += 1
                 self._seen[label.stage, part.name] += 1
-                occurrence = self._seen[label.stage, part.name]
-                rng = random.Random(f"{spec.seed}:{label.stage}:{part.name}:{occurrence}")
+                rng = random.Random(f"{spec.seed}:{label.stage}:{part.name}:{self._seen[label.stage, part.name]}")
                 if rng.random() < spec.rate and self._matched >= spec.first:
                     anchor = rng.randrange(part.nbytes)
                     self._plans[key] = _Plan(rng, anchor, rng.randint(1, part.nbytes - anchor))
