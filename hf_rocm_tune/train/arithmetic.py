@@ -124,7 +124,6 @@ class _Call:
     expert: int = 0  # of a dequantised weight
 
     def to_keep(self) -> _Call:
-        """The same for later."""
         if not self.gathered:
             return self
         kept = tuple(each.detach().clone() for each in self.gathered)
@@ -144,8 +143,6 @@ class _Held:
 
 @dataclass(kw_only=True, eq=False)
 class _Checked:
-    """One side of a layer's products."""
-
     vectors: Tensor  # [columns of the result, 3], float32 on the device
     checksum: Tensor  # [experts or 1, columns of the operand, 3]
     offset: Tensor | None = None  # [1, 3]: the bias times the vectors
@@ -204,7 +201,6 @@ class Product:
         known.vectors, known.checksum, known.offset = vectors, checksum, offset
 
     def bound(self, side: Side, dtype: torch.dtype, *, added: bool = False) -> _Bound:
-        """See the module's description."""
         finfo = torch.finfo(dtype)
         out, (inner, outer) = roundoff(dtype), self.columns if side == "forward" else self.columns[::-1]
         bias = self.bias_norm if side == "forward" else 0.0
@@ -489,7 +485,6 @@ class ArithmeticChecks:
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """An optimizer step begins, the number ``step`` from 1."""
         self._release()
         self._step, self._attempt = step, 0
         self._watching, self._skipped = self._skipped, False
@@ -562,7 +557,6 @@ class ArithmeticChecks:
             self.after_forward(layer, arguments[0], output, _Call(again=module.forward))
 
     def after_forward(self, layer: Product, x: Tensor, y: Tensor, call: _Call) -> None:
-        """Check a product, and have its backward checked."""
         dtype = None if self._paused else layer.dtype_for(x, y)
         if dtype is None or x.numel() == 0:
             return
@@ -593,7 +587,6 @@ class ArithmeticChecks:
     def _check_head(
         self, layer: Product, side: Side, operand: Tensor, result: Tensor, dtype: torch.dtype, *again: Any
     ) -> None:
-        """Check a product of the one-pass loss."""
         if not self._paused:
             call = _Call(again=again[0], back=again[1] if again[1:] else None)
             self._check(layer, side, operand, result, dtype, call)
@@ -701,7 +694,6 @@ class ArithmeticChecks:
         return again
 
     def _tell(self, layer: Product, side: Side, kind: str, outcome: str, text: str) -> str:
-        """Report an incident; returns its sentence."""
         checked = layer.sides[side]
         where = f", {checked.where}" if checked.where else ""
         what = "weight" if side == "dequantised" else "product"
@@ -718,7 +710,6 @@ class ArithmeticChecks:
         return sentence
 
     def describe(self) -> dict[str, Any]:
-        """For the report, besides the counters."""
         return {
             "mode": self._mode,
             "refusal": self.refusal,
@@ -846,7 +837,6 @@ class _Within(TorchFunctionMode):
         self.__enter__()
 
     def end(self, *_: Any) -> None:
-        """After it, or when it has raised."""
         self.__exit__(None, None, None)
         self._weights.clear()
 

@@ -48,8 +48,6 @@ _ROWS = 8  # of each attention call
 
 @dataclass(frozen=True)
 class Figures:
-    """Loss and gradients of a micro-batch."""
-
     digest: tuple[str, ...]
     figures: tuple[tuple[float, float], ...]  # loss, norms and sums of gradients, each with its scale
 
@@ -85,7 +83,6 @@ class Replays:
         self.refusal: str | None = "training has not begun"
 
     def prepare(self) -> None:
-        """A training begins."""
         trainer, args = self._trainer, self._trainer.args
         reasons = {
             "--check_arithmetic off": not self._on,
@@ -100,7 +97,6 @@ class Replays:
         self._every = max(1, EVERY // args.gradient_accumulation_steps)
 
     def begin_step(self, step: int) -> None:
-        """An optimizer step begins, the number ``step`` from 1."""
         self._begun += 1
         self._due = self.refusal is None and (self._begun == FIRST_STEPS + 1 or step % self._every == 0)
         self._seen, self._wrong, self._awaited, self._attempts = [], False, False, 0
@@ -173,7 +169,6 @@ class Replays:
         return True
 
     def judge(self, *, can_repeat: bool) -> StepVerdict:
-        """What to do with the step, on this rank alone."""
         attention = self._judge_attention(can_repeat=can_repeat)
         if not self._wrong:
             return attention
@@ -186,7 +181,6 @@ class Replays:
         return StepVerdict.END
 
     def describe(self) -> dict[str, Any]:
-        """For the report, besides the counters."""
         every = None if self.refusal else self._every
         return {
             "replay_every": every,

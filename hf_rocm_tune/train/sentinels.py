@@ -48,8 +48,6 @@ _BYTES_PER_UPDATE = 1 << 30
 
 
 class Change(NamedTuple):
-    """A tensor that has changed."""
-
     stage: str  # "frozen", "trained" or "batches"
     name: str  # of the tensor, or of the group it belongs to
     kind: str  # "changed in memory", "replaced" by another tensor, "removed" or "added"
@@ -291,14 +289,12 @@ class BatchSentinel:
             self._used.append((rows[0][0], [(tensor, tensor._version) for _, tensor in rows], known))
 
     def look(self) -> None:
-        """Queue a comparison of what was used since the last one."""
         used, self._used = self._used, []
         for name, rows, known in used:
             if all(tensor._version == version for tensor, version in rows):
                 self._queued.append((name, known, QueuedDigests([storage_bytes(rows[0][0])])))
 
     def collect(self) -> list[Change]:
-        """What has changed; waits for the device."""
         queued, self._queued = self._queued, []
         changes = {}
         for name, known, now in queued:

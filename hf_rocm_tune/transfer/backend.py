@@ -160,8 +160,6 @@ class HostBackend:
 
 
 class _Work:
-    """A queued operation."""
-
     def __init__(self, do: Callable[[], Any], run_queue: Callable[[], None]) -> None:
         self._do: Callable[[], Any] | None = do
         self._run_queue = run_queue
@@ -303,7 +301,6 @@ class _EventDigest(_EventTicket):
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The backend of a device."""
     if device.type == "cpu":
         return HostBackend()
     if device.type == "cuda":

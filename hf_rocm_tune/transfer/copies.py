@@ -143,8 +143,6 @@ ALIGNMENT = 256
 
 @dataclass
 class Segment:
-    """One contiguous host tensor of a transfer."""
-
     name: str
     source: Tensor
     offset: int  # of its first byte in the transfer's device memory
@@ -161,7 +159,6 @@ class Segment:
         return self.offset + self.nbytes
 
     def is_right(self, tensor: Tensor) -> bool:
-        """Whether host memory holds the bytes that were digested."""
         return digest(tensor, word_offset=self.offset // 4) == self.digest
 
 
@@ -193,7 +190,6 @@ class Transfer:
         return combine(self.pieces)
 
     def matches(self, found: Digest) -> bool:
-        """Whether a digest of the device memory equals that of the source."""
         return found.same_words(self.expected)
 
 
@@ -211,8 +207,6 @@ DIRECT = Route("first_copy")
 
 
 class Sender:
-    """Packs transfers into staging memory and queues their copies."""
-
     def __init__(self, backend: Backend, ring: Ring) -> None:
         self._backend = backend
         self._ring = ring
@@ -249,7 +243,6 @@ class Sender:
 
 
 def pageable(nbytes: int) -> Tensor:
-    """Ordinary host memory, uint8[nbytes]."""
     with ordinary():
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -372,7 +365,6 @@ class Fetcher:
 
     @contextmanager
     def fetched(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Iterator[Fetched]:
-        """The bytes of a tensor on the host within the block; see `begin`."""
         found = self.begin(tensor, name=name, stage=stage, mark=mark)
         try:
             found.settle()
@@ -407,7 +399,6 @@ class Fetched:
         self._queueing_seconds = time.perf_counter() - begun
 
     def settle(self) -> None:
-        """Wait for the bytes and verify them."""
         begun = time.perf_counter()
         (self._ticket or self._copy(blocking=True)).result()
         if self._expected is not None:

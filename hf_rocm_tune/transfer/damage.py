@@ -52,7 +52,6 @@ class Damage:
         return "mixed" if self.zeros + self.poison + self.stale > self.wrong // 2 else "other"
 
     def for_report(self) -> dict[str, Any]:
-        """What an incident says of it."""
         keys = ("kind", "first_offset", "length", "alignment", "found")
         return {key: getattr(self, key) for key in keys}
 
@@ -148,6 +147,5 @@ class Copies:
 
 
 def wait_for(*tensors: Tensor) -> None:
-    """Synchronise the devices of these tensors."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)

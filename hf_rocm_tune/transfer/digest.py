@@ -73,7 +73,6 @@ class Digest:
 
     @classmethod
     def from_hex(cls, text: str) -> Digest:
-        """The inverse of `hex`."""
         try:
             s1, s2, nbytes = (int(part, 16) for part in text.split("-"))
         except ValueError:
@@ -164,7 +163,6 @@ class QueuedDigests:
         return all(event.query() for _, _, event in self._landing)
 
     def result(self) -> list[Digest]:
-        """The digests, in the order of the tensors; waits for the device."""
         for rows, landing, event in self._landing:
             if not event.query():
                 event.synchronize()
@@ -199,12 +197,10 @@ def mix(x: T) -> T:
 
 
 def block_factor(block: T) -> T:
-    """``m(b)``."""
     return (mix((block + 1) & 0xFFFFFFFF) << 32) + 1
 
 
 def block_term(block: T) -> T:
-    """``c(b)``."""
     return (mix((block + (1 << 31)) & 0xFFFFFFFF) << 32) + (block << 16)
 
 

@@ -30,8 +30,6 @@ FAULT_STAGES = (*STAGES, BETWEEN_CARDS, "gradients", "gathered")
 
 @dataclass(frozen=True, kw_only=True)
 class FaultSpec:
-    """Which transfers get a fault, and which fault."""
-
     # ``zero`` the tensor, ``zero_range`` a part of it, ``flip`` one bit, ``bits`` 2 to 6 bits of two neighbouring
     # words, ``stride`` one bit every 64, 256 or 4,096 bytes, ``stale`` bytes of an earlier transfer, ``swap`` two
     # words, ``drop`` the copy, ``late``: it arrives only after the digest was taken, ``after``: one bit is flipped just
@@ -49,7 +47,6 @@ class FaultSpec:
 
     @classmethod
     def parse(cls, text: str) -> FaultSpec:
-        """Read ``key=value`` pairs joined by commas."""
         allowed = {"kind": KINDS, "stage": FAULT_STAGES}
         return read_spec(cls, VARIABLE, text, allowed=allowed, least={"first": 1, "count": 1})
 

@@ -21,8 +21,6 @@ ADVICE = "The same command continues from the newest checkpoint; if it happens a
 
 @dataclass(frozen=True)
 class Content:
-    """What can be sent into a landing."""
-
     name: str  # for incidents
     segments: list[Segment]  # in order of their offsets, with their digests there; at most the landing's bytes
     digest: Digest  # of all bytes, with zeros in the gaps

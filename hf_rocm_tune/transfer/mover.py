@@ -50,8 +50,6 @@ STREAMED = "streamed: equal to its source on each arrival"
 
 @dataclass
 class Entry:
-    """Provenance of one storage."""
-
     provenance: str  # ``transferred`` (and verified), ``derived`` (computed from verified tensors), ``unverified``
     reason: str | None = None  # why it counts as derived or unverified
     transfer: Transfer | None = None  # of a batch, for its sources and verdict; None for weights
@@ -78,7 +76,6 @@ class Registry(Generic[Known]):
         self.entries: WeakKeyDictionary[torch.UntypedStorage, Known] = WeakKeyDictionary()
 
     def put(self, tensor: Tensor, entry: Known) -> None:
-        """Set the entry for the storage of `tensor`."""
         self.entries[tensor.untyped_storage()] = entry
 
     def get(self, tensor: Tensor) -> Known | None:
