@@ -60,23 +60,30 @@ def user(server: CommandServer, model_of: Callable[[str], Path], tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def whole(server: CommandServer, model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of the usual run, undisturbed."""
-    place = tmp_path_factory.mktemp("whole")
-    done(User(place, server, model_of("llama3"), model_of).train("out"))
-    return place / "out"
+def first(
+    server: CommandServer, model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[User, Result]:
+    """The usual run, undisturbed."""
+    user = User(tmp_path_factory.mktemp("whole"), server, model_of("llama3"), model_of)
+    return user, done(user.train("out"))
 
 
-def test_first_run(user: User) -> None:
+@pytest.fixture(scope="module")
+def whole(first: tuple[User, Result]) -> Path:
+    """Its output."""
+    return first[0].place / "out"
+
+
+def test_first_run(first: tuple[User, Result]) -> None:
+    user, run = first
     plan = done(user.command("plan", "--model", "base", "--seq", "64", "--method", "lora"))
     assert plan.stdout.startswith("FITS: ") and "--model_name_or_path base" in plan.stdout
-    run = done(user.train("out"))
     assert [row["step"] for row in log_rows(run.stdout)] == ["1/4", "2/4", "3/4", "4/4"]
     assert "100 % of the bytes on the device verified" in run.stdout
     assert "adapter and report are in out" in run.stdout
     page = user.page("out")
     assert "<h1>base on chats.jsonl</h1>" in page and "<svg" in page and "100 %" in page
-    assert user.answer("out") == user.answer("out")
+    assert user.answer("out")
 
 
 def test_own_data(user: User) -> None:
@@ -128,7 +135,7 @@ def test_moved_run(user: User, whole: Path) -> None:
     again = done(user.train("out"))
     assert "continues from checkpoint-2 of 4 steps (verified)" in again.stdout
     assert (user.place / "out" / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
-    assert user.answer("out") == user.answer(str(user.place / "out"), cwd=old)
+    assert user.answer(str(user.place / "out"), cwd=old)
     (user.place / "base").rename(old / "gone")
     lost = user.command("generate", "out", "--prompt", "Question")
     assert lost.code == 2 and "--base" in lost.error_lines[0]
@@ -200,7 +207,7 @@ def test_notebook(user: User) -> None:
     assert_covered(report_of(user.place / "out"))
 
 
-def test_dpo(user: User) -> None:
+def test_dpo(user: User, whole: Path) -> None:
     chats = [json.loads(line)["messages"] for line in (user.place / "chats.jsonl").read_text().splitlines()]
     bad = {"role": "assistant", "content": "No."}
     rows = [{"prompt": chat[:1], "chosen": chat[1:], "rejected": [bad]} for chat in chats]
@@ -211,8 +218,7 @@ def test_dpo(user: User) -> None:
     margins = [float(row["margin"]) for row in log_rows(run.stdout)]
     assert len(margins) == 8 and margins[-1] > margins[0]
     assert_covered(report_of(user.place / "out"))
-    done(user.train("plain", max_steps=2))
-    assert "<svg" in user.page("out", "plain")
+    assert "<svg" in user.page("out", str(whole))
 
 
 def test_mixture_of_experts(user: User) -> None:

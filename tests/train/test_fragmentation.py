@@ -31,62 +31,41 @@ FULL = AllocatorReading(
 )
 
 
-def test_a_pool_full_of_what_was_never_in_use_is_given_back_before_a_request_fails() -> None:
-    reason = reason_to_empty(FULL, None)
-    assert reason is not None and "6.7 GiB are reserved beyond" in reason and "0.4 GiB are left" in reason
+HEALTHY = FULL._replace(free=4 * GIB)  # the driver has enough to give
 
 
 @pytest.mark.parametrize(
-    "healthy",
+    ("now", "earlier", "said"),
     [
-        {"free": 4 * GIB},  # the driver has enough to give
-        {"allocated_peak": int(18.9 * GIB)},  # a step needs nearly all of it: activations come back to the pool
-        {"allocated_peak": int(19.08 * GIB), "allocated": 1 * GIB},
+        (FULL, None, "6.7 GiB are reserved beyond what was ever in use at once, and 0.4 GiB are left"),
+        (HEALTHY._replace(retries=3), HEALTHY, "3 allocations succeeded only after"),
+        (HEALTHY._replace(retries=3), HEALTHY._replace(retries=3), None),  # not again for the same ones
+        (HEALTHY._replace(retries=3), None, None),  # of before the run
+        (HEALTHY, HEALTHY, None),
+        (FULL._replace(allocated_peak=int(18.9 * GIB)), FULL, None),  # a step needs nearly all of it
     ],
 )
-def test_a_healthy_run_keeps_its_cache(healthy: dict[str, int]) -> None:
-    assert reason_to_empty(FULL._replace(**healthy), FULL._replace(**healthy)) is None
-
-
-def test_an_allocator_that_had_to_give_back_its_cache_within_a_step_is_helped_between_steps() -> None:
-    healthy = FULL._replace(free=4 * GIB)
-    troubled = healthy._replace(retries=3)
-    assert "3 allocations succeeded only after" in (reason_to_empty(troubled, healthy) or "")
-    assert reason_to_empty(troubled, troubled) is None  # not again for the same ones
-    assert reason_to_empty(troubled, None) is None  # of before the run
-
-
-class Trouble:
-    """What is read from step to step; emptying the cache cures it."""
-
-    def __init__(self, readings: list[AllocatorReading]) -> None:
-        self.left = readings
-        self.emptied = 0
-
-    def read(self, _device: torch.device) -> AllocatorReading:
-        return self.left.pop(0)
-
-    def empty(self) -> None:
-        self.emptied += 1
+def test_the_cache_is_given_back_where_a_request_would_soon_fail(
+    now: AllocatorReading, earlier: AllocatorReading | None, said: str | None
+) -> None:
+    reason = reason_to_empty(now, earlier)
+    assert reason is None if said is None else said in str(reason)
 
 
 def test_the_callback_acts_between_steps_and_then_lets_the_run_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cured = FULL._replace(reserved=int(12.5 * GIB), free=7 * GIB)
-    trouble = Trouble([FULL._replace(free=4 * GIB), FULL, cured, FULL, FULL, cured, cured])
-    monkeypatch.setattr("hf_rocm_tune.train.device_memory.read", trouble.read)
-    monkeypatch.setattr("hf_rocm_tune.train.device_memory.release_memory", trouble.empty)
+    left, emptied = [HEALTHY, FULL, cured, FULL, FULL, cured, cured], list[int]()
+    monkeypatch.setattr("hf_rocm_tune.train.device_memory.read", lambda _: left.pop(0))
+    monkeypatch.setattr("hf_rocm_tune.train.device_memory.release_memory", lambda: emptied.append(step))
     monkeypatch.setattr("hf_rocm_tune.train.device_memory.PAUSE", 2 * LOOK_EVERY)
     report = TransferReport()
     callback = FragmentationCallback(torch.device("cuda", 0), report)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    acted = []
     for step in range(1, 5 * LOOK_EVERY + 1):
-        before = trouble.emptied
         callback.on_step_end(args, TrainerState(global_step=step), TrainerControl())
-        acted += [step] * (trouble.emptied - before)
-    assert acted == [2 * LOOK_EVERY, 4 * LOOK_EVERY]  # not at every look, and not before the pause is over
+    assert emptied == [2 * LOOK_EVERY, 4 * LOOK_EVERY]  # not at every look, and not before the pause is over
     first = report.incidents[0]
     assert (first["kind"], first["outcome"]) == ("fragmented", "cache given back")
     assert first["returned_bytes"] == FULL.reserved - cured.reserved

@@ -107,15 +107,6 @@ def test_a_trainer_of_the_users_may_write_to_what_is_trained(make: Make) -> None
     assert counted["rewritten"] > 0 and counted["mismatches"] == 0
 
 
-def test_the_best_weights_may_be_loaded_at_the_end(make: Make, tmp_path: Path) -> None:
-    trainer = make(save_strategy="steps", save_steps=2, eval_strategy="no", metric_for_best_model="loss")
-    trainer.train()
-    trainer.state.best_model_checkpoint = str(tmp_path / "out" / "checkpoint-2")
-    trainer._load_best_model()
-    trainer.save_model()
-    assert trainer.transfer_report.to_dict()["trained"]["mismatches"] == 0
-
-
 # ---- what is frozen -----------------------------------------------------------------------------------------
 
 
@@ -172,13 +163,3 @@ def test_a_rotary_table_that_follows_the_length_is_explained_and_a_damaged_one_i
     trainer.add_callback(At(lambda model: model.get_buffer(table).view(torch.int32)[3:4].bitwise_xor_(1 << 20)))
     with pytest.raises(MemoryFaultError, match="inv_freq"):
         trainer.train()
-
-
-def test_an_initialisation_that_rewrites_base_weights_is_recorded_weight_by_weight(make: Make) -> None:
-    for scheme, expected in (("pissa", 14), (True, 0)):
-        trainer = make(lora={"init_lora_weights": scheme})
-        rows = trainer.transfer_report.to_dict()["rebaselined"]
-        assert len(rows) == expected
-        assert all(row["tensor"].endswith(".base_layer.weight") and "initialisation" in row["reason"] for row in rows)
-        trainer.train()
-        assert trainer.transfer_report.to_dict()["frozen"]["mismatches"] == 0
