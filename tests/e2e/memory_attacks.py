@@ -456,27 +456,6 @@ def _used_batch(rng: random.Random, step: int, tell: Tell) -> None:
     _wrap(owner, "compute_loss", make)
 
 
-def _reused_buffers(rng: random.Random, step: int, tell: Tell) -> None:
-    """The collator returns the same memory each time, as one may that pins its buffers."""
-    del rng, step
-    from trl.trainer import sft_trainer
-
-    kept: dict[Any, Tensor] = {}
-
-    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, *arguments: Any, **keywords: Any) -> Any:
-            batch = stock(self, *arguments, **keywords)
-            for name, tensor in batch.items():
-                if torch.is_tensor(tensor):
-                    batch[name] = kept.setdefault((name, tensor.shape, tensor.dtype), tensor).copy_(tensor)
-            tell(f"{len(kept)} buffers")
-            return batch
-
-        return wrapped
-
-    _wrap(sft_trainer.DataCollatorForLanguageModeling, "torch_call", make)
-
-
 # ---- files --------------------------------------------------------------------------------------------------
 
 
@@ -574,7 +553,6 @@ ATTACKS: dict[str, Callable[..., None]] = {
     "wrong update": _wrong_update,
     "waiting batch": _waiting_batch,
     "counted batch": _counted_batch,
-    "reused buffers": _reused_buffers,
     "file misread": _file_misread,
     "copies": _copies,
     "reference": _reference,

@@ -6,9 +6,6 @@ report, must give the same bytes; whatever else crosses is listed here by name, 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +14,8 @@ from typing import Any
 import pytest
 
 from tests import simcard, tiny
-from tests.conftest import ROOT
 from tests.e2e import conftest
-from tests.e2e.command import TIMEOUT, CommandServer, Running
+from tests.e2e.command import CommandServer, Running
 from tests.e2e.conftest import ADAPTER, done, flags, losses_of, report_of, sampled
 from tests.simcard.log import Event, Log
 from tests.two_ranks import environments
@@ -312,24 +308,3 @@ def assert_two_ranks(output: Path, logs: list[Path]) -> None:
     assert report["gradients"]["buckets"] > 0 == report["gradients"]["mismatches"]
     assert_census(Log(*logs), report)
     assert [list(Log(log).cards.values()) for log in logs] == [[[0]], [[1]]]
-
-
-@pytest.mark.long
-def test_accelerate_launches_two_ranks(
-    argv: Callable[[Method, Path], list[str]], card_server: CommandServer, tmp_path: Path
-) -> None:
-    """Real processes from the beginning, and the preflight's trials on two cards."""
-    output = tmp_path / "out"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "-m", "hf_rocm_tune.sft"]
-    command[3:3] = ["--config_file", str(ROOT / "accelerate_configs" / "dual_rx7900xt.yaml")]
-    method = Method(settings={"grad_sync": "host", "dtype": "float32", "bf16": False})
-    log = {"SIMCARD_DEVICES": "2", "SIMCARD_LOG": str(tmp_path / "log")}
-    environment = {**os.environ, **simcard.environment(), **log}
-    ended = subprocess.run(
-        [*command, *argv(method, output)], env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "sums right on 2 ranks" in ended.stdout
-    report = report_of(output)
-    assert report["ranks"] == 2
-    assert_covered(report)

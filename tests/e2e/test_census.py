@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.trainer
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor, nn
@@ -32,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
-from hf_rocm_tune.data import loader as verified_loaders
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.placement import tensors_of
@@ -209,17 +207,6 @@ def test_nothing_goes_round_the_mover(run: Callable[..., Census], four_bit: bool
     assert run(four_bit=four_bit, resume=True).found == set()
 
 
-class StockInputs(VerifiedSFTTrainer):
-    """Uses batches without waiting for their verdict; only for the bytes, which forward could not do without."""
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        for tensor in inputs.values():
-            entry = self.mover._registry.get(tensor)
-            if entry is not None and entry.transfer is not None and entry.transfer.ticket is not None:
-                entry.transfer.ticket.result()
-        return SFTTrainer._prepare_inputs(self, inputs)
-
-
 class StockLoaders(VerifiedSFTTrainer):
     """Takes its loaders from upstream."""
 
@@ -247,31 +234,8 @@ class StockResume(VerifiedSFTTrainer):
     _load_from_checkpoint = SFTTrainer._load_from_checkpoint
 
 
-class StockWindows(VerifiedSFTTrainer):
-    """Accumulation windows are used as they are read."""
-
-    get_batch_samples = SFTTrainer.get_batch_samples
-
-
-def test_the_census_sees_batches_that_are_used_before_their_verdict(run: Callable[..., Census]) -> None:
-    assert "an input of forward has no verdict" in run(StockInputs).found
-
-
 def test_the_census_sees_loaders_that_send_nothing(run: Callable[..., Census]) -> None:
     assert "a batch reached the guard unknown to the mover" in run(StockLoaders).found
-
-
-def test_the_census_sees_the_loader_of_a_resumed_epoch(
-    run: Callable[..., Census], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unverified(stock: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments, **keywords: stock(*arguments, **keywords)
-
-    patched: Any = transformers.trainer.skip_first_batches
-    run()
-    monkeypatch.setattr(verified_loaders, "_skip_first_batches", unverified)
-    monkeypatch.setattr(transformers.trainer, "skip_first_batches", getattr(patched, "__wrapped__", patched))
-    assert run(StockWindows, resume=True).found == {"a batch reached the guard unknown to the mover"}
 
 
 def test_a_model_that_accelerate_places_stops_the_run(run: Callable[..., Census]) -> None:

@@ -381,15 +381,6 @@ def test_a_batch_that_changes_after_its_verdict_is_not_used(bench: Bench, method
     assert (row["stage"], row["kind"]) == ("batches", "changed in memory")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("bench", ["cpu", "card"], indirect=True)
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_collator_may_use_its_memory_again(bench: Bench, depth: int) -> None:
-    """No fault at all: the stock trainer copies a batch to a card before the next one is read."""
-    report = bench.attacked("lora", {"kind": "reused buffers"}, pad_to_multiple_of=64, prefetch_batches=depth)
-    assert report["incidents"] == []
-
-
 # ---- files --------------------------------------------------------------------------------------------------
 
 

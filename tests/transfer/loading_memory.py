@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.transfer import HostBackend, Mover, TransferSettings
 
-SLOTS, SLOT_BYTES = 4, 4 << 20
+SLOTS, SLOT_BYTES = 4, 2 << 20
 SLACK_BYTES = 16 << 20
 
 
@@ -90,7 +90,7 @@ def load(directory: Path, mover: Mover) -> None:
 
 def main(place: Path) -> None:
     settings = TransferSettings(slots=SLOTS, slot_bytes=SLOT_BYTES)
-    small, large = llama(1, place / "small"), llama(12, place / "large")
+    small, large = llama(1, place / "small"), llama(5, place / "large")
     with Mover(torch.device("cpu"), settings=settings) as warming:
         load(small, warming)  # imports, threads, caches
     gc.collect()
