@@ -273,12 +273,9 @@ def share_of_step(columns: Sequence[tuple[int, int]], experts: Sequence[int] | N
 
 
 def frozen_products(model: nn.Module, *, computed_in: torch.dtype | None, own_parts: bool = False) -> list[Product]:
-    """The layers whose products can be checked, in order.
+    """The layers whose products can be checked, in order; their weights lie where they are computed with.
 
-    Args:
-        model: its weights lie where they are computed with.
-        computed_in: autocast's dtype; None without autocast.
-        own_parts: whether each rank computes with its own part of a sharded weight, not with a gathered one.
+    ``computed_in``: autocast's dtype; ``own_parts``: each rank computes with its own part of a sharded weight.
     """
     found = []
     for name, module in model.named_modules():
@@ -350,12 +347,7 @@ class ArithmeticChecks:
     # ---- a training begins --------------------------------------------------------------------------------------
 
     def prepare(self, trainer: Any, changed: Callable[[], None]) -> None:
-        """Find the layers, and compute their checksums on the host.
-
-        Args:
-            trainer: about to train.
-            changed: called when a frozen weight is no longer what was verified; raises.
-        """
+        """A training begins. ``changed`` is called when a frozen weight is no longer what was verified; it raises."""
         if self._mode == "off" or self._products:
             return
         args: Any = trainer.args
@@ -619,12 +611,7 @@ class ArithmeticChecks:
         return [torch.stack([worst for _, worst in each]) for each in self._found.values()]
 
     def judge(self, numbers: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
-        """What to do with the step, by the numbers of `pending` as read, on this rank alone.
-
-        Args:
-            numbers: a row for each tensor of `pending`.
-            can_repeat: whether the trainer can compute the step again.
-        """
+        """What to do with the step, by the numbers of `pending` as read, a row for each tensor, on this rank alone."""
         largest: dict[int, float] = {}
         self.attention, residuals = [], 0
         for found, row in zip(self._found.values(), numbers, strict=True):

@@ -146,19 +146,13 @@ class Mover:
         dtype: torch.dtype | None = None,
         transient: bool = False,
     ) -> Tensor:
-        """Send one host tensor and wait until it is verified.
+        """Send one host tensor, of any dense dtype, shape and strides, and wait until it is verified.
 
-        Args:
-            tensor: host tensor of any dense dtype, shape and strides.
-            name: for incidents, for example the parameter's name.
-            stage: ``weights``, ``batches``, ``adapter`` or ``optimizer``.
-            source: the file it came from, for incidents.
-            dtype: to cast it to, on the device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit.
-            transient: a short-lived tensor, whose memory is allocated without a wait for the caller's stream.
+        ``name``, ``stage`` (one of `STAGES`) and ``source``, the file it came from, are for incidents. ``dtype``: to
+        cast it to, on the device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit.
+        ``transient``: memory of a short-lived tensor is allocated without a wait for the caller's stream.
 
-        Returns:
-            A new tensor on the device, of the same shape, contiguous, without gradient history, that owns its
-            storage.
+        Returns a new tensor on the device, contiguous, without gradient history, that owns its storage.
         """
         self._check_host(tensor, name)
         tensor = dense(tensor)
@@ -239,14 +233,9 @@ class Mover:
     def begin(self, tree: Any, *, stage: str = "batches") -> Any:
         """Start the transfer of all host tensors of a nested batch, in one copy into one device allocation.
 
-        Args:
-            tree: nested dicts, mappings, lists, tuples, named tuples and dataclasses of tensors and other objects.
-                Tensors that are not from `pack` are packed here.
-            stage: as in `move`.
-
-        Returns:
-            The same structure with device tensors in flight: call `settle` before using them. Tensors that are already
-            on the device, or moved already, and other objects are returned as they are.
+        ``tree``: nested mappings, lists, tuples and dataclasses of tensors and other objects. Returns the same
+        structure with device tensors in flight: call `settle` before using them. Tensors that are on the device, or
+        moved already, and other objects are returned as they are; what is not from `pack` is packed here.
         """
         self._check_open()
         given = {id(tensor): (name, tensor) for name, tensor in named_tensors(tree) if not self._is_here(tensor)}
@@ -425,13 +414,10 @@ class Mover:
         return entry.known_digest() if entry is not None and _is_whole(tensor) else None
 
     def mark_derived(self, tensor: Tensor, reason: str, *, digest: Digest | None = None) -> None:
-        """Declare that `tensor` was computed on the device from verified tensors (cast, quantised, initialised).
+        """Declare that a device tensor was computed from verified ones (cast, quantised, initialised), and how.
 
-        Args:
-            tensor: on the device.
-            reason: how it was computed.
-            digest: of the right bytes, if known. Otherwise, and for a part of a storage, the storage is digested now,
-                without a wait: call this as soon as it is computed, and again when it is rewritten.
+        ``digest``: of the right bytes, if known. Otherwise, and for a part of a storage, the storage is digested now,
+        without a wait: call this as soon as it is computed, and again when it is rewritten.
         """
         known = digest if _is_whole(tensor) else None
         self._registry.put(tensor, Entry("derived", reason, digest=known or QueuedDigests([storage_bytes(tensor)])))
@@ -447,8 +433,7 @@ class Mover:
     def inject(self, tensor: Tensor, *, name: str, stage: str, number: int, attempt: int) -> None:
         """Inject the faults that were asked for, if any, into a contiguous tensor that this mover did not send.
 
-        ``name`` and ``stage`` are matched by the fault specification; attempts (from 0) with the same ``number``, the
-        caller's own count, belong together.
+        Attempts (from 0) with the same ``number``, the caller's own count, belong together.
         """
         if self._faulty is not None:
             data = as_bytes(tensor.detach())
