@@ -4,19 +4,13 @@ measure in child processes. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from hf_rocm_tune.cards.preflight import PairTrial, ReduceTrial, Way, try_all_reduce, try_pairs
-from hf_rocm_tune.doctor.findings import Finding, fail, failure, ok, problem_lines, size_words, unknown
+from hf_rocm_tune.cards.preflight import PairTrial, SyncWay, try_machine, try_pairs
+from hf_rocm_tune.doctor.findings import Finding, fail, failure, ok, problem_lines, unknown
 
 _WITHOUT_ENGINES = {"HSA_ENABLE_PEER_SDMA": "0"}
-_WAYS: Mapping[Way, str] = {
-    "rccl": "RCCL (backend nccl)",
-    "rccl_without_p2p": "RCCL with NCCL_P2P_DISABLE=1",
-    "gloo": "gloo",
-}
-_HOW = {"wrong": "gave wrong sums", "hung": "did not return", "died": "ended a rank"}
 _IOMMU = (
     "AMD documents two contradictory settings (RCCL: iommu=pt; ROCm IOMMU page: translation enabled for Radeon P2P). "
     "Others fixed this by iommu=pt, by disabling the IOMMU in BIOS, or by amdgpu.pcie_p2p=0. Re-run this test after "
@@ -24,21 +18,22 @@ _IOMMU = (
 )
 _IOMMU_SOURCES = "ROCm docs: IOMMU; rccl init.cc; rccl#1129"
 # Row, end of the title and fix of a failing all-reduce, by the way that works instead.
-_INSTEAD: Mapping[Way | None, tuple[str, str, str]] = {
-    "rccl_without_p2p": ("all_reduce_without_p2p", "with NCCL_P2P_DISABLE=1 it is correct",
-                         "set NCCL_P2P_DISABLE=1 for training on both cards (RCCL only, not tensor.to('cuda:1')); see "
-                         "the findings on pairs"),
-    "gloo": ("all_reduce_over_gloo_only", "over gloo it is correct",
+_INSTEAD: Mapping[SyncWay, tuple[str, str, str]] = {
+    "ddp_without_p2p": ("all_reduce_without_p2p", "with NCCL_P2P_DISABLE=1 it is correct",
+                        "set NCCL_P2P_DISABLE=1 for training on both cards (RCCL only, not tensor.to('cuda:1')); see "
+                        "the findings on pairs"),
+    "host": ("all_reduce_over_gloo_only", "over gloo it is correct",
              "average gradients through the host (`--grad_sync host`), or train on one card"),
-    None: ("all_reduce_on_no_way", "and so does gloo, which stays on the host: the cards are not the only cause",
-           "see the findings on the single cards first; gloo needs this machine's own name to resolve to an address of "
-           "it (`getent hosts $(hostname)`)"),
+    "one_card": ("all_reduce_on_no_way", "and no other way works, either",
+                 "see the findings on the single cards first; gloo needs this machine's own name to resolve to an "
+                 "address of it (`getent hosts $(hostname)`)"),
 }  # fmt: skip
 
 
 def pairs(request: Mapping[str, Any]) -> list[Finding]:
     """A finding for each ordered pair; one with wrong copies is tried again without the engines for peer copies."""
-    options, findings = _options(request), []
+    options: dict[str, Any] = {name: request.get(name) for name in ("deadline_s", "largest", "repeats")}
+    findings = []
     for trial in try_pairs(request["devices"], environ={}, **options):
         again = None
         if trial.verdict != "right" and request.get("hip"):
@@ -47,10 +42,6 @@ def pairs(request: Mapping[str, Any]) -> list[Finding]:
             again = try_pairs(pair, environ=_WITHOUT_ENGINES, **options)[0].reason
         findings.append(judge_pair(trial, again, str(request.get("about", ""))))
     return findings
-
-
-def _options(request: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: request.get(name) for name in ("deadline_s", "largest", "repeats")}
 
 
 def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
@@ -92,28 +83,13 @@ def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
 
 
 def all_reduce(request: Mapping[str, Any]) -> list[Finding]:
-    """Sums over RCCL; if that fails, with NCCL_P2P_DISABLE=1 and then over gloo, to find a backend that works."""
-    trials: list[ReduceTrial] = []
-    on_cards = any(device["device"] != "cpu" for device in request["devices"])
-    ways: Sequence[Way] = [*_WAYS] if on_cards else ["gloo"]
-    for way in ways:
-        trials.append(try_all_reduce(request["devices"], way, **_options(request)))
-        if trials[-1].verdict in ("right", "untried"):
-            break
-    first, last = trials[0], trials[-1]
-    read, over = [trial.reason for trial in trials], _WAYS[first.way]
-    if first.verdict == "right":
-        result = first.outcomes[0].result
-        if result is not None and result["gb_per_s"]:
-            read.append(f"{result['gb_per_s']:.2f} GB/s summing {size_words(result['repeated_bytes'])} of bfloat16")
+    """Sums over all cards by the trials of a run's preflight: RCCL, else without peer copies, else gloo."""
+    found = try_machine(request["devices"], environ={}, limit_s=request["deadline_s"])
+    if found.way == "ddp":
         text = "on all ranks, for all tested sizes and dtypes"
-        return [ok("all_reduce_right", f"sums over {over}", text, "rccl#1129", read=read)]
-    if first.verdict == "untried":
-        return [unknown(f"nothing was tried on the cards: {first.reason}")]
-    outcome = first.outcomes[first.telling_rank]
-    read += problem_lines((outcome.result or {}).get("problems", []))
-    read += outcome.tail.splitlines()[-4:] if outcome.result is None else []
-    row, end, fix = _INSTEAD[last.way if last.verdict == "right" else None]
-    text = f"sums over {over} cannot be used here; NCCL_DEBUG=INFO prints what it waits for"
+        right = ok("all_reduce_right", "sums over RCCL", text, "rccl#1129", read=found.evidence)
+        return [right if found.shown else unknown(found.reason, read=found.evidence)]
+    row, end, fix = _INSTEAD[found.way]
+    text = f"{found.reason}; NCCL_DEBUG=INFO prints what RCCL waits for"
     source = "rccl#1129; ROCm/vllm#390; rocm-systems#5480; ROCm/ROCm#6505"
-    return [fail(row, f"All-reduce over {over} {_HOW[first.verdict]}; {end}", text, fix, source, read=read)]
+    return [fail(row, f"All-reduce over RCCL does not work; {end}", text, fix, source, read=found.evidence)]

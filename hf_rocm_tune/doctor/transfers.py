@@ -70,9 +70,8 @@ _VERDICTS = {
                "or every copy of this kind is at fault", f"{_SETTINGS}; then other hardware",
                "ROCm/ROCm#6603; rocm-systems#10943; rocm-systems#11693"),
     "disagree": ("Card and host read other bytes at the same place",
-                 "a kernel on {device} and the host do not agree on the bytes at one place, twice: mapping, cache or "
-                 "kernel is wrong, or bytes arrived late", f"see the measured checks of arithmetic; {_SETTINGS}",
-                 "rocm-systems#11693; ROCm/ROCm#6603"),
+                 "a kernel on {device} and the host do not agree: mapping, cache or kernel is wrong, or bytes are late",
+                 f"see the measured checks of arithmetic; {_SETTINGS}", "rocm-systems#11693; ROCm/ROCm#6603"),
 }  # fmt: skip
 
 

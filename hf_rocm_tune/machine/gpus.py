@@ -40,7 +40,7 @@ HOTSPOT_C = 105.0
 """General knowledge, lower confidence: RDNA3 regulates on the hotspot, up to about 110 C."""
 _UNFILLED = (1 << 64) - 1
 _HOTSPOT = 1 << 36  # left out: firmware of Navi 31 and 48 sets it nearly always (rocm-systems#11781)
-_CAUSES = ((range(8), "power"), (range(16, 24), "current"), (range(32, 48), "temperature"), (range(56, 58), "other"))
+_CAUSES = {"power": 0xFF, "current": 0xFF << 16, "temperature": 0xFFFF << 32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class Sensors:
     utilisation: float | None = None  # busy share of the card, 0 to 1
     vram_used_bytes: int | None = None  # by all processes
     vram_total_bytes: int | None = None
-    throttle: int | None = None  # bits of the current clock limits; a power limit is normal under load
+    throttle: frozenset[str] | None = None  # see `read_throttle`; a power limit is normal under load
     missing: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -246,8 +246,8 @@ def read_sensors(files: Files, address: str) -> Sensors:
     found = {n: files.parsed(path, partial(_scaled, scale), "no such value") for n, (path, *scale) in wanted.items()}
     missing = {name: files.unread[wanted[name][0]] for name, value in found.items() if value is None}
     metrics = files.content(f"{device}/gpu_metrics")
-    throttle, reason = (None, files.unread[f"{device}/gpu_metrics"]) if metrics is None else parse_throttle(metrics)
-    missing |= {"throttle": reason} if reason else {}
+    if (throttle := read_throttle(metrics or b"")) is None:
+        missing["throttle"] = "no status of a known meaning" if metrics else files.unread[f"{device}/gpu_metrics"]
     return Sensors(**found, throttle=throttle, missing=missing)  # type: ignore[arg-type]
 
 
@@ -259,17 +259,10 @@ def _scaled(scale: Sequence[float], text: str) -> float | None:
     return value if low <= value <= high else None
 
 
-def parse_throttle(metrics: bytes) -> tuple[int | None, str]:
-    """The chip-independent throttle status in a ``gpu_metrics`` file, without the hotspot bit; or None and why."""
+def read_throttle(metrics: bytes) -> frozenset[str] | None:
+    """What lowers the clocks, ``power``, ``current`` or ``temperature``, by the chip-independent status in a
+    ``gpu_metrics`` file of revision 1.3; None for another, or where the chip states none."""
     size, form, content, status = _METRICS.unpack_from(metrics.ljust(_METRICS.size, b"\0"))
-    if (form, content) != (1, 3) or min(size, len(metrics)) < _METRICS.size:
-        return None, f"gpu_metrics: revision {form}.{content} has no throttle status of a known meaning"
-    if status == _UNFILLED:
-        return None, "gpu_metrics: this chip states no throttle status"
-    return status & ~_HOTSPOT, ""
-
-
-def throttle_causes(status: int) -> tuple[str, ...]:
-    """``power``, ``current``, ``temperature``, ``other`` (bits without a name too): the limits that a status names."""
-    named = tuple(name for bits, name in _CAUSES if any(status >> bit & 1 for bit in bits))
-    return named or (("other",) if status else ())
+    if (form, content) != (1, 3) or min(size, len(metrics)) < _METRICS.size or status == _UNFILLED:
+        return None
+    return frozenset(name for name, bits in _CAUSES.items() if status & ~_HOTSPOT & bits)

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_rocm_tune.machine.child import pci_address
-from hf_rocm_tune.machine.gpus import HOTSPOT_C, read_sensors, throttle_causes
+from hf_rocm_tune.machine.gpus import HOTSPOT_C, read_sensors
 from hf_rocm_tune.machine.sysfs import Files
 from hf_rocm_tune.train.device_memory import read
 
@@ -44,7 +44,7 @@ _METRICS = {
     "vram_used_gib": ("vram_used_bytes", 1 / _GIB),
 }
 _LIMITS = {"held_down_temperature": {"temperature"}, "held_down_power": {"power", "current"}}
-"""Metrics that are 1 while the card lowers its clocks for one of these causes, see `throttle_causes`."""
+"""Metrics that are 1 while the card lowers its clocks for one of these causes, see `machine.gpus.read_throttle`."""
 _SAID = {
     "held_down_temperature": "warning: the card lowers its clocks because of its temperature ({source}): training is "
     "slower than it could be; check the card's fans and the airflow in the case",
@@ -69,8 +69,7 @@ def sample(files: Files, address: str) -> Reading:
     if sensors.throttle is None:
         missing["limits"] = sensors.missing["throttle"]
     else:
-        causes = throttle_causes(sensors.throttle)
-        metrics |= {name: float(not limits.isdisjoint(causes)) for name, limits in _LIMITS.items()}
+        metrics |= {name: float(not limits.isdisjoint(sensors.throttle)) for name, limits in _LIMITS.items()}
     return metrics, missing
 
 

@@ -17,10 +17,9 @@ from hf_rocm_tune import cli
 from hf_rocm_tune.doctor import diagnose as diagnosing
 from hf_rocm_tune.doctor.diagnose import MEASURED, all_checks, diagnose
 from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, fail
-from hf_rocm_tune.doctor.software import requirements
 from tests.machine.trees import Built, Slot
 from tests.machines.case import case, cpu_stack, cuda_stack, device, pair, stack
-from tests.machines.replay import MACHINES, command
+from tests.machines.replay import command
 
 
 def evidence(root: Path, cards: int = 1, *, torch_sees: int | None = None) -> Evidence:
@@ -34,15 +33,6 @@ def evidence(root: Path, cards: int = 1, *, torch_sees: int | None = None) -> Ev
 def found(out: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = json.loads(out)["findings"]
     return rows
-
-
-def test_the_table_says_everything_about_a_failure(tmp_path: Path) -> None:
-    code, out, _ = command(evidence=MACHINES["override_with_an_igpu"].evidence(tmp_path))
-    block = next(block for block in re.split(r"\n\n", out) if block.startswith("FAIL"))
-    assert code == 2 and block.splitlines()[0] == "FAIL  HSA_OVERRIDE_GFX_VERSION=11.0.0"
-    assert {"fix", "source"} <= {line.split()[0] for line in block.splitlines()[1:]}
-    assert "https://github.com/ROCm/TheRock/issues/5543" in block
-    assert "1 failure, 1 note" in " ".join(out.split("\n\n")[-1].split())
 
 
 def test_only_takes_checks_and_groups(tmp_path: Path) -> None:
@@ -63,6 +53,7 @@ def test_only_takes_checks_and_groups(tmp_path: Path) -> None:
         (["--faults", "3"], ["--faults", "--drill"]),
         (["--drill", "--only", "bar"], ["--drill", "--only"]),
         (["--drill", "--json", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
+        (["--only", "variables", "--json", "/"], ["--json /"]),
         (["--only"], ["--only"]),
         (["links"], ["links"]),
     ],
@@ -77,9 +68,7 @@ def test_wrong_usage_is_one_line_and_code_2(argv: list[str], named: list[str]) -
     ("cards", "torch_sees", "only", "why"),
     [
         (1, 0, ["gemm"], "torch sees no accelerator"),
-        (1, 0, ["driver", "gemm"], "torch sees no accelerator"),
         (1, 1, ["pairs"], "needs 2 cards"),
-        (1, 1, ["all_reduce"], "needs 2 cards"),
         (1, 1, ["iommu"], "needs 2 cards"),
         (2, 1, ["pairs"], "torch sees 1 of 2"),
     ],
@@ -90,15 +79,6 @@ def test_a_check_that_cannot_run_is_not_called_sound(
     code, out, err = command("--only", *only, evidence=evidence(tmp_path, cards, torch_sees=torch_sees))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"--only {only[-1]}: nothing was checked" in err and why in err
-
-
-@pytest.mark.usefixtures("asked_before")
-def test_on_this_machine_json_goes_to_a_file_or_the_output(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    codes = {command("--only", "host", *form)[0] for form in ((), ("--json",), ("--json", str(file)))}
-    assert len(codes) == 1 and found(file.read_text())
-    code, out, err = command("--only", "host", "--json", str(tmp_path))
-    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 def test_the_help_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +94,7 @@ def test_without_a_gpu_the_whole_doctor_says_what_it_could_not_check(tmp_path: P
     environ = {**os.environ, "HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "", "HF_ROCM_TUNE_QUIET": "1"}
     code = (
         "import sys, json; from hf_rocm_tune import cli\n"
-        "code = cli.main(['doctor', '--full', '--json'])\n"
+        "code = cli.main(['doctor', '--full', '--json', 'report.json'])\n"
         "assert code in (0, 1, 2), code\n"
         "heavy = {'torch', 'transformers', 'accelerate'} & set(sys.modules); assert not heavy, heavy\n"
     )
@@ -122,7 +102,7 @@ def test_without_a_gpu_the_whole_doctor_says_what_it_could_not_check(tmp_path: P
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    rows = found(done.stdout)
+    rows = found((tmp_path / "report.json").read_text())
     skipped = {one["check"]: one["text"] for one in rows if one["status"] == "skipped"}
     for check in MEASURED:
         assert check.needs_cards or "torch sees no accelerator" in str(skipped[check.name])
@@ -150,12 +130,6 @@ def test_a_terminal_without_the_letters_of_a_name_and_a_reader_that_goes_away(tm
     assert gone.stdout.startswith("hf-rocm-tune doctor") and gone.stderr == ""
 
 
-def test_the_tested_versions_are_the_package_s_requirements() -> None:
-    required = requirements()
-    assert {"torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "huggingface_hub"} <= set(required)
-    assert "2.13.0" in required["torch"].specifier and "pytest" not in required
-
-
 # ---- running the checks ----------------------------------------------------------------------------------------------
 
 
@@ -175,7 +149,7 @@ def crashing(error: BaseException) -> Check:
     return Check(name="crashing", group="links", about="crashes", run=run)
 
 
-@pytest.mark.parametrize("error", [ValueError("odd\nthing"), KeyError("x"), AssertionError(), OSError(5, "I/O")])
+@pytest.mark.parametrize("error", [ValueError("odd\nthing"), AssertionError()])
 def test_a_check_that_crashes_is_reported_and_stops_nothing(error: BaseException, tmp_path: Path) -> None:
     checks = [check("before", finding("a")), crashing(error), check("after", finding("b"))]
     done = diagnose(evidence(tmp_path), checks)
@@ -185,12 +159,6 @@ def test_a_check_that_crashes_is_reported_and_stops_nothing(error: BaseException
     assert type(error).__name__ in crashed.text and "\n" not in crashed.text
     with pytest.raises(KeyboardInterrupt):
         diagnose(evidence(tmp_path), [crashing(KeyboardInterrupt())])
-
-
-def test_the_order_is_that_of_the_groups() -> None:
-    places = list(GROUPS)
-    order = [places.index(one.group) for one in all_checks()]
-    assert order == sorted(order) and all_checks()[-1].name == "link_errors_after"
 
 
 def test_after_two_hangs_nothing_more_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

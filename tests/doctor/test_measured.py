@@ -24,7 +24,6 @@ from hf_rocm_tune.doctor.findings import Finding, failure
 from hf_rocm_tune.doctor.links import LinkRate
 from hf_rocm_tune.doctor.transfers import judge_bandwidth
 from hf_rocm_tune.machine.child import Outcome, Task
-from hf_rocm_tune.transfer import Mover
 from tests.doctor.harm import harm
 from tests.doctor.together import together
 
@@ -72,15 +71,16 @@ def ended() -> dict[tuple[str, str], list[Finding]]:
     def child(name: str, kind: str = "", deadline_s: float = LATE) -> list[Finding]:
         return run_measured(replace(BY_NAME[name], deadline_s=deadline_s), request(name, kind, hip=True))
 
-    sound = {(name, ""): partial(child, name) for name in ("round_trip", "bandwidth", "canaries", "attention")}
+    sound = {(name, ""): partial(child, name) for name in SOUND}
     bad = {("casts", kind): partial(child, "casts", kind, late) for kind, late in ENDINGS.items()}
     return together({**sound, **bad}, workers=2)
 
 
 ENDINGS = {"hang": 1.0, "kill": LATE, "garbage": LATE}
+SOUND = ("round_trip", "bandwidth")
 
 
-@pytest.mark.parametrize("name", ["round_trip", "bandwidth", "canaries", "attention"])
+@pytest.mark.parametrize("name", SOUND)
 def test_a_sound_machine_passes_in_a_child(name: str, ended: dict[tuple[str, str], list[Finding]]) -> None:
     for finding in ended[name, ""]:
         # What the link of a CPU gives cannot be compared with anything.
@@ -89,17 +89,10 @@ def test_a_sound_machine_passes_in_a_child(name: str, ended: dict[tuple[str, str
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "said"),
-    [
-        ("casts", "hang", "had not ended"),
-        ("casts", "kill", "SIGKILL"),
-        ("casts", "garbage", "cannot be read"),
-    ],
+    ("kind", "said"), [("hang", "had not ended"), ("kill", "SIGKILL"), ("garbage", "cannot be read")]
 )
-def test_a_fault_in_a_child_is_a_finding(
-    name: str, kind: str, said: str, ended: dict[tuple[str, str], list[Finding]]
-) -> None:
-    (finding,) = ended[name, kind]
+def test_a_fault_in_a_child_is_a_finding(kind: str, said: str, ended: dict[tuple[str, str], list[Finding]]) -> None:
+    (finding,) = ended["casts", kind]
     assert finding.status == "fail" and finding.fix and finding.source
     assert said in " ".join((finding.text, *finding.read))
 
@@ -153,11 +146,8 @@ def test_the_parents_half_imports_no_torch_and_a_wrong_name_is_refused() -> None
         ("drop", "back", "disagree"),
         ("unstable", "back", "read_back"),
         ("zero_range", "65,536 bytes of uint8, page-locked, non_blocking to", "memory"),
-        ("unstable", "bfloat16, pageable to", "memory"),
         ("flip", "strided to", "memory"),
         ("drop", "reused to", "not_written"),
-        ("zeros", "cold: 65,536 bytes of uint8, pageable to", "memory"),
-        ("flip", "1 bytes of uint8, pageable to", "memory"),
     ],
 )
 def test_a_faulty_copy_is_found_and_its_way_is_named(
@@ -225,18 +215,6 @@ def test_a_wrong_cast_is_found(strided: bool, monkeypatch: pytest.MonkeyPatch) -
     assert finding.row == "casts_wrong" and "torch.float32 to torch.bfloat16" in finding.read[1]
 
 
-def test_the_smallest_difference_of_a_source_that_arrived_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Skewed(Mover):
-        def move(self, tensor: Tensor, **named: Any) -> Tensor:
-            moved = super().move(tensor, **named)
-            moved.view(torch.int16)[6] ^= 1
-            return moved
-
-    monkeypatch.setattr(transfers, "Mover", Skewed)
-    (finding,) = found("casts")
-    assert finding.row == "casts_wrong" and "instead of" in finding.read[1]
-
-
 @pytest.mark.parametrize(("kind", "words"), [("zeros", "100 % zeros"), ("flip", "100 % differ in one bit")])
 def test_a_canary_that_changes_is_found(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harm(monkeypatch, "canaries", kind, "")
@@ -276,19 +254,15 @@ def test_the_link_is_read_while_copies_are_on_their_way(tmp_path: Path) -> None:
 # ---- arithmetic --------------------------------------------------------------------------------------------------
 
 RESULT_FAULTS = [
-    *((name, kind, "") for name in ("gemm", "model", "attention", "nf4") for kind in ("wrong", "nan", "zeros")),
-    *((name, "gradient", "") for name in ("model", "attention", "nf4")),
-    *(
-        ("model", "wrong", where)
-        for where in (
-            "padded, 128 tokens: gradient of key",
-            "packed, 256 tokens: gradient of query",
-            "gradient of head",
-        )
-    ),
-    ("attention", "wrong", "packed: gradient of the keys"),
-    ("nf4", "nan", "9 rows without a gradient"),
+    *(("gemm", kind, "") for kind in ("nan", "zeros")),
     ("gemm", "wrong", "float32"),
+    ("model", "wrong", "padded, 128 tokens: gradient of key"),
+    ("model", "zeros", "packed, 256 tokens: gradient of query"),
+    ("model", "gradient", ""),
+    ("attention", "wrong", "packed: gradient of the keys"),
+    ("attention", "nan", ""),
+    ("nf4", "nan", "9 rows without a gradient"),
+    ("nf4", "gradient", ""),
 ]
 
 
@@ -335,18 +309,6 @@ def test_sums_and_factors_of_less_precision_are_found() -> None:
         assert not compare.close("TF32", cut[0] @ cut[1], *arithmetic.product(left, right, torch.float32))
 
 
-class _Louder(torch.autograd.Function):
-    """Nothing forward, half as much again backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 1.5
-
-
 def faulty(kind: str, right: Any) -> Any:
     """Attention with a fault of its own."""
 
@@ -354,9 +316,7 @@ def faulty(kind: str, right: Any) -> Any:
         length = query.shape[2]
         if query.dtype is torch.float64 or query.requires_grad is False:
             return right(query, key, value, **options)
-        if kind == "gradient of the keys":
-            key = _Louder.apply(key)
-        elif kind == "sees the example before" and options.get("attn_mask") is not None:
+        if kind == "sees the example before" and options.get("attn_mask") is not None:
             options |= {"attn_mask": None, "is_causal": True}
         elif kind == "not contiguous" and not value.is_contiguous():
             value = value.roll(1, dims=1)  # as ROCm/pytorch#3230: wrong where heads are the inner axis
@@ -372,7 +332,6 @@ def faulty(kind: str, right: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("attention", "gradient of the keys", "gradient of the keys"),
         ("attention", "late rows", "output"),
         ("attention", "sees the example before", "packed: output"),
         ("model", "sees the example before", "packed"),
@@ -454,17 +413,6 @@ def test_a_bitsandbytes_that_refuses_is_told_from_one_that_is_missing(monkeypatc
     assert finding.status == "skipped" and "not installed" in finding.text
 
 
-def test_the_nf4_levels_are_the_published_ones() -> None:
-    """Quantiles of the normal distribution, as QLoRA's appendix E derives them, scaled to -1 and 1, and a zero."""
-    from statistics import NormalDist
-
-    top, normal = 0.9677083, NormalDist()
-    positive = [normal.inv_cdf(top + (0.5 - top) * step / 8) for step in range(8)]
-    negative = [-normal.inv_cdf(top + (0.5 - top) * step / 7) for step in range(7)]
-    levels = torch.tensor(sorted([*positive, *negative, 0.0]), dtype=torch.float64) / positive[0]
-    torch.testing.assert_close(arithmetic.LEVELS, levels, rtol=0, atol=2e-7)
-
-
 class _Unsteady(Tensor):
     """Reads back otherwise each time."""
 
@@ -480,13 +428,6 @@ def test_a_wrong_result_is_told_from_a_bad_readback() -> None:
         assert not compare.close("sum", torch.zeros(4).as_subclass(_Unsteady), torch.zeros(4), torch.zeros(4))
         finding = compare.verdict("x", ("", "", ""), ("", "", "", ""))
     assert finding.row == "arithmetic_read_back" and "it was different" in finding.read[0]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_no_bound_lets_nan_or_infinity_pass(value: float) -> None:
-    with arithmetic.Comparison({"device": "cpu"}) as compare:
-        bound = torch.full((3,), 1e30).double()
-        assert not compare.close("sum", torch.tensor([0.0, value, 0.0]), torch.zeros(3).double(), bound)
 
 
 @pytest.mark.parametrize(

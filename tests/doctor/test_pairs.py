@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from hf_rocm_tune.cards.preflight import PairTrial, ReduceTrial, Way
+from hf_rocm_tune.cards.preflight import PairTrial, Preflight
 from hf_rocm_tune.doctor import pairs
 from hf_rocm_tune.doctor.diagnose import MEASURED, run_measured
-from hf_rocm_tune.doctor.findings import Check, Finding
+from hf_rocm_tune.doctor.findings import Finding
 from hf_rocm_tune.machine.child import Outcome
 
-
-def by_name(name: str) -> Check:
-    return next(check for check in MEASURED if check.name == name)
-
-
-CARDS = {"devices": [{"device": "cuda:0"}, {"device": "cuda:1"}]}
 WRONG = {"cases": 9, "wrong": 2, "problems": [{"case": "cold"}], "staged_wrong": 0, "peer_access": True}
 
 
@@ -52,36 +45,21 @@ def test_a_pair_is_told_for_what_it_is(result: dict[str, Any] | None, outcome: d
         assert "IOMMU" not in finding.fix, "it is not blamed on the pair"
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Sequence[str]) -> list[Way]:
-    """All-reduce trials with given verdicts; returns the ways that were tried."""
-    tried: list[Way] = []
-
-    def trial(devices: Any, way: Way, **_: Any) -> ReduceTrial:
-        verdict = verdicts[len(tried)]
-        tried.append(way)
-        good = {"cases": 9, "wrong": int(verdict == "wrong"), "problems": [{"case": "a sum"}], "gb_per_s": None}
-        statuses = {"hung": "timeout", "died": "died"}
-        outcome = Outcome(status=statuses.get(verdict, "done"), result=None if verdict in statuses else good)  # type: ignore[arg-type]
-        return ReduceTrial(way=way, outcomes=(outcome, outcome))
-
-    monkeypatch.setattr(pairs, "try_all_reduce", trial)
-    return tried
-
-
 @pytest.mark.parametrize(
-    ("verdicts", "row", "how"),
+    ("preflight", "row"),
     [
-        (["right"], "all_reduce_right", ""),
-        (["hung", "right"], "all_reduce_without_p2p", "did not return"),
-        (["wrong", "right"], "all_reduce_without_p2p", "gave wrong sums"),
-        (["died", "hung", "right"], "all_reduce_over_gloo_only", "ended a rank"),
-        (["hung", "hung", "died"], "all_reduce_on_no_way", "did not return"),
+        (Preflight(way="ddp", reason="right"), "all_reduce_right"),
+        (Preflight(way="ddp", reason="torch was still imported", shown=False), ""),
+        (Preflight(way="ddp_without_p2p", reason="rank 1 had not ended"), "all_reduce_without_p2p"),
+        (Preflight(way="host", reason="rank 1 had not ended"), "all_reduce_over_gloo_only"),
+        (Preflight(way="one_card", reason="rank 1 had not ended", shown=False), "all_reduce_on_no_way"),
     ],
 )
 def test_where_rccl_fails_it_is_said_what_works(
-    verdicts: list[str], row: str, how: str, monkeypatch: pytest.MonkeyPatch
+    preflight: Preflight, row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = scripted(monkeypatch, verdicts)
-    (finding,) = run_measured(by_name("all_reduce"), CARDS)
-    assert tried == ["rccl", "rccl_without_p2p", "gloo"][: len(verdicts)]
-    assert finding.row == row and how in finding.title
+    monkeypatch.setattr(pairs, "try_machine", lambda devices, **_: preflight)
+    check = next(check for check in MEASURED if check.name == "all_reduce")
+    (finding,) = run_measured(check, {"devices": [{"device": "cuda:0"}, {"device": "cuda:1"}]})
+    assert (finding.row, finding.status) == (row, "ok" if "right" in row else "fail" if row else "unknown")
+    assert row == "all_reduce_right" or preflight.reason in finding.text

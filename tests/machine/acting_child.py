@@ -40,7 +40,7 @@ def act(request: dict[str, Any]) -> dict[str, Any]:
             os._exit(request["code"])
         case "grandchild":
             program = "import time; print('started', flush=True); time.sleep(600)"
-            child = subprocess.Popen([sys.executable, "-c", program], start_new_session=request["escapes"])
+            child = subprocess.Popen([sys.executable, "-c", program])
             Path(request["grandchild_file"]).write_text(str(child.pid))
         case "deaf":
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

@@ -72,7 +72,7 @@ def test_a_node_with_cpu_cores_is_integrated_whatever_its_architecture() -> None
 
 
 @pytest.mark.parametrize("name", process.FILTERS)
-@pytest.mark.parametrize("value", ["0", "1,0", "", "-1", "GPU-abc,GPU-def"])
+@pytest.mark.parametrize("value", ["1,0", "", "-1", "GPU-abc,GPU-def"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_user_s_filter_is_kept(name: str, value: str, processes: int) -> None:
     nodes = nodes_of(XT, XT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import subprocess
 import sys
@@ -52,38 +51,50 @@ def test_the_result_comes_back_whatever_is_printed() -> None:
     assert outcome.tail == '["an", "argument"]'
 
 
-def test_a_flood_is_no_more_than_a_tail() -> None:
-    outcome = act(act="flood")
-    assert outcome.status == "done"
-    assert outcome.tail.endswith("the last line") and len(outcome.tail) <= 4000
-    assert "\x1b" not in outcome.tail
+LEFT = {
+    "empty": ("", 0, "garbage"),
+    "cut off": ('{"said": ', 0, "garbage"),
+    "too large": ('{"a": "' + "7" * (9 << 20) + '"}', 0, "garbage"),
+    "result and a bad code": ('{"said": 1}', 3, "died"),
+    "deep": ("[" * 100_000, 0, "garbage"),
+}
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Outcome, int]]:
-    """How children ended, and their numbers: of each ending, of one that is deaf to signals, and of one that hangs."""
-    files = {name: tmp_path_factory.mktemp(name) / "pid" for name in (*ENDINGS, "deaf", "slow")}
+    """How children ended, and their numbers: of each ending, of a deaf one, of exceptions, and with bad results."""
+    root = tmp_path_factory.mktemp("pids")
+    asked: dict[str, dict[str, Any]] = {
+        kind: {"act": "slow", "seconds": 0, "fault": {"kind": kind, "where": "taking its time"}} for kind in ENDINGS
+    }
+    asked |= {"deaf": {"act": "deaf"}, "raise": {"act": "raise"}, "corruption": {"act": "corruption"}}
+    asked |= {"flood": {"act": "flood"}, "grandchild": {"act": "grandchild", "grandchild_file": str(root / "below")}}
+    asked |= {name: {"act": "leave", "text": text, "code": code} for name, (text, code, _) in LEFT.items()}
+    late = dict.fromkeys(("hang", "stop", "deaf"), SOON)
     calls = {
-        kind: partial(act, SOON, act="slow", seconds=0, fault={"kind": kind, "where": "taking its time"}, pid_file=file)
-        for kind, file in ((kind, str(files[kind])) for kind in ENDINGS)
+        name: partial(act, late.get(name, LATE), pid_file=str(root / name), **request)
+        for name, request in asked.items()
     }
-    calls["deaf"] = partial(act, SOON, act="deaf", pid_file=str(files["deaf"]))
-    calls["slow"] = partial(act, SOON, act="slow", seconds=600, pid_file=str(files["slow"]))
-    return {name: (outcome, int(files[name].read_text())) for name, outcome in together(calls, workers=4).items()}
+    outcomes = together(calls, workers=4)
+    assert gone(int((root / "below").read_text())), "a grandchild ends with its parent"
+    return {name: (outcome, int((root / name).read_text())) for name, outcome in outcomes.items()}
 
 
-@pytest.mark.parametrize("kind", ENDINGS)
-def test_every_ending_is_told_for_what_it_is(kind: str, ended: dict[str, tuple[Outcome, int]]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "status", "words"),
+    [
+        ("hang", "timeout", "had not ended after"),
+        ("stop", "timeout", "in state T"),
+        ("kill", "died", "was ended by SIGKILL"),
+        ("crash", "died", "was ended by SIGSEGV"),
+        ("garbage", "garbage", "cannot be read"),
+        ("silent", "died", "exit code 0 and no result"),
+    ],
+)
+def test_every_ending_is_told_for_what_it_is(
+    kind: str, status: str, words: str, ended: dict[str, tuple[Outcome, int]]
+) -> None:
     outcome, pid = ended[kind]
-    expected = {
-        "hang": ("timeout", "had not ended after"),
-        "stop": ("timeout", "in state T"),
-        "kill": ("died", "was ended by SIGKILL"),
-        "crash": ("died", "was ended by SIGSEGV"),
-        "garbage": ("garbage", "cannot be read"),
-        "silent": ("died", "exit code 0 and no result"),
-    }
-    status, words = expected[kind]
     assert outcome.status == status and outcome.result is None
     assert words in outcome.how and "while taking its time" in outcome.how
     assert outcome.seconds < SOON + 5
@@ -93,54 +104,26 @@ def test_every_ending_is_told_for_what_it_is(kind: str, ended: dict[str, tuple[O
 def test_what_is_deaf_to_signals_is_killed_all_the_same(ended: dict[str, tuple[Outcome, int]]) -> None:
     outcome, pid = ended["deaf"]
     assert outcome.status == "timeout" and outcome.code == -signal.SIGKILL
+    assert (outcome.step, outcome.state) == ("being deaf", "S")
     assert gone(pid)
-    hung, _ = ended["slow"]
-    assert hung.step == "taking its time" and hung.state == "S"
 
 
-def test_an_exception_is_told_in_one_line() -> None:
-    outcome = act(act="raise")
-    assert (outcome.status, outcome.code) == ("died", 1)
-    assert outcome.error == "ValueError: a message of two lines"
-    assert "Traceback" in outcome.tail
+def test_an_exception_is_told_in_one_line_and_an_error_of_ours_without_a_traceback(
+    ended: dict[str, tuple[Outcome, int]],
+) -> None:
+    raised, ours, flood = ended["raise"][0], ended["corruption"][0], ended["flood"][0]
+    assert (raised.status, raised.code, raised.error) == ("died", 1, "ValueError: a message of two lines")
+    assert "Traceback" in raised.tail
+    assert (ours.code, ours.error) == (3, "CorruptionError: wrong bytes") and "Traceback" not in ours.tail
+    assert flood.tail.endswith("the last line") and len(flood.tail) <= 4000 and "\x1b" not in flood.tail
 
 
-def test_an_error_of_ours_keeps_its_code_and_shows_no_traceback() -> None:
-    outcome = act(act="corruption")
-    assert (outcome.code, outcome.error) == (3, "CorruptionError: wrong bytes")
-    assert "Traceback" not in outcome.tail
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "status"),
-    [
-        ("", 0, "garbage"),
-        ("[1, 2]", 0, "garbage"),
-        ('{"said": ', 0, "garbage"),
-        ("\x00\ufffd", 0, "garbage"),
-        ("7" * (9 << 20), 0, "garbage"),
-        ('{"a": "' + "7" * (9 << 20) + '"}', 0, "garbage"),
-        ('{"said": 1}', 3, "died"),
-        ("[" * 100_000, 0, "garbage"),
-    ],
-    ids=["empty", "list", "cut off", "binary", "number", "too large", "result and a bad code", "deep"],
-)
-def test_only_an_object_of_a_child_that_ended_well_is_a_result(text: str, code: int, status: str) -> None:
-    assert act(act="leave", text=text, code=code).status == status
-
-
-def test_grandchildren_end_with_their_parent(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    assert act(act="grandchild", escapes=False, grandchild_file=str(file)).status == "done"
-    assert gone(int(file.read_text()))
-
-
-def test_a_grandchild_that_escapes_does_not_hold_the_parent(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    began = time.monotonic()
-    outcome = act(act="grandchild", escapes=True, grandchild_file=str(file))
-    os.kill(int(file.read_text()), signal.SIGKILL)
-    assert outcome.status == "done" and time.monotonic() - began < 30
+@pytest.mark.parametrize("name", LEFT)
+def test_only_an_object_of_a_child_that_ended_well_is_a_result(
+    name: str, ended: dict[str, tuple[Outcome, int]]
+) -> None:
+    assert ended[name][0].status == LEFT[name][2]
+    assert ended["grandchild"][0].status == ended["flood"][0].status == "done"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -182,12 +165,14 @@ def test_files_in_the_users_directory_shadow_no_library(tmp_path: Path, monkeypa
     assert not outcome.result["wave"].startswith(str(tmp_path))
 
 
-def test_those_that_wait_for_a_dead_one_are_ended_soon() -> None:
+def test_those_that_wait_for_a_dead_one_are_ended_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = Task(module=MODULE, request={"act": "slow", "seconds": 600})
     dies = Task(module=MODULE, request={"act": "slow", "fault": {"kind": "kill"}})
     done = Task(module=MODULE, request={"say": "done"})
     began = time.monotonic()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     outcomes = run_together([waits, dies, done], deadline_s=600, grace_s=1)
+    assert list(tmp_path.iterdir()) == [], "nothing is left in the temporary directory"
     assert time.monotonic() - began < 30
     assert [outcome.status for outcome in outcomes] == ["timeout", "died", "done"]
 
@@ -201,13 +186,6 @@ def test_a_child_that_cannot_be_started_has_died_of_that(tmp_path: Path, monkeyp
     outcomes = run_together([Task(module=MODULE), Task(module=MODULE)], deadline_s=LATE)
     assert [(one.status, one.result) for one in outcomes] == [("died", None)] * 2
     assert "could not be started: nothing left" in outcomes[0].how
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    act(say="this")
-    act(SOON, act="slow", seconds=600)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hf_rocm_tune.machine import gpus
 from hf_rocm_tune.machine.cards import CARDS, GIB, identify
-from hf_rocm_tune.machine.gpus import Sensors, parse_throttle, read_sensors, throttle_causes
+from hf_rocm_tune.machine.gpus import Sensors, read_sensors, read_throttle
 from hf_rocm_tune.machine.survey import Gpu
 from hf_rocm_tune.machine.sysfs import Files, parse_int
 from tests.machine.trees import DEVICES, NODES, XT, XTX, Built, Readings, Slot, metrics_v1_3, metrics_v2_1
@@ -196,7 +196,7 @@ def test_units_are_degrees_watts_shares_and_bytes(tmp_path: Path) -> None:
         utilisation=0.97,
         vram_used_bytes=18 << 30,
         vram_total_bytes=20464 << 20,
-        throttle=1,
+        throttle=frozenset({"power"}),
     )
 
 
@@ -215,25 +215,28 @@ def test_a_sensor_is_told_by_its_label_and_momentary_power_stands_in(tmp_path: P
 @pytest.mark.parametrize(
     ("status", "causes"),
     [
-        (0, ()),
-        (1 << 16, ("current",)),
-        (1 << 44, ("temperature",)),
-        (1 << 0 | 1 << 34 | 1 << 57, ("power", "temperature", "other")),
-        (1 << 63, ("other",)),
+        (0, set()),
+        (1 << 16, {"current"}),
+        (1 << 44, {"temperature"}),
+        (1 << 0 | 1 << 34 | 1 << 57, {"power", "temperature"}),
     ],
 )
-def test_the_causes_of_throttling_are_named(status: int, causes: tuple[str, ...]) -> None:
-    assert throttle_causes(status) == causes
-    assert parse_throttle(metrics_v1_3(status | 1 << 36)) == (status, "")
+def test_the_causes_of_throttling_are_named_and_the_hotspot_s_bit_is_none(status: int, causes: set[str]) -> None:
+    assert read_throttle(metrics_v1_3(status | 1 << 36)) == causes
 
 
-NO_STATUS = [b"", b"\x01", metrics_v2_1(), metrics_v1_3((1 << 64) - 1), metrics_v1_3(1)[:119]]
-
-
-@pytest.mark.parametrize("metrics", [*NO_STATUS, struct.pack("<HBB", 90, 1, 3) + bytes(116)])
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        b"",
+        metrics_v2_1(),
+        metrics_v1_3((1 << 64) - 1),
+        metrics_v1_3(1)[:119],
+        struct.pack("<HBB", 90, 1, 3) + bytes(116),
+    ],
+)
 def test_metrics_of_another_form_state_no_throttling(metrics: bytes) -> None:
-    status, reason = parse_throttle(metrics)
-    assert status is None and reason.startswith("gpu_metrics")
+    assert read_throttle(metrics) is None
 
 
 # Which card it is.

@@ -1,7 +1,6 @@
 """What is read of torch and its neighbours: whole where they are healthy, and never a crash where they are not.
 
 No AMD machine is at hand, so torch is a stand-in package where it has to see cards; it is found and asked the same way.
-Each reading is made by a process of its own, whose path begins with the stand-in.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,12 +20,12 @@ _READ = """
 import dataclasses, importlib, json, sys
 from hf_rocm_tune.machine.software import read_software
 path = list(sys.path)
-for folder, deadline_s, in_process in json.load(sys.stdin):
+for folder, deadline_s in json.load(sys.stdin):
     sys.path[:] = [folder, *path]
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         del sys.modules[name]
     importlib.invalidate_caches()
-    print(json.dumps(dataclasses.asdict(read_software(deadline_s=deadline_s, in_process=in_process))))
+    print(json.dumps(dataclasses.asdict(read_software(deadline_s=deadline_s))))
 """
 ROCM_VERSION_PY = """
 from typing import Optional
@@ -49,6 +47,19 @@ _CARDS = [
 cuda = SimpleNamespace(init=lambda: None, device_count=lambda: len(_CARDS), get_device_properties=_CARDS.__getitem__,
                        get_arch_list=lambda: ["gfx1030", "gfx1100"])
 """
+HANG = "open({pid!r}, 'w').write(str(__import__('os').getpid())); __import__('time').sleep(600)"
+# Code of a torch, seconds that it has, and what is said of its devices.
+BROKEN = {
+    "library": ("raise ImportError('libamdhip64.so.7: cannot open shared object file')", 20, "libamdhip64.so.7"),
+    "crash": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 20, "SIGSEGV while importing torch"),
+    "exit": ("import os; print('HSA_STATUS_ERROR_OUT_OF_RESOURCES', flush=True); os._exit(7)", 20, "OUT_OF_RESOURCES"),
+    "bytes": ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 4000); raise RuntimeError('no driver')", 20,
+              "no driver"),
+    "hang": (HANG, 2, "while importing torch"),
+    "no driver": (f"{HEALTHY}cuda.init = lambda: (_ for _ in ()).throw(RuntimeError('No HIP GPUs are available'))", 20,
+                  "RuntimeError: No HIP GPUs are available"),
+    "hanging driver": (f"{HEALTHY}cuda.init = lambda: __import__('time').sleep(600)", 3, "while asking torch for its"),
+}  # fmt: skip
 
 
 def stand_in(folder: Path, code: str, version_py: str = ROCM_VERSION_PY) -> Path:
@@ -60,39 +71,60 @@ def stand_in(folder: Path, code: str, version_py: str = ROCM_VERSION_PY) -> Path
     return folder
 
 
-def _software(values: dict[str, Any]) -> Software:
-    devices = values["devices"]
-    known = None if devices is None else tuple(TorchDevice(**device) for device in devices)
-    return Software(**{**values, "devices": known})
-
-
-def read_all(
-    folders: list[Path], checkout: Path, *, deadline_s: float = 20, in_process: bool = False, options: Any = ()
-) -> list[Software]:
+def read_all(folders: dict[str, tuple[Path, float]], checkout: Path, *options: str) -> dict[str, Software]:
     """``read_software`` in a process that finds packages in each folder first; ``-S`` leaves out all others."""
-    environ = {**os.environ, "PYTHONPATH": str(checkout), "HF_ROCM_TUNE_QUIET": "1"}
-    given = json.dumps([[str(folder), deadline_s, in_process] for folder in folders])
+    environ = {**os.environ, "PYTHONPATH": str(checkout), "HF_ROCM_TUNE_QUIET": "1", "CC": "/nowhere/cc"}
+    given = json.dumps([[str(folder), deadline_s] for folder, deadline_s in folders.values()])
     line = [sys.executable, *options, "-P", "-c", _READ]
     done = subprocess.run(line, input=given, env=environ, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    return [_software(json.loads(line)) for line in done.stdout.splitlines()]
+    found = []
+    for values in map(json.loads, done.stdout.splitlines()):
+        devices = values.pop("devices")
+        known = None if devices is None else tuple(TorchDevice(**device) for device in devices)
+        found.append(Software(**values, devices=known))
+    return dict(zip(folders, found, strict=True))
 
 
-def read_with(folder: Path, checkout: Path, **options: Any) -> Software:
-    return read_all([folder], checkout, **options)[0]
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> dict[str, Software]:
+    """What is read of a healthy torch, of broken ones, and of one whose files have another form."""
+    root = tmp_path_factory.mktemp("torches")
+    folders = {"healthy": (stand_in(root / "healthy", HEALTHY), 20.0)}
+    folders["no form"] = (stand_in(root / "no form", "raise ImportError('broken')", "__version__ = 5"), 20)
+    for name, (code, deadline_s, _) in BROKEN.items():
+        folders[name] = (stand_in(root / name, code.replace("{pid!r}", repr(str(root / "pid")))), deadline_s)
+    found = read_all(folders, checkout)
+    with pytest.raises(ProcessLookupError):  # what hangs is killed
+        os.kill(int((root / "pid").read_text()), 0)
+    return found
 
 
-def test_a_healthy_rocm_build_is_read_whole(tmp_path: Path, checkout: Path) -> None:
-    software = read_with(stand_in(tmp_path, HEALTHY), checkout)
-    assert software.build == "rocm"
-    assert software.torch_version == "2.13.0+rocm10.0.0"
+def test_a_healthy_rocm_build_is_read_whole(told: dict[str, Software]) -> None:
+    software = told["healthy"]
+    assert (software.build, software.torch_version) == ("rocm", "2.13.0+rocm10.0.0")
     assert (software.hip_version, software.torch_rocm_version, software.cuda_version) == ("7.15.26333", "10.0.0", None)
-    assert software.arch_list == ["gfx1030", "gfx1100"]
+    assert software.arch_list == ["gfx1030", "gfx1100"] and "/nowhere/cc" in software.missing_for_triton
     assert software.devices is not None
     first, second = software.devices
     assert (first.index, first.arch, first.total_bytes) == (0, "gfx1100", 21458059264)
     assert first.pci_address == "0000:2d:00.0"
     assert (second.arch, second.pci_address) == ("gfx90a", None), "features are no architecture; no address is invented"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_fails_leaves_the_versions_of_its_files_and_a_reason(name: str, told: dict[str, Software]) -> None:
+    software, said = told[name], BROKEN[name][2]
+    assert software.torch_version == "2.13.0+rocm10.0.0" and software.hip_version == "7.15.26333"
+    assert software.devices is None
+    assert said in software.problems["devices"] and software.problems["devices"].isprintable()
+    assert (software.arch_list is None) == (name != "no driver")
+
+
+def test_a_version_file_of_another_form_is_unknown_and_no_cpu_build(told: dict[str, Software]) -> None:
+    software = told["no form"]
+    assert software.torch_version is None and "broken" in software.problems["torch_version"]
+    assert software.build is None and software.hip_version is None
 
 
 def test_this_installation_is_read() -> None:
@@ -116,103 +148,22 @@ def test_a_device_has_the_address_that_the_kernel_lists() -> None:
         assert device.pci_address is None or Path("/sys/bus/pci/devices", device.pci_address).exists()
 
 
-@pytest.fixture(scope="module")
-def without_site_packages(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> dict[str, Software]:
-    """What is read where nothing is installed, or only remains of torch, wheels of ROCm, or records that are broken."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("nothing", "remains", "wheels", "broken")}
-    (folders["remains"] / "torch" / "lib").mkdir(parents=True)
-    plain = ("rocm-sdk-core", "rocm_sdk_device_gfx1100", "amd-torch-device-gfx1100", "rocm", "rocmlike", "prorocm")
-    records = {("wheels", name): f"Name: {name}\nVersion: 10.0.0\n".encode() for name in plain}
-    records |= {("wheels", "rocm-sdk-libraries"): b"\xff\xfe\x00 nonsense", ("broken", "trl"): b"\xff\xfe\x00"}
-    records |= {("broken", "peft"): b"Name: peft\n"}
-    records |= {("broken", "pytorch_triton_rocm"): b"Name: pytorch-triton-rocm\nVersion: 3.5.1\n"}
-    for (folder, name), record in records.items():
-        info = folders[folder] / f"{name}-1.dist-info"
-        info.mkdir()
+def test_without_site_packages_the_rest_is_read(tmp_path: Path, checkout: Path) -> None:
+    """Where nothing is installed, or only remains of torch, wheels of ROCm and records that are broken."""
+    records = {name: f"Name: {name}\nVersion: 10.0.0\n".encode() for name in ("rocm_sdk_device_gfx1100", "rocmlike")}
+    records |= {"rocm-sdk-libraries": b"\xff\xfe\x00 nonsense", "trl": b"\xff\xfe\x00", "peft": b"Name: peft\n"}
+    records |= {"pytorch_triton_rocm": b"Name: pytorch-triton-rocm\nVersion: 3.5.1\n"}
+    for name, record in records.items():
+        info = tmp_path / "wheels" / f"{name}-1.dist-info"
+        info.mkdir(parents=True)
         (info / "METADATA").write_bytes((b"" if record.startswith(b"\xff") else b"Metadata-Version: 2.1\n") + record)
-    found = read_all(list(folders.values()), checkout, options=("-S",))  # without site-packages there is no torch
-    return dict(zip(folders, found, strict=True))
-
-
-@pytest.mark.parametrize("name", ["nothing", "remains"])
-def test_without_torch_the_rest_is_read_and_torch_is_said_to_be_missing(
-    name: str, without_site_packages: dict[str, Software]
-) -> None:
-    software = without_site_packages[name]
-    assert software.build is None
+    (tmp_path / "remains/torch/lib").mkdir(parents=True)
+    found = read_all({name: (tmp_path / name, 20) for name in ("remains", "wheels")}, checkout, "-S")
+    software = found["remains"]
     asked = ("torch_version", "arch_list", "devices")
-    assert software.problems == dict.fromkeys(asked, "torch is not installed")
-    assert set(software.packages.values()) == {None} and software.bitsandbytes_libraries == ()
-
-
-def test_wheels_are_listed_by_plain_names_and_broken_records_end_nothing(
-    without_site_packages: dict[str, Software],
-) -> None:
-    carried = ("amd-torch-device-gfx1100", "rocm", "rocm-sdk-core", "rocm-sdk-device-gfx1100")
-    assert without_site_packages["wheels"].rocm_wheels == dict.fromkeys(carried, "10.0.0")
-    broken = without_site_packages["broken"]
-    assert broken.packages["peft"] is None
-    assert broken.packages["triton"] == "3.5.1", "ROCm wheels bring a triton of another name"
-
-
-AT_IMPORT = [
-    ("raise ImportError('libamdhip64.so.7: cannot open shared object file')", "libamdhip64.so.7: cannot open"),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
-    ("import os; print('HSA_STATUS_ERROR_OUT_OF_RESOURCES', flush=True); os._exit(7)", "OUT_OF_RESOURCES"),
-    ("raise SystemExit(0)", "no result"),
-    ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 4000); raise RuntimeError('no driver')", "no driver"),
-    ("", "AttributeError"),
-]
-
-
-def test_what_fails_at_import_leaves_the_versions_of_its_files(tmp_path: Path, checkout: Path) -> None:
-    folders = [stand_in(tmp_path / str(number), code) for number, (code, _) in enumerate(AT_IMPORT)]
-    for software, (_, said) in zip(read_all(folders, checkout), AT_IMPORT, strict=True):
-        assert software.torch_version == "2.13.0+rocm10.0.0" and software.hip_version == "7.15.26333"
-        assert software.arch_list is software.devices is None
-        for name in ("arch_list", "devices"):
-            assert said in software.problems[name] and software.problems[name].isprintable()
-
-
-def test_what_hangs_at_import_is_killed_at_the_deadline(tmp_path: Path, checkout: Path) -> None:
-    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    software = read_with(stand_in(tmp_path, code), checkout, deadline_s=2)
-    assert "had not ended" in software.problems["devices"]
-    assert "while importing torch" in software.problems["devices"]
-    assert software.build == "rocm"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-AT_DEVICES = [
-    ("__import__('os').kill(__import__('os').getpid(), 11)", "SIGSEGV while asking torch for its devices"),
-    ("__import__('time').sleep(600)", "while asking torch for its devices"),
-    ("(_ for _ in ()).throw(RuntimeError('No HIP GPUs are available'))", "No HIP GPUs are available"),
-    ("print('\\x00\\x1b[2J' * 9000) or (_ for _ in ()).throw(OSError('odd'))", "OSError: odd"),
-]
-
-
-def test_what_fails_at_the_devices_leaves_the_rest(tmp_path: Path, checkout: Path) -> None:
-    folders = [
-        stand_in(tmp_path / str(number), f"{HEALTHY}cuda.init = lambda: {code}\n")
-        for number, (code, _) in enumerate(AT_DEVICES)
-    ]
-    for software, (_, said) in zip(read_all(folders, checkout, deadline_s=3), AT_DEVICES, strict=True):
-        assert software.devices is None and said in software.problems["devices"]
-        assert software.build == "rocm" and (software.arch_list is None) == ("while asking" in said)
-
-
-def test_a_version_file_of_another_form_is_unknown_and_no_cpu_build(tmp_path: Path, checkout: Path) -> None:
-    texts = ["", "__version__ = 5", "\x00\x01"]
-    folders = [stand_in(tmp_path / str(n), "raise ImportError('broken')", text) for n, text in enumerate(texts)]
-    for software in read_all(folders, checkout):
-        assert software.torch_version is None and "broken" in software.problems["torch_version"]
-        assert software.build is None and software.hip_version is None
-
-
-def test_what_triton_lacks_is_asked_of_a_rocm_build(tmp_path: Path, checkout: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("CC", "/nowhere/cc")
-    plain = ROCM_VERSION_PY.replace("'7.15", "None #")
-    folders = [stand_in(tmp_path / "rocm", HEALTHY), stand_in(tmp_path / "cpu", HEALTHY, plain)]
-    found = read_all(folders, checkout)
-    assert "/nowhere/cc" in found[0].missing_for_triton and found[1].missing_for_triton == ""
+    assert software.build is None and software.problems == dict.fromkeys(asked, "torch is not installed")
+    assert set(software.packages.values()) == {None} and not software.bitsandbytes_libraries
+    assert found["wheels"].rocm_wheels == {"rocm-sdk-device-gfx1100": "10.0.0"}
+    packages = found["wheels"].packages
+    assert packages["triton"] == "3.5.1", "ROCm wheels bring a triton of another name"
+    assert packages["trl"] is packages["peft"] is None

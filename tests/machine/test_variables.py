@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,24 +140,8 @@ def test_issues_and_pages_have_addresses() -> None:
     assert links_of("") == links_of("unheard/of#1") == ()
 
 
-@pytest.fixture
-def judged_before() -> Iterator[None]:
-    """This process has judged its variables on an RX 7900 XT; forgotten afterwards."""
-    kept, decisions = list(variables._FACTS), list(variables.DECISIONS)
-    variables.review(XT)
-    yield
-    variables._FACTS[:], variables.DECISIONS[:] = kept, decisions
-
-
-def test_a_second_look_knows_what_the_first_has_read(judged_before: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")
-
-    (again,) = (one for one in variables.review() if one.variable == "HSA_OVERRIDE_GFX_VERSION")
-    assert (again.action, "uncertain" in again.reason) == ("info", False)
-
-
 def test_the_command_puts_the_gravest_first_with_fix_and_address(
-    judged_before: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     present = {"RCCL_DEBUG": "1", "PYTORCH_ALLOC_CONF": PAIR, "NCCL_DEBUG": "INFO"}
     chosen = Decision(variable="HIP_VISIBLE_DEVICES", action="set", value="0,2", reason="two cards", source="a page")
@@ -177,9 +160,7 @@ def test_the_command_puts_the_gravest_first_with_fix_and_address(
     [
         ("__version__ = '2.13.0+cpu'\nhip: Optional[str] = None\n", "2.13.0+cpu", False),
         ("__version__ = '2.10.0+rocm7.1'\nhip: Optional[str] = '7.1.2'\n", "2.10.0+rocm7.1", True),
-        ('__version__ = "2.4"\nhip = "6.1"\n', "2.4", True),
         ("__version__ = '2.4'\n", "2.4", None),
-        ("", None, None),
         ("\x00\xff garbage", None, None),
     ],
 )
@@ -200,11 +181,7 @@ def run(code: str, extra: dict[str, str] | None = None) -> str:
     return (done.stdout + done.stderr).strip()
 
 
-def test_importing_the_package_imports_no_torch_and_says_nothing() -> None:
-    assert run("import hf_rocm_tune, sys; assert 'torch' not in sys.modules; print(hf_rocm_tune.__version__[0])") == "0"
-
-
-def test_the_lazy_names_are_listed_and_a_wrong_one_is_an_attribute_error() -> None:
+def test_the_import_brings_no_torch_and_the_lazy_names_are_listed() -> None:
     code = (
         "import hf_rocm_tune as h, sys\n"
         "assert {'VerifiedTransferMixin', 'VerifiedSFTTrainer', 'was_verified'} <= set(dir(h)) & set(h.__all__)\n"
@@ -223,7 +200,6 @@ import {first}
 import hf_rocm_tune, os
 print(os.environ.get("HIP_VISIBLE_DEVICES"))
 from hf_rocm_tune.machine import variables
-from hf_rocm_tune.machine.sources import links_of
 print(*[d.action for d in variables.DECISIONS])
 """
 

@@ -49,18 +49,12 @@ def texts(text: str) -> Callable[[Path], object]:
 
 KINDS: dict[str, Callable[[Path], object]] = {
     "empty": texts(""),
-    "line breaks": texts("\n\n\n"),
     "a huge number": texts("9" * 400),
     "a negative number": texts("-1"),
     "escape sequences": texts("\x1b[2J\x1b[31mred\x07"),
-    "half a surrogate": texts("\ud800"),
     "braces": texts("{address} {0} %s {"),
-    "half a hexadecimal number": texts("0x"),
     "a digit of another script": texts("\u0661"),
-    "too many numbers": texts("0 " * 9),
-    "much text": texts("all work and no play " * 500),
     "binary": lambda file: file.write_bytes(bytes(range(256))),
-    "zeros": lambda file: file.write_bytes(b"\0" * 4096),
     "missing": Path.unlink,
     "directories": directory,
     "links to themselves": loop,
@@ -85,12 +79,9 @@ def test_nonsense_everywhere_is_not_known_and_no_traceback(kind: str, tmp_path: 
     assert not sound(done) & {"link_ok", "bar_full", "aer_clean", "driver_ok", "sensors_ok", "kfd_missing"}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_a_machine_of_which_a_part_is_missing_or_spoilt_is_still_told_of(
-    share: float, seed: int, tmp_path: Path
-) -> None:
-    chance = random.Random(seed)
+def test_a_machine_of_which_a_part_is_missing_or_spoilt_is_still_told_of(share: float, tmp_path: Path) -> None:
+    chance = random.Random(0)
     kinds = list(KINDS.values())
     evidence = spoilt(whole(), tmp_path, lambda file: chance.choice(kinds)(file), lambda file: chance.random() < share)
     done = replay(evidence)
@@ -103,10 +94,8 @@ def test_a_machine_of_which_a_part_is_missing_or_spoilt_is_still_told_of(
     "software",
     [
         stack(torch="", hip=""),
-        stack(torch="not a version", hip="x.y", packages=dict.fromkeys(stack().packages, "?")),
-        stack(archs="", libraries=(), devices=()),
-        stack(hip="9" * 300, libraries=("libbitsandbytes_rocm.so", "libbitsandbytes_rocm7x.so", "\ud800")),
-        stack(devices="Traceback (most recent call last):\n  {0}\n", arch_list=None),
+        stack(torch="not a version", hip="x.y", packages=dict.fromkeys(stack().packages, "?"), archs="", devices=()),
+        stack(hip="9" * 300, libraries=("libbitsandbytes_rocm7x.so", "\ud800"), devices="{0}\n", arch_list=None),
         Software(),
     ],
 )
