@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from hf_rocm_tune import configs
-from hf_rocm_tune.errors import StallError, TuneError, UsageError
+from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.exits import (
     ASKED_FILE,
     ENDING_SIGNALS,
@@ -94,7 +94,7 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
     _quieten()
     arguments.quiet = False  # accelerate would hide how the job ended; its own traceback is never shown
     arguments.signals_to_handle = "SIGQUIT"  # read by torch's agent; accelerate has no flag for it
-    above, failure, status, rank = os.environ.get(EXIT_FILE_VARIABLE), None, 1, None
+    above, status, rank = os.environ.get(EXIT_FILE_VARIABLE), 1, None
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
         variables = _rendezvous(arguments, _given(argv), Path(directory))
         record, asked = Path(directory) / "exit.json", Path(directory) / ASKED_FILE
@@ -103,12 +103,11 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
                 status, rank = _run(arguments)
                 if status == 0:
                     complete()  # before signals end this process again
-        except TuneError as error:
-            failure = error
+        except (StallError, UsageError):
+            if not record.exists() or json.loads(record.read_text(encoding="utf-8"))["code"] not in REFUSED_CODES:
+                raise  # else the processes could not meet again, and need not
         told: dict[str, Any] | None = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
         ended_by_request = asked.exists() and status in _ENDED_BY_REQUEST
-    if failure is not None and (told is None or told["code"] not in REFUSED_CODES):
-        raise failure  # else the processes could not meet again, and need not
     if told is not None and told["code"] == 0:
         status, told = 0 if ended_by_request else status, None
     if status == 0:
@@ -167,16 +166,10 @@ def _rendezvous(arguments: Any, given: Collection[str], directory: Path) -> dict
     that lives over several, a new try meets the addresses of the last (pytorch#135712).
     """
     file = _content(arguments.config_file)
-    if (arguments.num_machines or file.get("num_machines") or 1) > 1:
-        return {}
-    if (arguments.num_processes or file.get("num_processes") or 1) < 2:
-        if arguments.max_restarts:
-            raise UsageError(
-                "--max_restarts starts groups of processes again, and this job has one: leave it out and put "
-                "`hf-rocm-tune run --` in front of the command"
-            )
-        return {}
-    if "rdzv_backend" in given:
+    machines, processes = (
+        getattr(arguments, name) or file.get(name) or 1 for name in ("num_machines", "num_processes")
+    )
+    if machines > 1 or processes < 2 or "rdzv_backend" in given:
         return {}
     arguments.rdzv_backend, arguments.rdzv_conf = "c10d", "store_type=file"
     arguments.rdzv_endpoint = str(directory / "rendezvous")

@@ -217,16 +217,14 @@ class Watch:
             (directory / name).unlink(missing_ok=True)
         self.begun: Begun | None = None
         self.pulse: Pulse | None = None
-        self._stamp = 0
         self._silent, self._looked = 0.0, clock()
 
     def look(self) -> None:
         self.begun = self.begun or heartbeat.read_begun(self._directory)
         passed, self._looked = self._clock() - self._looked, self._clock()
         self._silent += min(passed, _LONGEST_LOOK_SECONDS)
-        pulse, stamp = heartbeat.read_pulse(self._directory / heartbeat.PULSE_FILE)
-        if pulse is not None and (pulse, stamp) != (self.pulse, self._stamp):
-            self.pulse, self._stamp, self._silent = pulse, stamp, 0.0
+        if (pulse := heartbeat.read_pulse(self._directory)) not in (None, self.pulse):
+            self.pulse, self._silent = pulse, 0.0
 
     def silence(self) -> float | None:
         """Seconds without a heartbeat if above the limit; else None."""
@@ -364,7 +362,7 @@ class _Supervision:
             skipped = record.skipped_steps if record else ()
             for saved, path in list_checkpoints(Path(begun.output_dir)):
                 newest = saved if manifest.run_of(path) == begun.run_id else newest
-        at, (step, phase) = resumed_from.rpartition("-")[2], pulse or (0, None)
+        at, (step, phase, _) = resumed_from.rpartition("-")[2], pulse or (0, None, 0)
         resumed_at = int(at) if at.isdecimal() else 0
         self._deaths.append(Death(code=code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=newest))
         return decide(self._deaths, skipped, self._settings)

@@ -244,9 +244,3 @@ def test_the_journal_has_several_runs_and_nonsense_is_passed_over(tmp_path: Path
     assert [entry["event"] for entry in heartbeat.journal_of(tmp_path, "a")] == ["start", "end"]
     summary = heartbeat.survival(tmp_path, "a", skipped_steps=[4], crash_injection=None)
     assert (summary["starts"], summary["ends"]) == (1, [{"how": "x", "code": 1}])
-
-
-def test_nonsense_in_the_pulse_is_no_sign_of_life(tmp_path: Path) -> None:
-    for content in (b"", b"3", b"3 dancing", b"x step", b"\xff\xfe step", b"3 step 4"):
-        (tmp_path / "pulse").write_bytes(content)
-        assert heartbeat.read_pulse(tmp_path / "pulse") == (None, 0)

@@ -97,7 +97,6 @@ class Checkpoints:
         """``publisher`` uploads what has its manifest: a `checkpoint` or the `result`; only the latter raises."""
         self._trainer, self._publisher = trainer, publisher
         self._stage: StagedSave | None = None  # while upstream writes
-        self._push_wanted = False
         self._saved: Mapping[str, Readback] = {}  # the result's files
         self.start: saved_state.HostCopy | None = None
         """Initial state of an adapter whose result is saved as plain LoRA; None for all others."""
@@ -163,7 +162,7 @@ class Checkpoints:
         trainer, state, found = self._trainer, self._trainer.state, dict[str, Readback]()
         saved_state.settle_prompts(self._bare_model())
         trainer.before_save()
-        best_before, saved, self._push_wanted = state.best_model_checkpoint, False, False
+        best_before, saved = state.best_model_checkpoint, False
         try:
             saved = self._staged(
                 final,
@@ -175,8 +174,8 @@ class Checkpoints:
         finally:
             if not saved:
                 state.best_model_checkpoint = best_before
-        if saved and self._push_wanted:
-            self.push_checkpoint(final)
+        if saved and trainer.args.push_to_hub and self._announces_push():
+            self._publisher.checkpoint(final)
         if saved and self._first:
             rotate(final, limit=trainer.args.save_total_limit, best=state.best_model_checkpoint)
         elif self._first:
@@ -275,20 +274,17 @@ class Checkpoints:
 
     # ---- the result -----------------------------------------------------------------------------------------
 
-    def save_model(self, directory: Path) -> bool:
-        """Write a result, which has to be sealed; returns False for a part of a checkpoint."""
-        if self._stage is None:
-            self._save_result(directory)
-            return True
-        self._stage.attempt(self._trainer.write_model, str(directory))
-        return False
-
-    def seal(self, directory: Path, also: Iterable[str]) -> None:
-        """Write the manifest of the saved result and of the files ``also``, which the run wrote beside it.
+    def save_model(self, directory: Path, write_beside: Callable[[Path], Iterable[str]]) -> None:
+        """Write a part of a checkpoint, or a result, with the manifest of it and of the files that are written beside.
 
         Until the manifest is written, another process could change the files: they are compared once more with what was
         verified, and saved again if they differ. Collective.
         """
+        if self._stage is not None:
+            self._stage.attempt(self._trainer.write_model, str(directory))
+            return
+        self._save_result(directory)
+        also = write_beside(directory)
         trainer = self._trainer
         beside = {name: Readback(manifest.entry_of(directory / name)) for name in also} if self._first else {}
         for _ in range(_WRITES):
@@ -349,22 +345,16 @@ class Checkpoints:
 
     def push_result(self) -> Any:
         """Save and seal the result if that has not been done, and have the publisher upload it. Collective."""
-        trainer, output_dir = self._trainer, Path(self._trainer.args.output_dir)
         self._require_publisher()
-        trainer.save_model()
-        if self._publisher is None or not self._first:
-            return None
-        trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
-        return self._publisher.result(output_dir)
+        self._trainer.save_model()
+        return self._publisher.result(Path(self._trainer.args.output_dir)) if self._announces_push() else None
 
-    def push_checkpoint(self, directory: Path) -> None:
-        """Have the publisher upload a checkpoint; during a save the push is delayed to its end."""
-        trainer = self._trainer
-        if self._stage is not None:
-            self._push_wanted = True
-        elif self._publisher is not None and self._first:
+    def _announces_push(self) -> bool:
+        """Tell the callbacks of a push; False on a rank that does not push."""
+        trainer, pushes = self._trainer, self._publisher is not None and self._first
+        if pushes:
             trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
-            self._publisher.checkpoint(directory)
+        return pushes
 
     def _require_publisher(self) -> None:
         if not broadcast_object_list([self._publisher is not None])[0]:

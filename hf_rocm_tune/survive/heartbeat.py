@@ -75,10 +75,11 @@ class Begun(NamedTuple):
 
 
 class Pulse(NamedTuple):
-    """The last heartbeat: the number of completed optimizer steps, and the phase."""
+    """The last heartbeat."""
 
-    step: int
+    step: int  # completed optimizer steps
     phase: Phase
+    stamp: int  # nanoseconds
 
 
 def touch_pulse() -> None:
@@ -113,14 +114,14 @@ class Heartbeat:
             os.pwrite(self._file, f"{step} {phase}".ljust(_PULSE_BYTES).encode("ascii"), 0)
 
 
-def read_pulse(file: Path) -> tuple[Pulse | None, int]:
-    """The last heartbeat and its time stamp (nanoseconds); (None, 0) before the first."""
+def read_pulse(directory: Path) -> Pulse | None:
+    """The last heartbeat; None before the first."""
     with suppress(OSError, ValueError):
-        stamp = file.stat().st_mtime_ns
-        step, phase = file.read_text(encoding="ascii").split()
+        file = directory / PULSE_FILE
+        stamp, (step, phase) = file.stat().st_mtime_ns, file.read_text(encoding="ascii").split()
         if phase in get_args(Phase):
-            return Pulse(int(step), phase), stamp  # type: ignore[arg-type]  # it is one of them
-    return None, 0
+            return Pulse(int(step), phase, stamp)  # type: ignore[arg-type]  # it is one of them
+    return None
 
 
 def read_begun(directory: Path) -> Begun | None:

@@ -604,13 +604,11 @@ class VerifiedTransferMixin(_Base):
             CorruptionError: the files do not hold the live tensors, or keep changing.
             UsageError: the disk is full; the directory does not look finished then.
         """
-        directory = Path(output_dir or self.args.output_dir)
-        if self._checkpoints.save_model(directory):
-            self._checkpoints.seal(directory, self._result_writer(directory))
+        self._checkpoints.save_model(Path(output_dir or self.args.output_dir), self._result_writer)
 
     @override
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._checkpoints.push_checkpoint(Path(checkpoint_folder))
+        """Done when the checkpoint is in its place, see `Checkpoints`."""
 
     @override
     def _load_best_model(self) -> None:

@@ -96,7 +96,7 @@ def test_killed_in_the_midst_of_each_save(jobs: dict[str, Job], tmp_path: Path, 
         return output.is_dir() and any(path.name.startswith("_staging.") for path in output.iterdir())
 
     kills = 0
-    for _ in range(4):
+    for _ in range(3):
         running = job.start(output, save_total_limit=limit)
         # what the last process left is still there: wait until it has been cleaned up
         running.until(lambda: output.is_dir() and not being_written())

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from transformers.trainer_pt_utils import safe_globals
 
 from hf_rocm_tune.survive import manifest
-from tests import tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import ADAPTER, Job, MakeJob, report_of, sampled
 from tests.simcard.log import Log
@@ -222,16 +221,3 @@ def test_a_damaged_checkpoint_of_another_program_is_one_line(job: Job, tmp_path:
     assert result.code == 2 and "Traceback" not in result.stderr, result.stderr[-3000:]
     assert len(result.error_lines) == 1 and "optimizer.pt cannot be resumed" in result.error_lines[0]
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
-
-
-# ---- upstream's meaning of a checkpoint --------------------------------------------------------------------------
-
-
-def test_the_best_checkpoint_survives_when_it_was_evaluated_after_its_save(job: Job, tmp_path: Path) -> None:
-    """Saved in mid-epoch, found to be the best at the end of the epoch: only the next save can protect it."""
-    rows = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", n=20)
-    steps = {"dataset_name": rows, "eval_split_size": 4, "per_device_train_batch_size": 2, "num_train_epochs": 1.5}
-    kept = {"save_steps": 4, "save_total_limit": 1, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
-    job.done(tmp_path / "out", max_steps=-1, **steps, **kept)
-    (left,) = (tmp_path / "out").glob("checkpoint-*")  # at the end upstream itself deletes the newest
-    assert left.name == "checkpoint-8" and manifest.verify(left) == []

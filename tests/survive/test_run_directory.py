@@ -86,19 +86,11 @@ def test_damaged_checkpoints_are_named_set_aside_and_passed_over(tmp_path: Path)
     assert plan.action == "resume" and plan.checkpoint == out / "checkpoint-1"
     assert [note.split()[0] for note in plan.notes[:2]] == ["checkpoint-3", "checkpoint-2"]
     assert "integrity.json" in plan.notes[0] and "adapter_model.safetensors" in plan.notes[1]
+    (out / "checkpoint-1" / "trainer_state.json").unlink()
+    assert (last := _start(out)).action == "fresh" and "starting at step 0" in last.notes[-1]
     plan.commit()
     assert {"damaged-checkpoint-2", "damaged-checkpoint-3"} <= {path.name for path in out.iterdir()}
     assert not (out / "checkpoint-3").exists()
-
-
-def test_with_no_sound_checkpoint_it_starts_at_step_0_and_says_so(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    _begin(out, 1)
-    (out / "checkpoint-1" / "trainer_state.json").unlink()
-    plan = _start(out)
-    assert plan.action == "fresh" and "starting at step 0" in plan.notes[-1]
-    with pytest.raises(UsageError, match=r"no intact checkpoint.*trainer_state\.json is missing"):
-        _start(out, resume="true")
 
 
 def test_a_finished_run_is_finished_until_its_result_is_damaged(tmp_path: Path) -> None:
@@ -136,35 +128,28 @@ def test_a_run_is_known_by_the_content_of_its_files_and_not_by_their_place(tmp_p
         _start(out, {**SETTINGS, "dataset_name": str(tmp_path / "elsewhere")})
 
 
-@pytest.mark.parametrize(
-    ("schedule", "works"),
-    [
-        ({"lr_scheduler_type": "constant"}, True),
-        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, True),
-        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}, False),
-        ({"lr_scheduler_type": "linear"}, False),
-        ({"lr_scheduler_type": "constant", "grad_compression": "powersgd"}, False),
-    ],
-)
-def test_a_finished_run_is_extended_where_its_learning_rate_allows(
-    tmp_path: Path, schedule: dict[str, Any], works: bool
-) -> None:
-    settings = {**SETTINGS, **schedule, "max_steps": 4, "num_train_epochs": 3.0}
-    first = _begin(tmp_path, 4, settings=settings)
-    _finish(tmp_path, first)
-    longer = {**settings, "max_steps": 8}
-    if not works:
-        with pytest.raises(UsageError, match=r"differs in max_steps 4 -> 8: .*--resume_from_checkpoint .*checkpoint-4"):
-            _start(tmp_path, longer)
-        return
-    for other in ({"max_steps": 2}, {"max_steps": -1}, {"seed": 2}):
-        with pytest.raises(UsageError, match="another run"):
-            _start(tmp_path, {**longer, **other})
-    plan = _start(tmp_path, longer)
-    assert (plan.action, plan.checkpoint) == ("resume", tmp_path / "checkpoint-4") and plan.run_id == first.run_id
-    assert plan.notes == ("the run is extended: max_steps 4 -> 8",)
-    plan.commit()
-    assert _start(tmp_path, longer).notes == () and not (tmp_path / manifest.MANIFEST_NAME).exists()
+CONSTANT = {"lr_scheduler_type": "constant"}
+WARMED = {"lr_scheduler_type": "constant_with_warmup"}
+NOT = [{**WARMED, "warmup_steps": 0.1}, {"lr_scheduler_type": "linear"}, {**CONSTANT, "grad_compression": "powersgd"}]
+
+
+def test_a_finished_run_is_extended_where_its_learning_rate_allows(tmp_path: Path) -> None:
+    for number, schedule in enumerate((CONSTANT, {**WARMED, "warmup_steps": 5}, *NOT)):
+        out, settings = tmp_path / str(number), {**SETTINGS, **schedule, "max_steps": 4, "num_train_epochs": 3.0}
+        first, longer = _begin(out, 4, settings=settings), {**settings, "max_steps": 8}
+        _finish(out, first)
+        if schedule in NOT:
+            with pytest.raises(UsageError, match=r"in max_steps 4 -> 8: .*--resume_from_checkpoint .*checkpoint-4"):
+                _start(out, longer)
+            continue
+        for other in ({"max_steps": 2}, {"max_steps": -1}, {"seed": 2}):
+            with pytest.raises(UsageError, match="another run"):
+                _start(out, {**longer, **other})
+        plan = _start(out, longer)
+        assert (plan.action, plan.checkpoint, plan.run_id) == ("resume", out / "checkpoint-4", first.run_id)
+        assert plan.notes == ("the run is extended: max_steps 4 -> 8",)
+        plan.commit()
+        assert _start(out, longer).notes == () and not (out / manifest.MANIFEST_NAME).exists()
 
 
 def test_what_is_only_shown_or_kept_may_change_and_secrets_are_not_written(tmp_path: Path) -> None:
@@ -220,6 +205,14 @@ def test_overwriting_never_deletes_the_checkpoint_that_is_named(tmp_path: Path) 
     with pytest.raises(UsageError, match="would delete --resume_from_checkpoint true"):
         _start(out, resume=True, overwrite=True)
     assert _start(out, {**SETTINGS, "prompt": "x" * 9000, "dir": "\0"}, overwrite=True).action == "fresh"
+
+
+def test_a_restart_by_the_launcher_does_not_overwrite_its_own_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _begin(tmp_path, 3)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert _start(tmp_path, overwrite=True).checkpoint == tmp_path / "checkpoint-3"
 
 
 def test_named_checkpoints(tmp_path: Path) -> None:

@@ -72,6 +72,14 @@ def test_a_push_is_of_a_sealed_result_and_needs_a_publisher(saver: Make, tmp_pat
     assert recorder.results == [True, True] and manifest.verify(tmp_path / "out") == []
 
 
+def test_the_best_checkpoint_survives_when_it_was_evaluated_after_its_save(saver: Make, tmp_path: Path) -> None:
+    """Saved in mid-epoch, found to be the best at the end of the epoch: only the next save can protect it."""
+    kept = {"save_steps": 4, "save_total_limit": 1, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    saver(max_steps=-1, num_train_epochs=1.5, **kept).train()
+    (left,) = (tmp_path / "out").glob("checkpoint-*")  # at the end upstream itself deletes the newest
+    assert left.name == "checkpoint-8" and manifest.verify(left) == []
+
+
 def _damage(path: Path) -> None:
     tensors = load_file(path)
     first = next(name for name in tensors if "lora_A" in name)

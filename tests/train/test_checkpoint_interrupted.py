@@ -24,30 +24,6 @@ from hf_rocm_tune.survive.checkpoint import StagedSave
 from tests.train.trainers import Make, VerifiedPlain, names, two_ranks
 
 
-@pytest.mark.parametrize("file", ["model", "optimizer.pt", "rng_state.pth"])
-def test_a_full_disk_is_survived_at_a_checkpoint(
-    saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, file: str
-) -> None:
-    trainer = saver(save_steps=1, max_steps=3, save_total_limit=1)
-    _full_disk(monkeypatch.setattr, file, lambda: trainer.state.global_step == 2)
-    trainer.train()
-    said = [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()]
-    assert len(said) == 1 and "checkpoint-2 was not saved" in said[0] and "\n" not in said[0]
-    assert trainer.state.global_step == 3 and names(tmp_path / "out") == ["checkpoint-3"]
-
-
-def test_another_failure_is_not_taken_for_a_full_disk(
-    saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: Any, **__: Any) -> None:
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(torch, "save", failing)
-    with pytest.raises(RuntimeError, match="something else"):
-        saver().train()
-    assert names(tmp_path / "out") == []
-
-
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_every_writer_s_way_of_reporting_a_full_disk_is_understood(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0:
