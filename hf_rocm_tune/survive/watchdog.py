@@ -28,7 +28,7 @@ import psutil
 from hf_rocm_tune.errors import StallError
 from hf_rocm_tune.machine.process import is_alive, make_private, start_ticks, state_of
 
-_TICK_SECONDS = 3.0
+TICK_SECONDS = 3.0
 """A rank whose tick has not changed for this long is stopped, dead, or held by a call: it is not waited for."""
 _VERDICT_SECONDS = 40.0
 """How long the other ranks wait for the one that declares a stall."""
@@ -142,7 +142,7 @@ class Watchdog:
             for each in others:
                 last, seconds = seen.get(each.rank, (-1, 0.0))
                 seen[each.rank] = each.tick, seconds + passed if each.tick == last else 0.0
-            answering = [each for each in others if seen[each.rank][1] < max(_TICK_SECONDS, 4 * self._tick_s)]
+            answering = [each for each in others if seen[each.rank][1] < max(TICK_SECONDS, 4 * self._tick_s)]
             # Another rank that may still make progress is rightly waited for.
             is_stall = overdue and all(each.stacks for each in answering)
             if is_stall or (board is not None and (board.directory / "declared").exists()):
@@ -252,17 +252,12 @@ def explain(answers: Mapping[Rank, Mapping[str, str]]) -> str:
     if len(answers) == 1:
         ((alone, answer),) = answers.items()
         return f"the process (pid {alone.pid}) {_what(alone, answer)}"
-    causes = [f"{each.name} {_what(each, answer)}" for each, answer in sorted(answers.items()) if not _waits(answer)]
-    waiting = [(each, answer["waits"]) for each, answer in sorted(answers.items()) if _waits(answer)]
-    what = "waits for it in" if len(causes) == 1 else "waits in"
-    parts = [*causes, *(f"{each.name} {what} {where}" for each, where in waiting)]
+    waiting = {each: answers[each]["waits"] for each in sorted(answers) if answers[each].get("waits")}
+    causes = [f"{each.name} {_what(each, answers[each])}" for each in sorted(answers) if each not in waiting]
     if not causes:
-        parts.append("they wait in different collectives, for another machine, or their connection does not deliver")
-    return "; ".join(parts)
-
-
-def _waits(answer: Mapping[str, str]) -> bool:
-    return bool(answer.get("waits"))
+        causes = ["all wait, in different collectives, for another machine, or their connection does not deliver"]
+    how = "waits for it in" if len(waiting) == len(answers) - 1 else "waits in"
+    return "; ".join([*causes, *(f"{each.name} {how} {where}" for each, where in waiting.items())])
 
 
 def _what(rank: Rank, answer: Mapping[str, str]) -> str:

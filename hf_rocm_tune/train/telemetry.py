@@ -44,17 +44,16 @@ _METRICS = {
     "vram_used_gib": ("vram_used_bytes", 1 / _GIB),
 }
 _LIMITS = {"held_down_temperature": {"temperature"}, "held_down_power": {"power", "current"}}
-"""Metrics that are 1 while the card lowers its clocks for one of these causes, see `machine.gpus.read_throttle`."""
+"""Metrics that are 1 while the card lowers its clocks for one of these causes, see `read_throttle`. A power limit is
+usual under full load (general knowledge, lower confidence) and no reason for a warning."""
 _SAID = {
     "held_down_temperature": "warning: the card lowers its clocks because of its temperature ({source}): training is "
     "slower than it could be; check the card's fans and the airflow in the case",
-    "held_down_power": "note: the card lowers its clocks because of its power or current limit ({source}): usual under "
-    "full load, nothing to do (general knowledge, lower confidence)",
     "hotspot_c": "warning: the card's hotspot is at {hotspot_c:.0f} degrees Celsius ({source}); RDNA3 throttles up to "
     "about 110 (general knowledge, lower confidence): check its fans and the airflow in the case, or lower its power "
     "limit",
 }
-"""What is said once when a metric reaches 1, and the hotspot's temperature `HOTSPOT_C`."""
+"""What is said once when a metric reaches 1, the hotspot's temperature `HOTSPOT_C`."""
 
 Reading = tuple[dict[str, float], dict[str, str]]
 """Metrics by name, with the unit in the name; and by name why others could not be read."""

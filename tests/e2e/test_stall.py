@@ -24,7 +24,9 @@ from tests.e2e.conftest import Job, MakeJob, report_of
 
 STEPS = 6
 TOGETHER = {"tensor_parallel": True}
-WAYS = pytest.mark.parametrize("way", [{}, TOGETHER], ids=["ddp", "tensor-parallel"])
+WAYS = pytest.mark.parametrize(
+    "way", [{}, pytest.param(TOGETHER, marks=pytest.mark.long)], ids=["ddp", "tensor-parallel"]
+)
 LAUNCHED = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"]
 
 

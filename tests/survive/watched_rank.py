@@ -75,6 +75,7 @@ _STEPS: dict[str, Callable[..., Any]] = {
 def main() -> None:
     given = json.loads(sys.argv[1])
     watchdogs.LAST_SECONDS = given.get("last_s", watchdogs.LAST_SECONDS)
+    watchdogs.TICK_SECONDS = 1.5
     board = Board(Path(given["place"]), given["rank"]) if given["place"] else None
     rank = Rank(given, board)
     while board is not None and not Path(given["report"]).with_name("all-joined").exists():
