@@ -236,38 +236,26 @@ def test_recipe_values_have_the_types_of_the_flags(base: list[str], tmp_path: Pa
     assert found.mixture.datasets[0].split == "train[:5]"
 
 
-FINITE = ("num_train_epochs", "save_steps", "logging_steps", "eval_steps", "warmup_steps", "weight_decay")
-FINITE += ("loraplus_lr_ratio", "embedding_learning_rate", "telemetry_every")
-
-
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
         (["--learning_rat", "1e-4"], ["--learning_rat", "--learning_rate"]),
-        (["--verfy", "full", "--batch_sise", "3"], ["--verfy", "--verify", "--batch_sise"]),
         (["--learn", "1"], ["--learn"]),
         (["--num_processes", "2"], ["--num_processes", "hf-rocm-tune sft"]),
-        (["stray"], ["stray"]),
-        (["--learning_rate", "fast"], ["--learning_rate", "fast"]),
         (["--learning_rate"], ["--learning_rate"]),
         (["--verify", "most"], ["--verify", "most", "sample"]),
-        (["--optim", "sgdd"], ["sgdd"]),
         (["--load_in_4bit", "--load_in_8bit"], ["--load_in_4bit", "--load_in_8bit"]),
         (["--per_device_train_batch_size", "0", "--max_steps", "-3"], ["train_batch_size", "0", "max_steps", "-3"]),
-        (["--warmup_steps", "-1"], ["--warmup_steps"]),
         (["--eval_split_size", "1.5"], ["--eval_split_size", "1.5"]),
-        (["--sentinel_every", "-1"], ["--sentinel_every"]),
-        (["--prefetch_batches", "-1"], ["--prefetch_batches"]),
         (["--early_stopping_patience", "0"], ["--early_stopping_patience"]),
         (["--sample_every", "5"], ["--sample_every and --sample_prompts belong together"]),
-        *(([f"--{name}", "inf"], [f"--{name} must be", "finite, got inf"]) for name in FINITE),
+        (["--num_train_epochs", "inf"], ["--num_train_epochs must be more than 0, and finite, got inf"]),
         (["--eval_split_size", "inf"], ["--eval_split_size", "got inf"]),
         (["--pad_to_multiple_of", "0"], ["--pad_to_multiple_of must be 1 or more, or auto, got 0"]),
         (["--model_init_kwargs", "{broken"], []),
         (["--load_best_model_at_end"], ["--load_best_model_at_end"]),
         (["--fp16"], ["--fp16", "GPU"]),
         (["--accelerator_config", '{"even": true}'], ["even"]),
-        (["--accelerator_config", "missing.json"], ["missing.json"]),
         (["--config"], ["--config"]),
         (["--config", "missing.yaml"], ["missing.yaml"]),
     ],
@@ -287,7 +275,6 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
     [
         ("learning_rte: 1\nlora_rr: 2\n", ["learning_rte", "learning_rate", "lora_rr", "lora_r"]),
         ("learning_rate: [1, 2]\nmax_length: {a: 1}\n", ["--learning_rate", "--max_length"]),
-        ("learning_rate: fast\n", ["--learning_rate", "fast"]),
         ("seed: null\n", ["--seed"]),
         ("use_peft: 7\n", ["--use_peft", "7"]),
         ("a: 1\nb: [\n", ["line 3"]),
@@ -295,7 +282,6 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
         ("- seed\n", ["mapping", "list"]),
         ("", ["mapping", "empty"]),
         ("env: {LD_PRELOAD: x.so}\n", ["`env` is not read here"]),
-        ("num_processes: 2\n", ["num_processes", "launcher"]),
         ("lora_target_modules: [1, 2]\n", ["--lora_target_modules: expected a list of text, got 1"]),
     ],
 )

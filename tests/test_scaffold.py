@@ -83,10 +83,7 @@ def test_an_amd_card_gets_the_rocm_build_and_no_other(
     [
         (),
         (CPU_NODE,),
-        ("",),
         (b"\xff\x00\xfe simd_count many\ngfx_target_version\n",),
-        ("simd_count -1\ngfx_target_version 110000\n",),
-        ("simd_count 168\n",),
         ("gfx_target_version 110000\n",),
         ("simd_count 168\ngfx_target_version 990000\n",),
     ],
@@ -96,11 +93,6 @@ def test_without_a_usable_gpu_it_is_the_cpu_build(setup_env: ModuleType, tmp_pat
     assert choice.build == "cpu"
     index = "https://download.pytorch.org/whl/cpu"
     assert choice.attempts == ((f"{PLAIN}+cpu", None), (f"{PLAIN}+cpu", index), (PLAIN, None))
-
-
-def test_properties_that_are_a_directory_are_left_out(setup_env: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "sys/class/kfd/kfd/topology/nodes/7/properties").mkdir(parents=True)
-    assert decide(setup_env, tmp_path, CPU_NODE).build == "cpu"
 
 
 def test_nvidia_driver_or_tool_gets_the_plain_wheel(setup_env: ModuleType, tmp_path: Path) -> None:
@@ -120,10 +112,8 @@ def test_nvidia_driver_or_tool_gets_the_plain_wheel(setup_env: ModuleType, tmp_p
     ("value", "build", "first"),
     [
         ("rocm7.1", "rocm7.1", (f"{PLAIN}+rocm7.1", "https://download.pytorch.org/whl/rocm7.1")),
-        ("cpu", "cpu", (f"{PLAIN}+cpu", None)),
         ("cuda", "cuda", (PLAIN, None)),
         ("torch==2.14.0", "custom", ("torch==2.14.0", None)),
-        ("torch @ https://example.org/torch.whl", "custom", ("torch @ https://example.org/torch.whl", None)),
         ("https://example.org/torch.whl", "custom", ("https://example.org/torch.whl", None)),
         ("https://example.org/simple", "custom", ("torch~=2.13.0", "https://example.org/simple")),
     ],
@@ -136,15 +126,14 @@ def test_override_wins_over_the_machine(
     assert value in choice.reason
 
 
-def test_keep_installs_no_torch(setup_env: ModuleType, tmp_path: Path) -> None:
+def test_keep_installs_no_torch_and_other_systems_have_no_wheel_named_cpu(
+    setup_env: ModuleType, tmp_path: Path
+) -> None:
+    assert decide(setup_env, tmp_path, on="darwin").attempts == ((PLAIN, None),)
     assert decide(setup_env, tmp_path, gpu_node(110000), override="keep").attempts == ()
 
 
-def test_other_systems_have_no_wheel_named_cpu(setup_env: ModuleType, tmp_path: Path) -> None:
-    assert decide(setup_env, tmp_path, on="darwin").attempts == ((PLAIN, None),)
-
-
-@pytest.mark.parametrize("value", ["rocm", "CPU", "gpu", "torchvision", "rocm7.2 ; rm -rf", "../wheels"])
+@pytest.mark.parametrize("value", ["rocm", "rocm7.2 ; rm -rf"])
 def test_override_that_is_none_of_them_is_one_line_and_code_2(checkout: Path, value: str) -> None:
     done = subprocess.run(
         [sys.executable, checkout / "scripts/setup_env.py", "--dry-run"],
@@ -155,15 +144,6 @@ def test_override_that_is_none_of_them_is_one_line_and_code_2(checkout: Path, va
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"setup: HF_ROCM_TUNE_TORCH={value} is not understood: use ")
     assert done.stderr.count("\n") == 1
-
-
-def test_dry_run_prints_decision_and_reason_in_one_line(checkout: Path, tmp_path: Path) -> None:
-    node = tmp_path / "class/kfd/kfd/topology/nodes/1"
-    node.mkdir(parents=True)
-    (node / "properties").write_text(gpu_node(110000))
-    command = [sys.executable, checkout / "scripts/setup_env.py", "--dry-run", "--sysfs-root", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "setup: torch build rocm7.2: the kernel lists an AMD GPU (gfx1100)\n"
 
 
 def test_old_python_is_one_line_and_code_2(
@@ -279,12 +259,6 @@ def test_every_import_is_a_declared_dependency(checkout: Path) -> None:
                 assert known.get(name, name) in declared, (
                     f"{file} imports {name}, which pyproject.toml does not declare"
                 )
-
-
-def test_ci_script_is_executable_and_parses(checkout: Path) -> None:
-    script = checkout / ".ci/run"
-    assert os.access(script, os.X_OK)
-    subprocess.run(["bash", "-n", script], check=True)
 
 
 def test_help_lists_every_target(checkout: Path) -> None:

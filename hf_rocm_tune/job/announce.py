@@ -12,7 +12,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,13 +102,11 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
 
 def resumption(checkpoint: Path) -> str:
     """The line of a run that continues; how far it is stands in the checkpoint's ``trainer_state.json``."""
-    try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        steps = f" of {state['max_steps']:,} steps" if state["max_steps"] > 0 else ""
-    except (OSError, ValueError, KeyError, TypeError):
-        steps = ""  # of another program, or damaged: loading it says so
-    attested = (checkpoint / MANIFEST_NAME).exists()
-    return f"continues from {checkpoint.name}{steps} ({'verified' if attested else 'not attested: it has no manifest'})"
+    attested = "verified" if (checkpoint / MANIFEST_NAME).exists() else "not attested: it has no manifest"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # of another program, or damaged: loading it says so
+        steps = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
+        return f"continues from {checkpoint.name} of {steps:,} steps ({attested})"
+    return f"continues from {checkpoint.name} ({attested})"
 
 
 def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:
@@ -128,10 +126,9 @@ def method(trainer: VerifiedTransferMixin) -> str:
         return "full fine-tuning"
     config = next(iter(configs.values()))
     base = trainer.model.get_base_model()
-    bits = next((bits for bits in (4, 8) if getattr(base, f"is_loaded_in_{bits}bit", False)), None)
     name = "DoRA" if getattr(config, "use_dora", False) else config.peft_type.value.replace("LORA", "LoRA")
-    if bits:
-        name = f"Q{name} ({bits}-bit)"
+    if bits := [bits for bits in (4, 8) if getattr(base, f"is_loaded_in_{bits}bit", False)]:
+        name = f"Q{name} ({bits[0]}-bit)"
     elif any(is_packed(experts) for _, experts in experts_of(base)):
         name += " (experts in MXFP4)"
     return f"{name}, r={getattr(config, 'r', '-')}, alpha={getattr(config, 'lora_alpha', '-')}"

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import json
 import math
 import os
 import re
@@ -18,7 +19,6 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import yaml
@@ -225,11 +225,12 @@ class Arguments:
         """Whether the gradient of the loss is computed in forward, see `models.loss`."""
         if self.tune.one_pass_loss is not None:
             return self.tune.one_pass_loss
-        if self.method != "sft" or self.tune.auto_fit == "off" or self.training.torch_compile:
-            return False
-        from hf_rocm_tune.models import loss  # TRL's private kernels, only where they are used
-
-        return loss.is_known()
+        return (
+            self.method == "sft"
+            and self.tune.auto_fit != "off"
+            and not self.training.torch_compile
+            and importlib.import_module("hf_rocm_tune.models.loss").is_known()  # TRL's private kernels
+        )
 
     def resolved(self) -> dict[str, object]:
         """Every setting by name, as plain JSON values, without secrets."""
@@ -245,11 +246,11 @@ class Arguments:
 
         ``print_config`` is left out, or the recipe would only print itself.
         """
-        settings = {name: value for name, value in self.resolved().items() if name != "print_config"}
+        settings = self.resolved()
+        left_out = ["print_config", *(_OF_ADAPTERS if settings["adapter_name_or_path"] is not None else ())]
         if settings.get("steps_per_generation") is not None:
-            settings.pop("generation_batch_size")  # GRPO takes one of the two and computes the other
-        if settings["adapter_name_or_path"] is not None:
-            settings = {name: value for name, value in settings.items() if name not in _OF_ADAPTERS}
+            left_out.append("generation_batch_size")  # GRPO takes one of the two and computes the other
+        settings = {name: value for name, value in settings.items() if name not in left_out}
         return yaml.safe_dump(redact_json(settings), sort_keys=False, allow_unicode=True)
 
 
@@ -271,12 +272,9 @@ def parse(
     given = _read_flags(parser, rest)
     if recipe is not None:
         given = _read_recipe_values(parser, recipe) | given
-    if given.get("use_cpu"):
-        accelerator = False
-    elif accelerator is None:
-        accelerator = process.has_accelerator()
-    if bf16_supported is None:
-        bf16_supported = process.has_bf16()
+    accelerator = process.has_accelerator() if accelerator is None else accelerator
+    accelerator = accelerator and not given.get("use_cpu")
+    bf16_supported = process.has_bf16() if bf16_supported is None else bf16_supported
     _check(given, accelerator=accelerator)
     flags = _flags(method)
     half = accelerator and bf16_supported
@@ -448,15 +446,10 @@ def _members(hint: Any) -> set[Any]:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, Enum):
-        return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    def known(other: Any) -> object:
+        return vars(other) if dataclasses.is_dataclass(other) else str(getattr(other, "value", other))
+
+    return json.loads(json.dumps(value, default=known))
 
 
 def differences(

@@ -104,13 +104,6 @@ def test_the_next_batches_are_under_way_while_one_is_in_use_also_across_windows(
             assert mover.under_way == min(depth, read - used)
 
 
-def test_without_prefetch_the_loader_hands_out_host_tensors(mover: CountingMover) -> None:
-    prefetch = Prefetch(mover, 0)
-    for window in windows(prepared(prefetch, 6), prefetch, 3):
-        for batch in window:
-            assert mover.provenance(batch) is None and mover.begun == []
-
-
 def test_a_window_holds_no_batch_that_it_has_handed_out(mover: CountingMover) -> None:
     prefetch = Prefetch(mover, 2)
     window = next(windows(prepared(prefetch, 6), prefetch, 4))

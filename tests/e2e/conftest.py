@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+import yaml
 
+from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
 from hf_rocm_tune.survive import manifest
 from tests import simcard, tiny
 from tests.e2e.command import TIMEOUT, CommandServer, Result, Running
@@ -229,3 +232,10 @@ def losses_of(output: Path) -> list[float]:
     newest = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return [row["loss"] for row in history if "loss" in row]
+
+
+def settings_for_trl(printed: str, output: Path) -> dict[str, Any]:
+    """What ``--print_config`` said, without our own flags: a recipe for stock TRL."""
+    own = {field.name for owner in (TuneArguments, RanksArguments) for field in dataclasses.fields(owner)}
+    settings = {name: value for name, value in yaml.safe_load(printed).items() if name not in own}
+    return {**settings, "output_dir": str(output)}

@@ -7,7 +7,6 @@ learned.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -20,10 +19,18 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer, log_rows
-from tests.e2e.conftest import ADAPTER, Job, MakeJob, assert_covered, assert_same_run, report_of, sampled
+from tests.e2e.conftest import (
+    ADAPTER,
+    Job,
+    MakeJob,
+    assert_covered,
+    assert_same_run,
+    report_of,
+    sampled,
+    settings_for_trl,
+)
 from tests.e2e.test_card_runs import FROM_CARD, SAVED, SCALAR_BYTES, TO_CARD, VERDICTS, VERDICTS_BYTES
 from tests.e2e.test_faults import assert_recovered
 from tests.simcard.log import Log
@@ -102,10 +109,7 @@ def test_the_run_is_that_of_stock_trl_bit_for_bit(jobs: dict[str, Job], method: 
     """A reward model without an adapter: TRL draws the adapter's start after the new head's, and here before it."""
     changed = {"use_peft": False, "learning_rate": 1e-3} if method == "reward" else {}
     printed = jobs[method].done(tmp_path / "ours", "--print_config", **changed)
-    settings = yaml.safe_load(printed.stdout)
-    for own in (*dataclasses.fields(TuneArguments), *dataclasses.fields(RanksArguments)):
-        settings.pop(own.name, None)
-    settings["output_dir"] = str(tmp_path / "trl")
+    settings = settings_for_trl(printed.stdout, tmp_path / "trl")
     if method == "grpo":
         settings["reward_funcs"] = ["rewards.early"]  # TRL looks into the working directory
     recipe = tmp_path / "trl.yaml"

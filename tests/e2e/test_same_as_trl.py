@@ -8,7 +8,6 @@ AVX512-BF16 stock bitsandbytes repacks the 4-bit weights at the first one (see `
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -22,10 +21,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
 from tests import tiny
 from tests.e2e.command import TIMEOUT, CommandServer
-from tests.e2e.conftest import flags
+from tests.e2e.conftest import flags, settings_for_trl
 
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 5}
 METHODS: dict[str, dict[str, Any]] = {"lora": EVALUATION, "qlora": {"load_in_4bit": True}}
@@ -67,13 +65,9 @@ def both(
     ]
     printed = server.run(*ours, "--print_config")
     assert printed.code == 0, printed.stderr
-    settings = yaml.safe_load(printed.stdout)
-    for own in (*dataclasses.fields(TuneArguments), *dataclasses.fields(RanksArguments)):
-        settings.pop(own.name, None)
-    settings["output_dir"] = str(folder / "trl")
     folder.mkdir()
     recipe = folder / "trl.yaml"
-    recipe.write_text(yaml.safe_dump(settings))
+    recipe.write_text(yaml.safe_dump(settings_for_trl(printed.stdout, folder / "trl")))
     command = [sys.executable, "-m", "trl.scripts.sft", "--config", str(recipe)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder) as stock:
         try:

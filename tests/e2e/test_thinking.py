@@ -77,32 +77,12 @@ def test_the_loss_is_that_of_all_other_tokens_of_the_answer(
     assert abs(found - expected_loss(model, True, not masked)) > 5e-3
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "said"),
-    [
-        ("sft", {"max_length": 24, "assistant_only_loss": True}, "masks all labels of the 'train' rows"),
-        (
-            "sft",
-            {"packing": True, "packing_strategy": "wrapped"},
-            "--mask_thinking does not work with --packing_strategy wrapped",
-        ),
-        ("dpo", {}, "--mask_thinking"),
-        ("dpo", {"one_pass_loss": True}, "--one_pass_loss"),
-    ],
-)
-def test_what_it_does_not_go_with_is_one_line(
-    server: CommandServer,
-    model_of: Callable[[str], Path],
-    base_flags: list[str],
-    tmp_path: Path,
-    method: str,
-    settings: dict[str, object],
-    said: str,
+def test_rows_of_nothing_but_thinking_are_one_line(
+    server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "rows.jsonl"
-    row = {"messages": ROWS[0]} if method == "sft" else {"prompt": "a", "chosen": "b", "rejected": "c"}
-    file.write_text(json.dumps(row) + "\n")
-    argv = [*base_flags, *flags(dataset_name=file, model_name_or_path=model_of("llama3"), mask_thinking=True)]
-    result = server.run(*argv, *flags(**settings), env={"METHOD": method})
+    file.write_text(json.dumps({"messages": ROWS[0]}) + "\n")
+    settings = {"dataset_name": file, "model_name_or_path": model_of("llama3"), "max_length": 24}
+    result = server.run(*base_flags, *flags(**settings, mask_thinking=True, assistant_only_loss=True))
     assert result.code == 2 and result.stderr.count("\n") == 1, result.stderr[-2000:]
-    assert said in result.stderr
+    assert "masks all labels of the 'train' rows" in result.stderr
