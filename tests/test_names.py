@@ -84,7 +84,7 @@ def test_an_alias_and_its_flag_in_one_recipe_are_refused(tmp_path: Path) -> None
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("lr: 1\nmodel: x\ndataset: y\nlearning_rate: 2\n")
     for refuse in (lambda: names.check("sft", ["--config", str(recipe)]), lambda: read("--config", str(recipe))):
-        with pytest.raises(UsageError, match="lr and learning_rate are the same flag"):
+        with pytest.raises(UsageError, match="learning_rate and another key are the same flag"):
             refuse()
 
 

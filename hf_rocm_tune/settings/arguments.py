@@ -401,9 +401,9 @@ def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
 
 def _read_recipe_values(parser: _Parser, recipe: names.RecipeFile) -> dict[str, Any]:
     values, faults = {}, []
-    for key, name in names.canonical_keys(recipe).items():
+    for name, value in recipe.values.items():
         try:
-            values[name] = _convert(parser, name, recipe.values[key])
+            values[name] = _convert(parser, name, value)
         except UsageError as error:
             faults.append(str(error))
     if faults:

@@ -112,10 +112,9 @@ def check(verb: Method, argv: Sequence[str]) -> None:
         raise UsageError("; ".join(unknown(flag, known, dashes="--") for flag in wrong))
     values = {bare(flag): value for flag, value in typed.items()}
     if recipe is not None:
-        keys = canonical_keys(recipe)
-        if wrong := [key for key, name in keys.items() if name not in known]:
-            raise UsageError(f"recipe {recipe.path}: {'; '.join(unknown(key, known, dashes='') for key in wrong)}")
-        values = {name: recipe.values[key] for key, name in keys.items()} | values
+        if wrong := [name for name in recipe.values if name not in known]:
+            raise UsageError(f"recipe {recipe.path}: {'; '.join(unknown(name, known, dashes='') for name in wrong)}")
+        values = {**recipe.values, **values}
     early.check(verb, values)
 
 
@@ -149,17 +148,6 @@ def canonical(argv: Sequence[str]) -> list[str]:
         return argument if full is None else "--" + full + "".join(argument.partition("=")[1:])
 
     return [renamed(argument) for argument in argv]
-
-
-def canonical_keys(recipe: RecipeFile) -> dict[str, str]:
-    """The flag of each key of a recipe; keys may have dashes or be aliases."""
-    found: dict[str, str] = {}
-    for key in recipe.values:
-        name = ALIASES.get(bare(key), bare(key))
-        if twin := next((other for other, same in found.items() if same == name), None):
-            raise UsageError(f"recipe {recipe.path}: {twin} and {key} are the same flag, --{name}; keep one")
-        found[key] = name
-    return found
 
 
 def unknown(name: str, names: Iterable[str], *, dashes: str) -> str:
@@ -316,7 +304,7 @@ def _source(module: str) -> str:
 
 class RecipeFile(NamedTuple):
     path: Path
-    values: Mapping[str, Any]  # YAML values by name, not yet checked
+    values: Mapping[str, Any]  # YAML values by flag, not yet checked
 
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
@@ -360,7 +348,13 @@ def read_recipe(given: str | Path) -> RecipeFile:
     if "env" in content:
         raise UsageError(f"recipe {path}: `env` is not read here: set the variables in your shell")
     remember(content)
-    return RecipeFile(path=path, values={str(key): value for key, value in content.items()})
+    values: dict[str, Any] = {}
+    for key, value in content.items():  # which may have dashes or be aliases
+        name = ALIASES.get(bare(str(key)), bare(str(key)))
+        if name in values:
+            raise UsageError(f"recipe {path}: {key} and another key are the same flag, --{name}; keep one")
+        values[name] = value
+    return RecipeFile(path=path, values=values)
 
 
 class _NoDuplicates(yaml.SafeLoader):
