@@ -324,11 +324,6 @@ def _mounted(directory: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-def test_an_output_directory_on_a_read_only_file_system(bench: Bench) -> None:
-    with _mounted(bench.room / "locked", "ro,size=1m") as directory:
-        assert "Read-only file system" in bench.refused(output_dir=directory / "out")
-
-
 def test_a_full_output_directory(bench: Bench) -> None:
     with _mounted(bench.room / "small", "size=64k") as directory:
         (directory / "filler").write_bytes(b"x" * (60 << 10))

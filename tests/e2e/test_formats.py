@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Callable
@@ -59,21 +58,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _json(folder: Path) -> Path:
-    rows = _rows(tiny.write_messages_jsonl(folder / "rows.jsonl", ROWS))
-    (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    return folder / "rows.json"
-
-
-def _csv(folder: Path) -> Path:
-    rows = _rows(tiny.write_prompt_completion_jsonl(folder / "rows.jsonl", ROWS))
-    with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=["prompt", "completion"])
-        writer.writeheader()
-        writer.writerows(rows)
-    return folder / "rows.csv"
-
-
 def _parquet(folder: Path) -> Path:
     from datasets import Dataset
 
@@ -81,35 +65,11 @@ def _parquet(folder: Path) -> Path:
     return folder / "rows.parquet"
 
 
-def _txt(folder: Path) -> Path:
-    path = folder / "rows.txt"
-    path.write_text("\n".join(" ".join(doc.split()) for doc in tiny.training_text()[:ROWS]), encoding="utf-8")
-    return path
-
-
-def _saved(folder: Path) -> Path:
-    from datasets import Dataset, DatasetDict
-
-    rows = Dataset.from_list(_rows(tiny.write_messages_jsonl(folder / "rows.jsonl", ROWS)))
-    DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(folder / "saved")
-    return folder / "saved"
-
-
 SOURCES: dict[str, Callable[[Path], Path]] = {
     "messages.jsonl": lambda folder: tiny.write_messages_jsonl(folder / "rows.jsonl", ROWS),
     "messages with tools": lambda folder: tiny.write_tools_jsonl(folder / "rows.jsonl", ROWS),
-    "from/value conversations": lambda folder: tiny.write_sharegpt_jsonl(folder / "rows.jsonl", ROWS),
-    "prompt/completion": lambda folder: tiny.write_prompt_completion_jsonl(folder / "rows.jsonl", ROWS),
-    "conversational prompt/completion": lambda folder: tiny.write_prompt_completion_jsonl(
-        folder / "rows.jsonl", ROWS, conversational=True
-    ),
     "text": lambda folder: tiny.write_text_jsonl(folder / "rows.jsonl", ROWS),
-    "json": _json,
-    "csv": _csv,
     "parquet": _parquet,
-    "txt": _txt,
-    "directory": lambda folder: tiny.write_dataset_dir(folder / "rows", train=ROWS, test=3),
-    "save_to_disk": _saved,
 }
 
 
@@ -205,13 +165,10 @@ def test_early_stopping_goes_back_to_the_best_checkpoint(train: Train, messages:
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dora": ({"use_dora": True}, {"use_dora": True}),
-    "rslora": ({"use_rslora": True}, {"use_rslora": True}),
     "8-bit": ({"load_in_8bit": True}, {}),
     "4-bit dora": ({"load_in_4bit": True, "use_dora": True}, {"use_dora": True}),
-    "4-bit rslora": ({"load_in_4bit": True, "use_rslora": True}, {"use_rslora": True}),
     "4-bit packed": ({"load_in_4bit": True, "packing": True, "max_length": 256}, {}),
     "saved modules": ({"lora_modules_to_save": "lm_head"}, {"modules_to_save": ["lm_head"]}),
-    "targets": ({"lora_target_modules": "q_proj"}, {"target_modules": ["q_proj"]}),
 }
 
 
