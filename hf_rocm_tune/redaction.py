@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from mmap import mmap
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -226,12 +225,11 @@ def scrub_json(value: Any, private: Private, *, names: bool = True) -> Any:
     return map_strings(value, partial(scrub, names=names), partial(scrub, names=False))
 
 
-def find_private(content: bytes | mmap, private: Private, *, end: int | None = None) -> str | None:
+def find_private(content: bytes, private: Private) -> str | None:
     """The literal secrets and paths of `Private` in bytes, in words; None for none. Patterns would occur by chance."""
     paths = [known for known, instead in private.paths.items() if instead != "~" and len(Path(known).parts) > 2]
     wanted = dict.fromkeys(private.secrets, "a secret") | {path: f"the path {path}" for path in paths}
-    stop = len(content) if end is None else end
-    return next((what for needle, what in wanted.items() if content.find(needle.encode(), 0, stop) >= 0), None)
+    return next((what for needle, what in wanted.items() if needle.encode() in content), None)
 
 
 def _shortened(private: Private, found: re.Match[str]) -> str:

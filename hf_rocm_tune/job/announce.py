@@ -1,7 +1,7 @@
-"""What a run prints, and the log, the picture of the loss and the model card that it writes.
+"""What a run prints, and the log, the picture of the loss and the model card (``README.md``) that it writes.
 
-Rank 0 writes the files. A card that a person wrote or edited is kept. A picture or card that cannot be made is reported
-(with a traceback if it is our bug) and does not stop the save; a full disk does.
+Rank 0 writes the files. A ``README.md`` that a person wrote or edited is kept. A picture or a ``README.md`` that cannot
+be made is reported (with a traceback if it is our bug) and does not stop the save; a full disk does.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.models import products
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.models.experts import experts_of, is_packed
-from hf_rocm_tune.publish import card
-from hf_rocm_tune.publish.history import LOG_NAME, Trained, write_log
+from hf_rocm_tune.publish import readme
+from hf_rocm_tune.publish.history import LOG_NAME, Run, write_log
 from hf_rocm_tune.publish.page import loss_panel, write_png
 from hf_rocm_tune.redaction import Private, local_paths, print_line
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME
-from hf_rocm_tune.survive.run_directory import deciding_settings
 from hf_rocm_tune.train import report, telemetry
 from hf_rocm_tune.train.telemetry import describe_device
 from hf_rocm_tune.transfer import triton_refusal
@@ -187,7 +186,7 @@ _BUILDERS = frozenset({"json", "csv", "parquet", "arrow", "text", "xml", "webdat
 
 @dataclass(kw_only=True)
 class RunOutputs:
-    """The log, the picture and the model card of one run."""
+    """The log, the picture and the ``README.md`` of one run."""
 
     arguments: Arguments
     data: Splits
@@ -195,108 +194,100 @@ class RunOutputs:
     facts: report.RunFacts
     content: Mapping[str, Any] = field(default_factory=dict)  # of the final report
 
-    def write_card(self, directory: Path) -> None:
-        """Write the current card into a directory that is being saved."""
+    def write_readme(self, directory: Path) -> None:
+        """Write the current ``README.md`` into a directory that is being saved."""
         with self._failures_reported("the model card"):
-            own = card.kept(self._output_dir / card.CARD_NAME)
+            own = readme.kept(self._output_dir / readme.README_NAME)
             if own is None:
                 so_far = report.build(self.trainer, self.facts, gather=False)
                 so_far["ranks"] = self.trainer.args.world_size  # the counts are of this rank
-                own = self._card(so_far, final=False, picture=None).encode()
-            (directory / card.CARD_NAME).write_bytes(own)
+                own = self._readme(self._run(so_far)).encode()
+            (directory / readme.README_NAME).write_bytes(own)
 
     def leave_log(self, error: BaseException) -> None:
         """Write the log after a failure; an error in writing it is added as a note to the failure."""
         if self.trainer.is_world_process_zero() and self.trainer.state.log_history:
             try:
-                self._write_log()
+                write_log(self._run({}))
             except (OSError, TuneError) as also:
                 error.add_note(f"{LOG_NAME} could not be written either: {also}")
 
     def write_result(self, directory: Path) -> list[str]:
-        """Write report, log, picture and card of the finished run; returns their names. Collective."""
+        """Write report, log, picture and ``README.md`` of the finished run; returns their names. Collective."""
         content = self.content = report.build(self.trainer, self.facts, gather=True)
         if not self.trainer.is_world_process_zero():
             return []
         report.write(content, directory)
-        written = [report.FILE_NAME]
+        written, run = [report.FILE_NAME], self._run(content, finished=True)
         with self._failures_reported(LOG_NAME):
-            written.append(self._write_log().name)
+            written.append(write_log(run).name)
         self.trainer.beat("save")  # the first picture takes seconds on a busy machine
         with self._failures_reported("the picture of the loss"):
-            if (panel := loss_panel(self.trainer.state.log_history, content)) is not None:
+            if (panel := loss_panel(run)) is not None:
                 write_png(panel, self._output_dir / PICTURE_NAME)
                 written.append(PICTURE_NAME)
         self.trainer.beat("save")
         with self._failures_reported("the model card"):
-            file = self._output_dir / card.CARD_NAME
-            if card.kept(file) is not None:
+            file = self._output_dir / readme.README_NAME
+            if readme.kept(file) is not None:
                 say(f"{file} was written or edited by hand and is kept")
             else:
                 picture = PICTURE_NAME if PICTURE_NAME in written else None
-                # atomic: a card torn by a kill would look like an edited one
-                write_text_atomic(file, self._card(content, final=True, picture=picture))
-            written.append(card.CARD_NAME)
+                # atomic: one that is torn by a kill would look like an edited one
+                write_text_atomic(file, self._readme(run, picture))
+            written.append(readme.README_NAME)
         return written
 
     @property
     def _output_dir(self) -> Path:
         return Path(self.arguments.training.output_dir)
 
-    def _write_log(self) -> Path:
-        state = self.trainer.state
-        return write_log(
-            self._output_dir,
+    def _run(self, content: Mapping[str, Any], *, finished: bool = False) -> Run:
+        state, training = self.trainer.state, self.arguments.training
+        return Run(
+            directory=self._output_dir,
             run_id=self.facts.run_id,
+            rows=state.log_history,
             step=state.global_step,
             max_steps=state.max_steps,
             trained=self._trained(),
-            rows=state.log_history,
-        )
-
-    def _card(self, content: Mapping[str, Any], *, final: bool, picture: str | None) -> str:
-        model, training, state = self.arguments.model, self.arguments.training, self.trainer.state
-        repo_id = training.hub_model_id if training.push_to_hub else None
-        resolved = {**self.arguments.resolved(), "world_size": training.world_size}
-        parts = [part.path for part in self.arguments.mixture.datasets] or [self.arguments.script.dataset_name]
-        facts = card.CardFacts(
-            name=repo_id.rpartition("/")[2] if repo_id else self._output_dir.absolute().name,
-            verb=self.arguments.method,
-            base_model=model.model_name_or_path,
-            base_model_id=self.arguments.tune.hub_base_model_id,
-            revision=model.model_revision,
-            datasets=tuple(name for name in parts if name and name not in _BUILDERS),
-            data=self.data.description,
-            columns=tuple(self.data.train.column_names or ()),
-            trained=self._trained(),
-            settings=deciding_settings(resolved, by_content=False),
-            rows=state.log_history,
-            step=state.global_step,
-            final=final,
             report=content,
-            picture=picture,
-            repo_id=repo_id,
+            settings={**self.arguments.resolved(), "world_size": training.world_size},
+            finished=finished,
         )
-        local = dict.fromkeys(local_paths(resolved), "") | {str(self._output_dir): repo_id or ""}
-        return card.build(facts, Private.of_this_machine(os.environ, paths=local))
 
-    def _trained(self) -> Trained:
+    def _readme(self, run: Run, picture: str | None = None) -> str:
+        datasets = [part.path for part in self.arguments.mixture.datasets] or [self.arguments.script.dataset_name]
+        training = self.arguments.training
+        local = dict.fromkeys(local_paths(run.settings), "")
+        local[str(self._output_dir)] = training.hub_model_id if training.push_to_hub else ""
+        return readme.build(
+            run,
+            Private.of_this_machine(os.environ, paths=local),
+            method=self.arguments.method,
+            datasets=[name for name in datasets if name and name not in _BUILDERS],
+            columns=self.data.train.column_names or (),
+            picture=picture,
+        )
+
+    def _trained(self) -> dict[str, Any]:
+        """What was trained, without names and paths."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
         adapted = hasattr(model, "peft_config")
         base = model.get_base_model() if adapted else model
         trainable, total = trainable_parameters(model)
         dtypes = sorted({_bare(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
-        return Trained(
-            method=method(self.trainer),
-            model_class=type(base).__name__,
-            trainable=trainable,
-            parameters=total,
-            dtype=_bare(getattr(base.config, "dtype", None) or base.dtype),
-            adapter_dtype=next((one for one in dtypes if one != "float32"), "float32") if adapted else None,
-            quantization=_quantization(base.config),
-            chat_template=bool(getattr(self.trainer.processing_class, "chat_template", None)),
-            packed_experts=any(is_packed(experts) for _, experts in experts_of(base)),
-        )
+        return {
+            "method": method(self.trainer),
+            "model_class": type(base).__name__,
+            "trainable": trainable,
+            "parameters": total,  # with the adapter
+            "dtype": _bare(getattr(base.config, "dtype", None) or base.dtype),  # of the weights, or of computing
+            "adapter_dtype": next((one for one in dtypes if one != "float32"), "float32") if adapted else None,
+            "quantization": _quantization(base.config),
+            "chat_template": bool(getattr(self.trainer.processing_class, "chat_template", None)),
+            "packed_experts": any(is_packed(experts) for _, experts in experts_of(base)),  # only we load them
+        }
 
     @contextmanager
     def _failures_reported(self, what: str) -> Iterator[None]:
@@ -319,7 +310,9 @@ def _quantization(config: Any) -> dict[str, Any] | None:
     if (found := getattr(config, "quantization_config", None)) is None:
         return None
     values = found if isinstance(found, dict) else found.to_dict()
-    wanted = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+    if not values.get("load_in_4bit"):
+        return {"load_in_8bit": True} if values.get("load_in_8bit") else None
+    wanted = ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
     dtype = _bare(values.get("bnb_4bit_compute_dtype", "float32"))
     return {name: values[name] for name in wanted if values.get(name)} | {"bnb_4bit_compute_dtype": dtype}
 

@@ -52,7 +52,6 @@ from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.push import Publisher
-from hf_rocm_tune.redaction import local_paths
 from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings import compatibility, names
 from hf_rocm_tune.settings.arguments import Arguments
@@ -279,8 +278,7 @@ def _open_publisher(arguments: Arguments) -> Publisher | None:
     if token:
         announce.say("other users of this machine can read --hub_token during the run: use `hf auth login` instead")
     base = arguments.tune.hub_base_model_id
-    local = dict.fromkeys(local_paths(arguments.resolved()), "") | {arguments.model.model_name_or_path: base or ""}
-    publisher = Publisher(training, base_model_id=base, local=local, token=token, say=announce.say)
+    publisher = Publisher(training, base_model_id=base, token=token, say=announce.say)
 
     def repo_id() -> str:
         publisher.open()
@@ -413,7 +411,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             run_id=job.plan.run_id,
             skip_steps=job.plan.record.skipped_steps,
             publisher=job.publisher,
-            card_writer=lambda directory: job.files.write_card(directory),
+            readme_writer=lambda directory: job.files.write_readme(directory),
             result_writer=lambda directory: job.files.write_result(directory),
             telemetry=job.telemetry,
             listener=job.guard.beat,

@@ -49,14 +49,6 @@ _BASE_FILES = [
     *("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 ]
-# Warnings of PEFT's about what is handled here: ties (see `merge`), patterns that PEFT itself adds for experts that are
-# no targets, a bias that a merge refuses by name, and a name that transformers 5.23 has replaced.
-_NOT_FOR_USERS = (
-    ".*tie_word_embeddings.*",
-    "The following .*_pattern keys",
-    "`lora_bias=True` was passed",
-    "`is_gradient_checkpointing` is deprecated",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +164,10 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
 def open_adapter(name: str) -> Adapter:
     """Find an adapter, read its files once and check them, before anything is loaded."""
     if (directory := find_adapter(name)) is None:
-        what = f"no {CONFIG_FILE} of {name} was found on the Hub: check the spelling, the network and HF_HUB_OFFLINE"
-        what = f"{name} is a whole model, not an adapter" if os.path.isdir(expand_user(name)) else what
-        raise UsageError(f"{what}; give an adapter's directory or Hub id")
+        raise UsageError(
+            f"{name} is a whole model, or was not found on the Hub (check the spelling, the network and "
+            "HF_HUB_OFFLINE): give an adapter's directory or Hub id"
+        )
     return read_adapter(name, directory)
 
 
@@ -192,8 +185,7 @@ def read_adapter(name: str, directory: Path) -> Adapter:
     try:
         files = manifest.PrivateCopy(directory, used, written.files if written else None)
     except (OSError, ValueError) as error:
-        what = f"{Path(str(error.filename)).name}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{name}: {what}: {advice}") from error
+        raise UsageError(f"{name}: {error}: {advice}") from error
     if WEIGHTS_FILE not in files.entries:
         raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE} (pickles are not loaded): copy it again")
     check_safetensors(files.directory / WEIGHTS_FILE)
@@ -225,8 +217,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
     fix = "give the model that it was trained on with --base"
     try:
         with warnings.catch_warnings():
-            for message in _NOT_FOR_USERS:
-                warnings.filterwarnings("ignore", message=message)
+            warnings.simplefilter("ignore")  # of ties, and of patterns that PEFT itself adds
             peft_model = wrapper(model, adapter.config, NAME, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
         # Assigned, not copied: PEFT would move (and cast) what it loads to where, and what, the base weight is.
         peft_model.load_state_dict = partial(peft_model.load_state_dict, assign=True)
@@ -278,8 +269,8 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
     from peft import PeftConfig
 
     try:
-        with warnings.catch_warnings(record=True):  # fields of a newer PEFT; what they would change is refused by name
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fields of a newer PEFT; what they would change is refused by name
             config = PeftConfig.from_pretrained(str(directory))
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{name}: {CONFIG_FILE} cannot be read by this PEFT ({_short(error)})") from error

@@ -19,7 +19,7 @@ from hf_rocm_tune.errors import TuneError, UsageError, checked
 from hf_rocm_tune.publish import export, say
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.publish.generate import Loaded, Messages, Prompt, Sampling
+    from hf_rocm_tune.publish.generate import Answer, Loaded, Messages, Prompt, Sampling
 
 T = TypeVar("T")
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -52,8 +52,9 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     add_chat_flags(parser)
     parser.add_argument("--compare", action="store_true", help="run the base without the adapter too")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.add_argument("--file", type=Path, help="a text file with one prompt, or a .jsonl of prompts or messages")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    given.add_argument("--file", type=Path, help="a text file with one prompt, or a .jsonl of prompts or messages")
     parser.add_argument("--raw", action="store_true", help="without the chat template: the model continues the text")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt, instead of streamed text")
 
@@ -82,6 +83,15 @@ def _chosen(kind: type[T], wanted: argparse.Namespace) -> T:
     return kind(**{one.name: getattr(wanted, one.name) for one in fields(kind)})  # type: ignore[arg-type]
 
 
+def _ready(prepare: Callable[[], None]) -> None:
+    """Import what loads models; off a terminal it shows no progress bars."""
+    prepare()
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
 # ---- the commands ---------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +99,7 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     if wanted.llama_cpp and not wanted.gguf:
         raise UsageError("--llama_cpp needs --gguf: give both, or neither")
     tools = export.find_tools(wanted.gguf, wanted.llama_cpp) if wanted.gguf else None
-    prepare()
+    _ready(prepare)
     from hf_rocm_tune.publish import merge as merging
 
     directory = merging.merge(
@@ -106,16 +116,14 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
         try:
             print(export.export(directory, tools, say))
         except (TuneError, OSError) as error:
-            kind, what = type(error), str(error)
-            if isinstance(error, OSError):
-                kind, what = UsageError, f"{directory / 'gguf'} cannot be written: {error.strerror}"
-            raise kind(f"{what}; the merged model in {directory} is complete") from error
+            kind = type(error) if isinstance(error, TuneError) else UsageError
+            raise kind(f"{error}; the merged model in {directory} is complete") from error
     return 0
 
 
 def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     prompts = read_prompts(wanted.prompt, wanted.file, sys.stdin)
-    prepare()
+    _ready(prepare)
     from hf_rocm_tune.publish.generate import LoadSettings, Sampling, answer, loaded_model, render
 
     sampling = _chosen(Sampling, wanted)
@@ -123,26 +131,24 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
         if not loaded.tokenizer.chat_template and not wanted.raw:
             say(f"the tokenizer of {loaded.name} has no chat template: prompts are taken as plain text")
         names = {"base": f"base {loaded.base}"} if wanted.compare else {}
+        names["completion"] = f"adapter {loaded.name}"
         for number, prompt in enumerate(prompts, start=1):
             ids = render(loaded, prompt, system=wanted.system, raw=wanted.raw)
             row: dict[str, Any] = {"prompt": prompt, "prompt_tokens": len(ids)}
             if len(prompts) > 1 and not wanted.json:
                 print(f"=== prompt {number} of {len(prompts)}", flush=True)
-            for key, name in (names | {"completion": f"adapter {loaded.name}"}).items():
-                with loaded.without_adapter() if key == "base" else nullcontext():
-                    if wanted.json:
-                        given = answer(loaded, ids, sampling)
-                        row |= {key: given.text, "tokens": given.tokens, "complete": given.complete}
-                        continue
-                    if wanted.compare:
-                        print(f"--- {name}", flush=True)
-                    _stream(loaded, ids, sampling, [])
+            for key, name in names.items():
+                if wanted.compare and not wanted.json:
+                    print(f"--- {name}", flush=True)
+                with loaded.model.disable_adapter() if key == "base" else nullcontext():
+                    given = answer(loaded, ids, sampling) if wanted.json else _stream(loaded, ids, sampling, [])
+                row |= {key: given.text, "tokens": given.tokens, "complete": given.complete}
             if wanted.json:
                 print(json.dumps(row, ensure_ascii=False), flush=True)
     return 0
 
 
-def _stream(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str]) -> None:
+def _stream(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str]) -> Answer:
     """Print an answer as it is generated; its pieces are in the list even where Ctrl-C stops it."""
     from hf_rocm_tune.publish.generate import answer
 
@@ -158,6 +164,7 @@ def _stream(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str
     print(flush=True)
     if not given.complete:
         say(f"stopped after {given.tokens} tokens (--max_new_tokens, or the end of the model's context)")
+    return given
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -165,8 +172,6 @@ def _stream(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str
 
 def read_prompts(given: list[str], file: Path | None, stdin: IO[str]) -> list[Prompt]:
     """All prompts of a command line: texts, the rows of a ``.jsonl`` file, any other file, or standard input."""
-    if given and file is not None:
-        raise UsageError("--prompt and --file exclude each other: give one")
     if not given and file is None and stdin.isatty():
         raise UsageError("no prompt: give --prompt TEXT, --file FILE, or text on standard input")
     try:
@@ -175,10 +180,8 @@ def read_prompts(given: list[str], file: Path | None, stdin: IO[str]) -> list[Pr
             prompts = [_of_row(line, f"--file {file}, line {at}") for at, line in lines if line.strip()]
         else:
             prompts = [*given] or [file.read_text(encoding="utf-8") if file is not None else stdin.read()]
-    except OSError as error:
-        raise UsageError(f"--file {file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file or 'standard input'} is not UTF-8 text (byte {error.start}): convert it") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file or 'standard input'} cannot be read as UTF-8 text: {error}") from error
     if not prompts or any(not (prompt.strip() if isinstance(prompt, str) else prompt) for prompt in prompts):
         raise UsageError("a prompt is empty: give some text")
     return prompts
@@ -192,11 +195,10 @@ def _of_row(line: str, where: str) -> Prompt:
             return prompt
         roles = [(message["role"], message["content"])[0] for message in prompt]
         return list(prompt[: len(roles) - roles[::-1].index("user")])
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{where} is not JSON: {error}") from error
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise UsageError(
-            f"{where}: expected 'prompt' (text) or 'messages' with 'role' and 'content', one of them the user's"
+            f"{where}: expected JSON with 'prompt' (text) or 'messages' with 'role' and 'content', one of them the "
+            "user's"
         ) from error
 
 
@@ -206,7 +208,7 @@ HELP = "/reset clears the conversation, exit ends it; Ctrl-C stops an answer"
 
 
 def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
-    prepare()
+    _ready(prepare)
     from hf_rocm_tune.publish.generate import LoadSettings, Sampling, loaded_model
 
     with loaded_model(_chosen(LoadSettings, wanted), say) as loaded:

@@ -8,7 +8,6 @@ converter changes is refused; vectors that it changes (Gemma's norms, to which i
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,8 +57,7 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
         return Path(found)
 
     converter, quantizer = find(CONVERTER), None if kind in _FLOATING else find(QUANTIZER)
-    if (local := converter.parent / "gguf-py").is_dir():
-        sys.path.insert(1, str(local))  # as the converter does
+    sys.path.insert(1, str(converter.parent / "gguf-py"))  # as the converter does
     try:
         importlib.import_module("gguf")
     except ImportError as error:
@@ -82,14 +80,14 @@ def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
         plain = file if tools.quantizer is None else staging / "lossless.gguf"
         _call([sys.executable, str(tools.converter), str(model), "--outfile", str(plain), "--outtype", floating])
         entry = manifest.entry_of(plain)
-        found = _check_values(_stored(model, written.tensors), plain, floating)
+        found = _check_values(_stored(model, written.tensors), _tensors(plain), floating)
         say(found)
         if tools.quantizer is not None:
             _call([str(tools.quantizer), str(plain), str(file), tools.kind.upper()])
             entry = manifest.entry_of(file)
-            say(_check_quantised(plain, file))
+            say(_check_quantised(_tensors(plain), _tensors(file), int(re.findall(r"\d", tools.kind)[0])))
             plain.unlink()
-        (staging / "Modelfile").write_text(modelfile(model, file), encoding="utf-8")
+        (staging / "Modelfile").write_text(f"FROM ./{file.name}\n", encoding="utf-8")  # the rest is in the file
         extra = {"gguf": {"type": tools.kind, "values": found}, **written.extra}
         run, step, status = written.run_id, written.step, written.status
         manifest.write(staging, run_id=run, step=step, status=status, entries={file.name: entry}, extra=extra)
@@ -104,9 +102,9 @@ def _call(command: list[str]) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-        what = next((one for one in reversed(lines) if "error" in one.lower()), lines[-1] if lines else "no output")
-        raise UsageError(f"{Path(command[1] if command[0] == sys.executable else command[0]).name} failed: {what}")
+        lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        tool = Path(command[1] if command[0] == sys.executable else command[0]).name
+        raise UsageError(f"{tool} failed: {lines[-1] if lines else 'no output'}")
 
 
 # ---- the file is read back -------------------------------------------------------------------------------------------
@@ -125,16 +123,14 @@ def _stored(model: Path, recorded: Mapping[str, str]) -> Iterator[tuple[str, Any
             yield name, tensor
 
 
-def _tensors(file: Path) -> dict[str, Any]:
-    """The tensors in a GGUF file, by name."""
+def _tensors(file: Path) -> dict[str, Callable[[], Any]]:
+    """What gives the values of each tensor in a GGUF file, flat, in float32."""
     gguf: Any = importlib.import_module("gguf")
-    return {one.name: one for one in gguf.GGUFReader(file).tensors}
 
+    def values(one: Any) -> Any:
+        return gguf.dequantize(one.data, one.tensor_type).reshape(-1)
 
-def _values(one: Any) -> Any:
-    """Flat, in float32."""
-    gguf: Any = importlib.import_module("gguf")
-    return gguf.dequantize(one.data, one.tensor_type).reshape(-1)
+    return {one.name: partial(values, one) for one in gguf.GGUFReader(file).tensors}
 
 
 def _sum_of_values(values: Any) -> int:
@@ -150,11 +146,11 @@ def _sum_of_values(values: Any) -> int:
     return total % 2**64
 
 
-def _check_values(stored: Iterator[tuple[str, Any]], file: Path, floating: str) -> str:
+def _check_values(stored: Iterator[tuple[str, Any]], there: Mapping[str, Callable[[], Any]], floating: str) -> str:
     """Every tensor of the model is in the file; gives what was found, for the user."""
     import torch
 
-    there = Counter((values.size, _sum_of_values(values)) for values in map(_values, _tensors(file).values()))
+    left = Counter((values.size, _sum_of_values(values)) for values in (each() for each in there.values()))
     # Experts that are stored one by one are stacked in GGUF. Dimensions, elements, and the sums of the values as they
     # are and rounded: vectors are not rounded.
     wanted: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
@@ -162,24 +158,21 @@ def _check_values(stored: Iterator[tuple[str, Any]], file: Path, floating: str) 
         if tensor.is_floating_point():
             flat = tensor.reshape(-1)
             rounded = flat.to(getattr(torch, _FLOATING[floating]))
-            sums = (_sum_of_values(each.float().numpy()) for each in (flat, rounded))
             row = wanted[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)]
-            row[:] = tensor.ndim, row[1] + flat.numel(), row[2] + next(sums), row[3] + next(sums)
+            sums = [_sum_of_values(each.float().numpy()) for each in (flat, rounded)]
+            row[:] = tensor.ndim, row[1] + flat.numel(), row[2] + sums[0], row[3] + sums[1]
 
-    def take(numel: int, total: int) -> bool:
-        found = there[numel, total % 2**64] > 0
-        there[numel, total % 2**64] -= found
-        return found
-
-    def halves(numel: int, total: int) -> bool:
-        """gpt-oss's gate and up, which alternate, are separated in GGUF."""
-        parts = [part for (size, part), left in there.items() if left > 0 and 2 * size == numel]
-        return any((total - one - two) % 2**64 == 0 for one in parts for two in parts)
+    def is_there(numel: int, total: int) -> bool:
+        found = left[numel, total % 2**64] > 0
+        left[numel, total % 2**64] -= found
+        # gpt-oss's gate and up, which alternate, are separated in GGUF.
+        parts = [] if found else [part for (size, part), count in left.items() if count > 0 and 2 * size == numel]
+        return found or any((total - one - two) % 2**64 == 0 for one in parts for two in parts)
 
     lacking = {
         name: dimensions
         for name, (dimensions, numel, kept, rounded) in wanted.items()
-        if not (take(numel, kept) or take(numel, rounded) or halves(numel, rounded))
+        if not (is_there(numel, kept) or is_there(numel, rounded))
     }
     if wrong := [name for name, dimensions in lacking.items() if dimensions > 1]:
         raise CorruptionError(
@@ -190,33 +183,19 @@ def _check_values(stored: Iterator[tuple[str, Any]], file: Path, floating: str) 
     return f"GGUF read back: {len(wanted) - len(lacking)} of {len(wanted)} tensors hold the merged values{other}"
 
 
-def _check_quantised(plain: Path, file: Path) -> str:
-    """Every tensor of the lossless file is in the quantised one, as exactly as its bits allow."""
+def _check_quantised(plain: Mapping[str, Callable[[], Any]], found: Mapping[str, Callable[[], Any]], bits: int) -> str:
+    """Every tensor of the lossless file is in the quantised one, as exactly as the type's bits allow."""
     import numpy as np
 
-    quantised = _tensors(file)
-    worst, where = 0.0, ""
-    for name, one in _tensors(plain).items():
-        if name not in quantised:
-            raise CorruptionError(f"{name} is not in the quantised file: {QUANTIZER} wrote it wrong; it is not kept")
-        kind = quantised[name].tensor_type.name
-        wanted, found = _values(one).astype(np.float64), _values(quantised[name]).astype(np.float64)
-        error = float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))
-        bits = re.search(r"Q(\d)", kind)
-        if not error <= (_MOST_ERROR[int(bits[1])] if bits else 0.005):
+    worst = (0.0, "")
+    for name, values in plain.items():
+        wanted = values()
+        difference = found[name]() - wanted if name in found else wanted
+        error = float(np.linalg.norm(difference) / (np.linalg.norm(wanted) or 1.0))
+        if not error <= _MOST_ERROR[bits]:
             raise CorruptionError(
-                f"{name}, quantised as {kind}, differs by {error:.3g} of its size from what was quantised: more than "
-                "its bits explain; the file is not kept"
+                f"{name} differs by {error:.3g} of its size from what was quantised: more than {bits} bits explain; "
+                "the file is not kept"
             )
-        worst, where = max((worst, where), (error, f"{name}, {kind}"))
-    return f"quantised file read back: a tensor differs by {worst:.3f} of its size at most ({where})"
-
-
-def modelfile(model: Path, file: Path) -> str:
-    """Ollama's ``Modelfile`` beside a GGUF file, whose own chat template Ollama reads."""
-    lines = [f"FROM ./{file.name}"]
-    with suppress(OSError, ValueError, AttributeError):
-        end = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-        end = end.get("content") if isinstance(end, dict) else end
-        lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}"] if end else []
-    return "\n".join(lines) + "\n"
+        worst = max(worst, (error, name))
+    return f"quantised file read back: a tensor differs by {worst[0]:.3f} of its size at most ({worst[1]})"

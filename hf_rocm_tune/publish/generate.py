@@ -6,7 +6,7 @@ Weights, adapter and prompts are transferred by the mover, as in training. Sampl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,13 +18,10 @@ from transformers import TextStreamer, set_seed
 from hf_rocm_tune.errors import UsageError, shortage_advice
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import Coverage, coverage, place
-from hf_rocm_tune.publish import quiet_unless_terminal
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, read_adapter
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -64,14 +61,8 @@ class Loaded:
     model: Any  # in evaluation mode, a `PeftModel` where there is an adapter
     tokenizer: PreTrainedTokenizerBase  # the adapter's where it has one, else the base's
     mover: Mover  # moves inputs to the device
-    adapter: Adapter | None  # None for a whole model
     base: str  # name of the model below the adapter, or of the model
     covered: Coverage
-
-    def without_adapter(self) -> AbstractContextManager[Any]:
-        """Within the block the base answers alone."""
-        disabled: AbstractContextManager[Any] = self.model.disable_adapter() if self.adapter else nullcontext()
-        return disabled
 
     def place(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move host tensors to the device, verified."""
@@ -104,8 +95,7 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
         if (faults := mover.fault_injection()) is not None:
             say(f"faults are injected on request: {faults}")
         model: Any
-        with quiet_unless_terminal():
-            model, seconds = load_model(source, mover)
+        model, seconds = load_model(source, mover)
         if not model.can_generate():
             raise UsageError(f"{source.name} is a {type(model).__name__}, which generates no text: give another model")
         records = attest_files(source, mover)  # of the base: an adapter says by itself what it is
@@ -123,7 +113,7 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
             f"bytes on the device verified{f' (not: {missing})' if missing else ''}; weight files attested "
             f"{records.attested}, not attested {len(records.unknown)}"
         )
-        yield Loaded(settings.model, model, _tokenizer(source, adapter), mover, adapter, source.name, covered)
+        yield Loaded(settings.model, model, _tokenizer(source, adapter), mover, source.name, covered)
         for stage, sent in mover.report.to_dict().items():
             if isinstance(sent, dict) and sent.get("mismatches"):
                 say(f"{stage}: {sent['mismatches']} arrived wrong, {sent.get('recovered', 0)} of them were recovered")
@@ -136,7 +126,7 @@ def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
         from transformers import BitsAndBytesConfig
 
         dtype = "bfloat16" if dtype == "auto" else dtype  # as the QLoRA runs of this package
-        known = adapter.settings if adapter else {}  # as the adapter's run quantised, else as a run does by default
+        known = adapter.settings if adapter else {}
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_compute_dtype=dtype,
@@ -197,17 +187,14 @@ def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bo
     if plain and not isinstance(prompt, str):
         raise UsageError(f"the prompt is a conversation, but the tokenizer of {loaded.name} has no chat template")
     try:
-        str(prompt).encode()
         if plain:
             ids = tokenizer(prompt)["input_ids"]
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [*([{"role": "system", "content": system}] if system else []), *messages]
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    except UnicodeEncodeError as error:
-        raise UsageError("the prompt has bytes that are not UTF-8, or half a character: correct it") from error
     except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"the chat template refuses this conversation: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"the prompt cannot be rendered: {str(error).splitlines()[0]}") from error
     if not ids:
         raise UsageError("the prompt is empty: give some text")
     return [int(token) for token in ids]
@@ -223,13 +210,8 @@ def answer(
     stream = _Stream(loaded.tokenizer, write)
     set_seed(sampling.seed)
     advice = "shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"
-    try:
-        with shortage_advice(advice), torch.inference_mode():
-            made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
-    except ValueError as error:  # the flags have been checked
-        if stream.pieces:  # of what takes the text
-            raise
-        raise UsageError(f"{loaded.base}: generation_config.json: {error}; correct it there") from error
+    with shortage_advice(advice), torch.inference_mode():
+        made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
     new = made[0, len(ids) :].tolist()
     return Answer("".join(stream.pieces), len(new), complete=new[-1:] != [] and new[-1] in (config.eos_token_id or []))
 
@@ -252,8 +234,7 @@ def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> Generatio
     known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = [each for each in dict.fromkeys([*known, loaded.tokenizer.eos_token_id]) if each is not None]
     config.eos_token_id = ends or None
-    padding = (config.pad_token_id, loaded.tokenizer.pad_token_id, *ends, 0)
-    config.pad_token_id = next(each for each in padding if each is not None)
+    config.pad_token_id = 0  # there is one row
     return config
 
 

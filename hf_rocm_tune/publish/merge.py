@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 import time
 import uuid
@@ -33,7 +32,6 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model
 from hf_rocm_tune.models.files import check_model_directory
-from hf_rocm_tune.publish import quiet_unless_terminal
 from hf_rocm_tune.publish.adapter import NAME, TOKENIZER, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import clean_leftovers, staged_directory
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_SPARE_BYTES = 64 << 20  # tokenizer, configuration, what a file system keeps for itself
 _SPARE_MEMORY = 2 << 30  # beside the weights: this process, the largest layer in float32
 _INDEX_FILE = "model.safetensors.index.json"
 _BESIDE = re.compile(
@@ -75,21 +72,13 @@ def merge(
     directory = named.download()
     nbytes = _check_base(directory)
     spill = nbytes + _SPARE_MEMORY > psutil.virtual_memory().available
-    parent = next(path for path in out.absolute().parents if path.is_dir())
-    grown = 2 if dtype == "float32" else 1  # most bases are stored in 16 bits
-    need, free = nbytes * grown * (1 + spill) + _SPARE_BYTES, shutil.disk_usage(parent).free
-    if need > free:
-        raise UsageError(
-            f"the merge takes {need / 1e9:.3g} GB, and {parent} has {free / 1e9:.3g} GB free: free some space, or "
-            "choose another directory"
-        )
     if adapter.trained_in_bits:
         say(
             f"it was trained on {adapter.trained_in_bits}-bit weights and is merged into the original ones: the result "
             "differs from the model in training by the quantisation error"
         )
     if spill:
-        say(f"the base takes {nbytes / 1e9:.3g} GB, more than is available in memory: it stands in {parent} meanwhile")
+        say(f"the base takes {nbytes / 1e9:.3g} GB, more than is available in memory: it stands on disk meanwhile")
     source = ModelSource(
         name=str(directory),
         trust_remote_code=trust_remote_code,
@@ -100,9 +89,9 @@ def merge(
     started = time.perf_counter()
     try:
         faults = FaultSpec.from_environment()
-        with quiet_unless_terminal(), Mover(torch.device("cpu"), settings=TransferSettings(), faults=faults) as mover:
+        with Mover(torch.device("cpu"), settings=TransferSettings(), faults=faults) as mover:
             check_source(source, mover.device)
-            with _spilled(parent) if spill else nullcontext():
+            with _spilled(out.parent) if spill else nullcontext():
                 model, _ = load_model(source, mover)
             records = attest_files(source, mover)
             attested = f"{records.attested}, not attested {len(records.unknown)}"
@@ -110,19 +99,16 @@ def merge(
         merged, count, untied = _merged(model, adapter, getattr(torch, dtype) if dtype else None)
         if untied:
             say("lm_head.weight is no longer tied: the adapter changed the two sides differently")
-        origin = {  # of a directory only the last part, since no path is published
-            "adapter": Path(adapter.name).name,
+        origin = {
             "adapter_sha256": adapter.files.entries[WEIGHTS_FILE].sha256,
             "method": adapter.method,
             "trained_in_bits": adapter.trained_in_bits,
-            "base": named.hub_id or Path(named.name).name,
-            "base_files_attested": records.attested,
+            "base": named.hub_id or Path(named.name).name,  # no path is published
             "base_files_not_attested": len(records.unknown),
-            "untied": untied,
         }
-        with quiet_unless_terminal(), staged_directory(out) as staging:
+        with staged_directory(out) as staging:
             texts = dict(_texts(directory, adapter))
-            texts["README.md"] = merged_card(named.hub_id, adapter.method, reward=adapter.is_reward).encode()
+            texts["README.md"] = merged_readme(named.hub_id, adapter.method, reward=adapter.is_reward).encode()
             stored = _write(merged, staging, texts, max_shard_size, adapter.written, origin)
     except (OSError, SafetensorError) as error:  # safetensors has the system's error in words only
         why = getattr(error, "strerror", None) or error
@@ -135,17 +121,13 @@ def merge(
 
 
 def _check_out(out: Path, say: Callable[[str], None]) -> Path:
-    """Check the destination; remove what killed merges left there. Returns it, or the directory that it links to."""
+    """Check the destination; remove what killed merges left there. Returns it without links."""
     try:
-        above = next(path for path in (out, *out.absolute().parents) if os.path.lexists(path))
-        if not os.path.isdir(above) and (above != out or out.is_symlink()):
-            raise UsageError(f"{above} is no directory, so {out} cannot be created: choose another directory")
-        out = out.resolve() if out.is_symlink() else out
+        out = out.resolve()
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
-        if out.absolute().parent.is_dir():
-            for line in clean_leftovers(out.absolute().parent):
-                say(f"{line} (left by a killed process)")
+        for line in clean_leftovers(out.parent) if out.parent.is_dir() else ():
+            say(f"{line} (left by a killed process)")
     except OSError as error:
         raise UsageError(f"{out} cannot be used: {error.strerror}; choose another directory") from error
     return out
@@ -174,6 +156,8 @@ def _check_base(directory: Path) -> int:
 @contextmanager
 def _spilled(directory: Path) -> Iterator[None]:
     """Within the block every weight that is loaded is mapped to a file of its own that has no name."""
+
+    directory.mkdir(parents=True, exist_ok=True)
 
     def patched(stock: Callable[..., None]) -> Callable[..., None]:
         def set_weight(model: PreTrainedModel, target_name: str, param_value: Any, *rest: Any, **more: Any) -> None:
@@ -324,8 +308,8 @@ def _texts(base: Path, adapter: Adapter) -> Iterator[tuple[str, bytes]]:
                 yield path.name, path.read_bytes()
 
 
-def merged_card(base_id: str | None, method: str, *, reward: bool = False) -> str:
-    """A short model card with valid metadata; ``base_id`` is None for a base that is not on the Hub."""
+def merged_readme(base_id: str | None, method: str, *, reward: bool = False) -> str:
+    """A short ``README.md`` with valid metadata; ``base_id`` is None for a base that is not on the Hub."""
     task, auto = ("text-classification", "SequenceClassification") if reward else ("text-generation", "CausalLM")
     more = {"base_model": base_id, "base_model_relation": "finetune"} if base_id else {}
     data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["hf-rocm-tune", "merged"], **more)

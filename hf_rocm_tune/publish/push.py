@@ -2,7 +2,7 @@
 
 A push is one commit. Files that differ from the manifest are refused before anything is sent; the bytes that are
 compared are the bytes that are sent, and the Hub's own hashes are compared after the commit. Files that no manifest
-lists stay here, local paths in JSON and the model card are rewritten. The same command continues a push that failed.
+lists stay here, local paths in JSON and ``README.md`` are rewritten. The same command continues a push that failed.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ import json
 import logging
 import os
 import re
-import shlex
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoFile, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.publish import say
-from hf_rocm_tune.publish.card import CARD_NAME, clean_card, is_hub_id, published_name
 from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, judge, read_json, run_settings
 from hf_rocm_tune.publish.page import PAGE_NAME, page_of
+from hf_rocm_tune.publish.readme import README_NAME, clean_readme, is_hub_id, published_names
 from hf_rocm_tune.redaction import Private, find_private, local_paths, redact, remember, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import read_plain
@@ -45,6 +42,7 @@ _BASE_KEYS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
 # May contain any text; never rewritten.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"})
 _LAST = "last-checkpoint/"
+_TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 _LARGE = 10 << 20  # bytes, from which the Hub's large file storage takes every file
 
 
@@ -100,58 +98,48 @@ def push(
         say: takes lines for the user.
 
     Raises:
-        UsageError: the directory, the name, the token or the card is wrong.
+        UsageError: the directory, the name, the token or the ``README.md`` is wrong.
         CorruptionError: the run ended with corruption, or the Hub states another hash than was sent.
         HubError: the Hub does not accept it now.
     """
     settings, directory = settings or PushSettings(), Path(directory)
-    repository = _Repository(directory, repo_id, settings, say, token=token)
-    pieces = repository.stage(_parts(directory, settings.checkpoints), say)
+    repository = _Repository(directory, repo_id, settings, say, token)
+    pieces = repository.stage(_parts(directory, settings.checkpoints))
     if settings.report:
         pieces[PAGE_NAME] = _Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
-        say(f"to be uploaded, too: {PAGE_NAME}")
+    say(f"to be uploaded: {', '.join(pieces)}")
     return repository.send(pieces, "Upload with hf-rocm-tune")
 
 
 # ---- what is uploaded -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """One file of an upload: its bytes, or an open descriptor of a large one, which may be deleted meanwhile."""
+class _Piece(NamedTuple):
+    """One file of an upload: its bytes, or where a large one is, which is read once more to be sent."""
 
     entry: FileEntry  # of what is uploaded
-    content: bytes = b""
-    opened: int | None = None
+    content: bytes | Path
 
     @classmethod
     def of(cls, content: bytes) -> _Piece:
-        return cls(entry=FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest()), content=content)
-
-    @classmethod
-    def large(cls, file: Path, entry: FileEntry) -> _Piece:
-        opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        piece = cls(entry=entry, opened=opened)
-        weakref.finalize(piece, os.close, opened)
-        return piece
+        return cls(FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest()), content)
 
     def is_stored(self, there: RepoFile | None) -> bool:
         """Whether the Hub states the hash of these bytes: SHA-256 in large file storage, Git's SHA-1 elsewhere."""
         if there is None or there.size != self.entry.bytes:
             return False
-        if there.lfs is not None:
-            return str(there.lfs.sha256) == self.entry.sha256
+        if there.lfs is not None or isinstance(self.content, Path):
+            return there.lfs is not None and str(there.lfs.sha256) == self.entry.sha256
         return str(there.blob_id) == hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
 
 
 def _parts(directory: Path, wanted: Checkpoints) -> dict[str, Path]:
     """A result and the checkpoints that are wanted, by their folders on the Hub."""
-    found = checkpoints(directory) if wanted != "none" and directory.is_dir() else []
+    found = checkpoints(directory) if wanted != "none" else []
     if wanted != "none" and not found:
         raise UsageError(f"--checkpoints {wanted}: there is no checkpoint-N in {directory}; leave the flag out")
-    if wanted == "last":
-        return {"": directory, _LAST: found[-1]}
-    return {"": directory, **{f"{path.name}/": path for path in found}}
+    folders = {_LAST: found[-1]} if wanted == "last" else {f"{path.name}/": path for path in found}
+    return {"": directory, **folders}
 
 
 def _sealed(directory: Path) -> Manifest:
@@ -160,10 +148,9 @@ def _sealed(directory: Path) -> Manifest:
         raise UsageError(f"{directory} is not a directory: name the --output_dir of a run, or one of its checkpoints")
     written = manifest.read(directory)
     if not isinstance(written, Manifest):
-        why = "no run has finished there" if written.kind == "missing" else str(written)
         raise UsageError(
-            f"{directory} has no valid {MANIFEST_NAME} ({why}), so it is unknown whether its files are what was "
-            "trained: let the run end, or name one of its checkpoints (checkpoint-N)"
+            f"{directory} is not known to hold what was trained ({written}): let the run end, or name one of its "
+            "checkpoints (checkpoint-N)"
         )
     verdict = judge(read_json(directory / REPORT_NAME), finished=True)
     if verdict.level == "bad":
@@ -175,30 +162,27 @@ def _sealed(directory: Path) -> Manifest:
 
 def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | None) -> _Piece:
     """One file as it is published; an OSError or a ValueError if it cannot be read."""
-    if file.name == CARD_NAME:  # the only file that may differ from the manifest
+    if file.name == README_NAME:  # the only file that may differ from the manifest
         if file.is_symlink() or not file.is_file():
             raise UsageError(f"{file} is a link or no plain file: replace it by the file")
-        return _Piece.of(clean_card(read_plain(file).decode(), private, base_model_id=base_model_id).encode())
+        return _Piece.of(clean_readme(read_plain(file).decode(), private, base_model_id=base_model_id).encode())
     if problems := manifest.compare(file.parent, {file.name: entry}):
         raise UsageError(f"{file.parent}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
     is_json = file.suffix == ".json" and file.name not in _VOCABULARIES
-    large = entry.bytes > _LARGE and not is_json
-    piece = _Piece.large(file, entry) if large else _Piece.of(read_plain(file))
+    with file.open("rb") as opened:  # in large files names come first, then numbers
+        begin = opened.read(-1 if is_json else _LARGE + 1)
+    piece = _Piece(entry, file) if len(begin) > _LARGE and not is_json else _Piece.of(begin)
     if piece.entry != entry:
         raise UsageError(f"{file} differs from {MANIFEST_NAME}: it is damaged, or being written")
     if not is_json:
-        content: bytes | mmap = piece.content if piece.opened is None else mmap(piece.opened, 0, access=ACCESS_READ)
-        header = 8 + int.from_bytes(content[:8], "little") if file.suffix == ".safetensors" else None
-        found = find_private(content, private, end=header)
-        if found:
+        if found := find_private(begin, private):
             raise UsageError(f"{file} holds {found}, and files of this kind cannot be rewritten: remove it")
         return piece
-    given = json.loads(piece.content)
+    given = json.loads(begin)
     public = dict(given)
     for key in _BASE_KEYS:
-        base = given.get(key)
-        if isinstance(base, str) and base and private.is_local(base):
-            public[key] = published_name(base, private, base_model_id) or Path(base).name
+        if isinstance(base := given.get(key), str) and base and private.is_local(base):
+            public[key] = next(iter(published_names([base], private, base_model_id)), Path(base).name)
     public = scrub_json(public, private, names=file.name == REPORT_NAME)
     return piece if public == given else _Piece.of((json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode())
 
@@ -207,26 +191,14 @@ def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | 
 
 
 class _Repository:
-    """A branch of a repository; ``NAME`` alone is one of the token's owner. ``local``: see `Publisher`."""
+    """A branch of a repository; ``NAME`` alone is one of the token's owner."""
 
-    def __init__(
-        self,
-        directory: Path,
-        repo_id: str,
-        settings: PushSettings,
-        say: Say,
-        *,
-        token: str | None,
-        local: Mapping[str, str] | None = None,
-    ) -> None:
-        self.repo_id, self._settings, self._say, self._is_open = repo_id, settings, say, False
-        given = run_settings(directory)
-        bases: list[Any] = [given.get("model_name_or_path")]
-        with suppress(OSError, ValueError, AttributeError):
-            bases.append(json.loads(read_plain(directory / "adapter_config.json")).get("base_model_name_or_path"))
-        paths = dict.fromkeys(local_paths(given), "")
-        paths |= {path: public for path, public in (local or {}).items() if local_paths(path)}  # not ids of the Hub
-        paths |= {base: settings.base_model_id or "" for base in bases if local_paths(base)}
+    def __init__(self, directory: Path, repo_id: str, settings: PushSettings, say: Say, token: str | None) -> None:
+        self.repo_id = repo_id  # complete once the repository has been opened
+        self._settings, self._say, self._is_open = settings, say, False
+        given, adapter = run_settings(directory), read_json(directory / "adapter_config.json")
+        bases = [given.get("model_name_or_path"), adapter.get("base_model_name_or_path")]
+        paths = dict.fromkeys(local_paths(given), "") | dict.fromkeys(local_paths(bases), settings.base_model_id or "")
         paths[str(directory.absolute())] = repo_id
         secrets = [token, get_token() if token is None else None]
         self._private = Private.of_this_machine(os.environ, paths=paths, secrets=secrets)
@@ -235,18 +207,16 @@ class _Repository:
             handler.addFilter(_redact_record)  # adding it again changes nothing
         self._api = HfApi(token=token, library_name="hf-rocm-tune", library_version=__version__)
 
-    def stage(self, parts: Mapping[str, Path], say: Say) -> dict[str, _Piece]:
+    def stage(self, parts: Mapping[str, Path]) -> dict[str, _Piece]:
         """What is published of directories, by path on the Hub; files that only a resume needs go into folders only."""
-        private, base_model_id = self._private, self._settings.base_model_id
         pieces: dict[str, _Piece] = {}
         for prefix, directory in parts.items():
-            written = _sealed(directory)
-            own: dict[str, _Piece] = {}
+            written, own = _sealed(directory), dict[str, _Piece]()
             try:
                 for name, entry in sorted(written.files.items()):
-                    deleted = name == CARD_NAME and not os.path.lexists(directory / name)
+                    deleted = name == README_NAME and not os.path.lexists(directory / name)
                     if name not in _LEFT_OUT and not deleted and (prefix or not name.startswith(_RESUME_ONLY)):
-                        own[name] = _piece(directory / name, entry, private, base_model_id)
+                        own[name] = _piece(directory / name, entry, self._private, self._settings.base_model_id)
             except (OSError, ValueError) as error:
                 raise UsageError(f"{directory} cannot be read ({error}): nothing is sent") from error
             changed = [name for name, piece in own.items() if piece.entry != written.files[name]]
@@ -254,13 +224,6 @@ class _Repository:
             entries = {name: piece.entry for name, piece in own.items()}
             public = replace(written, files=entries, extra={**written.extra, **extra})
             own[MANIFEST_NAME] = _Piece.of(manifest.to_json(public).encode())
-            stay = (
-                path.name for path in directory.iterdir() if path.is_file() and not path.name.startswith(("_", "."))
-            )
-            told = {"to be uploaded": own, "rewritten without local paths and names": changed}
-            for what, names in (told | {"not uploaded": sorted(set(stay) - set(own))}).items():
-                if names:
-                    say(f"{what}{f' in {prefix}' if prefix else ''}: {', '.join(names)}")
             pieces |= {prefix + name: piece for name, piece in own.items()}
         return pieces
 
@@ -273,8 +236,8 @@ class _Repository:
             if revision != "main" and not revision.startswith("refs/"):
                 self._api.create_branch(self.repo_id, branch=revision, exist_ok=True)
             # Sends nothing: create_repo hides a 401 or a 403 where the repository exists.
-            card = CommitOperationAdd(path_in_repo=CARD_NAME, path_or_fileobj=b"#")
-            self._api.preupload_lfs_files(self.repo_id, additions=[card], revision=revision)
+            readme = CommitOperationAdd(path_in_repo=README_NAME, path_or_fileobj=b"#")
+            self._api.preupload_lfs_files(self.repo_id, additions=[readme], revision=revision)
         if public and self._settings.private:
             raise UsageError(
                 f"{self.repo_id} exists and is public, but --private is given: make it private in its settings on the "
@@ -315,9 +278,11 @@ class _Repository:
 
     def _addition(self, path: str, piece: _Piece) -> CommitOperationAdd:
         """The operation for one file; the bytes of a large one, in memory that nobody can write to, are sent first."""
-        if piece.opened is None:
+        if isinstance(piece.content, bytes):
             return CommitOperationAdd(path_in_repo=path, path_or_fileobj=piece.content)
-        with read_once(Path(f"/proc/self/fd/{piece.opened}")) as (copy, entry):
+        if not piece.content.exists():
+            raise UsageError(f"{path} was deleted before it was uploaded: nothing is published")
+        with read_once(piece.content) as (copy, entry):
             if entry != piece.entry:
                 raise UsageError(f"{path} has changed since it was checked: nothing is published")
             addition = CommitOperationAdd(path_in_repo=path, path_or_fileobj=str(copy))
@@ -336,8 +301,8 @@ class _Repository:
         except (TuneError, AssertionError, AttributeError, NameError, TypeError):
             raise
         except Exception as error:
-            kind, what = _explained(error, self.repo_id)
-            raise kind(scrub_text(what, self._private, names=False)) from error
+            explained = _explained(error, self.repo_id)
+            raise type(explained)(scrub_text(str(explained), self._private, names=False)) from error
 
 
 def _redact_record(record: logging.LogRecord) -> bool:
@@ -346,33 +311,24 @@ def _redact_record(record: logging.LogRecord) -> bool:
     return True
 
 
-_TOKENS_PAGE = "https://huggingface.co/settings/tokens"
-_REFUSALS = {
-    401: f"the Hub does not accept the token: make one with write access at {_TOKENS_PAGE}, then `hf auth login`",
-    403: f"the token may not write to {{repo}}: give it write permission at {_TOKENS_PAGE}, or name one of yours",
-    404: "{repo} or its branch does not exist, or the token has no access to it: check the names",
-}
-
-
-def _explained(error: BaseException, repo_id: str) -> tuple[type[TuneError], str]:
+def _explained(error: BaseException, repo_id: str) -> TuneError:
     said = " ".join(str(error).split())
-    if isinstance(error, ValueError) and CARD_NAME in said:
-        return UsageError, f"the Hub refuses the model card: {said}; correct it"
+    if isinstance(error, ValueError) and README_NAME in said:
+        return UsageError(f"the Hub refuses the model card: {said}; correct it")
+    if isinstance(error, HFValidationError):
+        return UsageError(f"{repo_id!r} is not a valid repository name: write USER/NAME")
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # huggingface_hub wraps those of uploads
         error = error.__cause__
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
-        info = f"{status}: {error.server_message}" if error.server_message else str(status)
-        if status >= 500 or status in (408, 409, 412, 425, 429):
-            return HubError, f"the Hub answers {info}: try again later"
-        refusal = _REFUSALS.get(status, "the Hub refuses the push to {repo}")
-        return UsageError, f"{refusal.format(repo=repo_id)} ({info})"
-    if isinstance(error, HFValidationError):
-        return UsageError, f"{repo_id!r} is not a valid repository name: write USER/NAME"
-    if isinstance(error, OfflineModeIsEnabled):
-        return UsageError, "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, so nothing can be pushed: unset it"
-    what = f"{type(error).__name__}: {said}".rstrip(": ")
-    return HubError, f"the Hub cannot be reached ({what}): check the network, or use another huggingface_hub"
+    if not isinstance(error, HfHubHTTPError):
+        return HubError(f"the Hub cannot be reached ({type(error).__name__}: {said}): check the network")
+    status = error.response.status_code
+    info = f"{status}: {error.server_message}" if error.server_message else str(status)
+    if status >= 500 or status in (408, 409, 412, 425, 429):
+        return HubError(f"the Hub answers {info}: try again later")
+    fix = (
+        "" if status not in (401, 403) else f": make a token with write access at {_TOKENS_PAGE}, then `hf auth login`"
+    )
+    return UsageError(f"the Hub refuses the push to {repo_id} ({info}){fix}")
 
 
 # ---- while a run trains ----------------------------------------------------------------------------------------------
@@ -381,50 +337,36 @@ _HEARTBEAT_S = 5.0
 _WHOLE: dict[str, Checkpoints] = {"checkpoint": "last", "all_checkpoints": "all"}  # by ``hub_strategy``
 
 
-class Publisher:
+class Publisher(_Repository):
     """Pushes one run. Only the first rank of a job has one.
 
     ``hub_strategy`` as in transformers: "end" pushes only the result; "every_save" the model of each checkpoint;
-    "checkpoint" also all of the newest one, as ``last-checkpoint``; "all_checkpoints" all of each. A checkpoint is
-    checked at once and uploaded by a thread, for which it may be rotated out; one that is written meanwhile is not
-    pushed, unless ``hub_always_push`` makes the training wait. A failed push is reported and does not end the training;
-    the push of the result must succeed.
+    "checkpoint" also all of the newest one, as ``last-checkpoint``; "all_checkpoints" all of each. A thread uploads a
+    checkpoint; one that is written meanwhile is not pushed, unless ``hub_always_push`` makes the training wait. A
+    failed push is reported and does not end the training; the push of the result must succeed.
 
-    ``local`` has paths that the run was given, each with its public replacement ("" for the last part); ``say`` is
-    called from any thread, ``alive`` every few seconds while a training with ``hub_always_push`` waits.
+    ``say`` is called from any thread, ``alive`` every few seconds while a training with ``hub_always_push`` waits.
     """
 
     def __init__(
-        self,
-        args: Any,
-        *,
-        base_model_id: str | None = None,
-        local: Mapping[str, str] | None = None,
-        token: str | None = None,
-        say: Say = print,
+        self, args: Any, *, base_model_id: str | None = None, token: str | None = None, say: Say = print
     ) -> None:
-        directory, self._wait_for_each, self._say = Path(args.output_dir), bool(args.hub_always_push), say
         self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
-        self._settings = PushSettings(
+        self._wait_for_each, self.alive = bool(args.hub_always_push), lambda: None
+        settings = PushSettings(
             private=args.hub_private_repo,
             revision=args.hub_revision or "main",
             base_model_id=base_model_id,
             checkpoints=_WHOLE.get(self._strategy, "none"),
         )
-        name = args.hub_model_id or directory.absolute().name
-        self._repository = _Repository(directory, name, self._settings, say, token=token, local=local)
-        self.alive: Callable[[], None] = lambda: None
+        directory = Path(args.output_dir)
+        super().__init__(directory, args.hub_model_id or directory.absolute().name, settings, say, token)
         self._thread: threading.Thread | None = None
-
-    @property
-    def repo_id(self) -> str:
-        """Complete once the repository has been opened."""
-        return self._repository.repo_id
 
     def open(self) -> None:
         """Create the repository, before anything else takes time. A Hub that does not answer is asked again later."""
         try:
-            self._repository.open()
+            super().open()
         except HubError as error:
             self._say(f"{error}. Training starts nevertheless, and the push is tried at each save and at the end")
 
@@ -439,41 +381,26 @@ class Publisher:
         folder = {"last": _LAST, "all": f"{name}/"}.get(self._settings.checkpoints, "")
 
         def upload() -> None:
-            with self._failures_reported(name):
-                done = self._repository.send(pieces, f"Training in progress, step {step}")
+            try:
+                done = self.send(self.stage({"": directory, folder: directory}), f"Training in progress, step {step}")
                 self._say(f"{name} is on the Hub: {done.url}")
+            except TuneError as error:
+                self._say(f"the push of {name} failed: {error}. Training continues; the next save tries again")
 
-        with self._failures_reported(name):
-            pieces = self._repository.stage({"": directory, folder: directory}, lambda _: None)
-            # A daemon: an upload that hangs must not keep the process from ending.
-            self._thread = threading.Thread(target=upload, daemon=True)
-            self._thread.start()
-        while self._wait_for_each and self._thread is not None and self._thread.is_alive():
+        # A daemon: an upload that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=upload, daemon=True)
+        self._thread.start()
+        while self._wait_for_each and self._thread.is_alive():
             self._thread.join(_HEARTBEAT_S)
             self.alive()
 
-    @contextmanager
-    def _failures_reported(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except TuneError as error:
-            self._say(f"the push of {name} failed: {error}. Training continues; the next save tries again")
-
     def result(self, directory: Path) -> Pushed:
         """Push the finished run and the checkpoints of the strategy; an error says how to finish."""
-        settings = self._settings
-        words = ["hf-rocm-tune", "push", str(directory), self.repo_id]
-        words += [] if settings.private is None else ["--private"] if settings.private else ["--public"]
-        words += ["--revision", settings.revision] if settings.revision != "main" else []
-        words += ["--base_model_id", settings.base_model_id] if settings.base_model_id else []
-        words += ["--checkpoints", settings.checkpoints] if settings.checkpoints != "none" else []
-        finish = f"The result in {directory} is complete: `{shlex.join(words)}` finishes the push"
+        finish = f"The result in {directory} is complete, and the same command again finishes the push"
         try:
             self.wait()
-            wanted = settings.checkpoints if checkpoints(directory) else "none"
-            done = self._repository.send(
-                self._repository.stage(_parts(directory, wanted), self._say), "End of training"
-            )
+            wanted = self._settings.checkpoints if checkpoints(directory) else "none"
+            done = self.send(self.stage(_parts(directory, wanted)), "End of training")
         except KeyboardInterrupt as stop:
             raise Interrupted(f"the push was stopped. {finish}") from stop
         except (UsageError, HubError, CorruptionError) as error:

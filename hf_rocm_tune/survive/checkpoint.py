@@ -315,9 +315,9 @@ class Checkpoints:
             )
 
     def _write_result(self, destination: Path, root: Path) -> None:
-        card = destination / "README.md"
-        if self._first and card.is_file():
-            shutil.copyfile(card, root / card.name)  # PEFT adds to an existing card
+        readme = destination / "README.md"
+        if self._first and readme.is_file():
+            shutil.copyfile(readme, root / readme.name)  # PEFT adds to an existing one
         self._trainer.write_model(str(root))
         self._convert(root)
 

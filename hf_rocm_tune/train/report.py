@@ -62,7 +62,7 @@ def build(trainer: Any, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
     batches, between = counters["batches"], counters[BETWEEN_CARDS]
     seconds = sum(row.get("train_runtime", 0.0) for row in trainer.state.log_history)
     verified_weights = weights.verified_bytes * len(everyone)
-    return {
+    content = {
         "schema": SCHEMA,
         "run_id": facts.run_id,
         "verify": trainer.mover.settings.verify,
@@ -104,6 +104,7 @@ def build(trainer: Any, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
         "findings": [found for _, findings, _ in everyone for found in findings],
         "telemetry": [{"rank": rank, **seen} for rank, (_, _, seen) in enumerate(everyone) if seen is not None],
     }
+    return content | {"events": _events(content)}
 
 
 def write(report: Mapping[str, Any], output_dir: Path) -> Path:
@@ -145,15 +146,12 @@ def closing_line(report: Mapping[str, Any]) -> str:
         sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
     )
     covered, averages, frozen = report["coverage"], report["gradients"], report["frozen"]
-    products, survival = report["arithmetic"], report["survival"]
+    products = report["arithmetic"]
     lacking = f" (not: {listed([row['tensor'] for row in covered['unverified']])})" if covered["unverified"] else ""
     share = share_words(covered["verified_bytes"], covered["device_bytes"])
     wrong = f"disagreements {products['disagreements']}{_recovered(products, 'disagreements')}"
     checked = 100 * products["checked"] / max(products["products"], 1)
     watched = f"{frozen['passes']} sentinel passes over {frozen['tensors']} frozen tensors"
-    restarts, skipped = survival["starts"] - 1, ", ".join(map(str, survival["skipped_steps"]))
-    cut, unused = report["memory"]["micro_batch_divisor"], report["guard"]["skipped_steps"]
-    undone = report["trained"]["mismatches"]
     parts = {
         f"{tensors:,} tensors": True,
         f"{_readable(moved)} moved": True,
@@ -166,19 +164,30 @@ def closing_line(report: Mapping[str, Any]) -> str:
         f"base products checked {checked:.3g} %, replays {products['replays']}, {wrong}": not products["refusal"],
         f"products with frozen weights not checked ({products['refusal']})": products["refusal"],
         f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification": True,
-        f"{restarts} restart{'s' * (restarts > 1)}": restarts > 0,
-        f"steps left out: {skipped}": skipped,
-        f"micro-batches split into up to {cut} parts to fit into memory": cut > 1,
-        f"trained state changed by {undone} fault{'s' * (undone > 1)}, undone by going back": undone,
-        f"{unused} steps skipped because they were not finite": unused,
+        **{f"{name}: {value}": True for name, value in report["events"].items()},
     }
-    asked = (report["fault_injection"], report["step_fault_injection"], survival["crash_injection"])
+    asked = (report["fault_injection"], report["step_fault_injection"], report["survival"]["crash_injection"])
     said = ", ".join(text for text, applies in parts.items() if applies)
     return f"integrity: {said}{' (faults were injected on request)' * any(asked)}"
 
 
 def _recovered(counted: Mapping[str, Any], wrong: str) -> str:
     return f" ({counted['recovered']} recovered)" if counted[wrong] else ""
+
+
+def _events(report: Mapping[str, Any]) -> dict[str, str]:
+    """What happened to a run, by name: the end of its closing line, and a part of page and ``README.md``."""
+    survival, memory, guard = report["survival"], report["memory"], report["guard"]
+    rows = {
+        "restarts by the supervisor": max(survival["starts"] - 1, 0),
+        "steps left out": ", ".join(map(str, survival["skipped_steps"])),
+        "out of memory": f"{memory['shortages']}, recovered {memory['recovered']}" if memory["shortages"] else "",
+        "most parts of a micro-batch": memory["micro_batch_divisor"] if memory["micro_batch_divisor"] > 1 else 0,
+        "faults of trained state, undone by going back": report["trained"]["mismatches"],
+        "updates skipped, because they were not finite": guard["skipped_steps"],
+        "warnings about loss and gradients": guard["warnings"],
+    }
+    return {name: f"{value}" for name, value in rows.items() if value}
 
 
 def versions() -> dict[str, str | None]:

@@ -122,8 +122,8 @@ class VerifiedTransferMixin(_Base):
         skip_steps: optimizer steps (from 1) to leave out, the same on all ranks: they are counted and consume their
             batches, but nothing is computed.
         publisher: uploads, on the first rank; required for ``push_to_hub``.
-        card_writer: writes ``README.md`` into each saved directory, on rank 0, after its tensors were compared and
-            before its manifest is written; None: upstream's cards.
+        readme_writer: writes ``README.md`` into each saved directory, on rank 0, after its tensors were compared and
+            before its manifest is written; None: upstream's.
         result_writer: writes what else belongs to a result that is being saved, on all ranks, and returns the names of
             its files; None: ``transfer_report.json``.
         telemetry: of this process's card, for the logs.
@@ -165,7 +165,7 @@ class VerifiedTransferMixin(_Base):
         run_id: str = "",
         skip_steps: Collection[int] = (),
         publisher: Any = None,
-        card_writer: Callable[[Path], None] | None = None,
+        readme_writer: Callable[[Path], None] | None = None,
         result_writer: Callable[[Path], Iterable[str]] | None = None,
         telemetry: Telemetry | None = None,
         listener: Callable[..., None] | None = None,
@@ -184,7 +184,7 @@ class VerifiedTransferMixin(_Base):
         self.way = way or way_of(args, self.mover)
         self.recompute_layers = recompute_layers
         self.loss_way = self._fit_upstream(args, one_pass_loss)
-        self._checkpoints, self._card_writer = Checkpoints(self, publisher), card_writer
+        self._checkpoints, self._readme_writer = Checkpoints(self, publisher), readme_writer
         self._result_writer = result_writer or partial(write_report, self)
         self._consent_unverified, self._on_oom = consent_unverified, on_oom
         self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
@@ -591,8 +591,8 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
-        """As upstream, unless a card writer was given."""
-        if self._card_writer is None:
+        """As upstream, unless a writer of ours was given."""
+        if self._readme_writer is None:
             self._checkpoints.attempt(partial(super().create_model_card, *arguments, **keywords))
 
     @override
@@ -700,9 +700,9 @@ class VerifiedTransferMixin(_Base):
             raise CorruptionError(f"since the start of the training {missing}")
 
     def before_manifest(self, directory: Path) -> None:
-        """Write the card, then check that the live weights are still those of the last update."""
-        if self._card_writer is not None and self.is_world_process_zero():
-            self._card_writer(directory)
+        """Write the ``README.md``, then check that the live weights are still those of the last update."""
+        if self._readme_writer is not None and self.is_world_process_zero():
+            self._readme_writer(directory)
         self._sentinel.check_trained(f"while saving at step {self.state.global_step}", self.state.global_step)
 
     def write_model(self, directory: str) -> None:

@@ -19,8 +19,8 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.publish.card import is_ours
 from hf_rocm_tune.publish.history import collect
+from hf_rocm_tune.publish.readme import is_ours
 from hf_rocm_tune.survive import manifest
 from tests.e2e.conftest import Job, MakeJob, sampled
 from tests.e2e.probe import logits

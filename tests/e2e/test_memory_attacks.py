@@ -250,7 +250,7 @@ def test_memory_that_changes_is_not_used(bench: Bench, method: str, group: str, 
         elif attack["kind"].endswith("counted batch"):
             assert "labels" in row["tensor"]
     if group == "updates":
-        assert "trained state changed by 3 faults, undone by going back" in closing_line(report)
+        assert "faults of trained state, undone by going back: 3" in closing_line(report)
 
 
 # ---- frozen weights -----------------------------------------------------------------------------------------

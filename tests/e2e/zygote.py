@@ -201,14 +201,14 @@ def _import() -> None:
     import hf_rocm_tune.train.trainer  # noqa: F401
     from hf_rocm_tune import upstream
     from hf_rocm_tune.machine import software
-    from hf_rocm_tune.publish import card
+    from hf_rocm_tune.publish import history
 
     # What every command would do again, a third of its time: imports of single functions, tables, fonts, templates.
     upstream.check_all()
     get_checkpoint_conversion_mapping("llama")
     software._read_wheels = functools.cache(software._read_wheels)
     software._read_wheels()
-    card.template()
+    history.compiled("readme.md.j2", html=False)
     figure = Figure()
     figure.add_subplot().plot([1, 2])
     figure.savefig(io.BytesIO())

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.publish.card import clean_card
 from hf_rocm_tune.publish.push import Pushed, PushSettings, push
 from hf_rocm_tune.redaction import Private, find_private, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
@@ -25,7 +23,6 @@ from tests.publish.hub_server import (
     USER,
     LoopbackHub,
     bytes_of,
-    card_errors,
     clean_report,
     on_hub,
     write_run,
@@ -112,32 +109,20 @@ def test_files_of_an_earlier_run_are_not_left_beside_the_new_one(hub: LoopbackHu
 
 
 def test_checkpoints_go_into_folders_of_their_own_with_what_a_resume_needs(hub: LoopbackHub, tmp_path: Path) -> None:
-    out = write_run(tmp_path / "out", checkpoints=(2, 10))
-    quietly(out, checkpoints="last")
-    there = on_hub(hub, REPO)
-    last = {path.removeprefix("last-checkpoint/") for path in there if path.startswith("last-checkpoint/")}
-    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "integrity.json"} <= last
-    assert "training_args.bin" not in last
-    assert there["last-checkpoint/optimizer.pt"] == (out / "checkpoint-10" / "optimizer.pt").read_bytes(), (
-        "10 is after 2"
-    )
-    pulled = {path.removeprefix("last-checkpoint/"): content for path, content in there.items() if "/" in path}
-    assert manifest_on(pulled, tmp_path / "pulled").step == 10
-    quietly(out, repo=f"{USER}/all", checkpoints="all")
-    assert {path.split("/")[0] for path in on_hub(hub, f"{USER}/all") if "/" in path} == {
-        "checkpoint-2",
-        "checkpoint-10",
-    }
-
-
-def test_the_folder_of_the_last_checkpoint_holds_nothing_of_the_one_before(hub: LoopbackHub, tmp_path: Path) -> None:
     out = write_run(tmp_path / "out", checkpoints=(2,))
     (out / "checkpoint-2" / "scaler.pt").write_bytes(b"PK\0scaler")
     manifest.write(out / "checkpoint-2", run_id="run-1", step=2, status="checkpoint")
     quietly(out, checkpoints="last")
     assert "last-checkpoint/scaler.pt" in on_hub(hub, REPO)
-    quietly(write_run(out, checkpoints=(4,)), checkpoints="last")
-    assert "last-checkpoint/scaler.pt" not in on_hub(hub, REPO)
+    quietly(write_run(out, checkpoints=(10,)), checkpoints="last")
+    last = {path.partition("/")[2]: content for path, content in on_hub(hub, REPO).items() if "/" in path}
+    resumed = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    assert set(last) == TOP - {"transfer_report.json"} | resumed, "nothing of the one before, and no pickle"
+    assert last["optimizer.pt"] == (out / "checkpoint-10" / "optimizer.pt").read_bytes(), "10 is after 2"
+    assert manifest_on(last, tmp_path / "pulled").step == 10
+    quietly(out, repo=f"{USER}/all", checkpoints="all")
+    folders = {path.partition("/")[0] for path in on_hub(hub, f"{USER}/all") if "/" in path}
+    assert folders == {"checkpoint-2", "checkpoint-10"}
 
 
 def test_a_checkpoint_alone_is_pushed_as_a_model(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -188,7 +173,6 @@ def test_what_the_manifest_does_not_name_stays_and_what_goes_is_listed_before(hu
     assert set(on_hub(hub, REPO)) == TOP
     listed = next(line for line in said if line.startswith("to be uploaded"))
     assert set(listed.partition(": ")[2].split(", ")) == TOP and requests[said.index(listed)] == 0
-    assert any("not uploaded" in line and "my-notes.txt" in line for line in said)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
@@ -236,7 +220,7 @@ STOPPED = {"step": 3, "stage": "weights", "tensor": "lm_head", "kind": "zeros", 
     [
         (_damage, UsageError, "adapter_model.safetensors is changed"),
         (lambda out: (out / "adapter_model.safetensors").unlink(), UsageError, "adapter_model.safetensors is missing"),
-        (lambda out: (out / "integrity.json").unlink(), UsageError, "no run has finished there"),
+        (lambda out: (out / "integrity.json").unlink(), UsageError, "is missing"),
         (lambda out: (out / "integrity.json").write_text("{"), UsageError, "is damaged"),
         (lambda out: _report(out, incidents=[STOPPED]), CorruptionError, "weights lm_head at step 3"),
         (
@@ -339,54 +323,10 @@ def test_json_is_searched_to_its_last_leaf() -> None:
     assert scrub_json(before, PRIVATE) == {".../b": [{"x": "org/tiny/y"}, 1, None, True, 0.5]}
 
 
-def test_literal_secrets_and_paths_are_found_in_a_file_and_numbers_are_not_searched() -> None:
+def test_literal_secrets_and_paths_are_found_in_a_file() -> None:
     assert find_private(b"\0" * (1 << 20) + TOKEN.encode() + b"\0", PRIVATE) == "a secret"
-    assert find_private(b"{}" + TOKEN.encode(), PRIVATE, end=2) is None
     assert find_private(BASE.encode(), PRIVATE) == f"the path {BASE}"
     assert find_private(b"/root /home/x/y /tmp/a/b", PRIVATE) is None, "a vocabulary may hold anything"
-
-
-# ---- the card -------------------------------------------------------------------------------------------------
-
-
-def card(**metadata: object) -> str:
-    return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# Text\n"
-
-
-def data(text: str) -> dict[str, object]:
-    assert card_errors(text) == [], "the Hub would refuse it"
-    found: dict[str, object] = ModelCard(text).data.to_dict()
-    return found
-
-
-def test_a_card_without_anything_local_is_not_touched() -> None:
-    text = card(base_model="org/name", datasets=["org/data", "squad"], tags=["lora", "base_model:adapter:org/name"])
-    assert clean_card(text, PRIVATE) == text
-
-
-@pytest.mark.parametrize("base", [BASE, "~/models/x", "./x", "/nowhere/at/all", "file:///x/y"])
-def test_a_local_base_model_is_taken_out_or_named(base: str) -> None:
-    text = card(base_model=base, tags=[f"base_model:adapter:{base}", "lora"], library_name="peft")
-    assert card_errors(text)
-    without = clean_card(text, PRIVATE)
-    assert "base_model" not in data(without) and data(without)["tags"] == ["lora"]
-    assert data(without)["library_name"] == "peft"
-    named = clean_card(text, PRIVATE, base_model_id="org/tiny")
-    assert data(named)["base_model"] == "org/tiny"
-    assert data(named)["tags"] == ["lora"], "the Hub makes those of the base model itself"
-
-
-def test_the_id_that_the_user_gives_is_added_to_a_card_without_one() -> None:
-    assert data(clean_card(card(library_name="peft"), PRIVATE, base_model_id="org/tiny"))["base_model"] == "org/tiny"
-    other = card(base_model="org/other")
-    assert clean_card(other, PRIVATE, base_model_id="org/tiny") == other, "the card has the last word"
-
-
-@pytest.mark.parametrize("block", ["a: [", "- a\n- b", "just words", "model-index: 3"])
-def test_a_card_that_cannot_be_read_is_refused_in_one_line(block: str) -> None:
-    with pytest.raises(UsageError, match=r"README\.md") as caught:
-        clean_card(f"---\n{block}\n---\ntext", PRIVATE)
-    assert "\n" not in str(caught.value)
 
 
 # ---- a whole push ---------------------------------------------------------------------------------------------

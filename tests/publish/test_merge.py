@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,7 +19,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from hf_rocm_tune.publish.merge import merge, merged_card
+from hf_rocm_tune.publish.merge import merge, merged_readme
 from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.publish.merge_cases import (
@@ -43,17 +43,13 @@ HEAD = {"lm_head.weight"}
 
 SAME_FORM = {
     "DoRA": lora("llama3", use_dora=True),
-    "rsLoRA with patterns": lora("llama3", use_rslora=True, rank_pattern={"q_proj": 7}, alpha_pattern={"v_proj": 3}),
     "lora_bias": lora("gpt2", target_modules=["c_attn", "c_fc"], lora_bias=True, fan_in_fan_out=True),
     "trained biases": lora("gpt2", target_modules=["c_attn"], bias="all", fan_in_fan_out=True),
     "fused projections, three files": lora("phi3", target_modules=["qkv_proj", "gate_up_proj"], shards=3),
     "whole modules": lora("llama3", modules_to_save=["lm_head", "embed_tokens"]),
     "trained tokens": lora("llama3", trainable_token_indices=[5, 17]),
-    "tied trained tokens": lora("qwen3", trainable_token_indices=[5, 17]),
-    "tied whole modules": lora("qwen3", modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=True),
     "tied embeddings kept tied": lora("qwen3", target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
     "beside experts": lora("qwen3_moe", target_modules=["q_proj"]),
-    "router": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.gate.weight"]),
     "experts": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS),
     "whole experts": lora("qwen3_moe", target_modules=["q_proj"], modules_to_save=["experts"]),
     "IA3": Case(
@@ -64,10 +60,8 @@ SAME_FORM = {
 ALL_LINEAR = {f"all-linear {arch}": lora(arch, target_modules="all-linear") for arch in tiny.ARCHITECTURES}
 UNTIED = {
     "input embedding": lora("qwen3", target_modules=["embed_tokens", "q_proj"]),
-    "input embedding, DoRA": lora("qwen3", target_modules=["embed_tokens", "q_proj"], use_dora=True),
     "head": lora("qwen3", target_modules=["lm_head", "q_proj"]),
     "both, apart": lora("qwen3", target_modules=["lm_head", "embed_tokens"]),
-    "whole input embedding": lora("qwen3", modules_to_save=["embed_tokens"]),
     "both whole, apart": lora("qwen3", modules_to_save=["embed_tokens", "lm_head"]),
 }
 
@@ -104,16 +98,12 @@ def test_a_tie_that_the_adapter_breaks_is_undone(name: str, scratch: Path) -> No
     assert any("lm_head.weight is no longer tied" in line for line in lines)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_base_keeps_its_dtype_and_is_right_to_its_precision(dtype: torch.dtype, scratch: Path) -> None:
-    case = lora("llama3", base_dtype=dtype, shards=2)
-    base, adapter, out, _ = merged(case, scratch, str(dtype))
+def test_the_base_keeps_its_dtype_and_is_right_to_its_precision(scratch: Path) -> None:
+    case = lora("llama3", base_dtype=torch.bfloat16, shards=2)
+    base, adapter, out, _ = merged(case, scratch, "bfloat16")
     difference, moved = furthest(base, adapter, out)
-    assert difference < 8 * torch.finfo(dtype).eps < 0.5 < moved
-    with safe_open(next(out.glob("*.safetensors")), framework="pt") as opened:
-        assert {opened.get_slice(name).get_dtype() for name in opened.keys()} == {  # noqa: SIM118 - it is no mapping
-            "BF16" if dtype is torch.bfloat16 else "F16"
-        }
+    assert difference < 8 * torch.finfo(torch.bfloat16).eps < 0.5 < moved
+    assert {value.dtype for file in out.glob("*.safetensors") for value in load_file(file).values()} == {torch.bfloat16}
 
 
 def test_another_dtype_is_rounded_once_from_float32(scratch: Path) -> None:
@@ -158,12 +148,11 @@ def test_the_directory_is_complete_and_sealed(scratch: Path) -> None:
 def test_the_card_is_valid_on_the_hub() -> None:
     from huggingface_hub import ModelCard
 
-    data = ModelCard(merged_card("Qwen/Qwen3-0.6B", "LoRA, r=16")).data
+    data = ModelCard(merged_readme("Qwen/Qwen3-0.6B", "LoRA, r=16")).data
     assert (data.base_model, data.library_name) == ("Qwen/Qwen3-0.6B", "transformers")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("brought", [["embed_tokens", "lm_head"], None])
+@pytest.mark.parametrize(("tied", "brought"), [(False, ["embed_tokens", "lm_head"]), (True, None)])
 def test_a_vocabulary_that_training_resized_is_merged(tied: bool, brought: list[str] | None, scratch: Path) -> None:
     """As TRL does it for a chat template that brings tokens of its own."""
     base = tiny.build("qwen3" if tied else "llama3", scratch / "models")

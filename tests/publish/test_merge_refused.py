@@ -7,7 +7,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from peft import LNTuningConfig, get_peft_model
@@ -113,9 +112,6 @@ def base_without(name: str) -> Callable[[Path], None]:
 
 HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     "a flipped bit in the adapter": (flip, [], [WEIGHTS, "changed", "differs from what its run wrote"]),
-    "a manifest that was edited": (
-        lambda here: edit(here / "adapter" / "integrity.json", step=9), [], ["integrity.json", "damaged"]
-    ),
     "a configuration that was edited": (
         lambda here: edit(here / "adapter" / "adapter_config.json", lora_alpha=99),
         [],
@@ -130,11 +126,6 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     ),
     "a truncated file": (
         lambda here: (unseal(here), (here / "adapter" / WEIGHTS).write_bytes(b"x" * 99)), [], ["damaged or truncated"]
-    ),
-    "an unknown method": (
-        lambda here: (unseal(here), edit(here / "adapter" / "adapter_config.json", peft_type="MAGIC")),
-        [],
-        ["adapter_config.json", "MAGIC"],
     ),
     "half of an adapter": (without("layers.1.self_attn.q_proj.lora_B"), [], ["lacks", "layers.1.self_attn.q_proj"]),
     "values that are not finite": (not_finite, [], ["not finite", "layers.0"]),
@@ -174,17 +165,13 @@ def test_harmed_input_is_refused_by_name(
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["nowhere/at/all", "out"], ["nowhere/at/all", "on the Hub"]),
+        (["nowhere/at/all", "out"], ["nowhere/at/all", "not found on the Hub"]),
         (["~nobody-of-this-name/x", "out"], ["~nobody-of-this-name/x is not a directory"]),
         (["base", "out"], ["base is a whole model"]),
         (["adapter", "out", "--base", "other"], ["does not fit Phi3ForCausalLM", "--base"]),
         (["adapter", "out", "--base", "./gone"], ["./gone does not exist", "--base"]),
         (["adapter", "out", "--base", "owner/model"], ["owner/model cannot be downloaded", "--base"]),
         (["adapter", "base"], ["base exists and is not empty"]),
-        (["adapter", "adapter/adapter_config.json"], ["exists and is not empty"]),
-        (["adapter", "adapter/adapter_config.json/x"], ["adapter/adapter_config.json is no directory", "another"]),
-        (["adapter", "dangling"], ["dangling is no directory", "another"]),
-        (["adapter", "x" * 300], ["File name too long"]),
         (["adapter", "x" * 240, "--base", "base"], ["File name too long"]),
         (["adapter", "out", "--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
         (["adapter", "out", "--max_shard_size", "5 elephants"], ["--max_shard_size", "5GB"]),
@@ -198,12 +185,12 @@ def test_wrong_arguments_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(here)
-    Path("dangling").symlink_to("nothing")
     line = refusal(capsys, here, *argv)
     assert all(part in line for part in named), line
 
 
 def test_a_link_to_an_empty_directory_is_followed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "adapter" / "README.md").write_text("mine")  # no damage
     (here / "link").symlink_to("out")
     (here / "out").mkdir()
     before = sorted(here.iterdir())
@@ -212,25 +199,12 @@ def test_a_link_to_an_empty_directory_is_followed(here: Path, capsys: pytest.Cap
     assert sorted(here.iterdir()) == before and (here / "link").is_symlink()
 
 
-def test_a_card_that_was_edited_is_no_damage(here: Path) -> None:
-    (here / "adapter" / "README.md").write_text("mine")
-    assert cli.main(["merge", str(here / "adapter"), str(here / "out"), "--base", str(here / "base")]) == 0
-
-
 def test_an_unfinished_run_names_its_newest_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "run").mkdir()
     for step in (9, 10):
         shutil.copytree(here / "adapter", here / "run" / f"checkpoint-{step}")
     line = refusal(capsys, here, str(here / "run"), str(here / "out"))
     assert str(here / "run" / "checkpoint-10") in line
-
-
-def test_a_lack_of_room_is_seen_before_anything_is_written(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    line = refusal(capsys, here, str(here / "adapter"), str(here / "out"), "--base", str(here / "base"))
-    assert "GB free" in line
 
 
 def test_a_lora_bias_without_a_bias_to_add_to_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

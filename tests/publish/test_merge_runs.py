@@ -25,7 +25,7 @@ from tests.e2e import probe
 from tests.e2e.command import CommandServer, Result
 from tests.publish.merge_cases import load_base, logits, lora, merged, reference
 
-KILLS = 8
+KILLS = 6
 Merge = Callable[..., Result]
 
 
@@ -113,7 +113,7 @@ def test_a_base_that_does_not_fit_into_memory_is_merged_from_disk(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
     said: list[str] = []
     merge(str(case["adapter"]), tmp_path / "out", base_name=str(case["base"]), say=said.append)
-    assert any(f"it stands in {tmp_path} meanwhile" in line for line in said)
+    assert any("it stands on disk meanwhile" in line for line in said)
     assert_finished(tmp_path / "out", case["out"])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

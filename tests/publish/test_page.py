@@ -22,10 +22,9 @@ from hf_rocm_tune import cli
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.publish import page
-from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, RunFiles, collect, last, series, training_seconds
+from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Run, collect, last, series
 from hf_rocm_tune.publish.page import loss_panel, panels, write_png
-from hf_rocm_tune.survive import manifest
-from tests.publish.card_runs import RUN_ID, incident, report, rows, spoiled, stage, write_run
+from tests.publish.run_files import RUN_ID, incident, report, rows, spoiled, stage, write_run
 
 DATA = {"split": "train", "rows": 300, "tokens": 41230, "median": 132, "p95": 201, "longest": 412, "cut": 12}
 DATA |= {"lost": 903, "dropped": 2, "trained": 20100, "kept": 40327}
@@ -61,6 +60,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         telemetry=[telemetry],
         fault_injection={"kind": "zero", "injected": 1},
         data=[DATA],
+        events={"restarts by the supervisor": "2"},
     )
     code, out, err = run(capsys, "report", directory)
     assert code == 0
@@ -70,6 +70,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert drawn == [
         "Loss (loss) from step 1 to 6; newest: training 0.5, evaluation 0.75",
         "Learning rate (learning rate) from step 1 to 6; newest: learning rate 0.0001",
+        "Time of a step (seconds) from step 1 to 6; newest: seconds a step 15",
     ]
     for words in (
         "base on rows",
@@ -86,10 +87,11 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "use the other slot",
         "current_link_width 4",
         "AMD Radeon RX 7900 XT",
-        "19.98 GiB",
+        "21.5 GB",
         "hotspot c 90.5, at most 97",
         "LoRA, r=16, alpha=32",
         "effective_batch_size 16",
+        "restarts by the supervisor 2",
         "torch 2.13.0",
     ):
         assert words in seen.words, words
@@ -103,22 +105,18 @@ def test_runs_side_by_side_show_what_differs(tmp_path: Path, capsys: pytest.Capt
     record = json.loads((runs[1] / "run.json").read_text())
     record["settings"]["learning_rate"] = 1e-4
     (runs[1] / "run.json").write_text(json.dumps(record))
+    before = {path: path.read_bytes() for each in runs for path in each.iterdir()}
     code, out, err = run(capsys, "report", *runs, "--out", tmp_path / "both.html")
+    assert {path: path.read_bytes() for each in runs for path in each.iterdir()} == before
     assert (code, out) == (0, f"{tmp_path / 'both.html'}\n") and "two: good: 100 %" in err
     seen = check_harmless((tmp_path / "both.html").read_text())
-    for words in ("one and two", "Settings that differ one two learning_rate 0.0002 0.0001", "one, evaluation 0.75"):
+    for words in (
+        "one and two",
+        "Settings that differ one two learning_rate 0.0002 0.0001",
+        "Loss, evaluation one 0.75 two 0.75",
+    ):
         assert words in seen.words, words
     assert "lora_r" not in seen.words
-
-
-def test_the_page_goes_where_it_is_told_and_the_run_stays_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = write_run(tmp_path / "run")
-    before = {path: path.read_bytes() for path in directory.iterdir()}
-    assert run(capsys, "report", directory, "--out", tmp_path / "a page.htm")[0] == 0
-    assert {path: path.read_bytes() for path in directory.iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a page.htm", "run"]
 
 
 def test_no_path_user_or_secret_gets_onto_the_page(
@@ -165,17 +163,13 @@ def test_a_secret_in_the_words_of_a_finding_is_hidden_whole_and_fast(
 def test_hostile_strings_everywhere_stay_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_run(tmp_path / "run", incidents=[incident()], findings=[{"title": "x", "read": ["x"]}])
     files = collect(directory)
-    worst = RunFiles(
-        directory=directory,
+    worst = replace(
+        files,
         run_id=HOSTILE,
-        rows=[*rows(), {HOSTILE: 1.0, "step": 1, f"eval_{HOSTILE}_loss": 2.0}],
-        step=1,
+        rows=[*rows(), {HOSTILE: 1.0, "step": 1, "loss": HOSTILE}],
         trained=spoiled(files.trained, HOSTILE),
-        report=spoiled(
-            report(incidents=[incident(), "x"], findings=[{"source": "x", "fix": "x", "status": "fail"}]), HOSTILE
-        ),
+        report=spoiled(report(incidents=[incident(), "x"], findings=[FINDING], events={"x": "x"}), HOSTILE),
         settings=spoiled(files.settings, HOSTILE),
-        inspection=files.inspection,
         missing=[HOSTILE],
     )
     for link in (link_of, lambda _: "javascript:alert(1)", lambda _: 'https://x.example/"><script>'):
@@ -201,13 +195,12 @@ def test_a_report_of_any_form_gives_a_page(data: st.DataObject) -> None:
             whole[key] = {**whole[key], data.draw(st.sampled_from(sorted(whole[key]))): data.draw(JSON)}
         else:
             whole[key] = data.draw(JSON)
-    files = RunFiles(
+    files = Run(
         directory=Path("run"),
         rows=[{"step": 1, "loss": 1.0}, data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3))],
         report=whole,
         settings=data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
         trained=data.draw(st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
-        inspection=manifest.Inspection(problems=[], manifest=None),
     )
     check_harmless(page_of(files))
 
@@ -219,22 +212,17 @@ def nonsense(tmp_path: Path) -> dict[str, list[object]]:
     """Command lines by what is wrong with them."""
     whole = write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.jpg").touch()
+    (tmp_path / "empty" / "a.jpg").touch()
     (tmp_path / "file").touch()
     return {
         "the following arguments are required: DIR": [],
-        "does not exist": [tmp_path / "nowhere"],
-        "is a file": [tmp_path / "file"],
+        "nowhere is not a directory": [tmp_path / "nowhere"],
+        "file is not a directory": [tmp_path / "file"],
         "empty has no file of a training run": [tmp_path / "empty"],
-        "photos has no file of a training run": [tmp_path / "photos"],
-        "does not exist: ": ["nul\0byte"],
-        "xxx does not exist": ["x" * 5000],
-        "is a directory; name the file": [whole, "--out", tmp_path],
-        "there is no directory": [whole, "--out", tmp_path / "no" / "page.html"],
-        "unrecognized arguments: --nonsense": [whole, "--nonsense"],
+        "nul byte is not a directory": ["nul\0byte"],
+        "cannot be written: Is a directory": [whole, "--out", tmp_path],
+        "cannot be written: No such file": [whole, "--out", tmp_path / "no" / "page.html"],
         "cannot be written: File name too long": [whole, "--out", tmp_path / f"{'x' * 252}.htm"],
-        "there is no directory ": [whole, "--out", tmp_path / "file" / "page.html"],
     }
 
 
@@ -371,7 +359,7 @@ def check_harmless(content: str) -> Seen:
     return seen
 
 
-def page_of(files: RunFiles) -> str:
+def page_of(files: Run) -> str:
     """The page without the command around it."""
     return page.build({"a run": files})
 
@@ -414,17 +402,13 @@ def test_every_metric_has_its_panel_and_what_was_not_logged_has_none(tmp_path: P
     everything += ["Memory of the card", "Temperature", "Power of the card"]
 
     def titles(rows: list[dict[str, Any]]) -> list[str]:
-        run = RunFiles(directory=Path("run"), rows=rows, inspection=manifest.Inspection(problems=[], manifest=None))
-        return [panel.title for panel in panels({"run": run})]
+        return [panel.title for panel in panels({"run": Run(directory=Path("run"), rows=rows)})]
 
     assert titles(training()) == everything
     run = collect(write_run(tmp_path / "run"))
-    two = [panel.title for panel in panels({"run": run, "other": replace(run, rows=training())})]
-    assert two[:2] == ["Loss", "Token accuracy, training"] and two[-3:] == [
-        "Memory of the card, used on the card",
-        "Temperature, hotspot",
-        "Power of the card",
-    ]
+    two = panels({"run": run, "other": replace(run, rows=training())})
+    assert [panel.title for panel in two][:3] == ["Loss, training", "Loss, evaluation", "Token accuracy, training"]
+    assert list(two[1].curves) == ["run", "other"], "each run has its colour"
     assert titles([{"step": 1, "loss": 1.0}]) == ["Loss"]
     assert titles([]) == []
     assert titles([{"step": 1, "loss": NAN, "grad_norm": "high", "learning_rate": None}]) == []
@@ -450,18 +434,8 @@ def test_series_keeps_steps_in_order_the_newest_value_and_gaps() -> None:
     assert last(rows, "nothing") is None
 
 
-def test_training_time_counts_every_start_of_a_run() -> None:
-    paced = [
-        {"step": step, "speed/seconds_per_step": pace} for step, pace in ((10, 2.0), (20, 3.0), (30, NAN), (40, 1))
-    ]
-    ended = [{"step": 40, "train_runtime": 7.0}, {"step": 40, "train_runtime": 5.0}]
-    assert training_seconds([*paced, *ended]) == 20.0 + 30.0 + 10.0
-    assert training_seconds(ended) == 5.0 + 7.0
-    assert training_seconds([]) == 0
-
-
 def test_png_is_whole_the_same_each_time_and_leaves_nothing_beside(tmp_path: Path) -> None:
-    panel = loss_panel(training())
+    panel = loss_panel(Run(directory=Path("run"), rows=training()))
     assert panel is not None
     files = [tmp_path / "a.png", tmp_path / "b.png"]
     for file in files:
@@ -475,7 +449,7 @@ def test_png_is_whole_the_same_each_time_and_leaves_nothing_beside(tmp_path: Pat
 
 def test_without_matplotlib_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
-    panel = loss_panel(training())
+    panel = loss_panel(Run(directory=Path("run"), rows=training()))
     assert panel is not None
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match="pip install matplotlib"):

@@ -6,19 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Trained, write_log
+from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Run, write_log
 from hf_rocm_tune.survive import manifest
 
 RUN_ID = "20260101-000000-0badcafe"
-TRAINED = Trained(
-    method="LoRA, r=16, alpha=32",
-    model_class="LlamaForCausalLM",
-    trainable=100,
-    parameters=1000,
-    dtype="bfloat16",
-    adapter_dtype="float32",
-    chat_template=True,
-)
+TRAINED: dict[str, Any] = {
+    "method": "LoRA, r=16, alpha=32",
+    "model_class": "LlamaForCausalLM",
+    "trainable": 100,
+    "parameters": 1000,
+    "dtype": "bfloat16",
+    "adapter_dtype": "float32",
+    "quantization": None,
+    "chat_template": True,
+    "packed_experts": False,
+}
 SETTINGS: dict[str, Any] = {
     "model_name_or_path": "org/base",
     "dataset_name": "org/rows",
@@ -67,6 +69,7 @@ def report(**changed: Any) -> dict[str, Any]:
         "memory": {"shortages": 0, "recovered": 0, "steps_down": True, "micro_batch_divisor": 1},
         "guard": {"skipped_steps": 0, "warnings": 0},
         "incidents": [],
+        "events": {},
         "survival": {"supervised": False, "starts": 1, "ends": [], "skipped_steps": [], "crash_injection": None},
         "findings": [],
         "telemetry": [],
@@ -103,10 +106,17 @@ def rows(count: int = 6) -> list[dict[str, Any]]:
     """A log with evaluations."""
     logged: list[dict[str, Any]] = [
         {"step": step, "epoch": step / count, "loss": 3.0 / step, "learning_rate": 1e-4, "num_tokens": 100.0 * step}
+        | {"speed/seconds_per_step": 15.0}
         for step in range(1, count + 1)
     ]
     logged += [{"step": count, "samples": [{"prompt": "What is a sum?", "text": "A number."}]}]
-    return [*logged, {"step": count, "eval_loss": 0.75}, {"step": count, "train_runtime": 90.0, "train_loss": 1.0}]
+    return [*logged, {"step": count, "eval_loss": 0.75}, {"step": count, "train_loss": 1.0}]
+
+
+def run(**changed: Any) -> Run:
+    """A finished run."""
+    usual = {"rows": rows(), "step": 6, "max_steps": 6, "trained": TRAINED, "settings": SETTINGS, "report": report()}
+    return Run(**{"directory": Path("my-adapter"), "run_id": RUN_ID, "finished": True, **usual, **changed})
 
 
 def write_run(directory: Path, *, finished: bool = True, **changed: Any) -> Path:
@@ -115,7 +125,7 @@ def write_run(directory: Path, *, finished: bool = True, **changed: Any) -> Path
     record = {"schema": 1, "run_id": RUN_ID, "settings": SETTINGS, "status": "finished" if finished else "running"}
     (directory / "run.json").write_text(json.dumps(record))
     (directory / REPORT_NAME).write_text(json.dumps(report(**changed)))
-    write_log(directory, run_id=RUN_ID, step=6, max_steps=6, trained=TRAINED, rows=rows())
+    write_log(run(directory=directory))
     (directory / "adapter_config.json").write_text("{}")
     (directory / "README.md").write_text("# a card\n")
     if finished:

@@ -16,27 +16,31 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
-from hf_rocm_tune.publish import card
-from hf_rocm_tune.publish.card import CardFacts, build, clean_card, is_ours, kept
-from hf_rocm_tune.publish.history import Trained, coverage, judge, shown_settings
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.publish.history import coverage, judge, shown_settings
+from hf_rocm_tune.publish.readme import build, clean_readme, is_ours, kept
 from hf_rocm_tune.redaction import Private
-from tests.publish.card_runs import SETTINGS, TRAINED, incident, report, rows, spoiled, stage
+from tests.publish.hub_server import card_errors
+from tests.publish.run_files import SETTINGS, TRAINED, incident, report, run, spoiled, stage
 
 NOBODY = Private()
-FACTS = CardFacts(
-    name="my-adapter",
-    base_model="org/base",
-    datasets=("org/rows",),
-    data="org/rows: training on 64 rows",
-    trained=TRAINED,
-    settings=SETTINGS,
-    rows=rows(),
-    step=6,
-    report=report(),
-    picture="loss.png",
-)
 # Whatever a file name, a setting or an incident may bring along.
 HOSTILE = "x\n---\nlicense: mit\n```\n# Heading | <script>alert(1)</script> [a](http://evil.example) `*_~$ <!-- \udcff"
+
+
+def readme(
+    private: Private = NOBODY,
+    *,
+    trained: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    datasets: tuple[str, ...] = ("org/rows",),
+    columns: tuple[str, ...] = (),
+    picture: str | None = "loss.png",
+    **changed: Any,
+) -> str:
+    """The card of a run, changed."""
+    made = run(trained=TRAINED | (trained or {}), settings=SETTINGS | (settings or {}))
+    return build(replace(made, **changed), private, datasets=datasets, columns=columns, picture=picture)
 
 
 def metadata_of(text: str) -> dict[str, Any]:
@@ -56,11 +60,11 @@ def code_of(text: str) -> list[str]:
 
 
 def test_metadata_is_what_the_hub_asks_for() -> None:
-    found = metadata_of(build(FACTS, NOBODY))
+    found = metadata_of(readme())
     assert found["base_model"] == "org/base" and found["base_model_relation"] == "adapter"
     assert found["datasets"] == ["org/rows"]
     assert (found["library_name"], found["pipeline_tag"]) == ("peft", "text-generation")
-    assert {"lora", "sft", "trl", "hf-rocm-tune", "base_model:adapter:org/base"} <= set(found["tags"])
+    assert {"lora", "sft", "trl", "hf-rocm-tune"} <= set(found["tags"])
     for name in (found["base_model"], *found["datasets"]):
         validate_repo_id(name)
 
@@ -69,15 +73,13 @@ def test_what_the_hub_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "rows").mkdir(parents=True)
     for name in (str(tmp_path / "model"), "./model", "~/model", "org/rows", "a/b/c", "-bad-", "with space"):
-        found = metadata_of(build(replace(FACTS, base_model=name, datasets=(name,)), NOBODY))
+        found = metadata_of(readme(settings={"model_name_or_path": name}, datasets=(name,)))
         assert not {"base_model", "base_model_relation", "datasets", "model-index"} & found.keys(), name
-        assert not [tag for tag in found["tags"] if tag.startswith("base_model:")]
 
 
 def test_uploading_it_changes_nothing() -> None:
-    for facts in (FACTS, replace(FACTS, final=False, picture=None, trained=replace(TRAINED, adapter_dtype=None))):
-        text = build(facts, NOBODY)
-        assert clean_card(text, NOBODY) == text
+    for text in (readme(), readme(finished=False, picture=None, trained={"adapter_dtype": None})):
+        assert clean_readme(text, NOBODY) == text
     assert "6 steps so far (a checkpoint, not the result)" in text and "loss.png" not in text
     assert metadata_of(text)["library_name"] == "transformers" and "lora" not in metadata_of(text)["tags"]
 
@@ -85,8 +87,19 @@ def test_uploading_it_changes_nothing() -> None:
 # ---- the text -----------------------------------------------------------------------------------------------
 
 
-def test_it_says_how_the_model_was_made() -> None:
-    text = build(FACTS, NOBODY)
+def test_it_says_how_the_model_was_made_on_which_data_and_what_went_wrong() -> None:
+    data = {"split": "train", "rows": 300, "tokens": 39_600, "cut": 300, "lost": 34_800, "dropped": 2, "kept": 4_800}
+    found = report(
+        data=[data],
+        batches=stage(mismatches=12, recovered=12),
+        incidents=[incident(step=step) for step in range(12)],
+        fault_injection={"kind": "zero", "rate": 0.1, "injected": 12},
+        step_fault_injection={"kind": "nan"},
+        survival={"crash_injection": "step=4,kind=kill"},
+        events={"restarts by the supervisor": "2"},
+        coverage={"verified_bytes": 7999, "device_bytes": 8000, "unverified": [{"tensor": "a.b", "reason": "why"}]},
+    )
+    text = readme(report=found, columns=("prompt", "chosen", "rejected"))
     for words in (
         "# my-adapter\n",
         "[org/base](https://huggingface.co/org/base)",
@@ -94,56 +107,25 @@ def test_it_says_how_the_model_was_made() -> None:
         "100 of 1,000 parameters",
         "![Loss over optimizer steps](loss.png)",
         "| evaluation loss, last | 0.75 |",
-        "| time of all steps | 1.5 min |",
+        "| epochs | 1 |",
         "| learning_rate | `0.0002` |",
         "| effective_batch_size | `16` |",
         "https://huggingface.co/datasets/org/rows",
         "| name | `AMD Radeon RX 7900 XT` |",
         "| torch | `2.13.0` |",
-        "**Integrity:** 100 % of the bytes on the device were verified, and none of them was wrong.",
-        "| frozen weights in memory | 3 passes over 20 tensors | 0 |  |",
+        "| frozen weights in memory | 3 passes | 0 |  |",
+        "columns `prompt`, `chosen`, `rejected`.",
+        "- train: 300 rows, 39,600 tokens; 300 rows cut (34,800 tokens lost), 2 rows dropped; 0 % of the tokens count",
+        "**Integrity:** 99.9875 % of the bytes on the device were verified. Corruption was found 12 times",
+        "Faults were injected on request: kind=zero, rate=0.1, injected=12.",
+        "Faults of steps were injected on request: kind=nan.",
+        "Crashes were injected on request: step=4,kind=kill.",
+        "Not every byte was verified",
+        "restarts by the supervisor: 2",
     ):
         assert words in text, words
     assert "max_steps" not in text and "packing" not in text and "| hip " not in text
     assert "[More Information Needed]" not in text
-
-
-def test_data_and_what_was_cut_are_named() -> None:
-    seen = {"split": "train", "rows": 300, "tokens": 39_600, "cut": 300, "lost": 34_800, "dropped": 2, "kept": 4_800}
-    text = build(replace(FACTS, columns=("prompt", "chosen", "rejected"), report=report(data=[seen])), NOBODY)
-    for words in (
-        "columns `prompt`, `chosen`, `rejected`.",
-        "- train: 300 rows, 39,600 tokens; 300 rows cut (34,800 tokens lost), 2 rows dropped; 0 % of the tokens count",
-    ):
-        assert words in text, words
-
-
-def test_faults_and_incidents_are_said_plainly() -> None:
-    found = report(
-        batches=stage(mismatches=12, recovered=12),
-        incidents=[incident(step=step) for step in range(12)],
-        fault_injection={"kind": "zero", "rate": 0.1, "injected": 12},
-        step_fault_injection={"kind": "nan"},
-        survival={"starts": 3, "skipped_steps": [7], "crash_injection": "step=4,kind=kill"},
-        memory={"micro_batch_divisor": 4},
-        guard={"skipped_steps": 2},
-        coverage={"verified_bytes": 7999, "device_bytes": 8000, "unverified": [{"tensor": "a.b", "reason": "why"}]},
-    )
-    text = build(replace(FACTS, report=found), NOBODY)
-    for words in (
-        "Corruption was found 12 times and recovered before it was used.",
-        "Faults were injected on request: kind=zero, rate=0.1, injected=12.",
-        "Faults of steps were injected on request: kind=nan.",
-        "Crashes were injected on request: step=4,kind=kill.",
-        "99.9875 %",
-        "Not every byte was verified",
-        "restarts by the supervisor: 2",
-        "crashed in them: 7",
-        "up to 4 parts",
-        "not finite: 2",
-    ):
-        assert words in text, words
-    assert "Fine" not in text
 
 
 # ---- the code -----------------------------------------------------------------------------------------------
@@ -151,7 +133,7 @@ def test_faults_and_incidents_are_said_plainly() -> None:
 # What was trained, what must be in the code and what must not: kinds that no real run of `tests/e2e/test_card.py` has.
 KINDS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "8 bit": (
-        {"adapter_dtype": "bfloat16", "quantization": {"load_in_8bit": True, "bnb_4bit_compute_dtype": "float32"}},
+        {"adapter_dtype": "bfloat16", "quantization": {"load_in_8bit": True}},
         ["BitsAndBytesConfig(\n        load_in_8bit=True,\n    ),\n", "autocast_adapter_dtype=False"],
         [],
     ),
@@ -160,7 +142,6 @@ KINDS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["SmolVLMForConditionalGeneration.from_pretrained("],
         ["AutoModel", "autocast_adapter_dtype"],
     ),
-    "a dtype that is none": ({"dtype": "uint8"}, ['dtype="auto"'], ["uint8"]),
     "no chat template": ({"chat_template": False}, ['tokenizer("A checksum is"'], ["apply_chat_template"]),
 }
 
@@ -168,32 +149,29 @@ KINDS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_code_suits_what_was_trained(kind: str) -> None:
     changed, there, absent = KINDS[kind]
-    trained = Trained(**{**TRAINED.__dict__, **changed})
-    blocks = code_of(build(replace(FACTS, trained=trained), NOBODY))
+    blocks = code_of(readme(trained=changed))
     assert len(blocks) == 2
     code = "\n".join(blocks)
     names = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     assert {"model", "tokenizer", "device"} <= names
     assert all(word in code for word in there), code
     assert not [word for word in absent if word in code], code
-    assert "device_map=device" in code and '"auto"' not in code.replace('dtype="auto"', "")
+    assert "device_map=device" in code
 
 
 def test_experts_in_4_bit_are_said() -> None:
     for config, command in (({"load_in_4bit": True}, "generate --load_in_4bit`"), (None, "generate`")):
-        trained = replace(TRAINED, packed_experts=True, quantization=config)
-        text = build(replace(FACTS, trained=trained), NOBODY)
+        text = readme(trained={"packed_experts": True, "quantization": config})
         assert "The experts were in 4 bit" in text and f"`hf-rocm-tune {command} loads them" in text
         assert "give the outputs of the training" not in text
 
 
 def test_the_code_names_what_else_was_asked_for() -> None:
-    more = {"attn_implementation": "sdpa", "trust_remote_code": True}
-    facts = replace(FACTS, settings={**SETTINGS, **more}, revision="v2", repo_id="me/mine")
-    code = code_of(build(facts, NOBODY))[0]
+    more = {"attn_implementation": "sdpa", "trust_remote_code": True, "push_to_hub": True, "hub_model_id": "me/mine"}
+    code = code_of(readme(settings={**more, "model_revision": "v2"}))[0]
     for words in ('revision="v2"', 'attn_implementation="sdpa"', "trust_remote_code=True", 'adapter = "me/mine"\n'):
         assert words in code
-    assert "revision" not in code_of(build(replace(FACTS, revision="main"), NOBODY))[0]
+    assert "revision" not in code_of(readme(settings={"model_revision": "main"}))[0]
 
 
 # ---- hostile and private content ----------------------------------------------------------------------------
@@ -205,23 +183,24 @@ def test_hostile_strings_stay_text() -> None:
         findings=[{"status": "x"}],
         telemetry=[{"rank": "x", "hotspot_c": "x"}],
         batches=stage(mismatches=1, recovered=1),
+        events={"x": "x"},
     )
-    facts = replace(
-        FACTS,
-        name=HOSTILE,
-        base_model=HOSTILE,
-        revision=HOSTILE,
+    text = readme(
+        directory=Path(HOSTILE.replace("/", "")),
         datasets=(HOSTILE,),
-        data=HOSTILE,
-        trained=replace(TRAINED, method=HOSTILE, dtype=HOSTILE, adapter_dtype=HOSTILE),
-        settings=spoiled({**SETTINGS, "attn_implementation": "x"}, HOSTILE),
+        trained={
+            "method": HOSTILE,
+            "dtype": HOSTILE,
+            "adapter_dtype": HOSTILE,
+            "quantization": {"load_in_4bit": HOSTILE},
+        },
+        settings=spoiled({**SETTINGS, "attn_implementation": "x", "model_revision": "x"}, HOSTILE),
         report={
             **spoiled(worst, HOSTILE),
             "verify": "full",
             "findings": [{"status": "warn", "title": HOSTILE, "text": HOSTILE}],
         },
     )
-    text = build(facts, NOBODY)
     assert "license" not in metadata_of(text)
     blocks = code_of(text)
     assert len(blocks) == 2 and all(ast.parse(block) for block in blocks)
@@ -242,13 +221,12 @@ def test_nothing_private_is_in_it(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path / "gudrun"), "USER": "gudrun", "HOSTNAME": "mycastle", "HF_TOKEN": secret}
     private = Private.of_this_machine(environ, paths={str(tmp_path / "work"): ""})
     words = f"{tmp_path}/work/x of gudrun on mycastle with {secret}, /mnt/disk/gudrun/y"
-    facts = replace(
-        FACTS,
-        name=f"out of gudrun {tmp_path}/work",
-        base_model=f"{tmp_path}/work/base",
+    settings = {"lr_scheduler_type": words, "attn_implementation": words}
+    text = readme(
+        private,
+        directory=tmp_path / "work" / "out of gudrun",
         datasets=(f"{tmp_path}/work/rows",),
-        data=words,
-        settings={**SETTINGS, "lr_scheduler_type": words, "attn_implementation": words},
+        settings={**settings, "model_name_or_path": f"{tmp_path}/work/base"},
         report=report(
             incidents=[incident(tensor=words, kind=words)],
             findings=[{"status": "fail", "title": words, "text": words}],
@@ -256,7 +234,6 @@ def test_nothing_private_is_in_it(tmp_path: Path) -> None:
             fault_injection=words,
         ),
     )
-    text = build(facts, private)
     for word in (str(tmp_path), "gudrun", "mycastle", secret, "/mnt/disk"):
         assert word not in text
     assert 'base_model = "base"' in text
@@ -266,7 +243,7 @@ def test_nothing_private_is_in_it(tmp_path: Path) -> None:
 
 
 def test_only_an_untouched_card_is_ours(tmp_path: Path) -> None:
-    text = build(FACTS, NOBODY)
+    text = readme()
     assert is_ours(text) and is_ours(text + "\n\n")
     edits = [
         text.replace("my-adapter", "my adapter", 1),
@@ -279,7 +256,7 @@ def test_only_an_untouched_card_is_ours(tmp_path: Path) -> None:
         "# A card of TRL\n",
         text + text,
     ]
-    file = tmp_path / card.CARD_NAME
+    file = tmp_path / "README.md"
     assert kept(file) is None
     file.write_text(text)
     assert kept(file) is None
@@ -289,6 +266,48 @@ def test_only_an_untouched_card_is_ours(tmp_path: Path) -> None:
         assert kept(file) == edit.encode()
     file.write_bytes(b"\xff\xfe no text")
     assert kept(file) == b"\xff\xfe no text"
+
+
+# ---- one that a person may have edited, before it is published ----------------------------------------------
+
+
+PRIVATE = Private.of_this_machine({}, paths={"/home/planted-user/models/Tiny Llama": ""})
+
+
+def card(**metadata: object) -> str:
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# Text\n"
+
+
+def data_of(text: str) -> dict[str, object]:
+    assert card_errors(text) == [], "the Hub would refuse it"
+    return metadata_of(text)
+
+
+@pytest.mark.parametrize(
+    "base", ["/home/planted-user/models/Tiny Llama", "~/models/x", "./x", "/nowhere/at/all", "file:///x/y"]
+)
+def test_a_local_base_model_is_taken_out_or_named(base: str) -> None:
+    text = card(base_model=base, tags=[f"base_model:adapter:{base}", "lora"], library_name="peft")
+    assert card_errors(text)
+    without = clean_readme(text, PRIVATE)
+    assert "base_model" not in data_of(without) and data_of(without)["tags"] == ["lora"]
+    assert data_of(without)["library_name"] == "peft"
+    named = clean_readme(text, PRIVATE, base_model_id="org/tiny")
+    assert data_of(named)["base_model"] == "org/tiny"
+    assert data_of(named)["tags"] == ["lora"], "the Hub makes those of the base model itself"
+
+
+def test_the_id_that_the_user_gives_is_added_to_a_card_without_one() -> None:
+    assert data_of(clean_readme(card(tags=["x"]), PRIVATE, base_model_id="org/tiny"))["base_model"] == "org/tiny"
+    other = card(base_model="org/other", datasets=["org/data", "squad"], tags=["lora"])
+    assert clean_readme(other, PRIVATE, base_model_id="org/tiny") == other, "the card has the last word"
+
+
+@pytest.mark.parametrize("block", ["a: [", "- a\n- b", "just words", "model-index: 3"])
+def test_a_card_that_cannot_be_read_is_refused_in_one_line(block: str) -> None:
+    with pytest.raises(UsageError, match=r"README\.md") as caught:
+        clean_readme(f"---\n{block}\n---\ntext", PRIVATE)
+    assert "\n" not in str(caught.value)
 
 
 def test_settings_without_effect_are_left_out() -> None:
