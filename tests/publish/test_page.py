@@ -6,7 +6,6 @@ import json
 import math
 import re
 import struct
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.publish import page
 from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Run, collect, last, series
@@ -208,13 +206,12 @@ def test_a_report_of_any_form_gives_a_page(data: st.DataObject) -> None:
 # ---- nonsense -----------------------------------------------------------------------------------------------
 
 
-def nonsense(tmp_path: Path) -> dict[str, list[object]]:
-    """Command lines by what is wrong with them."""
+def test_nonsense_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.jpg").touch()
     (tmp_path / "file").touch()
-    return {
+    wrong: dict[str, list[object]] = {
         "the following arguments are required: DIR": [],
         "nowhere is not a directory": [tmp_path / "nowhere"],
         "file is not a directory": [tmp_path / "file"],
@@ -224,14 +221,11 @@ def nonsense(tmp_path: Path) -> dict[str, list[object]]:
         "cannot be written: No such file": [whole, "--out", tmp_path / "no" / "page.html"],
         "cannot be written: File name too long": [whole, "--out", tmp_path / f"{'x' * 252}.htm"],
     }
-
-
-def test_nonsense_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, argv in nonsense(tmp_path).items():
+    for words, argv in wrong.items():
         code, out, err = run(capsys, "report", *argv)
         assert (code, out) == (2, ""), (words, err)
         assert words in err and err.startswith("hf-rocm-tune: error: ") and len(err.splitlines()) == 1, err
-    assert not (tmp_path / "run" / "report.html").exists()
+    assert not (whole / "report.html").exists()
 
 
 def test_a_file_of_the_users_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,9 +251,7 @@ def nest(file: Path) -> None:
 
 @pytest.mark.parametrize("harm", [truncate, nest, Path.unlink])
 @pytest.mark.parametrize("name", [REPORT_NAME, LOG_NAME, "run.json", "integrity.json"])
-def test_a_harmed_file_is_told_and_never_good(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, harm: Callable[[Path], Any]
-) -> None:
+def test_a_harmed_file_is_told_and_never_good(tmp_path: Path, name: str, harm: Callable[[Path], Any]) -> None:
     directory = write_run(tmp_path / "run")
     harm(directory / name)
     files = collect(directory)
@@ -376,42 +368,14 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
 NAN = math.nan
 
 
-def training(count: int = 20) -> list[dict[str, Any]]:
-    """A log with everything that can be logged."""
-    return [
-        {
-            "step": step,
-            "loss": 2.0 / step,
-            "grad_norm": 1.0,
-            "mean_token_accuracy": 0.5,
-            "learning_rate": 1e-4 / step,
-            "speed/tokens_per_second": 1000.0 + step,
-            "speed/seconds_per_step": 2.0,
-            "gpu/vram_used_gib": 16.0,
-            "memory/allocated_gib": 9.0,
-            "memory/reserved_gib": 10.0,
-            "gpu/hotspot_c": 90.0 + step,
-            "gpu/power_w": 300.0,
-        }
-        for step in range(1, count + 1)
-    ]
+def test_what_was_logged_has_its_panel_and_what_was_not_has_none() -> None:
+    def titles(rows: list[dict[str, Any]], **others: Run) -> list[str]:
+        return [panel.title for panel in panels({"run": Run(directory=Path("run"), rows=rows), **others})]
 
-
-def test_every_metric_has_its_panel_and_what_was_not_logged_has_none(tmp_path: Path) -> None:
-    everything = ["Loss", "Token accuracy", "Learning rate", "Gradient norm", "Throughput", "Time of a step"]
-    everything += ["Memory of the card", "Temperature", "Power of the card"]
-
-    def titles(rows: list[dict[str, Any]]) -> list[str]:
-        return [panel.title for panel in panels({"run": Run(directory=Path("run"), rows=rows)})]
-
-    assert titles(training()) == everything
-    run = collect(write_run(tmp_path / "run"))
-    two = panels({"run": run, "other": replace(run, rows=training())})
-    assert [panel.title for panel in two][:3] == ["Loss, training", "Loss, evaluation", "Token accuracy, training"]
-    assert list(two[1].curves) == ["run", "other"], "each run has its colour"
-    assert titles([{"step": 1, "loss": 1.0}]) == ["Loss"]
-    assert titles([]) == []
-    assert titles([{"step": 1, "loss": NAN, "grad_norm": "high", "learning_rate": None}]) == []
+    other = Run(directory=Path("other"), rows=[{"step": 3, "gpu/hotspot_c": 90.0, "gpu/edge_c": 60.0}])
+    assert titles(rows()) == ["Loss", "Learning rate", "Time of a step"]
+    assert titles(rows(), other=other)[-2:] == ["Temperature, hotspot", "Temperature, edge"]
+    assert titles([]) == titles([{"step": 1, "loss": NAN, "grad_norm": "high", "learning_rate": None}]) == []
 
 
 def test_series_keeps_steps_in_order_the_newest_value_and_gaps() -> None:
@@ -435,7 +399,7 @@ def test_series_keeps_steps_in_order_the_newest_value_and_gaps() -> None:
 
 
 def test_png_is_whole_the_same_each_time_and_leaves_nothing_beside(tmp_path: Path) -> None:
-    panel = loss_panel(Run(directory=Path("run"), rows=training()))
+    panel = loss_panel(Run(directory=Path("run"), rows=rows()))
     assert panel is not None
     files = [tmp_path / "a.png", tmp_path / "b.png"]
     for file in files:
@@ -445,12 +409,3 @@ def test_png_is_whole_the_same_each_time_and_leaves_nothing_beside(tmp_path: Pat
     assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.endswith(b"IEND\xaeB`\x82")
     assert struct.unpack(">II", content[16:24]) == (936, 520)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
-
-
-def test_without_matplotlib_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-
-    panel = loss_panel(Run(directory=Path("run"), rows=training()))
-    assert panel is not None
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match="pip install matplotlib"):
-        write_png(panel, tmp_path / "x.png")
