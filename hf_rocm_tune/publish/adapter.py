@@ -84,11 +84,8 @@ class Adapter:
     @property
     def method(self) -> str:
         """Such as ``LoRA, r=16``, for a line to the user."""
-        kind = (
-            "DoRA" if getattr(self.config, "use_dora", False) else self.config.peft_type.value.replace("LORA", "LoRA")
-        )
-        rank = getattr(self.config, "r", None)
-        return kind + (f", r={rank}" if isinstance(rank, int) else "")
+        rank, kind = getattr(self.config, "r", None), self.config.peft_type.value.replace("LORA", "LoRA")
+        return ("DoRA" if getattr(self.config, "use_dora", False) else kind) + (f", r={rank}" if rank else "")
 
     @property
     def described(self) -> str:
@@ -212,8 +209,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
         )
     _resize_vocabulary(model, tensors)
     placed = {name: place(tensor, name) for name, tensor in tensors.items()}
-    base_name = getattr(model, "name_or_path", "") or "this base model"
-    misfit = f"{adapter.name} does not fit {type(model).__name__} of {base_name}"
+    misfit = f"{adapter.name} does not fit {type(model).__name__} of {model.name_or_path or 'this base'}"
     fix = "give the model that it was trained on with --base"
     try:
         with warnings.catch_warnings():

@@ -65,7 +65,11 @@ def merge(
     ``base_name`` is None for the base that the adapter names, ``dtype`` for that of each weight of the base. Wrong
     input is a ``UsageError``, a tensor that was loaded or read back wrong a ``CorruptionError``.
     """
-    out = _check_out(out, say)
+    out = out.resolve()
+    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
+    for line in clean_leftovers(out.parent) if os.path.isdir(out.parent) else ():
+        say(f"{line} (left by a killed process)")
     adapter = open_adapter(adapter_name)
     say(adapter.described)
     named = base_of(adapter, base_name)
@@ -120,19 +124,6 @@ def merge(
     return out
 
 
-def _check_out(out: Path, say: Callable[[str], None]) -> Path:
-    """Check the destination; remove what killed merges left there. Returns it without links."""
-    try:
-        out = out.resolve()
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
-        for line in clean_leftovers(out.parent) if out.parent.is_dir() else ():
-            say(f"{line} (left by a killed process)")
-    except OSError as error:
-        raise UsageError(f"{out} cannot be used: {error.strerror}; choose another directory") from error
-    return out
-
-
 def _check_base(directory: Path) -> int:
     """The bytes of the base's weights; those of experts in MXFP4 become 16 bits, four times as many."""
     files = check_model_directory(directory)
@@ -156,7 +147,6 @@ def _check_base(directory: Path) -> int:
 @contextmanager
 def _spilled(directory: Path) -> Iterator[None]:
     """Within the block every weight that is loaded is mapped to a file of its own that has no name."""
-
     directory.mkdir(parents=True, exist_ok=True)
 
     def patched(stock: Callable[..., None]) -> Callable[..., None]:
@@ -175,10 +165,8 @@ def _spilled(directory: Path) -> Iterator[None]:
         yield
 
 
-def _merged(
-    model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype | None
-) -> tuple[PreTrainedModel, int, list[str]]:
-    """The plain model with the adapter merged, how many layers that changed, and the weights that lost their tie."""
+def _merged(model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype | None) -> tuple[PreTrainedModel, int, bool]:
+    """The plain model with the adapter merged, how many layers that changed, and whether the head lost its tie."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     were_tied = last is not None and first.weight is last.weight
     wrapped = attach(model, adapter, lambda tensor, _: tensor.clone())
@@ -198,8 +186,7 @@ def _merged(
         if parameter.is_floating_point():  # whole modules come from the adapter's file, in its dtype
             _cast(name, parameter, dtype or dtypes.get(id(parameter), base_dtype))
         parameter.requires_grad_(False)
-    untied = were_tied and not _tie_again(merged)
-    return merged, len(layers), ["lm_head.weight"] if untied else []
+    return merged, len(layers), were_tied and not _tie_again(merged)
 
 
 def _merge_layer(name: str, layer: BaseTunerLayer, dtype: torch.dtype | None) -> None:
