@@ -31,7 +31,8 @@ def environments(exit_file: Path, each: Sequence[dict[str, str]] = ({}, {}), **c
         "LOCAL_WORLD_SIZE": str(len(each)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": f"{exit_file} {port}",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_ERROR_FILE": f"/torchelastic/{port}/attempt_0/0/error.json",
         "HF_ROCM_TUNE_EXIT_FILE": str(exit_file),
     }
     numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(each))]
