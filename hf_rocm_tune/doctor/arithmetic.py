@@ -1,12 +1,9 @@
-"""Measured arithmetic, compared with the CPU: a product repeated and timed (``gemm``), a small model forward and
-backward (``model``), attention up to the planned length (``attention``), the model in 4 bit (``nf4``).
+"""Measured arithmetic, compared with the CPU: a product repeated and timed, a small model, attention, NF4.
 
-A matrix product is compared with float64 by the bound of its sums: with the unit roundoff u of float32, n rounded
-operations err by at most ``n u / (1 - n u)`` of the sum of absolute values (Higham 2002, lemma 3.1); matrix units
-truncate addends, which costs at most ``4 u n`` (Fasi and others 2021, PeerJ CS 7:e330). Everything else by the error
-of the same formula in the same dtype on the CPU: an element may be `FACTOR` times as far from float64 as the worst of
-those, as the authors of fused attention kernels test them (flash-attention, tests/test_flash_attn.py: 2 to 3 times).
-A wrong result is read back again: if the two readbacks differ, the transfer is at fault, not arithmetic.
+A product is compared with float64 by the bound of its float32 sums (Higham 2002, lemma 3.1; matrix units truncate:
+Fasi and others 2021, PeerJ CS 7:e330), all else by the error of the same formula in the same dtype on the CPU, of which
+it may have `FACTOR` times as much (flash-attention's tests allow 2 to 3). A wrong result is read back again: if the two
+readbacks differ, the transfer is at fault, not arithmetic.
 """
 
 from __future__ import annotations
@@ -51,7 +48,11 @@ def spread(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator,
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The product of two matrices on the CPU in float64, and its bound with float32 sums, rounded to ``dtype``."""
+    """The product of two matrices on the CPU in float64, and its bound with float32 sums, rounded to ``dtype``.
+
+    With the unit roundoff u, n rounded operations err by at most ``n u / (1 - n u)`` of the sum of absolute values;
+    matrix units that truncate addends by four times that.
+    """
     left, right = left.double(), right.double()
     exact, sizes = left @ right, left.abs() @ right.abs()
     u = 4 * left.shape[-1] * torch.finfo(torch.float32).eps / 2

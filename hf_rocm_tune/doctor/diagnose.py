@@ -1,12 +1,8 @@
 """All checks, their selection, and running them: a failing check does not stop others, and skipped ones have a reason.
 
-A check that measures is a function ``(request) -> list[Finding]``, called in a child process with a deadline, one for
-each card; this process never imports torch. ``request["device"]`` is ``cuda:0`` ... or ``cpu``. The function calls
-``child.step("copying 64 MiB")`` before each part, so that a hang is named. A check of two cards is called in this
-process with ``request["devices"]``, because its trials start their own children. ``request["fault"]``, for tests, is an
-ending of the process (``machine.child.ENDINGS``). By hand::
-
-    echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose model
+A check that measures is called in a child process with a deadline, once for each card (``request["device"]``); one of
+two cards in this process, because its trials start their own children. This process never imports torch. By hand:
+``echo '{"device": "cpu"}' | python -m hf_rocm_tune.doctor.diagnose model``.
 """
 
 from __future__ import annotations
@@ -35,8 +31,6 @@ MEASURED = (
     Check("round_trip", "transfers", "copies to the card and back, by size, dtype and kind, cold and warm",
           measure="transfers.round_trip", deadline_s=300, options={"largest": 64 * _MIB, "repeats": 20},
           full={"largest": 256 * _MIB, "repeats": 100}, again={"HSA_ENABLE_SDMA": "0"}),
-    Check("casts", "transfers", "casts on the card, and during copies, compared with the CPU",
-          measure="transfers.casts"),
     Check("bandwidth", "transfers", "speed of page-locked copies, compared with the rate of the link",
           measure="transfers.bandwidth", options={"mib": 256}),
     # 144: the cycle in which the RX 7900 XT of ROCm/ROCm#6603 failed
@@ -91,10 +85,8 @@ def select(checks: Sequence[Check], only: Sequence[str]) -> list[Check]:
 
 def listing() -> str:
     """The groups, with their checks."""
-    groups: dict[str, list[str]] = {}
-    for check in all_checks():
-        groups.setdefault(check.group, []).append(check.name)
-    return "; ".join(f"{group} ({', '.join(names)})" for group, names in groups.items())
+    names = {group: ", ".join(one.name for one in all_checks() if one.group == group) for group in GROUPS}
+    return "; ".join(f"{group} ({checks})" for group, checks in names.items())
 
 
 def diagnose(

@@ -48,7 +48,6 @@ class GpuNode:
     """One GPU of the KFD topology."""
 
     index: int  # among the GPU nodes, from 0
-    node: int  # number of the topology node; CPUs are nodes too
     arch: str  # as LLVM spells it, for example gfx1100
     vram_bytes: int | None  # None where a bank could not be read
     pci_address: str | None
@@ -104,7 +103,6 @@ def _gpu_node(files: Files, index: int, number: int, properties: Mapping[str, in
         address = f"{properties.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}"
     return GpuNode(
         index=index,
-        node=number,
         arch=decode_arch(properties["gfx_target_version"]),
         vram_bytes=(sum(sizes) or None) if all(banks) else None,  # a sum without one bank would be wrong
         pci_address=address,

@@ -30,7 +30,6 @@ from tests.doctor.together import together
 LATE = 240.0
 SMALL: dict[str, dict[str, Any]] = {
     "round_trip": {"largest": 65_536, "repeats": 4},
-    "casts": {},
     "bandwidth": {"mib": 1},
     "canaries": {"cycles": 3, "seconds": 60},
     "gemm": {"seconds": 0.01},
@@ -72,7 +71,7 @@ def ended() -> dict[tuple[str, str], list[Finding]]:
         return run_measured(replace(BY_NAME[name], deadline_s=deadline_s), request(name, kind, hip=True))
 
     sound = {(name, ""): partial(child, name) for name in SOUND}
-    bad = {("casts", kind): partial(child, "casts", kind, late) for kind, late in ENDINGS.items()}
+    bad = {("bandwidth", kind): partial(child, "bandwidth", kind, late) for kind, late in ENDINGS.items()}
     return together({**sound, **bad}, workers=2)
 
 
@@ -92,7 +91,7 @@ def test_a_sound_machine_passes_in_a_child(name: str, ended: dict[tuple[str, str
     ("kind", "said"), [("hang", "had not ended"), ("kill", "SIGKILL"), ("garbage", "cannot be read")]
 )
 def test_a_fault_in_a_child_is_a_finding(kind: str, said: str, ended: dict[tuple[str, str], list[Finding]]) -> None:
-    (finding,) = ended["casts", kind]
+    (finding,) = ended["bandwidth", kind]
     assert finding.status == "fail" and finding.fix and finding.source
     assert said in " ".join((finding.text, *finding.read))
 
@@ -199,20 +198,6 @@ def test_what_is_no_constant_fault_of_the_way_is_told_apart(
     monkeypatch.setattr(transfers, "Copies", lambda: Scripted(harm))
     (finding,) = found("round_trip")
     assert finding.row == f"round_trip_{row}"
-
-
-@pytest.mark.parametrize("strided", [False, True])
-def test_a_wrong_cast_is_found(strided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding that cuts instead, as of a kernel that looks at the upper half alone; where ``strided``, of a view."""
-
-    def cut(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if (tensor.dtype, dtype) != (torch.float32, torch.bfloat16) or strided is tensor.is_contiguous():
-            return tensor.to(dtype)
-        return tensor.contiguous().view(torch.bfloat16).view(*tensor.shape, 2)[..., 1]
-
-    monkeypatch.setattr(transfers, "cast", cut)
-    (finding,) = found("casts")
-    assert finding.row == "casts_wrong" and "torch.float32 to torch.bfloat16" in finding.read[1]
 
 
 @pytest.mark.parametrize(("kind", "words"), [("zeros", "100 % zeros"), ("flip", "100 % differ in one bit")])

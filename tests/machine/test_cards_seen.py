@@ -17,7 +17,6 @@ def nodes_of(*gpus: tuple[int, int], has_cpu: bool = False) -> tuple[GpuNode, ..
     return tuple(
         GpuNode(
             index=index,
-            node=index + 1,
             arch=decode_arch(version),
             vram_bytes=mib << 20,
             pci_address=f"0000:{index + 1:02x}:00.0",
@@ -133,8 +132,6 @@ def test_what_the_filters_leave_visible(environ: dict[str, str], seen: list[int]
     assert (None if left is None else [node.index for node in left]) == seen
 
 
-@pytest.mark.parametrize("text", ["", "-1", "0", "x", "1.0", "\u0661", "9" * 30])
-def test_nonsense_from_a_launcher_means_one_process(text: str) -> None:
-    assert process.local_processes({"LOCAL_WORLD_SIZE": text}) == 1
-    assert process.local_processes({}) == 1
-    assert process.local_processes({"LOCAL_WORLD_SIZE": " 3 "}) == 3
+def test_nonsense_from_a_launcher_means_one_process() -> None:
+    for text, count in {"": 1, "-1": 1, "0": 1, "x": 1, "1.0": 1, "\u0661": 1, "9" * 30: 1, " 3 ": 3}.items():
+        assert process.local_processes({"LOCAL_WORLD_SIZE": text}) == count

@@ -251,9 +251,7 @@ class Built:
         root = "0000:00:02.1"
         if self._chipset is None:
             first = self._take_buses(2)
-            self._chipset = f"0000:{first:02x}:00.0"
-            self._chipset_bus = first + 1
-            self._chipset_slots = 0
+            self._chipset, self._chipset_bus, self._chipset_slots = f"0000:{first:02x}:00.0", first + 1, 0
             self._device(root, ids=(0x1022, 0x14DB), kind=0x060400, link=(16.0, 4), able=(16.0, 4))
             self._device(self._chipset, ids=(0x1022, 0x43F4), kind=0x060400, link=(16.0, 4), able=(16.0, 4))
             self._hang([root, self._chipset])

@@ -48,6 +48,10 @@ CARDS: dict[str, Case] = {
     "x8_x8": case(two_cards("general knowledge: two cards are x8/x8 on most AM5 boards"),
         software=stack(devices=pair()), fine=("bar_full", "aer_clean"),
         says=("15.8 GB/s each way by arithmetic; 13 to 14 are to be expected", "IOMMU translating", *IOMMU_WORDS)),
+    "two_cards_passthrough": case(
+        two_cards("rccl#1129, ROCm/ROCm#6342", iommu="identity", cmdline="ro quiet iommu=pt", pcie_p2p="N"),
+        software=stack(devices=pair()),
+        says=("IOMMU passthrough", "boot parameter iommu=pt", "amdgpu parameter pcie_p2p=N", *IOMMU_WORDS)),
     "x16_and_x4_of_the_chipset": case(
         Built("ROCm/ROCm#2429: HIP errors with two 7900 XTX, one of them on four lanes of the chipset")
         .card(XTX)
@@ -69,11 +73,6 @@ CARDS: dict[str, Case] = {
         note=("slot_of_chipset",),
         says=("slow, not wrong", "x4 at 2.5 GT/s (able: 16)"),
     ),
-    "two_cards_passthrough": case(two_cards("rccl#1129: iommu=pt", iommu="identity", cmdline="ro quiet iommu=pt"),
-        software=stack(devices=pair()), says=("IOMMU passthrough", "boot parameter iommu=pt", *IOMMU_WORDS)),
-    "two_cards_p2p_off": case(
-        two_cards("ROCm/ROCm#6342: direct copies switched off by the module parameter", pcie_p2p="N"),
-        software=stack(devices=pair()), says=("amdgpu parameter pcie_p2p=N",)),
     "two_cards_without_rebar": case(
         Built("ROCm/ROCm#6342: a small window on the second card").card(slot=HALF).card(slot=HALF, bar_bytes=256 * MIB),
         software=stack(devices=pair()), warn=(f"bar_small {SECOND}",), fine=("bar_full",),
@@ -97,25 +96,16 @@ CARDS: dict[str, Case] = {
         software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
         says=("`sudo usermod -aG render,video $USER`", "/dev/kfd and /dev/dri/renderD128")),
     "given_to_a_virtual_machine": case(
-        Built("ROCm docs, prerequisites: vfio-pci has the card").card(driver="vfio-pci", kfd=False),
+        Built("ROCm docs, prerequisites: vfio-pci has the card").kernel(cmdline="ro nomodeset")
+        .card(driver="vfio-pci", kfd=False),
         software=stack(devices=NO_HIP_GPUS), fail=("driver_not_bound", "torch_sees_nothing"), fine=("arch_ok",),
-        says=("vfio-pci",)),
+        says=("vfio-pci", "modprobe amdgpu", "boot parameter nomodeset")),
     "one_of_two_given_to_a_virtual_machine": case(
         Built("kernel documentation, VFIO: the second card is not this system's; for one card the IOMMU is no matter")
         .card(slot=HALF)
         .card(slot=HALF, driver="vfio-pci", kfd=False),
         note=(f"link_half {FIRST}",),
         never=("iommu=pt", "pair test"),
-    ),
-    "driver_not_loaded": case(
-        Built("ROCm docs, prerequisites: started with nomodeset")
-        .kernel(cmdline="ro quiet nomodeset")
-        .card(driver=None, kfd=False),
-        software=stack(devices=NO_HIP_GPUS),
-        fail=("driver_not_bound", "torch_sees_nothing"),
-        fine=("arch_ok",),
-        unknown=("bar", "sensors"),
-        says=("modprobe amdgpu", "boot parameter nomodeset"),
     ),
     "kernel_without_kfd": case(Built("ROCm docs, prerequisites: amdgpu without its compute part").card(kfd=False),
         software=stack(devices=NO_HIP_GPUS), fail=("kfd_missing", "torch_sees_nothing"), fine=("arch_ok",),

@@ -47,22 +47,17 @@ def stack(
     archs: str = ROCM72,
     devices: Sequence[TorchDevice] | str = (device(),),
     packages: Mapping[str, str | None] | None = None,
-    libraries: tuple[str, ...] | None = BNB,
+    libraries: tuple[str, ...] = BNB,
     wheels: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Software:
     """One installation; by default a good one for one RX 7900 XT. ``devices`` as a text is why there are none."""
-    values: dict[str, Any] = {
-        "torch_version": torch,
-        "hip_version": hip,
-        "arch_list": tuple(archs.split()),
-        "devices": None if isinstance(devices, str) else tuple(devices),
-        "packages": {**PACKAGES, "torch": torch, **(packages or {})},
-        "bitsandbytes_libraries": libraries,
-        "rocm_wheels": dict(wheels or {}),
-        "problems": {"devices": devices} if isinstance(devices, str) else {},
-    }
-    return Software(**(values | more))
+    known = (
+        {"devices": None, "problems": {"devices": devices}} if isinstance(devices, str) else {"devices": tuple(devices)}
+    )
+    values: dict[str, Any] = {"torch_version": torch, "hip_version": hip, "arch_list": tuple(archs.split()), **known}
+    values |= {"packages": {**PACKAGES, "torch": torch, **(packages or {})}, "rocm_wheels": dict(wheels or {})}
+    return Software(bitsandbytes_libraries=libraries, **(values | more))
 
 
 def cpu_stack() -> Software:

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from tests.machine.trees import Built
-from tests.machines.case import (
-    ROCM72,
-    Case,
-    broken,
-    case,
-    cpu_stack,
-    multi_arch_stack,
-    stack,
-)
+from tests.machines.case import ROCM72, Case, broken, case, cpu_stack, multi_arch_stack, stack
 
 ROCM_INDEX = "--index-url https://download.pytorch.org/whl/rocm7.2"
 
