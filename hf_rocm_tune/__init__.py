@@ -88,19 +88,19 @@ def _choose_card(topology: gpus.Topology, rocm: bool | None, torch_loaded: bool)
         split=os.environ.get("HF_ROCM_TUNE_SPLIT", "").strip() == "1",
     )
 
-    def decision(variable: str, action: Action, value: str | None) -> variables.Decision:
-        return variables.Decision(variable, action, value, choice.reason, _CHOICE_SOURCE)
-
     kept = [name for name in process.FILTERS if name in process.users_environ(os.environ)]
-    made = [decision(name, "keep", os.environ[name]) for name in kept]
-    made += [decision(name, "set", value) for name, value in choice.variables.items()]
-    if choice.troubled:
-        made.append(decision(process.OURS, "warn", None))
-    if not torch_loaded:
-        process.enact(choice, os.environ)
-        return made
-    late = {name for name, value in choice.variables.items() if os.environ.get(name) != value}
-    return [variables.too_late(one) if one.action == "set" and one.variable in late else one for one in made]
+    made: list[tuple[str, Action, str | None]] = [(name, "keep", os.environ[name]) for name in kept]
+    made += [(name, "set", value) for name, value in choice.variables.items()]
+    made += [(process.OURS, "warn", None)] if choice.troubled else []
+    decisions = [
+        variables.Decision(variable=name, action=action, value=value, reason=choice.reason, source=_CHOICE_SOURCE)
+        for name, action, value in made
+    ]
+    if torch_loaded:
+        is_late = [each.action == "set" and os.environ.get(each.variable) != each.value for each in decisions]
+        return [variables.too_late(each) if late else each for each, late in zip(decisions, is_late, strict=True)]
+    process.enact(choice, os.environ)
+    return decisions
 
 
 def _matters(record: logging.LogRecord) -> bool:

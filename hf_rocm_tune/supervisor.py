@@ -245,29 +245,10 @@ class _End(NamedTuple):
     message: str | None = None
 
 
-class Journal:
-    """Waits in memory until the job has begun: a refused job must not write into the directory of another run."""
-
-    def __init__(self) -> None:
-        self.begun: Begun | None = None
-        self._waiting: list[dict[str, Any]] = []
-
-    def add(self, event: str, **details: Any) -> None:
-        """Add an entry, without None values."""
-        told = {key: value for key, value in details.items() if value is not None}
-        self._waiting.append({"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **told})
-        try:
-            while self.begun is not None and self._waiting:
-                heartbeat.enter(Path(self.begun.output_dir), {"run_id": self.begun.run_id, **self._waiting[0]})
-                self._waiting.pop(0)
-        except OSError as error:
-            _say(f"{heartbeat.JOURNAL_FILE} could not be written: {error.strerror}")
-
-
 class _Supervision:
     def __init__(self, argv: list[str], settings: Settings, directory: Path, asked: list[int]) -> None:
         self._argv, self._settings, self._directory, self._asked = argv, settings, directory, asked
-        self._journal = Journal()
+        self._begun: Begun | None = None  # the last attempt that has
         self._deaths: list[Death] = []
 
     def run(self, command: str) -> int:
@@ -277,7 +258,7 @@ class _Supervision:
             end = self._see_through(watch)
             is_death = not self._asked and end.code not in {0, INTERRUPTED, *FINAL_CODES}
             decision = self._judge(end.code, watch.pulse) if is_death else None
-            self._journal.add(
+            self._enter(
                 "end",
                 how=end.how,
                 code=end.code,
@@ -291,7 +272,7 @@ class _Supervision:
                 if end.code in FINAL_CODES:
                     _say(f"not restarted: {end.how} is final")
                 return INTERRUPTED if self._asked and end.code not in {0, *FINAL_CODES} else end.code
-            newest, begun = self._deaths[-1].checkpoint, self._journal.begun
+            newest, begun = self._deaths[-1].checkpoint, self._begun
             if not decision.restart:
                 where = f"; see {Path(begun.output_dir) / heartbeat.JOURNAL_FILE}" if begun else ""
                 kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
@@ -312,7 +293,7 @@ class _Supervision:
         """Start the job and wait for its end, or end it where it stalls or the user insists."""
         record, limits, stalled, passed_on = self._directory / "exit.json", self._settings, None, 0
         record.unlink(missing_ok=True)
-        before = self._journal.begun.run_id if self._journal.begun else None
+        before = self._begun.run_id if self._begun else None
         told = Supervised(str(self._directory), limits.start_seconds, limits.stall_seconds, before).to_json()
         process = start(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, told)
         while process.poll() is None and stalled is None and passed_on <= 2:
@@ -328,7 +309,7 @@ class _Supervision:
         grace_seconds = limits.grace_seconds if stalled is not None else 0.0
         if process.poll() not in (0, INTERRUPTED) and (survivors := end_all(process, told, grace_seconds)):
             what = f"processes {survivors} of the job survive SIGKILL, so they hang in the driver"
-            self._journal.add("end", how=what, code=StallError.exit_code)
+            self._enter("end", how=what, code=StallError.exit_code)
             raise StallError(f"{what} and hold the GPU: restart the machine, then repeat the command")
         self._look(watch)
         if stalled is not None:
@@ -339,8 +320,20 @@ class _Supervision:
         known = watch.begun
         watch.look()
         if (begun := watch.begun) is not None and known is None:
-            self._journal.begun = begun
-            self._journal.add("start", start=len(self._deaths) + 1, resumed_from=begun.resumed_from or "the start")
+            self._begun = begun
+            self._enter("start", start=len(self._deaths) + 1, resumed_from=begun.resumed_from or "the start")
+
+    def _enter(self, event: str, **details: Any) -> None:
+        """Add to the journal what is not None, once the run has begun: a refused job is in another run's directory."""
+        if self._begun is None:
+            return
+        told = {key: value for key, value in details.items() if value is not None}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            entry = {"run_id": self._begun.run_id, "time": now, "event": event, **told}
+            heartbeat.enter(Path(self._begun.output_dir), entry)
+        except OSError as error:
+            _say(f"{heartbeat.JOURNAL_FILE} could not be written: {error.strerror}")
 
     def _ending(self, status: int, record: Path) -> _End:
         with suppress(OSError, ValueError, KeyError):
@@ -357,7 +350,7 @@ class _Supervision:
     def _judge(self, code: int, pulse: Pulse | None) -> RestartDecision:
         skipped: Collection[int] = ()
         newest, resumed_from = 0, ""
-        if (begun := self._journal.begun) is not None:
+        if (begun := self._begun) is not None:
             record, resumed_from = read_record(Path(begun.output_dir)), begun.resumed_from or ""
             skipped = record.skipped_steps if record else ()
             for saved, path in list_checkpoints(Path(begun.output_dir)):

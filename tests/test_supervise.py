@@ -126,11 +126,6 @@ def test_what_dies_before_it_says_anything_is_given_up(place: Path, capfd: pytes
     assert not (place / "out").exists()
 
 
-def test_deaths_before_the_run_began_are_told_once_it_has(place: Path) -> None:
-    assert run(place, {"silent": True, "end": "SIGKILL"}, {"silent": True, "end": 1}, DONE) == 0
-    assert [entry["event"] for entry in told(place)] == ["end", "end", "start", "end"]
-
-
 def test_a_hang_is_ended_with_everything_it_started(place: Path) -> None:
     assert run(place, {"step": 3, "orphan": True, "end": "hang"}, DONE) == 0
     assert json.loads((place / "heard").read_text()) == [signal.SIGTERM], "it was asked first"

@@ -153,7 +153,7 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
     world_size = arguments.training.world_size
     asked = {**arguments.resolved(), "world_size": world_size, "method": arguments.method}
     restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
-    plan = _plan(arguments, asked, restarted=restarted or None)
+    plan = _plan(arguments, asked, restarted=restarted)
     with closing(plan):
         announce.say(*plan.notes)
         if restarted:
@@ -238,7 +238,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     return None
 
 
-def _plan(arguments: Arguments, asked: dict[str, Any], *, restarted: bool | None) -> StartPlan:
+def _plan(arguments: Arguments, asked: dict[str, Any], *, restarted: bool) -> StartPlan:
     """What to do in the output directory, decided by rank 0 for all ranks."""
     return on_main_process(
         lambda: prepare_output_dir(

@@ -295,12 +295,12 @@ def prepare_output_dir(
     *,
     overwrite: bool = False,
     resume: str | bool | None = None,
-    restarted: bool | None = None,
+    restarted: bool = False,
 ) -> StartPlan:
     """Decide what a start with these settings does in ``path`` (``--output_dir``).
 
-    ``restarted``: a launcher or our supervisor started this command again, so that ``overwrite`` and a named checkpoint
-    have been applied already; None: as their environment variables say.
+    ``restarted``: a launcher started this command again, so that ``overwrite`` and a named checkpoint have been applied
+    already; that our supervisor did is seen here.
     """
     directory, lock = Path(path), None
     try:
@@ -333,14 +333,11 @@ class _Start:
         left = clean_leftovers(directory)
         self._notes = [f"{directory}: {line} (left by a process that was killed)" for line in left]
 
-    def decide(self, overwrite: bool, restarted: bool | None) -> StartPlan:
+    def decide(self, overwrite: bool, restarted: bool) -> StartPlan:
         directory, record = self._directory, read_record(self._directory)
         same = record is not None and record.settings == self._new.settings
-        if restarted is None:
-            supervised = Supervised.of()
-            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0") or (
-                record is not None and supervised is not None and supervised.restart_of == record.run_id
-            )
+        if record is not None and (supervised := Supervised.of()) is not None:
+            restarted = restarted or supervised.restart_of == record.run_id
         if overwrite and not (same and restarted):
             return self._begin_again(record)
         extended = None if record is None or same else self._extended(record)

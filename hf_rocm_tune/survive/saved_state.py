@@ -92,15 +92,12 @@ def compare_model(
             live, required = _live_adapter(model, adapter, trained) if plain is None else (plain, set(plain))
             found[adapter_file(adapter)] = _compare_tensors(directory, adapter_file(adapter), live, required)
         return found
-    stored: dict[str, set[str]] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        stored[path.name] = set()
-        with suppress(SafetensorError, OSError), safe_open(path, framework="pt", device="cpu") as opened:
-            stored[path.name] = set(opened.keys())  # without them the comparison reports it
-    live, required = _live_model(model, set().union(*stored.values()))
-    for file in stored:
-        elsewhere = set().union(*(names for other, names in stored.items() if other != file))
-        found[file] = _compare_tensors(directory, file, live, required - elsewhere)
+    files, stored = sorted(path.name for path in directory.glob("*.safetensors")), set[str]()
+    for file in files:
+        with suppress(SafetensorError, OSError), safe_open(directory / file, framework="pt", device="cpu") as opened:
+            stored |= set(opened.keys())  # without them the comparison reports it
+    live, required = _live_model(model, stored)
+    found = {file: _compare_tensors(directory, file, live, required) for file in files}
     return found or {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
 
 

@@ -207,12 +207,9 @@ def test_overwriting_never_deletes_the_checkpoint_that_is_named(tmp_path: Path) 
     assert _start(out, {**SETTINGS, "prompt": "x" * 9000, "dir": "\0"}, overwrite=True).action == "fresh"
 
 
-def test_a_restart_by_the_launcher_does_not_overwrite_its_own_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_by_the_launcher_does_not_overwrite_its_own_progress(tmp_path: Path) -> None:
     _begin(tmp_path, 3)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert _start(tmp_path, overwrite=True).checkpoint == tmp_path / "checkpoint-3"
+    assert _start(tmp_path, overwrite=True, restarted=True).checkpoint == tmp_path / "checkpoint-3"
 
 
 def test_named_checkpoints(tmp_path: Path) -> None:
