@@ -30,21 +30,12 @@ SMALLEST_SLOT_BYTES = 64 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class TransferSettings:
-    """How transfers are verified, and what happens on a mismatch.
+    """How transfers are verified, and what happens on a mismatch."""
 
-    Attributes:
-        verify: ``full``: every transfer; ``sample``: the first and every 16th of each stage; ``off``: none. Transfers
-            that are not verified are counted as such.
-        on_corruption: ``recover``: send again in other ways until the bytes are right; ``stop``: raise at the first
-            mismatch.
-        slots: number of staging slots in the ring.
-        slot_bytes: bytes of a slot, a multiple of 256; None: 32 MiB page-locked on an accelerator, up to 8 MiB on the
-            host. The ring takes at most ``slots * slot_bytes`` of host memory.
-    """
-
-    verify: str = "full"
-    on_corruption: str = "recover"
-    slots: int = 4
+    verify: str = "full"  # every transfer; ``sample``: the first and every 16th of each stage; ``off``: none
+    on_corruption: str = "recover"  # send again in other ways; ``stop``: raise at the first mismatch
+    slots: int = 4  # of the ring, which takes at most ``slots * slot_bytes`` of host memory
+    # A multiple of 256; None: 32 MiB page-locked on an accelerator, up to 8 MiB on the host.
     slot_bytes: int | None = None
 
     def __post_init__(self) -> None:

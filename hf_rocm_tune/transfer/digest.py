@@ -357,14 +357,10 @@ def _block_weights(first: int, count: int, device: torch.device) -> Tensor:
 
 # ---- on the host --------------------------------------------------------------------------------------------
 #
-# The C function is compiled at first use by the system's compiler, for this processor, into the user's cache directory;
-# without a compiler plain torch is used. The library's name contains a hash of its source and the processor, so that
-# after an update, or in a home directory shared between machines, no wrong library is loaded.
-#
-# Measured with `python benchmarks/digest_host.py --mib 256 --rounds 9` on two cores of an AMD EPYC (AVX-512) shared
-# with other programs; GB/s, median: C 11.9, NumPy (best of six variants) 5.3, reading alone 20.3. Numba gave 14.2 and
-# would add LLVM to every installation. A second thread gained nothing for digests alone, and callers run concurrently;
-# large copies made in the same pass gain from several threads.
+# The C function is compiled at first use, for this processor, into the user's cache directory; the library's name has a
+# hash of its source and the processor, so that a home directory shared between machines holds one for each.
+# `benchmarks/digest_host.py` on two cores of an AMD EPYC, GB/s: C 11.9, NumPy 5.3, Numba 14.2 (with LLVM in every
+# installation), reading alone 20.3. A second thread gains only where large copies are made in the same pass.
 
 HostSums = Callable[[Tensor, int, Tensor | None], tuple[int, int]]
 """The two sums modulo 2^64 of a contiguous uint8[n] on the host, given the index of its first word; copies the bytes to

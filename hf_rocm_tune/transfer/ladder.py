@@ -130,8 +130,7 @@ class Ladder:
                 )
 
     def _recovered(self, transfer: Transfer, findings: Findings, route: Route) -> None:
-        for segment, difference in findings:
-            self._report.incident(self._row(transfer, segment, difference, route.name, "recovered"))
+        self._tell(transfer, findings, route.name, "recovered")
         self._report.add(transfer.stage, recovered=len(findings))
         with self._lock:
             self._helped[route.name] += 1
@@ -139,8 +138,7 @@ class Ladder:
                 self.route = route
 
     def _fail(self, transfer: Transfer, findings: Findings, rung: str, outcome: str, why: str) -> None:
-        for segment, difference in findings:
-            self._report.incident(self._row(transfer, segment, difference, rung, outcome))
+        self._tell(transfer, findings, rung, outcome)
         segment, difference = findings[0]
         causes = likely_causes(difference, self._backend.device.type)
         more = f" (and {len(findings) - 1} more tensors)" if len(findings) > 1 else ""
@@ -150,10 +148,11 @@ class Ladder:
             f"{segment.nbytes}, and {why}. Seen with: {'; '.join(causes)}. It was not used; run the doctor"
         )
 
-    def _row(self, transfer: Transfer, segment: Segment, found: Damage, rung: str, outcome: str) -> dict[str, Any]:
-        causes = likely_causes(found, self._backend.device.type)
-        end = {"causes": causes, "rung": rung, "outcome": outcome}
-        return {**self._where(transfer, segment), **found.for_report(), **end}
+    def _tell(self, transfer: Transfer, findings: Findings, rung: str, outcome: str) -> None:
+        for segment, found in findings:
+            row = {**self._where(transfer, segment), **found.for_report()}
+            row["causes"] = likely_causes(found, self._backend.device.type)
+            self._report.incident({**row, "rung": rung, "outcome": outcome})
 
     def _where(self, transfer: Transfer, segment: Segment) -> dict[str, Any]:
         row: dict[str, Any] = {"step": self._session.step, "stage": transfer.stage, "tensor": segment.name}
