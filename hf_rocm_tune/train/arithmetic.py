@@ -513,9 +513,10 @@ class ArithmeticChecks:
         """Have the checksums of these experts on the device in place of others', as many as are allowed there."""
         due, held = [], 0
         for layer in wanted:
-            held += _bytes_of([layer]) if layer.experts else 0
-            if not layer.experts or held <= experts.CHECKSUMS_OF_EXPERTS or held == _bytes_of([layer]):
+            size = _bytes_of([layer]) if layer.experts else 0
+            if not size or not held or held + size <= experts.CHECKSUMS_OF_EXPERTS:
                 due.append(layer)
+                held += size
         for layer in self._products:
             if layer.experts and layer not in due:
                 for checked in layer.sides.values():

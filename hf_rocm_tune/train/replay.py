@@ -247,8 +247,20 @@ class Replays:
             yield
             return
         self._length = max(self._length, length)
-        with _checked_attention(self._products.add_attention):
+        stock = functional.scaled_dot_product_attention
+
+        def checked(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            result: Tensor = stock(query, *args, **kwargs)
+            with torch.no_grad(), torch.autocast(result.device.type, enabled=False):
+                if query.dim() == 4 and (worst := _compare(result, query, *args, **kwargs)) is not None:
+                    self._products.add_attention(worst)
+            return result
+
+        functional.scaled_dot_product_attention = checked
+        try:
             yield
+        finally:
+            functional.scaled_dot_product_attention = stock
 
     def _judge_attention(self, *, can_repeat: bool) -> StepVerdict:
         numbers = [math.inf if math.isnan(each) else each for each in self._products.attention]
@@ -281,25 +293,6 @@ def _outcome(model: nn.Module, loss: Tensor) -> Figures:
         for each, norm, total in zip(row, numbers, numbers[len(row) :], strict=False):
             figures += [(norm, norm), (total, norm * math.sqrt(each.numel()))]
     return Figures(tuple(each.hex() for each in digests), tuple(figures))
-
-
-@contextmanager
-def _checked_attention(found: Callable[[Tensor], None]) -> Iterator[None]:
-    """Within the block attention calls are computed again in part; ``found`` is given what `_compare` returns."""
-    stock = functional.scaled_dot_product_attention
-
-    def checked(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = stock(query, *args, **kwargs)
-        with torch.no_grad(), torch.autocast(result.device.type, enabled=False):
-            if query.dim() == 4 and (worst := _compare(result, query, *args, **kwargs)) is not None:
-                found(worst)
-        return result
-
-    functional.scaled_dot_product_attention = checked
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = stock
 
 
 def _compare(

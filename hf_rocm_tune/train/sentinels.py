@@ -322,20 +322,19 @@ class _Pack:
 
 def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
     groups: list[tuple[str, list[Tensor]]] = []
-    open_groups: dict[tuple[str, torch.device], tuple[int, list[Tensor]]] = {}
+    last: dict[tuple[str, torch.device], list[Tensor]] = {}
+    filled: Counter[tuple[str, torch.device]] = Counter()
     seen: set[int] = set()
     for kind, tensor in listed:
-        storage = tensor.untyped_storage()
+        storage, key = tensor.untyped_storage(), (kind, tensor.device)
         if storage._cdata in seen or storage.nbytes() == 0:
             continue
         seen.add(storage._cdata)
-        filled, tensors = open_groups.get((kind, tensor.device), (GROUP_BYTES, []))
-        filled += storage.nbytes()
-        if filled > GROUP_BYTES:
-            filled, tensors = storage.nbytes(), []
-            groups.append((kind, tensors))
-        tensors.append(tensor)
-        open_groups[kind, tensor.device] = filled, tensors
+        filled[key] += storage.nbytes()
+        if key not in last or filled[key] > GROUP_BYTES:
+            filled[key], last[key] = storage.nbytes(), []
+            groups.append((kind, last[key]))
+        last[key].append(tensor)
     return [_Pack(kind, tensors) for kind, tensors in groups]
 
 
