@@ -11,14 +11,13 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.command import CommandServer
-from tests.e2e.conftest import report_of
-from tests.e2e.test_memory_attacks import ADAPTER, Bench, settings_for
+from tests.e2e.conftest import ADAPTER, MakeJob, report_of
+from tests.e2e.test_memory_attacks import Bench, bench_of
 
 FLIPS = 5
 LEAST = 257
@@ -52,7 +51,7 @@ def not_verified(log: str) -> list[str]:
         pytest.param("qlora", range(50), id="qlora-250-flips", marks=pytest.mark.long),
     ],
 )
-def test_no_flip_in_a_copy_is_silent(scratch: Path, method: str, seeds: range) -> None:
+def test_no_flip_in_a_copy_is_silent(scratch: Path, make_job: MakeJob, method: str, seeds: range) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler to build the library that flips bits")
@@ -63,20 +62,18 @@ def test_no_flip_in_a_copy_is_silent(scratch: Path, method: str, seeds: range) -
     subprocess.run([compiler, "-O2", "-fno-builtin", "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
     server = CommandServer(root, {"LD_PRELOAD": str(library)})
     try:
-        bench = Bench(server=server, root=root, settings=settings_for(root))
-        _flip_and_judge(bench, method, seeds, lambda seed, at: {"kind": "copies", "seed": seed, "at": at})
+        _flip_and_judge(bench_of(make_job, f"{root.name}-runs", server), method, seeds)
     finally:
         server.close()
 
 
-def _flip_and_judge(
-    bench: Bench, method: str, seeds: range, attack: Callable[[int, list[int]], dict[str, object]]
-) -> None:
+def _flip_and_judge(bench: Bench, method: str, seeds: range) -> None:
     log, output = bench.root / "copies", bench.root / "out"
 
     def run(seed: int, at: list[int]) -> int:
         shutil.rmtree(output, ignore_errors=True)
-        return bench.run(output, method, {**attack(seed, at), "log_to": str(log), "least": LEAST}).code
+        attack = {"kind": "copies", "seed": seed, "at": at, "log_to": str(log), "least": LEAST}
+        return bench.command(output, method, attack).code
 
     for _ in range(2):  # the first one also fills caches
         assert run(0, []) == 0

@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.train.report import closing_line
-from tests import tiny
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, assert_covered, done, report_of
 from tests.e2e.test_fsdp import FSDP2
 from tests.e2e.test_methods import rows_of
-from tests.two_ranks import environments
 
-ADAPTER = "adapter_model.safetensors"
 METHODS: dict[str, list[str]] = {
     "lora": [],
     "qlora": ["--load_in_4bit", "--use_bnb_nested_quant"],
@@ -44,33 +40,19 @@ def weights_of(output: Path) -> bytes:
     return next(file for name in (ADAPTER, "model.safetensors") if (file := output / name).exists()).read_bytes()
 
 
-@dataclass(kw_only=True)
-class Bench:
-    """Runs a command of four steps with accumulation, a checkpoint and an evaluation after the second."""
+class Bench(Job):
+    """A command of four steps with accumulation, a checkpoint and an evaluation after the second."""
 
-    server: CommandServer
-    root: Path
-    settings: dict[str, Any]
-
-    def run(
-        self,
-        output: Path,
-        method: str,
-        attack: dict[str, Any] | None = None,
-        *more_attacks: dict[str, Any],
-        env: dict[str, str] | None = None,
-        **changed: Any,
+    def command(
+        self, output: Path, method: str, *attacks: dict[str, Any], env: dict[str, str] | None = None, **changed: Any
     ) -> Result:
-        """One command, attacked."""
-        attacks = [{**each, "log": f"{output}.attacked"} for each in (attack, *more_attacks) if each]
-        log = {"MEMORY_ATTACK": json.dumps(attacks)} if attacks else {}
-        env = {**(env or {}), **log}
-        settings, more = {**self.settings, **changed}, METHODS.get(method, [])
+        """One run, attacked."""
+        told = [{**each, "log": f"{output}.attacked"} for each in attacks]
+        env = {**(env or {}), **({"MEMORY_ATTACK": json.dumps(told)} if told else {})}
         if method in VERBS:
             env["METHOD"] = method
-            settings |= self.of_verb(method)
-        argv = [*flags(**{name: value for name, value in settings.items() if value is not None}, output_dir=output)]
-        return self.server.run(*argv, *more, env=env)
+            changed |= self.of_verb(method)
+        return self.run(output, *METHODS.get(method, []), env=env, **changed)
 
     def of_verb(self, verb: str) -> dict[str, Any]:
         """The settings of another command in which a whole model is trained."""
@@ -95,12 +77,11 @@ class Bench:
             AutoTokenizer.from_pretrained(source).save_pretrained(directory)
         return directory
 
-    def clean(self, method: str, **changed: Any) -> bytes:
-        """The adapter of an undisturbed run; trained once."""
+    def undisturbed(self, method: str, **changed: Any) -> bytes:
+        """The adapter of a run that is not attacked; trained once."""
         output = self.root / f"clean {method} {sorted(changed.items())}"
         if not output.exists():
-            result = self.run(output, method, **changed)
-            assert result.code == 0, result.stderr[-3000:]
+            done(self.command(output, method, **changed))
             report = report_of(output)
             assert report["incidents"] == [] and report["trained"]["checks"] >= 4
             assert report["trained"]["mismatches"] == report["trained"]["rewritten"] == 0
@@ -108,51 +89,34 @@ class Bench:
 
     def attacked(self, method: str, *attacks: dict[str, Any], **changed: Any) -> dict[str, Any]:
         """The report of an attacked run that has recovered: its result is the clean run's."""
-        clean = self.clean(method, **changed)
+        clean = self.undisturbed(method, **changed)
         output = self.root / "attacked"
         shutil.rmtree(output, ignore_errors=True)
         log = Path(f"{output}.attacked")
         log.unlink(missing_ok=True)
-        result = self.run(output, method, *attacks, **changed)
+        result = self.command(output, method, *attacks, **changed)
         assert log.exists() and result.code == 0, f"{attacks}: {result.stderr[-3000:]}"
         happened = log.read_text().splitlines()
         assert len(happened) >= len(attacks) and weights_of(output) == clean, (attacks, happened)
-        report = report_of(output)
-        covered = report["coverage"]
-        assert covered["verified_bytes"] == covered["device_bytes"] and covered["unverified"] == []
+        assert_covered(report := report_of(output))
         assert manifest.inspect(output).problems == []
         return report
 
 
-def settings_for(root: Path) -> dict[str, Any]:
-    return {
-        "model_name_or_path": tiny.build("llama3", root / "models"),
-        "dataset_name": tiny.write_dataset_dir(root / "data", train=24, test=4),
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_length": 64,
-        "learning_rate": 0.01,
-        "lora_dropout": 0.1,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_steps": 2,
-        "disable_tqdm": True,
-    }
+def bench_of(make_job: MakeJob, name: str, server: CommandServer) -> Bench:
+    settings = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "lora_dropout": 0.1}
+    return Bench(**vars(make_job(name, train=24, server=server, gradient_accumulation_steps=2, **settings)))
 
 
 @pytest.fixture(scope="module")
-def cpu(server: CommandServer, scratch: Path) -> Bench:
-    root = scratch / "memory attacks"
-    return Bench(server=server, root=root, settings=settings_for(root))
+def cpu(server: CommandServer, make_job: MakeJob) -> Bench:
+    return bench_of(make_job, "memory-attacks", server)
 
 
 @pytest.fixture(scope="module")
-def card(card_server: CommandServer, scratch: Path) -> Bench:
+def card(card_server: CommandServer, make_job: MakeJob) -> Bench:
     """On the simulated card."""
-    root = scratch / "memory attacks on the card"
-    return Bench(server=card_server, root=root, settings=settings_for(root))
+    return bench_of(make_job, "memory-attacks-card", card_server)
 
 
 @pytest.fixture
@@ -279,9 +243,9 @@ def test_a_model_that_is_only_evaluated_is_watched(bench: Bench, method: str, mo
 @matrix(("cpu", "grpo", 1), method=("grpo",))
 def test_a_model_that_changes_before_the_trainer_has_it_is_not_used(bench: Bench, method: str, seed: int) -> None:
     """Refused at once where it waited on the host; found at the first step where it was on the device already."""
-    clean, output = bench.clean(method), bench.root / "changed early"
+    clean, output = bench.undisturbed(method), bench.root / "changed early"
     shutil.rmtree(output, ignore_errors=True)
-    result = bench.run(output, method, {"kind": "host model", "seed": seed})
+    result = bench.command(output, method, {"kind": "host model", "seed": seed})
     if result.code == 3:
         assert "weights changed in host memory after they were read" in result.error_lines[0]
         assert not list(output.glob("*.safetensors"))
@@ -308,12 +272,10 @@ WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
 def two_ranks(bench: Bench, way: str, output: Path, attack: dict[str, Any] | None, victim: int = 0) -> list[Result]:
     """A job of two ranks, one of which is attacked."""
     env, more = WAYS[way]
-    each: list[dict[str, str]] = [{}, {}]
+    each = [dict(env), dict(env)]
     if attack is not None:
-        each[victim] = {"MEMORY_ATTACK": json.dumps({**attack, "log": f"{output}.attacked"})}
-    argv = [*flags(**bench.settings, output_dir=output), *more]
-    running = [bench.server.start(*argv, env=one) for one in environments(bench.root / "job" / "exit", each, **env)]
-    return [one.wait() for one in running]
+        each[victim]["MEMORY_ATTACK"] = json.dumps({**attack, "log": f"{output}.attacked"})
+    return bench.ranks(output, *more, each=each)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +290,7 @@ def test_weights_that_one_of_two_ranks_has_otherwise_are_not_used(cpu: Bench, wa
     clean, output = cpu.root / f"clean {way}", cpu.root / "one of two"
     if not clean.exists():
         for each in two_ranks(cpu, way, clean, None):
-            assert each.code == 0, each.stderr[-3000:]
+            done(each)
     shutil.rmtree(output, ignore_errors=True)
     attack: dict[str, Any] = {"kind": kind, "seed": seed}
     if kind == "misreading":
@@ -339,8 +301,7 @@ def test_weights_that_one_of_two_ranks_has_otherwise_are_not_used(cpu: Bench, wa
     codes = sorted(each.code for each in ended)
     if codes == [0, 0]:
         assert weights_of(output) == weights_of(clean)
-        covered = report_of(output)["coverage"]
-        assert covered["verified_bytes"] == covered["device_bytes"] and covered["unverified"] == []
+        assert_covered(report_of(output))
     else:
         said = "".join(each.stderr for each in ended)
         assert codes in ([3, 3], [1, 3]) and len(re.findall("^hf-rocm-tune: .*error: ", said, re.MULTILINE)) == 1, said
@@ -352,12 +313,12 @@ def test_weights_that_one_of_two_ranks_has_otherwise_are_not_used(cpu: Bench, wa
 
 @matrix(("cpu", "lora", 1), method=("lora", "qlora"))
 def test_optimizer_state_that_changes_after_its_comparison_is_read_again(bench: Bench, method: str, seed: int) -> None:
-    clean = bench.clean(method)
+    clean = bench.undisturbed(method)
     output = bench.root / "resumed"
     shutil.rmtree(output, ignore_errors=True)
     killed = {"HF_ROCM_TUNE_CRASH": "step=3,kind=kill"}
-    assert bench.run(output, method, env=killed).code < 0 and (output / "checkpoint-2").is_dir()
-    result = bench.run(output, method, {"kind": "resumed state", "seed": seed})
+    assert bench.command(output, method, env=killed).code < 0 and (output / "checkpoint-2").is_dir()
+    result = bench.command(output, method, {"kind": "resumed state", "seed": seed})
     assert Path(f"{output}.attacked").exists() and result.code == 0, result.stderr[-2000:]
     assert weights_of(output) == clean
 
@@ -365,9 +326,9 @@ def test_optimizer_state_that_changes_after_its_comparison_is_read_again(bench: 
 @matrix(("cpu", "pissa", 1), method=("pissa",))
 def test_an_initial_adapter_that_changes_on_the_host_is_not_subtracted(bench: Bench, method: str, seed: int) -> None:
     output, attack = bench.root / "pissa", {"kind": "initial adapter", "seed": seed, "step": 1 + seed % 4}
-    clean = bench.clean(method)
+    clean = bench.undisturbed(method)
     shutil.rmtree(output, ignore_errors=True)
-    result = bench.run(output, method, attack)
+    result = bench.command(output, method, attack)
     assert Path(f"{output}.attacked").exists()
     assert result.code == 0 and weights_of(output) == clean, result.stderr[-2000:]
 
@@ -390,11 +351,11 @@ def test_tensors_of_another_reading_than_the_hashed_one_are_refused(bench: Bench
     if not model.exists():
         shutil.copytree(bench.settings["model_name_or_path"], model)
         manifest.write(model, run_id="0", step=0, status="final")
-    assert bench.clean(method, model_name_or_path=model)
+    assert bench.undisturbed(method, model_name_or_path=model)
     output = bench.root / "misread"
     shutil.rmtree(output, ignore_errors=True)
     attack = {"kind": "file misread", "seed": seed, "file": str(model / "model.safetensors")}
-    result = bench.run(output, method, attack, model_name_or_path=model)
+    result = bench.command(output, method, attack, model_name_or_path=model)
     assert Path(f"{output}.attacked").exists()
     assert result.code == 3 and "was loaded from it with other bytes" in result.error_lines[0], result.stderr[-2000:]
     assert not (output / ADAPTER).exists()
