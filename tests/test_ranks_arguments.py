@@ -18,12 +18,10 @@ from hf_rocm_tune.survive.run_directory import deciding_settings
     ("asked", "found", "way"),
     [
         ("auto", None, "ddp"),
-        ("auto", "ddp", "ddp"),
         ("auto", "ddp_without_p2p", "ddp"),
         ("auto", "host", "host"),
         ("ddp", "host", "ddp"),
         ("host", "ddp", "host"),
-        ("host", None, "host"),
     ],
 )
 def test_the_user_s_word_counts_before_the_preflight_s(asked: str, found: str | None, way: str) -> None:
@@ -35,19 +33,6 @@ def test_a_process_group_of_rccl_is_refused_where_the_host_averages(monkeypatch:
     argv = ["--model_name_or_path", "none", "--dataset_name", "none", "--grad_sync", "host", "--ddp_backend", "nccl"]
     with pytest.raises(UsageError, match=r"^--ddp_backend nccl does not work with .* drop it"):
         parse(argv, accelerator=False)
-
-
-def test_the_flags_reach_the_training_arguments(tmp_path: object) -> None:
-    argv = ["--model_name_or_path", "none", "--dataset_name", "none", "--output_dir", str(tmp_path)]
-    read = parse([*argv, "--grad_sync", "host", "--grad_compression", "bf16"], accelerator=False)
-    assert (read.grad_sync.way, read.grad_sync.compression) == ("host", "bf16")
-    assert read.training.world_size == 1 and read.training.ddp_backend is None
-    for refused, said in (
-        (("--grad_sync", "host", "--grad_compression", "powersgd"), "powersgd does not go with --grad_sync host"),
-        (("--grad_sync", "rccl"), "invalid choice"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            parse([*argv, *refused], accelerator=False)
 
 
 def test_a_run_may_go_on_with_its_gradients_averaged_in_another_way_but_not_otherwise_compressed() -> None:
@@ -83,7 +68,6 @@ def decide(environ: dict[str, str], said: list[str], *, accelerator: bool = Fals
 @pytest.mark.parametrize(
     ("environ", "accelerator", "flags"),
     [
-        ({}, True, {"preflight": "always"}),
         (TWO | {"WORLD_SIZE": "1"}, True, {"preflight": "always"}),
         (TWO, True, {"preflight": "off"}),
         (TWO, False, {}),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.settings.names import asks_for_split
 
 # Two cards and the processor's own GPU, as the kernel's driver lists them.
@@ -66,17 +64,9 @@ def test_a_job_that_splits_nothing_and_a_users_own_filter_stay() -> None:
     ("argv", "asked"),
     [
         (["--split_layers", "18"], True),
-        (["--split-layers=auto"], True),
         (["--config", "qwen_14b_lora_split"], True),
         (["--config", "llama_1b_lora"], False),
-        (["--config", "llama_1b_lora", "--split_layers", "auto"], True),
-        ([], False),
     ],
 )
 def test_asked_by_flag_or_by_recipe(argv: list[str], asked: bool) -> None:
     assert asks_for_split(argv) == asked
-
-
-def test_a_recipe_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not exist"):
-        asks_for_split(["--config", str(tmp_path / "no.yaml")])

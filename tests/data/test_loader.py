@@ -286,13 +286,6 @@ def test_harmed_batches_arrive_right(prepare: Prepare, dispatch: bool, kind: str
         assert counts["mismatches"] == counts["recovered"] > 0
 
 
-def test_the_dispatchers_of_others_are_not_touched(prepare: Prepare, mover: Mover) -> None:
-    verify_loader(prepare(Rows(4), dispatch=True), Prefetch(mover))
-    before = mover.report.to_dict()["batches"]["tensors"]
-    assert len(seen(prepare(Rows(4), dispatch=True))) == 3
-    assert mover.report.to_dict()["batches"]["tensors"] == before
-
-
 def test_dispatching_to_several_processes_is_refused(
     prepare: Prepare, mover: Mover, monkeypatch: pytest.MonkeyPatch
 ) -> None:

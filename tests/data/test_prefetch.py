@@ -116,14 +116,6 @@ def test_a_window_holds_no_batch_that_it_has_handed_out(mover: CountingMover) ->
     assert [one() for one in seen[:-1]] == [None] * 3 and len(window) == 4
 
 
-def test_batches_that_are_dropped_unused_take_no_room(mover: CountingMover) -> None:
-    prefetch = Prefetch(mover, 1)
-    batches = iter(prepared(prefetch, 8))
-    for _ in range(3):
-        next(batches)  # a resumed run may skip like this
-    assert mover.is_pending(next(batches))
-
-
 def test_a_loop_left_early_leaves_nothing_behind_for_the_next(mover: CountingMover) -> None:
     prefetch = Prefetch(mover, 1)
     for window in windows(prepared(prefetch, 9), prefetch, 2):

@@ -91,21 +91,6 @@ def test_the_same_recipe_gives_the_same_bytes(made: assets.Assets, tmp_path: Pat
         assert (again.model.parent / name).read_bytes() == (made.model.parent / name).read_bytes(), name
 
 
-@pytest.mark.long
-def test_finished_assets_are_used_again_and_another_recipe_replaces_them(tmp_path: Path) -> None:
-    folder = tmp_path / "assets"
-    bare = assets.BaseRecipe(hidden=64, layers=1, steps=1)
-    weights = assets.prepare(folder, recipe=bare).model / "model.safetensors"
-    first = weights.stat().st_mtime_ns
-    said: list[str] = []
-    assets.prepare(folder, recipe=bare, say=said.append)
-    assert weights.stat().st_mtime_ns == first
-    assert said == [f"assets: found in {folder}"]
-    assets.prepare(folder, recipe=assets.BaseRecipe(hidden=64, layers=1, steps=1, seed=1))
-    assert weights.stat().st_mtime_ns != first
-    assert [path.name for path in tmp_path.iterdir()] == ["assets"]
-
-
 def test_a_folder_of_someone_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "thesis.txt").write_text("years of work")
@@ -123,9 +108,3 @@ def test_a_failure_on_the_way_leaves_nothing_that_looks_finished(tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         assets.prepare(tmp_path / "assets", recipe=RECIPE, say=stop)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "assets").mkdir()
-    assert demo.main(["--output_dir", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

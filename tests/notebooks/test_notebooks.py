@@ -124,19 +124,16 @@ def test_what_is_committed_shows_results_and_no_failure(name: str, checkout: Pat
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_model_is_one_setting_in_the_first_cell(name: str, checkout: Path) -> None:
-    code = [cell.source for cell in committed(checkout, name).cells if cell.cell_type == "code"]
+def test_the_model_is_one_setting_in_the_first_cell_and_no_output_names_the_machine(
+    name: str, checkout: Path, script: ModuleType
+) -> None:
+    notebook = committed(checkout, name)
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     assert len(re.findall(r"^MODEL = \"[\w./-]+\"", code[0], re.MULTILINE)) == 1
     assert not any(re.search(r"^MODEL\s*=", source, re.MULTILINE) for source in code[1:])
     imports = [line for line in code[0].splitlines() if line.startswith(("import ", "from "))]
     assert next(line for line in imports if line != "import os").startswith("import hf_rocm_tune")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_output_names_the_machine_it_was_made_on(name: str, checkout: Path, script: ModuleType) -> None:
-    notebook = committed(checkout, name)
-    found = [leak for cell in notebook.cells for text in script.texts(cell) for leak in script.leaks(text)]
-    assert not found
+    assert not [leak for cell in notebook.cells for text in script.texts(cell) for leak in script.leaks(text)]
 
 
 @pytest.mark.parametrize(
