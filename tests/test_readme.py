@@ -80,32 +80,6 @@ def test_block_runs(workplace: Path, kind: str, language: str, block: str) -> No
         shutil.rmtree(workplace / output[1])  # two commands of the README name the same directory
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page.stem, marks=[] if page.stem == "dpo" else pytest.mark.long)
-        for page in sorted((ROOT / "docs" / "trainers").glob("*.md"))
-    ],
-)
-def test_the_command_of_a_trainer_s_page_runs_on_its_data(workplace: Path, page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    command = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)[0].strip()
-    rows = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)[0].splitlines()
-    columns = json.loads(rows[0]).keys()
-    data = re.search(r"--dataset (\S+)", command)
-    assert data is not None
-    (workplace / data[1]).write_text("".join(row + "\n" for row in rows * 4 if json.loads(row).keys() == columns))
-    (workplace / "rewards.py").write_text(
-        "def short(completions, **_):\n    return [-len(c[0]['content']) for c in completions]\n"
-    )
-    command = re.sub(r"--model \S+", f"--model {MODEL}", command)
-    small = "--max_steps 1 --per_device_train_batch_size 4"
-    small += " --num_generations 4 --max_completion_length 8" if "grpo" in command else ""
-    done = execute(workplace, "bash", f"{command} {small}")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "100 % of the bytes on the device verified" in done.stdout
-
-
 def test_readme_has_every_kind_of_block() -> None:
     assert sorted(kind for kind, _, _ in BLOCKS) == ["", "", "", "dual", "fault", "python"]
 

@@ -8,8 +8,11 @@ learned.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests import tiny
+from tests.conftest import ROOT
 from tests.e2e.command import TIMEOUT, CommandServer, log_rows
 from tests.e2e.conftest import (
     ADAPTER,
@@ -27,6 +31,8 @@ from tests.e2e.conftest import (
     MakeJob,
     assert_covered,
     assert_same_run,
+    done,
+    flags,
     report_of,
     sampled,
     settings_for_trl,
@@ -200,6 +206,25 @@ def test_what_does_not_go_together_is_one_line(jobs: dict[str, Job], tmp_path: P
         result = jobs[method].run(tmp_path / name, **changed)
         assert result.code == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
         assert len(result.error_lines) == 1 and said in result.error_lines[0], result.error_lines
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "trainers").glob("*.md")), ids=lambda page: page.stem)
+def test_the_command_of_a_trainer_s_page_runs_on_its_data(
+    page: Path, server: CommandServer, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    command, rows = re.findall(r"```(?:bash|json)\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)[:2]
+    program, verb, *words = shlex.split(command)
+    lines, data = rows.splitlines(), words[words.index("--dataset") + 1]
+    columns = json.loads(lines[0]).keys()
+    (tmp_path / data).write_text("".join(row + "\n" for row in lines * 4 if json.loads(row).keys() == columns))
+    (tmp_path / "rewards.py").write_text(
+        "def short(completions, **_):\n    return [-len(c[0]['content']) for c in completions]\n"
+    )
+    words[words.index("--model") + 1] = str(model_of("llama3"))
+    words += flags(max_steps=1, per_device_train_batch_size=4)
+    words += flags(num_generations=4, max_completion_length=8) if verb == "grpo" else []
+    result = done(server.run(*words, env={"METHOD": verb}, cwd=tmp_path))
+    assert program == "hf-rocm-tune" and "100 % of the bytes on the device verified" in result.stdout
 
 
 # ---- something is learned -------------------------------------------------------------------------------------
