@@ -54,7 +54,7 @@ class Way:
 
     name: ClassVar[str] = "one"  # in reports
     flag: ClassVar[str] = ""  # how the user asked for it, in messages
-    # flags that do not work with it, as `settings.compatibility.uses` reads them, and what to do instead
+    # flags that do not work with it, as `job.refusals.uses` reads them, and what to do instead
     excludes: ClassVar[Mapping[str, str]] = {}
     shares_rows: ClassVar[bool] = False  # all ranks compute with the same rows
     on_host: ClassVar[bool] = False  # the model stays on the host until `place`

@@ -1,4 +1,8 @@
-"""Before a model is loaded: adapters, GRPO's reward functions, and how several ranks average gradients."""
+"""What a job refuses before its model is loaded: one table of settings that exclude each other, with the reason; some
+adapters and reward functions; and, by the preflight, ways to average gradients.
+
+A way over cards names what it excludes in its own file (`cards.way.Way.excludes`), in the same words.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import importlib
 import inspect
 import os
 import runpy
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +19,142 @@ from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.cards.way import is_on
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
-from hf_rocm_tune.settings.arguments import RanksArguments
+from hf_rocm_tune.models.experts import has_experts
+from hf_rocm_tune.models.quantised import has_mxfp4
+from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
+from hf_rocm_tune.settings.names import VERBS
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.adapter import Adapter
+
+
+def _saves_between_generations(job: Arguments) -> bool:
+    training: Any = job.training
+    block = training.steps_per_generation * training.num_iterations
+    micro_batches = training.save_steps * training.gradient_accumulation_steps
+    return training.save_strategy == "steps" and training.save_steps >= 1 and bool(micro_batches % block)
+
+
+_CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+_BETWEEN_GENERATIONS = "a checkpoint between two generations"
+_REFERENCE = "--use_peft false with --beta and --model_revision"
+_VLLM = "--use_vllm without --consent_unverified"
+USES: Mapping[str, Callable[[Arguments], object]] = {
+    "several processes": lambda job: job.training.world_size > 1,
+    "FSDP": lambda job: job.training.fsdp or is_on("ACCELERATE_USE_FSDP"),
+    "DeepSpeed": lambda job: job.training.deepspeed or is_on("ACCELERATE_USE_DEEPSPEED"),
+    "FSDP2 or --tensor_parallel": lambda job: job.way().on_host,
+    "--init_lora_weights": lambda job: job.tune.rewrites_base,
+    "the CPU": lambda job: job.training.device.type == "cpu",
+    "its `offload`": lambda job: (job.training.activation_checkpointing_kwargs or {}).get("offload"),
+    "--activation_checkpointing_kwargs": lambda job: {*_CHECKPOINTING} & job.given,
+    "--packing_strategy wrapped": lambda job: (
+        getattr(job.training, "packing", False) and job.training.packing_strategy == "wrapped"
+    ),
+    _BETWEEN_GENERATIONS: _saves_between_generations,
+    _VLLM: lambda job: getattr(job.training, "use_vllm", False) and not job.tune.consent_unverified,
+    _REFERENCE: lambda job: job.training.beta and not job.model.use_peft and job.model.model_revision != "main",
+}
+"""Whether a job uses what is more than the value of a flag."""
+
+
+def uses(job: Arguments, what: str) -> bool:
+    """Whether a job uses a setting: one of `USES`, a flag that is on, or ``--flag value``."""
+    if what in USES:
+        return bool(USES[what](job))
+    name, _, value = what.removeprefix("--").partition(" ")
+    parts = (job.tune, job.ranks, job.model, job.training)
+    found = next((getattr(part, name) for part in parts if hasattr(part, name)), None)
+    if value:
+        return str(getattr(found, "value", found)).lower() == value
+    return bool(found) and found not in ("off", "none")
+
+
+_LOST = "the saved adapter would lack it"
+_LORA = "it is for LoRA"
+_OTHER_METHODS = {
+    **dict.fromkeys(("FSDP", "DeepSpeed"), "it was never tried; use --accelerate_config dual_rx7900xt"),
+    **dict.fromkeys(("--split_layers", "--tensor_parallel"), "it was never tried; leave it out"),
+    **dict.fromkeys(("--mask_thinking", "--one_pass_loss"), "it is for supervised fine-tuning"),
+    "--precompute_ref_log_probs": "its batches are moved unverified",
+    _VLLM: "what it loads and answers is not verified",
+    "--use_transformers_continuous_batching": "it casts the model in place",
+    "--sync_ref_model": "no checkpoint has the moved reference model",
+}
+_UNPACKED = "vLLM takes weights with the adapter merged, which quantised ones cannot be"
+PACKED = "a mixture whose experts are in 4 bit"
+EXCLUDES: Mapping[str, Mapping[str, str]] = {
+    "--auto_fit": {
+        **dict.fromkeys(("FSDP", "DeepSpeed"), "it plans for cards that each hold the whole model"),
+        "--auto_find_batch_size": "both choose the micro-batch",
+    },
+    "--auto_fit off": dict.fromkeys(("--effective_batch", "--auto_fit_gib"), "it works only with --auto_fit plan"),
+    "--init_lora_weights": {
+        **dict.fromkeys(("--use_dora", "--lora_modules_to_save", "--lora_target_parameters"), _LOST),
+        **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "it needs full-precision weights"),
+    },
+    "--use_peft false": {
+        **dict.fromkeys(("--init_lora_weights", "--adapter_name_or_path", "--loraplus_lr_ratio"), _LORA),
+        **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "quantised weights are not trained, LoRA on them is"),
+    },
+    "--activation_offloading": {"the CPU": "it moves activations from a card to the host"},
+    "--activation_checkpointing_kwargs": {"its `offload`": "it is not listed as unverified"},
+    "--mask_thinking": {"--packing_strategy wrapped": "it cuts examples"},
+    "--one_pass_loss": {"--torch_compile": "it was never tried"},
+    "--recompute_layers": {
+        "--activation_checkpointing false": "it recomputes nothing",
+        "--activation_checkpointing_kwargs": "they apply to all layers",
+        "--torch_compile": "it was never tried",
+    },
+    "--sample_every": dict.fromkeys(
+        ("FSDP", "DeepSpeed", "--split_layers", "--tensor_parallel"),
+        "no process can answer alone there; use `hf-rocm-tune generate` on a checkpoint",
+    ),
+    "--save_on_each_node": {"several processes": "it splits checkpoints over the machines; share output_dir instead"},
+    "--stream_weights": {
+        "--use_peft false": "what is streamed cannot be trained",
+        "--init_lora_weights": "it rewrites the weights",
+        "--use_dora": "its magnitudes are computed from all weights at the start",
+        **dict.fromkeys(("FSDP", "DeepSpeed"), "each card streams the whole model"),
+        "--tensor_parallel": "it was never tried",
+        "--pipeline auto": "a layer's weights would have to stay for several micro-batches",
+        "--torch_compile": "compiled layers do not wait for their weights",
+    },
+    "--use_vllm": dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), _UNPACKED),
+    PACKED: {
+        "--use_peft false": "packed weights cannot be trained; adapters can",
+        "--use_vllm": _UNPACKED,
+        "FSDP2 or --tensor_parallel": "packed experts cannot be cut; use --split_layers auto",
+        "--torch_compile": "it was never tried",
+    },
+    **{verb: _OTHER_METHODS for verb in VERBS if verb != "sft"},
+    "grpo": {
+        **_OTHER_METHODS,
+        _BETWEEN_GENERATIONS: "whose answers it would lack: --save_steps times --gradient_accumulation_steps must be a "
+        "multiple of --steps_per_generation times --num_iterations",
+        _REFERENCE: "TRL loads the reference model without the revision",
+    },
+    "reward": {
+        **_OTHER_METHODS,
+        "--sample_every": "a reward model gives no text",
+        "--init_lora_weights": "the saved adapter would lack the reward head",
+    },
+}
+"""For each setting or training method: what it does not go with, and why."""
+
+
+def check(job: Arguments, config: Any) -> None:
+    """Refuse settings that exclude each other or this model's ``config``, and what the way over cards excludes."""
+    packed = has_mxfp4(config) or (job.model.load_in_4bit and has_experts(config))
+    for what, excluded in EXCLUDES.items():
+        applies = packed if what == PACKED else what == job.method or (what.startswith("--") and uses(job, what))
+        if applies and (found := [f"{flag} ({why})" for flag, why in excluded.items() if uses(job, flag)]):
+            raise UsageError(f"{what} does not work with {'; nor with '.join(found)}")
+    way = job.way()
+    way.refuse(job.training, job.model, {flag: uses(job, flag) for flag in way.excludes}, os.environ)
+
+
+# ---- adapters and rewards -------------------------------------------------------------------------------------------
 
 
 def check_adapter(method: str, adapter: Adapter | None) -> None:

@@ -35,7 +35,7 @@ from hf_rocm_tune.data.summary import DataSummary, lengths_of, of_trained
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
-from hf_rocm_tune.job.refusals import check_adapter, check_rewards, decide, reward_functions
+from hf_rocm_tune.job.refusals import check, check_adapter, check_rewards, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, target_names
 from hf_rocm_tune.models.factory import (
@@ -53,7 +53,7 @@ from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.settings import arguments as command_line
-from hf_rocm_tune.settings import compatibility, names
+from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.survive.heartbeat import tell_begun
 from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
@@ -294,7 +294,7 @@ def _prepare(
     """Everything that can be checked without loading the model."""
     training, tune, say = arguments.training, arguments.tune, announce.say
     source, config = _source(arguments)
-    compatibility.check(arguments, config)
+    check(arguments, config)
     check_recomputation(arguments, source)
     adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
     check_adapter(arguments.method, adapter)

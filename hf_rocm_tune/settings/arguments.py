@@ -34,7 +34,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models import recompute, streamed
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
-from hf_rocm_tune.settings import early, names
+from hf_rocm_tune.settings import names
 from hf_rocm_tune.train import stall
 
 if TYPE_CHECKING:
@@ -511,7 +511,7 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
-    faults = early.out_of_range(given)
+    faults = names.out_of_range(given)
     if not given.get("model_name_or_path"):
         faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
     if not given.get("dataset_name") and not given.get("datasets"):
