@@ -261,7 +261,9 @@ def compare(card: CardMemory, setup: tuple[Any, ...]) -> dict[str, Any]:
     reason = REASONS.get((source, model), REASONS[source, method])
     row |= {"recomputed": bool(request.checkpointing), "moment": found.moment, "reason": reason}
     row |= {"published_gb": round(gigabytes, 2), "planned_gb": round(planned, 2)}
-    row |= {"memory_ratio": round(planned / gigabytes, 2), "whole_logits_gb": round(plan.full_logits / 1e9, 2)}
+    # logits in their dtype, as float32, and their gradient as float32
+    logits = found.case.micro_batch * found.case.length * plan.sample.vocabulary * (10 if request.autocast else 12)
+    row |= {"memory_ratio": round(planned / gigabytes, 2), "whole_logits_gb": round(logits / 1e9, 2)}
     if tokens:
         speed = found.tokens_per_second
         row |= {"published_tokens_s": tokens, "planned_tokens_s": round(speed), "speed_ratio": round(speed / tokens, 2)}

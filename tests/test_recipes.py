@@ -6,7 +6,7 @@ Whether they train is shown in ``tests/e2e/test_recipes.py``.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,18 @@ def test_what_ships_is_valid_and_says_what_a_reader_needs(name: str) -> None:
     assert job.tune.verify == "full"
 
 
-def test_batch_and_memory_of_recipes_are_what_the_planner_says_today(checkout: Path) -> None:
+#: One of each way to plan a recipe; with `make test-long` all of them.
+PLANNED = ("gpt_oss_20b_lora", "qwen_14b_lora_split", "qwen_32b_qlora_streamed", "qwen_8b_dpo_qlora")
+
+
+@pytest.mark.parametrize("names", [PLANNED, pytest.param(NAMES, marks=pytest.mark.long)], ids=["sample", "all"])
+def test_batch_and_memory_of_recipes_are_what_the_planner_says_today(names: Sequence[str], checkout: Path) -> None:
     spec = importlib.util.spec_from_file_location("recipe_memory", checkout / "scripts/recipe_memory.py")
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     card = script.card_memory(name="rx7900xt", desktop_gib=script.DESKTOP_GIB)
-    told = {name: recipes.path(name).read_text() for name in NAMES}
+    told = {name: recipes.path(name).read_text() for name in names}
     today = {name: script.updated(text, *script.planned(name, card)) for name, text in told.items()}
     assert told == today, "run scripts/recipe_memory.py"
 

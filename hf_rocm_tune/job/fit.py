@@ -26,10 +26,8 @@ from hf_rocm_tune.plan import (
     GIB,
     TRAINERS,
     CardMemory,
-    Plan,
     advice,
     card_memory,
-    cpu_rates,
     describe,
     even_counts,
     from_training,
@@ -41,7 +39,6 @@ from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, triton_refusal
 
 Say = Callable[..., None]
-_LOGICAL_CARDS = 2
 
 
 # ---- --auto_fit -----------------------------------------------------------------------------------------------------
@@ -99,19 +96,16 @@ class Choice:
     predicted_bytes: int  # the allocator's peak by the plan
 
     @classmethod
-    def from_record(cls, values: Mapping[str, Any], wanted: Demand) -> Choice:
+    def from_record(cls, values: Mapping[str, Any]) -> Choice:
         """The choice in ``run.json``."""
         try:
-            mix = values.get("recompute")
-            choice = cls(**{**values, "recompute": None if mix is None else (int(mix[0]), int(mix[1]))})
-            if choice.micro_batch * choice.accumulation != wanted.each:
-                raise ValueError(f"{choice.micro_batch} x {choice.accumulation} is not {wanted.each}")
-        except (IndexError, TypeError, ValueError) as error:
+            mix = values["recompute"]
+            return cls(**{**values, "recompute": mix and tuple(mix)})
+        except (KeyError, TypeError) as error:
             raise UsageError(
                 f"run.json holds a choice of --auto_fit that cannot be used ({error}): choose another --output_dir, or "
                 "give --overwrite_output_dir"
             ) from error
-        return choice
 
 
 def before_loading(
@@ -135,7 +129,7 @@ def before_loading(
         return None
     wanted = demand(arguments)
     if recorded is not None:
-        choice = Choice.from_record(recorded, wanted)
+        choice = Choice.from_record(recorded)
         say(f"auto-fit: {describe(choice)}, as this run began (run.json)")
     else:
         budget = _budget(training.device, tune.auto_fit_gib, libraries)
@@ -146,8 +140,8 @@ def before_loading(
             training.gradient_accumulation_steps = wanted.each // micro_batch
             say("auto-fit: there is no card, so nothing is chosen; --auto_fit_gib N plans for N GiB")
             return None
-        choice, considered = on_main_process(lambda: _planned(arguments, wanted, budget))
-        say(*_why(choice, considered, wanted, arguments))
+        choice = on_main_process(lambda: _planned(arguments, wanted, budget))
+        say(*_why(choice, wanted, arguments))
     training.per_device_train_batch_size = choice.micro_batch
     training.gradient_accumulation_steps = choice.accumulation
     training.activation_checkpointing = training.gradient_checkpointing = choice.checkpointing
@@ -156,13 +150,12 @@ def before_loading(
     return choice
 
 
-def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--auto_fit plan") -> tuple[Choice, int]:
-    """The plan's choice, on the main process, and the number of cases that were considered."""
+def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--auto_fit plan") -> Choice:
+    """The plan's choice."""
     # the budget is free memory, without that of other programs and the context
-    card = replace(card_memory(), name="this card", usable=budget, desktop=0, desktop_source="read", context=0)
+    memory = psutil.virtual_memory().total
+    card = replace(card_memory(), name="this card", usable=budget, desktop=0, context=0, host=memory)
     training = arguments.training
-    rates = cpu_rates(torch.get_num_threads()) if training.device.type == "cpu" else card.rates
-    card = replace(card, host=psutil.virtual_memory().total, rates=rates)
     platform, evaluates = _platform(training.device), training.eval_strategy != "no"
     given = evaluates and "per_device_eval_batch_size" in arguments.given
     request = replace(
@@ -175,7 +168,7 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
         evaluates=evaluates,
         eval_batch=training.per_device_eval_batch_size if given else None,
     )
-    plan: Plan = plan_for(request, card=card)
+    plan = plan_for(request, card=card)
     found = plan.nearest
     if plan.choice is None:
         raise OutOfMemoryError(
@@ -184,13 +177,12 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
         )
     names = ("micro_batch", "accumulation", "checkpointing", "recompute", "eval_batch", "streamed")
     case = {name: getattr(found.case, name) for name in names}
-    return Choice(**case, budget_bytes=budget, predicted_bytes=int(found.allocated)), len(plan.grid)
+    return Choice(**case, budget_bytes=budget, predicted_bytes=int(found.allocated))
 
 
-def _why(choice: Choice, considered: int, wanted: Demand, arguments: Arguments) -> list[str]:
+def _why(choice: Choice, wanted: Demand, arguments: Arguments) -> list[str]:
     lines = [
-        f"auto-fit: {describe(choice)} for {wanted.effective_batch} sequences a step: the fastest by estimate that "
-        f"fits, of {considered}",
+        f"auto-fit: {describe(choice)} for {wanted.effective_batch} sequences a step, fastest by estimate",
         f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB of {_gib(choice.budget_bytes)} GiB available",
     ]
     flags = ("torch_compile", "use_liger_kernel", "activation_offloading")
@@ -200,12 +192,6 @@ def _why(choice: Choice, considered: int, wanted: Demand, arguments: Arguments) 
         lines.append("auto-fit: --one_pass_loss true: losses equal TRL's to rounding (with a head that is not trained)")
     elif arguments.tune.one_pass_loss is None and arguments.method == "sft" and not arguments.training.torch_compile:
         lines.append("auto-fit: TRL's own loss: its fused head is not one that --one_pass_loss knows")
-    kept = [f"micro-batch {wanted.micro_batch}"] if wanted.micro_batch is not None else []
-    if wanted.checkpointing is not None:
-        on = "on" if wanted.checkpointing else "off"
-        kept.append(f"activation checkpointing {arguments.tune.recompute_layers or on}")
-    if kept:
-        lines.append(f"auto-fit: kept as given: {' and '.join(kept)}")
     return lines
 
 
@@ -266,7 +252,7 @@ def streamed_layers(
         size, on = training.per_device_train_batch_size, bool(training.activation_checkpointing)
         each = size * training.gradient_accumulation_steps
         wanted = Demand(each, each * training.world_size, size, on)
-        planned, _ = on_main_process(lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto"))
+        planned = on_main_process(lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto"))
         count = planned.streamed
         say(f"predicted peak {_gib(planned.predicted_bytes)} GiB of {_gib(budget)} GiB available")
     fits = f"{streamed.FLAG} auto: everything fits, nothing is streamed"
@@ -284,10 +270,9 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
     faults = FaultSpec.from_environment()
     if text is None:
         return Mover(training.device, settings=settings, faults=faults)
-    given = parse(text)
     config = read_config(source)
     stack, layers = stack_of(config, trust_remote_code=source.trust_remote_code)
-    wanted = counts_for(given, layers) if given else None
+    wanted = counts_for(given, layers) if (given := parse(text)) else None
     devices = _devices(training.device, len(wanted) if wanted else None, layers)
     training._n_gpu = 1  # with several cards visible transformers would count a batch for each of them
     counts = _planned_counts(arguments, config, devices, wanted, layers, say)
@@ -295,9 +280,9 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
 
 
 def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch.device]:
-    """The cards to use, the trainer's first; logical ones on a CPU."""
+    """The cards to use, the trainer's first; two logical ones on a CPU."""
     on_cards = first.type == "cuda"
-    seen = torch.cuda.device_count() if on_cards else wanted or _LOGICAL_CARDS
+    seen = torch.cuda.device_count() if on_cards else wanted or 2
     cards = wanted or seen
     if cards < 2 or cards > seen:
         raise UsageError(
@@ -318,7 +303,7 @@ def _planned_counts(
     say: Say,
 ) -> tuple[int, ...]:
     """The number of layers on each card; prints the planned memory of each."""
-    cards = [memory_of(device) for device in devices]
+    cards = [_memory_of(device) for device in devices]
     logical = devices[0].type != "cuda"
     try:
         request = replace(
@@ -332,12 +317,11 @@ def _planned_counts(
         whole = plan_for(request, card=cards[0], config=config)
         plan = split_plan(whole, cards=cards, counts=wanted, flights=flights)
     except UsageError as error:
-        counts = wanted or even_counts(layers, [card.free for card in cards])
+        counts = wanted or even_counts(layers, len(cards))
         say(f"split: {_shared(counts)}; the memory of each card could not be planned ({error})")
         return counts
-    how = "as given" if wanted else "balanced by memory"
     where = f"{len(devices)} logical cards on the CPU" if logical else f"{len(devices)} cards"
-    say(f"split: {_shared(plan.counts)} on {where}, {how}; transfers between them go through the host, verified")
+    say(f"split: {_shared(plan.counts)} on {where}; transfers between them go through the host, verified")
     if (flights := plan.estimates[0].case.flights) > 1:
         say(f"split: planned with the activations of {flights} micro-batches in flight")
     say(*(f"split: planned {line}" for line in plan.lines()))
@@ -346,13 +330,12 @@ def _planned_counts(
     return plan.counts
 
 
-def memory_of(device: torch.device) -> CardMemory:
+def _memory_of(device: torch.device) -> CardMemory:
     """The memory of a card as it is now; a logical one is planned as an RX 7900 XT."""
     if device.type != "cuda":
         return card_memory(name="rx7900xt")
     free, total = torch.cuda.mem_get_info(device)
-    name, others = torch.cuda.get_device_name(device), max(0, total - free - CONTEXT_BYTES)
-    return CardMemory(name=name, usable=total, desktop=others, desktop_source="read")
+    return CardMemory(name="this card", usable=total, desktop=max(0, total - free - CONTEXT_BYTES))
 
 
 def _shared(counts: Sequence[int]) -> str:

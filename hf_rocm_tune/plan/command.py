@@ -7,7 +7,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
     METHODS,
     PUBLIC_MODELS,
+    SAME,
     PlanRequest,
     as_targets,
     card_memory,
@@ -32,6 +33,7 @@ from hf_rocm_tune.plan.ways import THROUGH_HOST, advice, best_of, sentence, ways
 
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
+_OF_WAYS = ("name", "crossing", "flags")
 ReadRows = Callable[[Sequence[str], Any], tuple[list[int], dict[str, Any]]]
 
 
@@ -63,51 +65,38 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
             table = {"schema": 2, "length": request.length, "card": card.name, "largest": _largest(request, card)}
             print(json.dumps(table) if wanted.json else "\n".join(_largest_table(table)))
             return 0
-        rows = Rows([], {})
+        lengths: list[int] = []
+        summary: dict[str, Any] = {}
         if wanted.dataset_name is not None:
-            rows, request = _read(request, wanted, read_rows)
+            words = ["--model_name_or_path", request.model, "--model_revision", request.revision]
+            words += ["--dataset_name", wanted.dataset_name, "--max_length", str(request.length)]
+            words += ["--trust_remote_code"] if request.trust_remote_code else []
+            lengths, summary = read_rows(words, request.trainer)
+            longest = request.length if wanted.length is not None else min(request.length, max(2, *lengths))
+            request = replace(request, rows=request.rows or len(lengths), length=longest)
         plan = plan_for(request, card=card, within_limit=wanted.length is None)
-        rows = rows.cut(plan.request.length)
-        found = _values(plan, wanted.dataset_name or _NO_DATA, rows)
+        found = _values(plan, wanted.dataset_name or _NO_DATA, lengths, summary)
         print(json.dumps(found) if wanted.json else "\n".join(_text(found, verbose=wanted.verbose)))
         if not found["fits"]:
             raise OutOfMemoryError(f"nothing fits: {missing(plan.nearest)}; {advice(plan)}")
     return 0
 
 
-@dataclass(frozen=True)
-class Rows:
-    lengths: list[int]  # tokens of each after cutting; of a pair, of its longer half
-    summary: dict[str, Any]  # see `data.summary.DataSummary`
+def _data(lengths: Sequence[int], summary: dict[str, Any], case: Case) -> dict[str, Any]:
+    """The rows' summary, tokens that they take in random micro-batches, and the share of padding in these.
 
-    def cut(self, length: int) -> Rows:
-        longer = sum(each > length for each in self.lengths)
-        summary = self.summary | ({"limit": length, "cut": longer} if longer else {})
-        return Rows([min(each, length) for each in self.lengths], summary)
-
-    def computed(self, micro_batch: int, *, packed: bool) -> float:
-        """Tokens that all rows take in random micro-batches, each row padded to the longest beside it, or packed.
-
-        The longest of b rows is the i-th shortest of n with a probability of (i / n)^b - ((i - 1) / n)^b.
-        """
-        lengths = np.sort(np.array(self.lengths, dtype=np.float64))
-        if packed:
-            return float(lengths.sum())
-        at_most = (np.arange(len(lengths) + 1) / len(lengths)) ** micro_batch
-        return float(len(lengths) * (lengths * np.diff(at_most)).sum())
+    Each row is padded to the longest beside it, or packed. The longest of b rows is the i-th shortest of n with a
+    probability of (i / n)^b - ((i - 1) / n)^b.
+    """
+    kept = np.sort(np.minimum(np.array(lengths, dtype=np.float64), case.length))
+    at_most = (np.arange(len(kept) + 1) / len(kept)) ** case.micro_batch
+    computed = float(kept.sum() if case.packing else len(kept) * (kept * np.diff(at_most)).sum())
+    longer = sum(each > case.length for each in lengths)
+    cut = {"limit": case.length, "cut": longer} if longer else {}
+    return {**summary, **cut, "computed": computed, "padding": 1 - float(kept.sum()) / computed}
 
 
-def _read(request: PlanRequest, wanted: argparse.Namespace, read_rows: ReadRows) -> tuple[Rows, PlanRequest]:
-    """The rows, and the request for their number and, unless it is given, the length of the longest."""
-    words = ["--model_name_or_path", request.model, "--model_revision", request.revision]
-    words += ["--dataset_name", wanted.dataset_name, "--max_length", str(request.length)]
-    words += ["--trust_remote_code"] if request.trust_remote_code else []
-    rows = Rows(*read_rows(words, request.trainer))
-    length = request.length if wanted.length is not None else min(request.length, max(2, *rows.lengths))
-    return rows, replace(request, rows=request.rows or len(rows.lengths), length=length)
-
-
-def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
+def _values(plan: Plan, dataset: str, lengths: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]:
     """The plan as JSON values; memory in bytes. On several cards the fastest way that fits is the choice."""
     request, found, flags = plan.request, plan.nearest, ""
     if request.cards > 1:
@@ -115,11 +104,8 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
         best = best_of(several) or min(several, key=lambda each: each.option.total)
         evaluated = plan.with_evaluation(best.option).case.eval_batch
         found, flags = replace(best.option, case=replace(best.option.case, eval_batch=evaluated)), best.flags
-        names = ("longest", "crossing", "flags")
-        table = [
-            {"name": one.name, **_choice(one.option)} | {key: getattr(one, key) for key in names} for one in several
-        ]
-        more: dict[str, Any] = {"way": best.name, "ways": table, "card_lines": list(best.lines)}
+        more: dict[str, Any] = {"way": best.name, "card_lines": list(best.lines)}
+        more["ways"] = [{**_choice(one.option), **{k: getattr(one, k) for k in _OF_WAYS}} for one in several]
         more |= {"advice": sentence(plan, best)} if found.fits else {}
     else:
         roomy = [each for each in plan.grid if each.variant != found.variant and each.fits and not each.tight]
@@ -128,10 +114,7 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
         others = [*fast.values(), *([calm] if calm.spare > found.spare + GIB / 2 else [])]
         more = {"longest": {method: plan.longest(method) for method in plan.recordings}}
         more |= {"others": [_choice(each) for each in others if found.fits]}
-    data = None  # of the rows: their summary, and the share of padding in what is computed
-    if rows.lengths:
-        computed = rows.computed(found.case.micro_batch, packed=found.case.packing)
-        data = {**rows.summary, "computed": computed, "padding": 1 - sum(rows.lengths) / computed}
+    data = _data(lengths, summary, found.case) if lengths else None
     variant = plan.variants[found.variant]
     parts = host(variant, found.case, workers=request.workers)
     return {
@@ -147,8 +130,7 @@ def _values(plan: Plan, dataset: str, rows: Rows) -> dict[str, Any]:
         "flags": flags,
         "command": command(request, found, dataset, flags) if found.fits else None,
         "data": data,
-        "speed": _speed(plan, found, rows),
-        "full_logits": plan.full_logits,
+        "speed": _speed(plan, found, data, len(lengths)),
         "streaming": _streaming(plan, found),
         "host": {"parts": parts, "total": sum(parts.values())},
         "grid": [_choice(each) for each in plan.grid],
@@ -164,7 +146,7 @@ def _choice(option: Estimate) -> dict[str, Any]:
     return found | {"estimated_tokens_per_second": option.tokens_per_second}
 
 
-def _speed(plan: Plan, found: Estimate, rows: Rows) -> dict[str, Any] | None:
+def _speed(plan: Plan, found: Estimate, data: dict[str, Any] | None, read: int) -> dict[str, Any] | None:
     """Tokens a second and hours for the rows, with bounds; None if this card's rates are not known."""
     rates, request = plan.card.rates, plan.request
     if not rates.known:
@@ -172,19 +154,13 @@ def _speed(plan: Plan, found: Estimate, rows: Rows) -> dict[str, Any] | None:
     least, most = (share * found.tokens_per_second for share in (rates.least, rates.most))
     count = request.rows or 1000
     tokens, assumed = float(count * request.length), f"assumed: {request.length:,} tokens each"
-    if rows.lengths:
-        tokens = rows.computed(found.case.micro_batch, packed=found.case.packing) * count / len(rows.lengths)
-        assumed = "as read" if count == len(rows.lengths) else "assumed: as long as those of the dataset"
+    if data:
+        tokens = data["computed"] * count / read
+        assumed = "as read" if count == read else "assumed: as long as those of the dataset"
     tokens *= 2 if request.trainer == "dpo" else 1
-    return {
-        "tokens_per_second": found.tokens_per_second,
-        "least": least,
-        "most": most,
-        "rows": count,
-        "assumed": assumed,
-        "hours": [tokens / rate / 3600 for rate in (most, least)],
-        "shares": dict(found.shares),
-    }
+    hours = [tokens / rate / 3600 for rate in (most, least)]
+    told = {"least": least, "most": most, "rows": count, "assumed": assumed, "hours": hours}
+    return {"tokens_per_second": found.tokens_per_second, **told, "shares": dict(found.shares)}
 
 
 def _streaming(plan: Plan, found: Estimate) -> dict[str, Any] | None:
@@ -193,18 +169,12 @@ def _streaming(plan: Plan, found: Estimate) -> dict[str, Any] | None:
         return None
     case = found.case
     seconds = case.cards * case.micro_batch * case.length * case.accumulation / found.tokens_per_second
-    waiting = found.shares["waiting for streamed weights"] * seconds
-    layers = plan.variants[found.variant].weights.streamed(case.streamed)
     return {
         "layers": case.streamed,
-        "of": plan.layers,
-        "host_bytes": sum(sum(each.values()) for each in layers),
+        "host_bytes": sum(plan.variants[found.variant].weights.streamed(case.streamed)),
         "bytes_a_step": found.visiting,
-        "link": plan.card.link,
-        "link_source": plan.card.link_source,
         "link_seconds": found.visiting / plan.card.link,
-        "compute_seconds": seconds - waiting,
-        "host": plan.card.host,
+        "compute_seconds": seconds * (1 - found.shares["waiting for streamed weights"]),
     }
 
 
@@ -237,21 +207,18 @@ def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
     of = f"{_gib(found['total'])} of {_gib(card['usable'])} GiB"
     verdict = f"FITS: {of}{' (tight)' if found['tight'] else ''}"
     if not found["fits"]:
-        short = found["choice"]["host_missing"]
+        short = choice["host_missing"]
         lacks = f"{_gib(short)} GiB of host memory" if short else f"{_gib(-found['spare'])} GiB"
         verdict = f"DOES NOT FIT: {lacks} missing ({of})"
     name = found["model"] or found["architecture"]
-    count = found["parameters"]
-    size = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
-    yield f"{verdict}: {name}, {size} parameters, on {card['name']}"
+    yield f"{verdict}: {name}, {found['parameters'] / 1e9:.3g} billion parameters, on {card['name']}"
     case = f"{choice['method']}, {_case(choice)}, effective batch {request['effective_batch']}"
-    if request["trainer"] != "sft":
-        case = f"{request['trainer']}, {case}"
-    if not found["fits"]:
-        yield f"nearest: {case}"
-    else:
+    case = case if request["trainer"] == "sft" else f"{request['trainer']}, {case}"
+    if found["fits"]:
         yield from ("", f"  {found['command']}", "", case)
         yield from _fitting_lines(found)
+    else:
+        yield f"nearest: {case}"
     yield (
         f"of this, other programs {_gib(card['desktop'])} GiB ({card['desktop_source']}), the runtime "
         f"{_gib(card['context'])} (assumed); -v lists all parts"
@@ -274,16 +241,15 @@ def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
             f"{data['p95']:,}, longest {data['longest']:,}){cut}; {padding}"
         )
     if told := found["streaming"]:
-        of = f" of {_gib(told['host'])}" if told["host"] else ""
+        card = found["card"]
+        of = f" of {_gib(card['host'])}" if card["host"] else ""
         yield (
-            f"streams {told['layers']} of {told['of']} layers: {_gib(told['host_bytes'])} GiB of host memory{of}; "
-            f"{told['bytes_a_step'] / 1e9:,.0f} GB a step, {told['link_seconds']:,.1f} s at {told['link'] / 1e9:.3g} "
-            f"GB/s ({told['link_source']}) beside {told['compute_seconds']:,.1f} s of computing"
+            f"streams {told['layers']} of {found['layers']} layers: {_gib(told['host_bytes'])} GiB of host memory{of}; "
+            f"{told['bytes_a_step'] / 1e9:,.0f} GB a step, {told['link_seconds']:,.1f} s at {card['link'] / 1e9:.3g} "
+            f"GB/s ({card['link_source']}) beside {told['compute_seconds']:,.1f} s of computing"
         )
     if choice["eval_batch"]:
-        evaluation = choice["moments"].get("evaluation")
-        peak = f", {_gib(evaluation)} GiB at its peak" if evaluation else ""
-        yield f"evaluation: {choice['eval_batch']} rows at a time{peak}"
+        yield f"evaluation: {choice['eval_batch']} rows at a time"
     if speed:
         low, high = speed["hours"]
         unit, each = ("hours", 1) if high > 0.2 else ("minutes", 60) if high > 1 / 60 else ("seconds", 3600)
@@ -295,15 +261,12 @@ def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"no speed: no measured rate of {found['card']['name']} is known"
     if "advice" in found:
         yield found["advice"]
-
-    def line(other: dict[str, Any]) -> str:
+    others = [(other, other["method"], "") for other in found.get("others", ())]
+    ways = [each for each in found.get("ways", ()) if each["fits"] and each["name"] != found["way"]]
+    others += [(each, f"{each['name']}, {each['method']}", f" ({each['flags']})") for each in ways]
+    for other, name, flags in others:
         ratio = other["estimated_tokens_per_second"] / choice["estimated_tokens_per_second"]
-        return f"{_gib(other['total'])} GiB, {ratio:.2f} of the speed: {other['method']}, {_case(other)}"
-
-    yield from (f"also fits: {line(other)}" for other in found.get("others", ()))
-    for way in found.get("ways", ()):
-        if way["fits"] and way["name"] != found["way"]:
-            yield f"also fits: {way['name']}, {line(way)} ({way['flags']})"
+        yield f"also fits: {_gib(other['total'])} GiB, {ratio:.2f} of the speed: {name}, {_case(other)}{flags}"
     if longest := ", ".join(f"{method} {most:,}" for method, most in found.get("longest", {}).items() if most):
         yield f"longest sequence, one row at a time, recomputed: {longest} tokens"
 
@@ -325,31 +288,23 @@ def _details(found: dict[str, Any]) -> Iterator[str]:
     choice, card = found["choice"], found["card"]
     sources = {"allocator slack": "assumed", "context": "assumed", "desktop": card["desktop_source"]}
     sources["working memory"] = f"counted: {choice['moment']}"
-    parts = [(name, nbytes, sources.get(name, "counted")) for name, nbytes in choice["parts"].items() if nbytes > 5e6]
-    parts.append(("total", choice["total"], f"of {_gib(card['usable'])}"))
-    yield from _table(["part", "GiB", "source"], [[name, f"{size / GIB:.2f}", source] for name, size, source in parts])
+    for name, nbytes in choice["parts"].items():
+        if nbytes > 5e6:
+            yield f"  {name:<30}{nbytes / GIB:>6.2f} GiB  {sources.get(name, 'counted')}"
     levels = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in choice["moments"].items())
-    yield from ("", f"peak allocation by phase: {levels}")
-    yield f"TRL's fused loss is assumed; full logits would take {_gib(found['full_logits'])} GiB more at the loss"
+    yield f"peak allocation by phase: {levels}"
     hosts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in found["host"]["parts"].items())
     yield f"host memory: {_gib(found['host']['total'])} GiB, mostly assumed ({hosts})"
     if "ways" in found:
         yield f"assumed: {LINK / 1e9:.0f} GB/s between cards, {THROUGH_HOST / 1e9:.0f} through the host"
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(len(row[at]) for row in [heads, *rows]) for at in range(len(heads))]
-    for row in ([], heads, *rows):
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip()
-
-
 def _largest_table(found: dict[str, Any]) -> Iterator[str]:
     yield f"largest known models that fit {found['card']}, one sequence of {found['length']:,} tokens, recomputed"
-    rows = []
     for row in found["largest"]:
-        speed = "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}"
-        rows.append([row["method"], row["model"], _gib(row["total"]), str(row["longest"] or "-"), speed])
-    yield from _table(["method", "model", "GiB", "longest", "tokens/s (estimated)"], rows)
+        speed = "" if row["tokens_per_second"] is None else f", {row['tokens_per_second']:,.0f} tokens/s (estimated)"
+        longest = f", up to {row['longest']:,} tokens" if row["longest"] else ""
+        yield f"  {row['method']:<16} {row['model']:<36} {_gib(row['total'])} GiB{longest}{speed}"
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------
@@ -394,11 +349,8 @@ def command(request: PlanRequest, option: Estimate, dataset: str = _NO_DATA, fla
 
 
 def _settings(request: PlanRequest, method: str, case: Case) -> dict[str, Any]:
-    targets = [request.targets] if isinstance(request.targets, str) else [*request.targets]
-    found = {
-        "model_name_or_path": request.model,
-        "model_revision": request.revision,
-        "trust_remote_code": request.trust_remote_code,
+    same = {flag: getattr(request, name) for name, flag in SAME.items()}
+    found = same | {
         "max_length": case.length,
         "packing": case.packing if request.trainer == "sft" else None,
         "one_pass_loss": request.one_pass_loss or None,
@@ -412,12 +364,13 @@ def _settings(request: PlanRequest, method: str, case: Case) -> dict[str, Any]:
         "load_in_4bit": method == "qlora",
         "use_bnb_nested_quant": request.nested if method == "qlora" else None,
         "dtype": request.dtype_of(method),
-        "bf16": request.autocast,
-        "optim": request.optim,
         "attn_implementation": None if request.attention == "sdpa" else request.attention,
-        "dataloader_num_workers": request.workers,
+        "lora_r": request.rank if method != "full" else None,
+        "lora_target_parameters": [*request.target_parameters] or None,
+        "lora_modules_to_save": [*request.modules_to_save] or None,
+        "use_dora": request.dora,
     }
     if method != "full":
-        found |= {"lora_r": request.rank, "lora_dropout": request.dropout, "lora_target_modules": targets}
-    found |= {"lora_target_parameters": [*request.target_parameters] or None}
-    return found | {"lora_modules_to_save": [*request.modules_to_save] or None, "use_dora": request.dora}
+        targets = [request.targets] if isinstance(request.targets, str) else [*request.targets]
+        found |= {"lora_dropout": request.dropout, "lora_target_modules": targets}
+    return found

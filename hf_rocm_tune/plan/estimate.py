@@ -6,8 +6,6 @@ layer. The peak is the highest of several moments, never the sum of all allocati
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +14,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.streamed import LANDING_COUNT, spread
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
@@ -37,8 +34,6 @@ LINK = 13e9
 MOVED_PER_WRITTEN, LAUNCH, BANDWIDTH_SHARE = 3.0, 10e-6, 0.8
 #: Estimates of speed that differ by less count as equal.
 NEAR = 0.02
-#: Lengths are searched in steps of this many tokens.
-LENGTH_STEP = 128
 #: A mix of recomputation fills the card; it must be estimated to be faster than what else fits by this share.
 MIX_GAIN = 0.15
 #: In order of time. Of an evaluation, only the first three; the ``reference`` pass is that of DPO and KTO.
@@ -61,7 +56,7 @@ class TapeSegment:
 
 @dataclass(kw_only=True)
 class Tape:
-    """The recording of one step, in order of time."""
+    """The recording of one step of a model with few layers, in order of time: memory and work of each segment."""
 
     segments: list[TapeSegment] = field(default_factory=list)  # one for each pair of role and layer
     # segment, storage, and +1 allocated, -1 freed, 0 became a parameter's gradient
@@ -69,75 +64,52 @@ class Tape:
     sizes: list[int] = field(default_factory=list)  # bytes of each storage
     owners: list[int] = field(default_factory=list)  # segment in which each storage was allocated
 
+    @cached_property
+    def keys(self) -> list[tuple[str, int]]:
+        return [(segment.role, segment.layer) for segment in self.segments]
 
-class StepRecording:
-    """A recorded step of a model with few layers: memory and work of each segment."""
+    @property
+    def layers(self) -> int:
+        return 1 + max(layer for _, layer in self.keys)
 
-    def __init__(self, tape: Tape) -> None:
-        keys = [(segment.role, segment.layer) for segment in tape.segments]
-        self.layers = 1 + max(layer for _, layer in keys)
-        #: segments outside the layers
-        self.outside = [key for key in keys if key[1] < 0]
-        self._sizes = np.array(tape.sizes, dtype=np.float64)
-        owners = np.array([keys[owner][1] for owner in tape.owners], dtype=np.int64)
-        events = np.array(tape.events, dtype=np.int64).reshape(-1, 3)
-        self._stretches = {}
-        for index, key in enumerate(keys):
-            storages, signs = events[events[:, 0] == index, 1:].T
-            self._stretches[key] = storages, signs, owners[storages]
-        self._makers = {key: np.unique(owned) for key, (_, _, owned) in self._stretches.items()}
-        self._places = [layer for _, layer in keys]
-        self._work = np.array([[getattr(each, name) for each in tape.segments] for name in WORK], dtype=np.float64)
-        self._levels: dict[tuple[object, ...], Floats] = {}
+    @cached_property
+    def _columns(self) -> tuple[Any, ...]:
+        """Of each event: its segment, its sign, and the storage's size and owner."""
+        segments, storages, signs = np.array(self.events, dtype=np.int64).T
+        return segments, signs, np.array(self.sizes, dtype=np.float64)[storages], np.array(self.owners)[storages]
 
     @cached_property
     def dropped(self) -> float:
         """Bytes of masks that are freed between the forward and the backward pass of the last layer."""
-        made = self._stretches["start", -1][0]
+        segments, signs, sizes, owners = self._columns
+        roles = np.array([role for role, _ in self.keys])
+        layers = np.array([layer for _, layer in self.keys])
+        freed = (signs < 0) & np.isin(roles[segments], ("head", "loss")) & (roles[owners] == "start")
         # what has the size of a layer's tensors may be its input, which backward needs
-        in_layers = [self._sizes[each[0]] for (role, layer), each in self._stretches.items() if layer >= 0]
-        found = 0.0
-        for role in ("head", "loss"):
-            if (role, -1) in self._stretches:
-                storages, signs, _ = self._stretches[role, -1]
-                sizes = self._sizes[storages[(signs < 0) & np.isin(storages, made)]]
-                found += float(sizes[~np.isin(sizes, np.concatenate(in_layers))].sum())
-        return found
+        return float(sizes[freed & ~np.isin(sizes, sizes[layers[segments] >= 0])].sum())
 
-    @property
-    def trained_layers(self) -> int:
-        return sum(role == "backward" for role, _ in self._stretches)
+    def levels(self, times: Floats, *, accumulating: bool) -> dict[tuple[str, int], Floats]:
+        """The change, the highest level and the new gradients of each segment, in bytes.
 
-    def has(self, role: str) -> bool:
-        return any(role == own for own, _ in self._stretches)
-
-    def of_layers(self, role: str, accumulating: bool) -> Floats:
-        asked = role, accumulating
-        if asked not in self._levels:
-            ones = np.ones(self.layers + 1)
-            self._levels[asked] = np.array([self.level((role, i), accumulating, ones) for i in range(self.layers)])
-        return self._levels[asked]
-
-    def level(self, key: tuple[str, int], accumulating: bool, times: Floats) -> Floats:
-        """The change, the highest level and the new gradients of a segment, in bytes.
-
-        ``times``: how often a storage is there, by the recorded layer that allocated it (at the end, all others): a
-        cache of casts that the layers fill is freed by one segment, for every layer of the real model.
+        ``times``: how often a storage is there, by the recorded layer that allocated it (at the end, all others). It
+        counts outside the layers: a cache of casts that they fill is freed by one segment, for every real layer.
         """
-        if key not in self._stretches:  # a layer of which nothing needs a gradient
-            return np.zeros(3)
-        asked = key, accumulating, times[self._makers[key]].tobytes()
-        if asked not in self._levels:
-            storages, signs, owners = self._stretches[key]
-            sizes = self._sizes[storages] * times[owners]
-            changes, landed = sizes * signs, np.where(signs == 0, sizes, 0.0)
-            highest = np.cumsum(changes - landed if accumulating else changes).max(initial=0.0)
-            self._levels[asked] = np.array([changes.sum(), highest, landed.sum()])
-        return self._levels[asked]
+        segments, signs, sizes, owners = self._columns
+        layers = np.array([layer for _, layer in self.keys])
+        sizes = sizes * np.where(layers[segments] >= 0, 1.0, times[layers[owners]])
+        changes, landed = sizes * signs, np.where(signs == 0, sizes, 0.0)
+        rises = changes - landed if accumulating else changes
+        found: dict[tuple[str, int], Floats] = {}
+        for number, key in enumerate(self.keys):
+            of = segments == number
+            highest = np.cumsum(rises[of]).max(initial=0.0)
+            found[key] = np.array([changes[of].sum(), highest, landed[of].sum()])
+        return found
 
     def work(self, times: Floats) -> Floats:
-        found: Floats = self._work @ times[self._places]
-        return found
+        """The sums over the segments, in the order of `WORK`."""
+        rows = [[getattr(each, name) * times[each.layer] for each in self.segments] for name in WORK]
+        return np.array(rows, dtype=np.float64).sum(axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +117,7 @@ class Peak:
     """The highest level of a step, in bytes above the level before it."""
 
     total: float
-    role: str  # the segment in which it is reached
-    layer: int  # of the real model, from 0; -1: none
-    kept: float  # activations kept for backward at the start of that segment
+    kept: float  # activations kept for backward at the start of the segment in which it is reached
     most_kept: float  # the most kept at the start of any segment: what a concurrent micro-batch holds, masks included
     gradients: float  # of parameters at the start of that segment
     by_role: dict[str, float]  # the highest level in each kind of segment
@@ -161,7 +131,7 @@ class Step:
     The segments outside the layers are those of the first recording.
     """
 
-    runs: tuple[tuple[StepRecording, Counts], ...]  # for each real layer the index of the recorded one
+    runs: tuple[tuple[Tape, Counts], ...]  # for each real layer the index of the recorded one
     layers_only: bool = False  # of a card that has layers of a split model and copies of their inputs only
 
     @property
@@ -179,55 +149,57 @@ class Step:
     @cached_property
     def _times(self) -> list[Floats]:
         """For each run the number of each recorded layer, and 1 or 0 for the segments outside the layers."""
-        found = []
-        for run, (recording, layer_of) in enumerate(self.runs):
-            counts = [layer_of.count(layer) for layer in range(recording.layers)]
-            found.append(np.array([*counts, run == 0], dtype=np.float64))
-        return found
+        return [
+            np.array([*map(layer_of.count, range(recording.layers)), run == 0], dtype=np.float64)
+            for run, (recording, layer_of) in enumerate(self.runs)
+        ]
 
     def peak(self, *, accumulating: bool = False) -> Peak:
         """The peak of the step; ``accumulating``: new gradients are added to those of earlier micro-batches."""
-        first = self.runs[0][0]
-        outside = {key: first.level(key, accumulating, self._times[0]) for key in first.outside}
-        # a card with layers only has copies of the results of embeddings and masks
-        start = max(0.0, outside["start", -1][0]) if self.layers_only else 0.0
-        for run, (recording, _) in enumerate(self.runs[1:], 1):
-            for key in recording.outside:
-                if key in outside:  # storages of this run's layers that it frees
-                    outside[key] = outside[key] + recording.level(key, accumulating, self._times[run]) * (1, 0, 1)
-        blocks: list[tuple[str, Floats]] = []
+        first, nothing = self.runs[0][0], np.zeros(3)  # a layer of which nothing needs a gradient
+        found = [
+            recording.levels(times, accumulating=accumulating)
+            for (recording, _), times in zip(self.runs, self._times, strict=True)
+        ]
+        # of other runs, segments outside the layers free storages of their layers
+        outside = {
+            key: level + sum(more.get(key, nothing) * (1, 0, 1) for more in found[1:])
+            for key, level in found[0].items()
+            if key[1] < 0
+        }
+        rows: list[tuple[str, Floats]] = []
         for role in ROLES:
-            if role in _OF_LAYERS:
-                rows = [recording.of_layers(role, accumulating)[list(layer_of)] for recording, layer_of in self.runs]
-                if any(recording.has(role) for recording, _ in self.runs):
-                    blocks.append((role, np.concatenate(rows)))
-            elif (role, -1) in outside and not self.layers_only:
-                blocks.append((role, outside[role, -1][None]))
-        blocks = [(role, rows[::-1] if role == "backward" else rows) for role, rows in blocks]
-        change, highest, landed = np.concatenate([rows for _, rows in blocks]).T
-        roles = [role for role, rows in blocks for _ in rows]
+            if role not in _OF_LAYERS:
+                rows += [(role, outside[role, -1])] if (role, -1) in outside and not self.layers_only else []
+            elif any(role == own for levels in found for own, _ in levels):
+                layers = [
+                    (role, levels.get((role, layer), nothing))
+                    for levels, (_, layer_of) in zip(found, self.runs, strict=True)
+                    for layer in layer_of
+                ]
+                rows += layers[::-1] if role == "backward" else layers
+        change, highest, landed = np.array([level for _, level in rows]).T
+        # a card with layers only has copies of the results of embeddings and masks, which go with those of the first
+        # card: its own segments free them
+        start = max(0.0, outside["start", -1][0]) if self.layers_only else 0.0
         kept = start + np.cumsum(change - landed) - (change - landed)
-        if self.layers_only:  # its copies go with those of the first card, which its own segments free
-            kept -= np.array([first.dropped if role == "backward" else 0.0 for role in roles])
+        if self.layers_only:
+            kept -= np.array([first.dropped if role == "backward" else 0.0 for role, _ in rows])
         all_gradients = float(landed.sum())
         gradients = np.full_like(landed, all_gradients) if accumulating else np.cumsum(landed) - landed
         levels = kept + gradients + highest
-        at = int(levels.argmax())
         by_role: dict[str, float] = {}
-        for name, level in zip(roles, levels.tolist(), strict=True):
-            by_role[name] = max(level, by_role.get(name, level))
-        role, layer = roles[at], at - roles.index(roles[at])
-        layer = self.layers - 1 - layer if role == "backward" else layer if role in _OF_LAYERS else -1
-        some = {"total": levels[at], "kept": kept[at], "most_kept": kept.max(), "gradients": gradients[at]}
-        values = {name: float(value) for name, value in some.items()}
-        return Peak(role=role, layer=layer, by_role=by_role, all_gradients=all_gradients, **values)
+        for (role, _), level in zip(rows, levels.tolist(), strict=True):
+            by_role[role] = max(level, by_role.get(role, level))
+        at = levels.argmax()
+        values = {"total": levels[at], "kept": kept[at], "most_kept": kept.max(), "gradients": gradients[at]}
+        exact = {name: float(value) for name, value in values.items()}
+        return Peak(by_role=by_role, all_gradients=all_gradients, **exact)
 
     def work(self) -> tuple[float, ...]:
         """The work of one step, recomputation included, in the order of `WORK`."""
-        rows = []
-        for (recording, _), times in zip(self.runs, self._times, strict=True):
-            counted = np.append(times[:-1], 0.0) if self.layers_only else times
-            rows.append(recording.work(counted))
+        times = [np.append(each[:-1], 0.0) if self.layers_only else each for each in self._times]
+        rows = [recording.work(each) for (recording, _), each in zip(self.runs, times, strict=True)]
         return tuple(map(float, sum(rows)))
 
 
@@ -258,9 +230,8 @@ class Optimizer:
     states: int  # values per parameter
     bits: int = 0  # of a value; 0: the parameter's dtype
     paged: bool = False  # in managed memory
-    copies: float = 0.0  # of all trained parameters during a step
-    copies_of_one: float = 0.0  # or of the largest one, if they are stepped one by one
-    floats_of_one: int = 0  # the same in float32, whatever the parameter
+    copies: int = 0  # of all trained parameters during a step
+    on_cpu: bool = False  # parameters are stepped one by one
 
     def kept(self, trained: Iterable[TrainedTensor]) -> int:
         """Bytes of state, on the card or the host."""
@@ -273,15 +244,16 @@ class Optimizer:
         return self.states * sum(one(tensor) * tensor.count for tensor in trained)
 
     def taken(self, trained: Sequence[TrainedTensor]) -> float:
-        largest = max((tensor.elements * tensor.itemsize for tensor in trained), default=0)
-        floats = max((4 * tensor.elements for tensor in trained), default=0)
-        of_one = self.copies_of_one * largest + self.floats_of_one * floats
-        return self.copies * sum(tensor.nbytes for tensor in trained) + of_one
+        if not self.on_cpu:
+            return float(self.copies * sum(tensor.nbytes for tensor in trained))
+        floats = self.states + 4 if self.bits == 8 else 0
+        of_one = (each.elements * (3 * self.copies * each.itemsize + 4 * floats) for each in trained)
+        return float(max(of_one, default=0))
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw_torch_fused": Optimizer(states=2),
-    "adamw_torch": Optimizer(states=2, copies=1.0),
+    "adamw_torch": Optimizer(states=2, copies=1),
     "adamw_8bit": Optimizer(states=2, bits=8),
     "adamw_bnb_8bit": Optimizer(states=2, bits=8),
     "paged_adamw_8bit": Optimizer(states=2, bits=8, paged=True),
@@ -290,17 +262,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "lion_32bit": Optimizer(states=1, bits=32),
     "sgd": Optimizer(states=0),
 }
-
-
-def optimizer(name: str, *, on_cpu: bool = False) -> Optimizer:
-    """The optimizer of a name of ``--optim``. On a CPU torch and bitsandbytes step one parameter at a time."""
-    if name not in OPTIMIZERS:
-        raise UsageError(f"--optim {name} is not known to the planner; it knows {', '.join(OPTIMIZERS)}")
-    found = OPTIMIZERS[name]
-    if not on_cpu:
-        return found
-    floats = found.states + 4 if found.bits == 8 else 0
-    return replace(found, copies=0.0, copies_of_one=3 * found.copies, floats_of_one=floats)
 
 
 # ---- estimates --------------------------------------------------------------------------------------------------
@@ -333,8 +294,7 @@ class Weights:
     trained: tuple[TrainedTensor, ...]  # the tensors that have gradients
     parameters: int  # of the model without adapters, before quantisation
     loading: int  # most bytes beside those of its parts while one tensor is loaded
-    # of each layer of the real model, what can be streamed
-    streams: tuple[Mapping[str, int], ...] = ()
+    streams: tuple[int, ...] = ()  # of each layer of the real model, the bytes that can be streamed
 
     @property
     def gradients(self) -> float:
@@ -345,42 +305,37 @@ class Weights:
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
         """The sums over the tensors of the recorded layers, each as often as the real model has such a layer."""
         parts = {"weights": 0, "quantisation constants": 0, "adapters": 0, "checksums": 0}
-        trained: Counter[tuple[int, int]] = Counter()
-        parameters, loading = 0, 0
-        streams: dict[int, Counter[str]] = {layer: Counter() for layer in layer_of}
+        trained, parameters, loading = [], 0, 0
+        streams = dict.fromkeys(layer_of, 0)
         for tensor in tensors:
             count = 1 if tensor.layer < 0 else layer_of.count(tensor.layer)
             parts[tensor.part] += tensor.nbytes * count
             if tensor.streams and tensor.layer in streams:
-                streams[tensor.layer][tensor.part] += tensor.nbytes
-            if tensor.trained:
-                trained[tensor.elements, tensor.itemsize] += count
+                streams[tensor.layer] += tensor.nbytes
+            if tensor.trained and count:
+                trained.append(TrainedTensor(elements=tensor.elements, itemsize=tensor.itemsize, count=count))
             if tensor.part == "weights":
                 parameters += tensor.elements * count
                 loading = max(loading, tensor.loading)
-        groups = tuple(TrainedTensor(elements=each, itemsize=size, count=n) for (each, size), n in trained.items())
-        by_layer = tuple(streams[layer] for layer in layer_of)
-        return cls(parts=parts, trained=groups, parameters=parameters, loading=loading, streams=by_layer)
+        more: dict[str, Any] = {"trained": tuple(trained), "streams": tuple(streams[layer] for layer in layer_of)}
+        return cls(parts=parts, parameters=parameters, loading=loading, **more)
 
-    def streamed(self, count: int) -> list[Mapping[str, int]]:
-        """What lives in host memory of each layer where so many are streamed."""
+    def streamed(self, count: int) -> list[int]:
+        """The bytes in host memory of each layer where so many are streamed."""
         return [self.streams[layer] for layer in spread(count, len(self.streams))]
 
     def on_card(self, count: int) -> dict[str, int]:
         """The parts that stay on the card where so many layers are streamed, with the landings that these share."""
-        parts = dict(self.parts)
-        layers = self.streamed(count)
-        for each in layers:
-            for name, nbytes in each.items():
-                parts[name] -= nbytes
-        sizes = [sum(each.values()) for each in layers]
+        if not count:
+            return dict(self.parts)
+        sizes = self.streamed(count)
         landings = sum(max(sizes[first::LANDING_COUNT]) for first in range(min(count, LANDING_COUNT)))
-        return parts | ({"landings of streamed layers": landings} if count else {})
+        resident = self.parts["weights"] - sum(sizes)
+        return {**self.parts, "weights": resident, "landings of streamed layers": landings}
 
     def visiting(self, count: int) -> float:
         """Bytes that come to the card in a forward and backward pass: the last layers of one begin the other."""
-        nbytes = sum(sum(each.values()) for each in self.streamed(count))
-        return 2 * nbytes * max(count - LANDING_COUNT, 0) / max(count, 1)
+        return 2 * sum(self.streamed(count)) * max(count - LANDING_COUNT, 0) / max(count, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,7 +352,6 @@ class Rates:
     products: float = 77e12  # floating point operations a second of a large product in bfloat16
     each: float = 125e-6  # additional seconds per product
     unpacked: float = 45e9  # elements of 4-bit weights dequantised to bfloat16 a second
-    bandwidth: float | None = None  # bytes a second; None: `BANDWIDTH_SHARE` of the data sheet's
     least: float = 0.5  # bounds of the true speed as shares of the estimate, chosen by us
     most: float = 1.4
 
@@ -405,12 +359,6 @@ class Rates:
 #: Cards with rates of their own. XTX: the time of a product that brings the estimates for the two published steps of
 #: Qwen2.5-3B on one (`benchmarks/plan_published.py`) to what was measured.
 RATES_OF = {"7900 xtx": Rates(each=75e-6, least=0.7, most=1.3)}
-
-
-def cpu_rates(threads: int) -> Rates:
-    """Rates of a CPU with that many threads, from one core of an AMD EPYC: 106 GFLOPS in float32 at 256 and 1024 cubed,
-    and 1.6 to 3.8e9 NF4 elements a second. The other rates are assumed."""
-    return Rates(products=1e11 * threads, each=2e-5, unpacked=2e9 * threads, bandwidth=1e10 * threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -494,7 +442,7 @@ class Estimate:
     variant: str  # name of the method
     case: Case
     parts: Mapping[str, float]  # bytes at the peak, by part, in the order of output
-    moment: str  # of the peak
+    moment: str  # of the peak, by the names of `moments`
     moments: Mapping[str, float]  # highest level at each kind of moment, in bytes of torch's allocator
     total: float  # bytes of the card, everything included
     spare: float  # bytes left over; negative: missing
@@ -518,11 +466,6 @@ def missing(option: Estimate) -> str:
     of_card = f"{-option.spare / GIB:.1f} GiB are missing on the card" if option.spare < 0 else ""
     of_host = f"{option.host_missing / GIB:.1f} GiB of host memory for streamed weights" if option.host_missing else ""
     return f"{of_card} and {of_host}" if of_card and of_host else of_card or f"{of_host} are missing"
-
-
-_MOMENTS = {"start": "embeddings and masks", "head": "loss, forward", "loss": "loss, backward"}
-_MOMENTS |= {"end": "backward of the embeddings", "reference start": "embeddings of the reference pass"}
-_MOMENTS |= {"reference head": "loss of the reference pass"}
 
 
 def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
@@ -556,8 +499,6 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     around = {"allocator slack": slack, "context": float(card.context), "desktop": float(card.desktop)}
     parts |= at_peak | around
     total = sum(parts.values())
-    in_layer = highest == f"{peak.role} pass"
-    moment = f"{peak.role} of layer {peak.layer + 1}" if in_layer else _MOMENTS.get(highest, highest)
     seconds = _seconds(case, step, float(weights.parts["weights"]), card)
     visiting = weights.visiting(case.streamed)
     seconds |= {"waiting for streamed weights": max(0.0, visiting / card.link - sum(seconds.values()))}
@@ -565,7 +506,7 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         variant=variant.name,
         case=case,
         parts=parts,
-        moment=moment,
+        moment=highest,
         moments=moments,
         total=total,
         spare=card.usable - total,
@@ -589,13 +530,9 @@ def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[s
     seconds = {
         "matrix products": flops / rates.products + products * rates.each,
         "4-bit weights": unpacked / rates.unpacked,
-        "memory traffic": moved / (rates.bandwidth or BANDWIDTH_SHARE * card.bandwidth),
+        "memory traffic": moved / (BANDWIDTH_SHARE * card.bandwidth),
     }
     return seconds | {"waiting for launches": max(0.0, launches * LAUNCH - sum(seconds.values()))}
-
-
-def micro_batches(each: int) -> tuple[int, ...]:
-    return tuple(size for size in range(1, each + 1) if each % size == 0)
 
 
 def fastest(options: Iterable[Estimate]) -> Estimate | None:
@@ -603,21 +540,15 @@ def fastest(options: Iterable[Estimate]) -> Estimate | None:
 
     If none leaves the margin, the option that leaves most. A mix of recomputation must be faster by `MIX_GAIN`.
     """
+
+    def rank(option: Estimate) -> float:
+        return option.tokens_per_second * (1 - MIX_GAIN if option.case.recompute else 1)
+
     fitting = [each for each in options if each.fits]
     roomy = [each for each in fitting if not each.tight]
-    best = max((_rank(each) for each in roomy), default=0.0)
-    equals = [each for each in roomy if _rank(each) >= best * (1 - NEAR)]
+    best = max(map(rank, roomy), default=0.0)
+    equals = [each for each in roomy if rank(each) >= best * (1 - NEAR)]
     return max(equals or fitting, key=lambda each: each.spare, default=None)
-
-
-def _rank(option: Estimate) -> float:
-    return option.tokens_per_second * (1 - MIX_GAIN if option.case.recompute else 1)
-
-
-def longest(fits: Callable[[int], bool], *, limit: int) -> int | None:
-    """The greatest length up to ``limit`` that fits, a multiple of ``LENGTH_STEP``; None if the shortest does not."""
-    steps = range(LENGTH_STEP, max(LENGTH_STEP, limit) + 1, LENGTH_STEP)
-    return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length)) or None
 
 
 # Assumed: system and desktop session; Python, torch, ROCm runtime and kernels of one process; one data loader worker.
@@ -639,8 +570,8 @@ def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
     if variant.optimizer.paged:
         parts["paged optimizer state"] = float(case.cards * state)
     if case.streamed:
-        copies, layers = case.cards if variant.name == "qlora" else 1, variant.weights.streamed(case.streamed)
-        parts["streamed layers"] = copies * float(sum(sum(each.values()) for each in layers))
+        copies = case.cards if variant.name == "qlora" else 1
+        parts["streamed layers"] = float(copies * sum(variant.weights.streamed(case.streamed)))
     if workers:
         parts["data loader workers"] = float(case.cards * workers * WORKER_BYTES)
     return parts

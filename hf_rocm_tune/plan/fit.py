@@ -6,7 +6,6 @@ plan = plan_for(PlanRequest(model="Qwen/Qwen3-8B"), card=card_memory(name="rx790
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,32 +14,27 @@ from typing import TYPE_CHECKING, Any
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.plan.estimate import (
+    OPTIMIZERS,
     CardMemory,
     Case,
     Estimate,
     Step,
-    StepRecording,
     Tape,
     Variant,
     Weights,
     estimate,
     fastest,
-    longest,
-    micro_batches,
-    optimizer,
 )
-from hf_rocm_tune.plan.request import PlanRequest, TooManyOperations, config_for, longest_position
+from hf_rocm_tune.plan.request import PlanRequest, config_for, longest_position
 
 if TYPE_CHECKING:
     from hf_rocm_tune.plan.sample import Sample
 
-#: Longer sequences are not considered when the configuration sets no limit.
-LONGEST = 131072
-#: Allocations and releases of a step, above which the longest sequence is not searched. Few layers of Llama have 1,600,
-#: of Qwen3-Next 8,500.
-_MANY_EVENTS = 5_000
-#: Recorded first, to see whether and how this model can be recorded.
-_PROBE = Case(micro_batch=2, length=2, checkpointing=False)
+#: Longer sequences are not considered when the configuration sets no limit; lengths are searched in steps.
+LONGEST, LENGTH_STEP = 131072, 128
+#: Allocations and releases of a step, above which the longest sequence is not searched. Few layers of Llama have 1,900,
+#: of Gemma 3 with DoRA 6,400, of Qwen3.5 8,500.
+_MANY_EVENTS = 8_000
 
 
 def _record(sample: Sample, case: Case) -> Tape:
@@ -57,30 +51,25 @@ class Recordings:
     request: PlanRequest
     method: str  # one of the request's
     # by content of the rows, recomputation, and batch and length of the tensors
-    _recorded: dict[tuple[str, str, int, int], StepRecording] = field(default_factory=dict)
-    _events: int = 0  # allocations and releases of the first recorded step
+    recorded: dict[tuple[str, str, int, int], Tape] = field(default_factory=dict)
     _parts: dict[tuple[int, int], Variant] = field(default_factory=dict)
+
+    @property
+    def _probe(self) -> Case:
+        return Case(micro_batch=2, length=self.request.length, checkpointing=False)
 
     @cached_property
     def sample(self) -> Sample:
         """The model with few layers; with all layers, which takes longer, if its layers depend on their number."""
-        from hf_rocm_tune.plan.sample import KEEPS, build
+        from hf_rocm_tune.plan.sample import build
 
-        refusal, tried = UsageError("no way to keep layers"), ""
-        for keep in KEEPS:
-            if keep == tried:
-                continue
-            found = build(self.config, self.request, self.method, keep=keep)
-            tried = found.keep
-            try:
-                # not kept: a first step may cast biases for good and fill caches
-                self._events = len(_record(found, replace(_PROBE, length=self.request.length)).events)
-                return found
-            except TooManyOperations:
-                raise
-            except UsageError as error:
-                refusal = error
-        raise refusal
+        found = build(self.config, self.request, self.method)
+        try:
+            _record(found, self._probe)  # not kept: a first step may cast biases for good and fill caches
+        except UsageError:
+            found = build(self.config, self.request, self.method, whole=True)
+            _record(found, self._probe)
+        return found
 
     @cached_property
     def can_checkpoint(self) -> bool:
@@ -92,7 +81,7 @@ class Recordings:
             name=self.method,
             weights=Weights.total(self.sample.weights(), self.sample.layer_of),
             trace=self,
-            optimizer=optimizer(self.request.optim, on_cpu=self.request.platform == "cpu"),
+            optimizer=replace(OPTIMIZERS[self.request.optim], on_cpu=self.request.platform == "cpu"),
         )
 
     def part(self, start: int, stop: int) -> Variant:
@@ -106,11 +95,6 @@ class Recordings:
             )
         return self._parts[start, stop]
 
-    @property
-    def takes_long(self) -> bool:
-        assert self.sample, "recorded once"
-        return self._events > _MANY_EVENTS
-
     @cached_property
     def mixes(self) -> tuple[str, ...]:
         """The ways to recompute single layers: ``whole``, ``selective``.
@@ -123,11 +107,10 @@ class Recordings:
         layers = list(self.sample.layers)
         if not self.can_checkpoint or layers_of(self.sample.base) != layers:
             return ()
-        case = replace(_PROBE, length=self.request.length)
-        if self._recording(case).trained_layers < len(layers):
+        if sum(role == "backward" for role, _ in self._recording(self._probe).keys) < len(layers):
             return ()
         with suppress(UsageError):  # results that are changed in place cannot be kept
-            self._recording(replace(case, checkpointing=True, recompute=(0, len(self.sample.layer_of))))
+            self._recording(replace(self._probe, checkpointing=True, recompute=(0, len(self.sample.layer_of))))
             return "whole", "selective"
         return ("whole",)
 
@@ -144,13 +127,13 @@ class Recordings:
         )
         return Step(tuple((self._recording(each), layers) for each, layers in runs if layers))
 
-    def _recording(self, case: Case) -> StepRecording:
+    def _recording(self, case: Case) -> Tape:
         """Of a case that recomputes all layers alike."""
         how = "selective" if case.recompute else "whole" if case.checkpointing else "none"
         key = (case.content, "evaluation" if case.evaluation else how, *case.shape)
-        if key not in self._recorded:
-            self._recorded[key] = StepRecording(_record(self.sample, case))
-        return self._recorded[key]
+        if key not in self.recorded:
+            self.recorded[key] = _record(self.sample, case)
+        return self.recorded[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,28 +174,26 @@ class Plan:
             return found
         for size in (8, 4, 2, 1):
             case = replace(found.case, eval_batch=size)
-            with suppress(TooManyOperations):
+            with suppress(UsageError):
                 other = estimate(self.variants[found.variant], case, self.card)
                 if other.moments["evaluation"] <= found.allocated or size == 1:
                     return other
         return found
 
-    @property
-    def full_logits(self) -> float:
-        """Bytes that TRL's fused loss saves: logits in their dtype, as float32, and their gradient as float32."""
-        case, vocabulary = self.nearest.case, self.recordings[self.nearest.variant].sample.vocabulary
-        itemsize = 2 if self.request.autocast else 4
-        return float(case.micro_batch * case.length * vocabulary * (itemsize + 8))
-
-    def longest(self, method: str, fits: Callable[[Case], bool] | None = None) -> int | None:
+    def longest(self, method: str) -> int | None:
         """The longest sequence that fits with micro-batch 1 and checkpointing; None: none, or too long to record."""
         recordings = self.recordings[method]
         streamed = self.layers if self.nearest.case.streamed else 0
         short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint, streamed=streamed)
-        fits = fits or (lambda case: estimate(recordings.variant, case, self.card).fits)
-        with suppress(TooManyOperations):
-            if not recordings.takes_long:
-                return longest(lambda length: fits(replace(short, length=length)), limit=self.limit or LONGEST)
+
+        def full(length: int) -> bool:
+            return not estimate(recordings.variant, replace(short, length=length), self.card).fits
+
+        if max(len(each.events) for each in recordings.recorded.values()) > _MANY_EVENTS:
+            return None
+        with suppress(UsageError):
+            lengths = range(LENGTH_STEP, max(LENGTH_STEP, self.limit or LONGEST) + 1, LENGTH_STEP)
+            return LENGTH_STEP * bisect_left(lengths, True, key=full) or None
         return None
 
 
@@ -228,12 +209,10 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, with
     request, more = _as_quantised(request, config)
     notes += more
     limit = longest_position(config)
+    too_long = f"the model was made for {limit} tokens; {request.length} are more"
     if limit is not None and request.length > limit:
-        if within_limit:
-            notes.append(f"the model was made for {limit} tokens: planned for these, not for {request.length}")
-            request = replace(request, length=limit)
-        else:
-            notes.append(f"the model was made for {limit} tokens; {request.length} are more")
+        notes.append(f"{too_long}: planned for {limit}" if within_limit else too_long)
+        request = replace(request, length=limit) if within_limit else request
     recordings: dict[str, Recordings] = {}
     cases: list[Estimate] = []
     refused: dict[str, UsageError] = {}
@@ -244,12 +223,10 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, with
             recordings[method] = found
         except UsageError as error:
             refused[method] = error
-            if isinstance(error, TooManyOperations):
-                break
     if not recordings:
         first = next(iter(refused.values()))
         if limit is not None and request.length > limit:
-            raise UsageError(f"{first}; it was made for {limit} tokens, and {request.length} are more") from first
+            raise UsageError(f"{first}; {too_long}") from first
         raise first
     if not request.triton and request.platform != "cpu":
         notes.append("planned without Triton's kernels, which do not run here: see `hf-rocm-tune doctor`")
@@ -269,19 +246,18 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
         bits = checkpoint_bits(config, request.model, on_card=request.platform != "cpu")
     except UsageError as error:
         raise UsageError(str(error).replace("--load_in_4bit", "--method qlora")) from error
-    mxfp4 = has_mxfp4(config)
-    left = tuple(each for each in request.methods if each != ("full" if bits else "qlora"))
+    excluded = "full" if bits else "qlora"
+    left = tuple(each for each in request.methods if each != excluded)
     if not left:
-        what = "quantised in its files and becomes bfloat16 when loaded: give --method lora or full"
-        if bits:
-            what = f"{bits}-bit in its files: only adapters can be trained; give --method lora"
-        raise UsageError(f"model {request.model} is {what}")
+        what = f"{bits}-bit in its files: only adapters can be trained" if bits else "bfloat16 when it is loaded"
+        raise UsageError(f"model {request.model} is {what}, not --method {excluded}; give --method lora")
     if bits is None:
         return replace(request, methods=left), ["its quantised weights become bfloat16 when they are loaded"]
-    note = f"its weights are {bits}-bit in its files (bitsandbytes) and planned so, whatever the method"
-    if mxfp4:
+    if has_mxfp4(config):
         note = "its experts are in 4 bit in its files (MXFP4) and stay so, its other weights in 16"
-    return replace(request, methods=("qlora" if bits == 4 and not mxfp4 else "lora",)), [note]
+        return replace(request, methods=("lora",)), [note]
+    note = f"its weights are {bits}-bit in its files (bitsandbytes) and planned so, whatever the method"
+    return replace(request, methods=("qlora" if bits == 4 else "lora",)), [note]
 
 
 def _case(request: PlanRequest, size: int, length: int) -> Case:
@@ -300,37 +276,37 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
 def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest) -> list[Estimate]:
     """Every micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too."""
     variant, layers = recordings.variant, len(recordings.sample.layer_of)
-    sizes = (request.micro_batch,) if request.micro_batch else micro_batches(request.each)
-    sizes = tuple(size for size in sizes if size > 1 or request.trainer != "kto")
+    every = [request.micro_batch] if request.micro_batch else range(1, request.each + 1)
+    least = 2 if request.trainer == "kto" else 1  # its KL estimate pairs rows
+    sizes = [size for size in every if size >= least and request.each % size == 0]
     hows = [how for how in (False, True) if request.checkpointing in (None, how) and how <= recordings.can_checkpoint]
     if not hows:
         raise UsageError("this architecture does not support checkpointing: leave it off")
     grid = []
-    for case in (_case(request, size, request.length) for size in sizes):
-        if request.recompute is not None:
-            from hf_rocm_tune.models.recompute import check
+    cases = [_case(request, size, request.length) for size in sizes]
+    if request.recompute is not None:
+        from hf_rocm_tune.models.recompute import check
 
-            check(request.recompute, layers if recordings.mixes else 0)
-            grid.append(estimate(variant, replace(case, recompute=request.recompute), card))
-            continue
+        check(request.recompute, layers if recordings.mixes else 0)
+        return [estimate(variant, replace(case, recompute=request.recompute), card) for case in cases]
+    for case in cases:
         found = [estimate(variant, replace(case, checkpointing=how), card) for how in hows]
         grid += found
         if request.mixes and recordings.mixes and [each.spare >= card.margin for each in found] == [False, True]:
             grid += _best_mix(variant, case, card, layers, selective="selective" in recordings.mixes)
     if request.stream and not (request.stream == AUTO and any(each.fits for each in grid)):
         cases = [each.case for each in grid if each.case.checkpointing and each.case.recompute is None]
-        grid = [_streamed(variant, case, card, request.stream) for case in cases]
+        return [_streamed(variant, case, card, request.stream) for case in cases]
     return grid
 
 
 def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Estimate:
-    layers = len(variant.weights.streams)
-
     def at(streamed: int) -> Estimate:
         return estimate(variant, replace(case, streamed=streamed), card)
 
     if count == AUTO:
-        count = min(layers, 1 + bisect_left(range(1, layers + 1), True, key=lambda n: at(n).spare >= card.margin))
+        every = range(1, len(variant.weights.streams) + 1)
+        count = min(len(every), 1 + bisect_left(every, True, key=lambda n: at(n).spare >= card.margin))
     return at(count)
 
 

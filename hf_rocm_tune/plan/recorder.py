@@ -7,11 +7,10 @@ many views it has; parameters and buffers do not count. Refused: control flow th
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment
-from hf_rocm_tune.plan.request import TooManyOperations
+from hf_rocm_tune.plan.request import quiet
 from hf_rocm_tune.plan.sample import Sample
 
 aten = torch.ops.aten
@@ -35,12 +34,13 @@ _SELECTIVE_LAUNCHES = 3
 MOST_OPERATIONS = 20_000
 
 
+@quiet()
 def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
     """Records one training step of a sample: the case's kind of rows and recomputation, at this batch and length."""
     name, model, request, tape = type(sample.base).__name__, sample.model, sample.request, Tape()
     platform, autocast = request.platform, request.autocast
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    recorder = Recorder(tape, [*model.parameters(), *model.buffers()], _workspaces(platform), sample.kernels)
+    recorder = Recorder(tape, [*model.parameters(), *model.buffers()], platform)
     mode = DeviceMode(platform=platform, autocast=autocast, content_is_plain=case.content == "plain")
     _set_checkpointing(sample.base, mode if case.checkpointing else None, selective=case.recompute is not None)
     hooks = _watch(sample, trained, recorder)
@@ -48,8 +48,7 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
     head = partial(FusedHead.apply, recorder, kernels, request.one_pass_loss)
     forward = partial(_forward, sample, (batch, length), case.packing, head, compact=kernels == "triton")
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), autocast_flags(platform, autocast), recorder:
-            warnings.simplefilter("ignore")
+        with torch.enable_grad(), autocast_flags(platform, autocast), recorder:
             loss = other = None
             if not case.evaluation:
                 with mode:
@@ -63,11 +62,8 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
                 recorder.segment("loss")
                 loss.backward()
             del loss, other  # frees what only the graph still referenced
-    except TooManyOperations as error:
-        raise TooManyOperations(f"{name} cannot be planned: {error}") from error
     except FOREIGN_ERRORS as error:
-        reason = f"its forward pass does not run without data ({first_line(error)})"
-        raise UsageError(f"{name} cannot be planned: {reason}") from error
+        raise UsageError(f"{name} cannot be planned: its step cannot be recorded ({first_line(error)})") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -88,8 +84,9 @@ def _forward(
     """The loss, as in TRL's fused forward: with Triton (``compact``) only positions that have a label are projected."""
     ids, labels, second = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
     extra: dict[str, Any] = {"position_ids" if packed else "attention_mask": second}
-    config = sample.config
-    balanced = bool(getattr(config, "router_aux_loss_coef", 0)) and hasattr(config, "output_router_logits")
+    balanced = bool(getattr(sample.config, "router_aux_loss_coef", 0)) and hasattr(
+        sample.config, "output_router_logits"
+    )
     if balanced:
         extra["output_router_logits"] = True
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
@@ -100,20 +97,21 @@ def _forward(
     rows = _Selected.apply(states) if compact else states.reshape(-1, states.shape[-1])
     per_token = head(projection.weight, getattr(projection, "bias", None), rows)
     loss: Tensor = -(per_token.view(mask.shape) * mask).sum()
-    if not balanced or not outputs.router_logits:
-        return loss
-    # the auxiliary loss of experts, by the function that TRL calls, of each sparse layer of the real model
+    if balanced and outputs.router_logits:
+        loss = loss + _balance(sample, list(outputs.router_logits), extra.get("attention_mask"))
+    return loss
+
+
+def _balance(sample: Sample, logits: list[Tensor], mask: Tensor | None) -> Any:
+    """The auxiliary loss of experts, by the function that TRL calls, of each sparse layer of the real model."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    logits = list(outputs.router_logits)
     sparse = [i for i, layer in enumerate(sample.layers) if any("expert" in name for name, _ in layer.named_modules())]
     if len(sparse) == len(logits):
         by_layer = dict(zip(sparse, logits, strict=True))
         logits = [by_layer[i] for i in sample.layer_of if i in by_layer]
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
-    attention_mask = extra.get("attention_mask")
-    balance = load_balancing_loss_func(tuple(logits), experts, config.num_experts_per_tok, attention_mask)
-    return loss + balance
+    experts = getattr(sample.config, "num_experts", None) or sample.config.num_local_experts
+    return load_balancing_loss_func(tuple(logits), experts, sample.config.num_experts_per_tok, mask)
 
 
 @contextmanager
@@ -179,15 +177,12 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
 class Recorder(TorchDispatchMode):
     """Records the operations inside its ``with`` block on a tape, below autograd.
 
-    ``existing`` tensors do not count; ``workspaces``: bytes, by operator, from its arguments; ``kernels``: see
-    `cached`.
+    ``existing`` tensors do not count; ``platform``: whose kernels count.
     """
 
-    def __init__(
-        self, tape: Tape, existing: Iterable[Tensor], workspaces: dict[Any, Any], kernels: dict[Any, Any] | None = None
-    ) -> None:
+    def __init__(self, tape: Tape, existing: Iterable[Tensor], platform: str) -> None:
         super().__init__()
-        self._tape, self._workspaces, self._kernels = tape, workspaces, {} if kernels is None else kernels
+        self.tape, self._platform = tape, platform
         self._known: dict[int, object] = {id(storage): storage for storage in map(Tensor.untyped_storage, existing)}
         self._index: dict[int, int] = {}
         self._landed: set[int] = set()
@@ -210,21 +205,21 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self._next is not None:
-            self._tape.segments.append(self._next)
+            self.tape.segments.append(self._next)
             self._next = None
-        segment = self._tape.segments[-1]
+        segment = self.tape.segments[-1]
         written = segment.written
         self._operations += 1
         if self._operations > MOST_OPERATIONS:
-            raise TooManyOperations(f"its step takes more than {MOST_OPERATIONS} operations, as loops over tokens do")
-        own = self._workspaces.get(func)
-        workspace = self._new(own(*args, **kwargs)) if own is not None else None
-        out, flops = cached(self._kernels, func, args, kwargs)
+            raise RuntimeError(f"more than {MOST_OPERATIONS} operations, as loops over tokens take")
+        _, _, name, has_a_rate = _operator(func)
+        nbytes = _workspace(name, self._platform, args, kwargs)
+        workspace = self._new(nbytes) if nbytes else None
+        out, flops = cached(func, args, kwargs)
         if sum([self._enter(each) for each in _tensors_in(out)]) or "out" in kwargs:
             segment.launches += 1
             segment.flops += flops
             segment.products += flops > 0
-            *_, name, has_a_rate = self._kernels[func]
             if name == "bitsandbytes::gemm_4bit":
                 segment.unpacked += math.prod(args[2])
             elif name == "bitsandbytes::dequantize_4bit":
@@ -235,14 +230,8 @@ class Recorder(TorchDispatchMode):
             self._event(workspace, -1)
         return out
 
-    def count_products(self, number: int, rows: int, inner: int, columns: int, tiles: int) -> None:
-        segment = self._tape.segments[-1]
-        segment.flops += number * 2 * rows * inner * columns
-        segment.products += number * tiles
-        segment.launches += number * tiles
-
     def _event(self, index: int, sign: int) -> None:
-        self._tape.events.append((len(self._tape.segments) - 1, index, sign))
+        self.tape.events.append((len(self.tape.segments) - 1, index, sign))
 
     def _enter(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -254,11 +243,11 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _new(self, nbytes: int) -> int:
-        index = len(self._tape.sizes)
-        self._tape.sizes.append(nbytes)
-        self._tape.owners.append(len(self._tape.segments) - 1)
+        index = len(self.tape.sizes)
+        self.tape.sizes.append(nbytes)
+        self.tape.owners.append(len(self.tape.segments) - 1)
         self._event(index, 1)
-        self._tape.segments[-1].written += nbytes
+        self.tape.segments[-1].written += nbytes
         return index
 
     def _leave(self, key: int, index: int, _: object) -> None:
@@ -270,34 +259,42 @@ class Recorder(TorchDispatchMode):
 _PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::int8_scaled_mm", "aten::_grouped_mm"})
 
 
-def cached(known: dict[Any, Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+#: Results of operators, by their arguments.
+RESULTS: dict[Any, tuple[bool, list[Any], int]] = {}
+
+
+@cache
+def _operator(func: Any) -> tuple[bool, bool, str, bool]:
+    """Whether its results are new, whether it is a product, its name, and whether it has a rate of its own."""
+    aliases = any(each.alias_info for each in (*func._schema.arguments, *func._schema.returns))
+    name, counted = func.name(), func._overloadpacket in flop_registry or func.name() in _PRODUCTS
+    has_a_rate = counted or func is aten._to_copy.default or func.namespace == "bitsandbytes"
+    return not aliases, counted, name, has_a_rate
+
+
+def cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
     """The result of an operator on the meta device, and the floating point operations of its matrix product.
 
     torch computes an output's shape in Python, which takes longer than the rest of a recording, and layers repeat the
     same operators. Operators that return or change their arguments are called each time.
     """
-    operator = known.get(func)
-    if operator is None:
-        aliases = any(each.alias_info for each in (*func._schema.arguments, *func._schema.returns))
-        name, counted = func.name(), func._overloadpacket in flop_registry or func.name() in _PRODUCTS
-        has_a_rate = counted or func is aten._to_copy.default or func.namespace == "bitsandbytes"
-        operator = known[func] = not aliases, counted, name, has_a_rate
-    fresh, counted, name, _ = operator
-    key = (name, _key(args), _key(tuple(kwargs.items())) if kwargs else ()) if fresh else None
-    if key is not None and (found := known.get(key)) is not None:
-        alone, outputs, flops = found
-        made = [
-            torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") if isinstance(each, tuple) else each
-            for each in outputs
-        ]
+    fresh, counted, name, _ = _operator(func)
+    key = (name, _key(args), _key(tuple(kwargs.items()))) if fresh else None
+    if key in RESULTS:
+        alone, outputs, flops = RESULTS[key]
+        made = [_empty(*each) if isinstance(each, tuple) else each for each in outputs]
         return made[0] if alone else tuple(made), flops
     out, flops = func(*args, **kwargs), 0
     if counted:  # rows times both sides of the weight, where torch has no count
         count = flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=out) if count else 2 * args[0].numel() * out.shape[-1])
-    if key is not None and (described := _outputs(out, (args, kwargs))) is not None:
-        known[key] = isinstance(out, Tensor), described, flops
+    if key is not None and (described := _outputs(out if isinstance(out, tuple) else (out,), (args, kwargs))):
+        RESULTS[key] = isinstance(out, Tensor), described, flops
     return out, flops
+
+
+def _empty(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _key(value: Any) -> Any:
@@ -308,25 +305,28 @@ def _key(value: Any) -> Any:
     return tuple([_key(each) for each in value]) if kind is tuple or kind is list else (kind, value)
 
 
-def _outputs(out: Any, given: object) -> tuple[Any, ...] | None:
-    """An operator's result, tensors as shape, strides and dtype; None if a tensor is not new, dense and on meta.
+def _outputs(outputs: Any, given: object) -> list[Any] | None:
+    """An operator's results, tensors as shape, strides and dtype; None if a tensor is not new, dense and on meta.
 
     Some operators return a view although their schema does not say so. A result without tensors depends on content.
     """
-    outputs = out if isinstance(out, tuple) else (out,)
+    if not _tensors_in(outputs):
+        return None
     seen = {id(tensor.untyped_storage()) for tensor in _tensors_in(given)}
     found: list[Any] = []
     for each in outputs:
         if isinstance(each, Tensor):
-            storage = each.untyped_storage()
-            again = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-            if id(storage) in seen or not each.is_meta or again.untyped_storage().nbytes() != storage.nbytes():
+            storage, described = each.untyped_storage(), (each.shape, each.stride(), each.dtype)
+            dense = each.is_meta and _empty(*described).untyped_storage().nbytes() == storage.nbytes()
+            if id(storage) in seen or not dense:
                 return None
             seen.add(id(storage))
-        elif not isinstance(each, int | float | None):
+            found.append(described)
+        elif isinstance(each, int | float | None):
+            found.append(each)
+        else:
             return None
-        found.append((each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each)
-    return tuple(found) if _tensors_in(outputs) else None
+    return found
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -408,21 +408,13 @@ class DeviceMode(TorchFunctionMode):
             self._casts[key] = given, given.to(dtype)
         return self._casts[key][1]
 
-    def _attention(
-        self,
-        stock: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        mask, same_width = attn_mask, query.shape[-1] == value.shape[-1]
+    def _attention(self, stock: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
+        given: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+        given |= dict(zip(given, rest, strict=False)) | more
+        mask, dropout_p, is_causal, scale = (given[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale"))
+        same_width = query.shape[-1] == value.shape[-1]
         if self._platform == "cpu" and (dropout_p > 0 or not same_width):  # by plain products, as on the meta device
-            return stock(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return stock(query, key, value, *rest, **more)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=query.dtype, device="meta")
         if self._platform == "cpu":
@@ -483,27 +475,19 @@ class _GroupedProduct(torch.autograd.Function):
         return tuple(grad.new_empty(shape) if need else None for shape, need in wanted)
 
 
-def _workspaces(platform: str) -> dict[Any, Any]:
-    """Bytes of workspaces that kernels allocate themselves, by operator, as functions of its arguments."""
-
-    def flash_backward(grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **more: Any) -> int:
+def _workspace(name: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of the workspace that the kernel of an operator allocates itself."""
+    if name == "bitsandbytes::gemm_4bit":
+        elements = math.prod(args[2])
+        constants = 8 * (elements // 64) if kwargs.get("absmax_8bit") is not None else 0
+        return elements * args[0].element_size() + constants
+    if name == "bitsandbytes::int8_scaled_mm":  # the product itself, before it is scaled
+        return int(4 * len(args[1]) * args[0].numel() // args[0].shape[-1])
+    if platform == "cuda" and name == "aten::_scaled_dot_product_flash_attention_backward":
+        query, key = args[1:3]  # flash attention 2 accumulates the gradient of the queries in float32
         groups = query.shape[1] // key.shape[1]
-        return query.numel() * 4 + (2 * key.numel() * groups * key.element_size() if groups > 1 else 0)
-
-    def unpacked(x: Tensor, packed: Tensor, shape: tuple[int, ...], *rest: Any, **more: Any) -> int:
-        elements = math.prod(shape)
-        return elements * x.element_size() + (8 * (elements // 64) if more.get("absmax_8bit") is not None else 0)
-
-    def int8(rows: Tensor, weight: Tensor, *rest: Any, **more: Any) -> int:  # the product itself, before it is scaled
-        return 4 * len(weight) * rows.numel() // rows.shape[-1]
-
-    found: dict[Any, Any] = {}
-    if platform == "cuda":  # flash attention 2 accumulates the gradient of the queries in float32
-        found[aten._scaled_dot_product_flash_attention_backward.default] = flash_backward
-    if hasattr(torch.ops, "bitsandbytes") and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        found[torch.ops.bitsandbytes.gemm_4bit.default] = unpacked
-        found[torch.ops.bitsandbytes.int8_scaled_mm.default] = int8
-    return found
+        return int(query.numel() * 4 + (2 * key.numel() * groups * key.element_size() if groups > 1 else 0))
+    return 0
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -571,7 +555,10 @@ def _project(ctx: Any, hidden: Tensor, weight: Tensor, *, products: int, copies:
     if ctx.kernels != "triton":
         tiles += [hidden.new_empty((rows, columns), dtype=torch.float32) for _ in range(copies)]
         tiles.append(hidden.new_empty((rows, columns), dtype=torch.bool))
-    ctx.recorder.count_products(products, tokens, inner, vocabulary, -(-tokens // rows) * -(-vocabulary // width))
+    segment, parts = ctx.recorder.tape.segments[-1], products * -(-tokens // rows) * -(-vocabulary // width)
+    segment.flops += products * 2 * tokens * inner * vocabulary
+    segment.products += parts
+    segment.launches += parts
     del casts, tiles
 
 

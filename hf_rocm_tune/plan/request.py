@@ -15,7 +15,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.cards import CARDS, Card
 from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.models.streamed import FLAG, parse
-from hf_rocm_tune.plan.estimate import DESKTOP_BYTES, GIB, OPTIMIZERS, RATES_OF, CardMemory, Rates, optimizer
+from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, RATES_OF, CardMemory, Rates
 
 METHODS = ("lora", "qlora", "full")
 TRAINERS = ("sft", "dpo", "kto")
@@ -24,6 +24,10 @@ ATTENTIONS = ("sdpa", "eager")
 ALL_LINEAR = "all-linear"
 _OPTIMIZER = "adamw_torch_fused"
 _LARGEST_BATCH = 1 << 16  # every divisor is a case
+_MICRO_BATCH = "--batch_size --micro_batch --per_device_train_batch_size"
+_EVAL_BATCH = "--eval_batch --per_device_eval_batch_size"
+_EXPERTS = "--target_parameters --lora_target_parameters"
+_WHOLE = "--modules_to_save --lora_modules_to_save"
 
 
 def _flag(default: Any, names: str, meaning: str, *, least: int | None = None, **more: Any) -> Any:
@@ -41,67 +45,29 @@ class PlanRequest:
     trust_remote_code: bool = _flag(False, "--trust_remote_code", "run the model's own configuration code")
     trainer: str = _flag("sft", "--trainer", "the verb to plan (sft)", choices=TRAINERS)
     methods: tuple[str, ...] = ("lora", "qlora")  # to choose from, of `METHODS`
-    length: int = _flag(
-        2048, "--seq --max_length --max_seq_length", "tokens of a sequence (2048, or the model's limit)", least=2
-    )
+    length: int = _flag(2048, "--seq --max_length --max_seq_length", "tokens of a row (2048, or the limit)", least=2)
     effective_batch: int = _flag(16, "--effective_batch", "sequences per step, over all cards (16)", least=1)
-    micro_batch: int | None = _flag(
-        None,
-        "--batch_size --micro_batch --per_device_train_batch_size",
-        "sequences in one pass on a card (default: the fastest)",
-        type=int,
-    )
-    eval_batch: int | None = _flag(
-        None,
-        "--eval_batch --per_device_eval_batch_size",
-        "sequences at a time in evaluation (default: no more memory than a step)",
-        type=int,
-        least=1,
-    )
+    micro_batch: int | None = _flag(None, _MICRO_BATCH, "sequences at a time on a card (default: fastest)", type=int)
+    eval_batch: int | None = _flag(None, _EVAL_BATCH, "rows at a time in evaluation", type=int, least=1)
     evaluates: bool = True
-    cards: int = _flag(
-        1,
-        "--cards",
-        "number of cards; with several, DDP, FSDP2, split, pipeline and tensor parallelism are compared (1)",
-        least=1,
-    )
+    cards: int = _flag(1, "--cards", "with several, all ways over them are compared (1)", least=1)
     rows: int = _flag(0, "--rows", "rows to count hours for; without --dataset each has --seq tokens (1000)", least=0)
     checkpointing: bool | None = _flag(
-        None,
-        "--checkpointing",
-        "only with, or only without, checkpointing (default: the faster that fits)",
-        action=BooleanOptionalAction,
+        None, "--checkpointing", "recompute activations (default: the faster that fits)", action=BooleanOptionalAction
     )
     recompute: tuple[int, int] | None = None  # only this mix; see `estimate.Case`
     mixes: bool = True  # consider mixes of recomputation
     packing: bool = _flag(False, "--packing", "several short sequences in a row")
-    stream: int = _flag(
-        0,
-        FLAG,
-        "layers whose weights live in host memory: how many, auto or off (off)",
-        type=parse,
-        metavar="auto|off|N",
-    )
+    stream: int = _flag(0, FLAG, "layers whose weights live in host memory (off)", type=parse, metavar="auto|off|N")
     rank: int = _flag(16, "--rank --lora_r", "of the adapters (16)", least=1)
     dropout: float = _flag(0.0, "--dropout --lora_dropout", "of the adapters (0)", type=float)
-    targets: str | tuple[str, ...] = _flag(
-        ALL_LINEAR, "--targets --lora_target_modules", "modules with adapters", nargs="+"
-    )
-    target_parameters: tuple[str, ...] = _flag(
-        (),
-        "--target_parameters --lora_target_parameters",
-        "experts with adapters: experts.gate_up_proj experts.down_proj",
-        nargs="+",
-    )
-    modules_to_save: tuple[str, ...] = _flag(
-        (), "--modules_to_save --lora_modules_to_save", "modules that are trained whole", nargs="+"
-    )
+    targets: str | tuple[str, ...] = _flag(ALL_LINEAR, "--targets --lora_target_modules", "adapted modules", nargs="+")
+    target_parameters: tuple[str, ...] = _flag((), _EXPERTS, "adapted experts: experts.down_proj ...", nargs="+")
+    modules_to_save: tuple[str, ...] = _flag((), _WHOLE, "modules that are trained whole", nargs="+")
     dora: bool = _flag(False, "--dora --use_dora", "DoRA")
     one_pass_loss: bool = _flag(False, "--one_pass_loss", "gradient of the loss in the forward pass")
     nested: bool = True  # constants of 4-bit weights are quantised too
-    dtype: str | None = _flag(
-        None, "--dtype", "of weights that are not quantised (bfloat16; float32 with --method full)", choices=DTYPES
-    )
+    dtype: str | None = _flag(None, "--dtype", "of the weights (bfloat16; --method full: float32)", choices=DTYPES)
     autocast: bool = True  # mixed precision in bfloat16
     optim: str = _flag(_OPTIMIZER, "--optim", f"optimizer ({_OPTIMIZER})", choices=tuple(OPTIMIZERS))
     attention: str = _flag("sdpa", "--attention --attn_implementation", "(sdpa)", choices=ATTENTIONS)
@@ -118,8 +84,6 @@ class PlanRequest:
                 faults.append(f"{name} must be {low} or more, got {value}")
             if known is not None and value is not None and value not in known:
                 faults.append(f"{name} {value} is not known to the planner; it knows {', '.join(known)}")
-        if unknown := set(self.methods) - set(METHODS):
-            faults.append(f"--method must be one of {', '.join(METHODS)}, got {', '.join(unknown)}")
         batch, full = self.effective_batch, "full" in self.methods
         if batch > _LARGEST_BATCH:
             faults.append(f"--effective_batch must be {_LARGEST_BATCH} or less, got {batch}")
@@ -140,7 +104,6 @@ class PlanRequest:
             faults.append(f"{FLAG} does not support --dora: leave one out")
         if faults:
             raise UsageError("; ".join(faults))
-        optimizer(self.optim)
 
     @property
     def each(self) -> int:
@@ -155,8 +118,19 @@ def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
     return words[0] if alone else tuple(words)
 
 
-_SAME = ("model", "revision", "trust_remote_code", "length", "packing", "rank", "optim", "workers")
-"""Fields whose flag a training job has with the same value."""
+#: Fields that a training job has with the same value, and its flag.
+SAME = {
+    "model": "model_name_or_path",
+    "revision": "model_revision",
+    "trust_remote_code": "trust_remote_code",
+    "length": "max_length",
+    "packing": "packing",
+    "rank": "lora_r",
+    "optim": "optim",
+    "workers": "dataloader_num_workers",
+    "nested": "use_bnb_nested_quant",
+    "autocast": "bf16",
+}
 
 
 def from_training(
@@ -175,9 +149,7 @@ def from_training(
     targets = settings.get("lora_target_modules") or ALL_LINEAR
     each = int(settings["per_device_train_batch_size"]) * int(settings["gradient_accumulation_steps"])
     dtype, mix = settings.get("dtype"), settings.get("recompute_layers")
-    same = {each.name: {name[2:] for name in each.metadata["names"]} for each in fields(PlanRequest) if each.metadata}
-    same = {name: same[name] for name in _SAME} | {"nested": {"use_bnb_nested_quant"}, "autocast": {"bf16"}}
-    own = {name: settings[flag] for name, flags in same.items() for flag in flags if settings.get(flag) is not None}
+    own = {name: settings[flag] for name, flag in SAME.items() if settings.get(flag) is not None}
     if lora:
         own |= {"dora": bool(settings.get("use_dora"))}
         for name in ("target_parameters", "modules_to_save"):
@@ -232,22 +204,21 @@ def card_memory(
     size = vram_gib or (known.vram_gib if known else None) or (here_gib if name is None else None)
     if not size:
         raise UsageError(f"the memory of {known.name if known else name} is not in the card table; give --vram in GiB")
-    rates = Rates(known=False)  # of most cards no speed is published, and only choices are ranked
-    if known is not None and known.bf16_tflops:
-        rates = replace(RATES_OF.get(known.key, Rates()), products=1e12 * known.bf16_tflops)
-    desktop, source = DESKTOP_BYTES, "assumed"
-    if desktop_gib is not None:
-        desktop, source = int(desktop_gib * GIB), "given"
-    elif here and here.sensors.vram_used_bytes is not None and abs(here_gib - size) < 1:
-        desktop, source = here.sensors.vram_used_bytes, f"read from the card at {here.address}"
-    return CardMemory(
+    found = CardMemory(
         name=known.name if known else f"a card of {size:g} GiB",
         usable=int(size * _USABLE_SHARE * GIB),
-        desktop=desktop,
-        desktop_source=source,
-        rates=rates,
+        rates=Rates(known=False),  # of most cards no speed is published, and only choices are ranked
         bandwidth=1e9 * (known.bandwidth_gb_s if known and known.bandwidth_gb_s else _USUAL_BANDWIDTH),
     )
+    if known is not None and known.bf16_tflops:
+        rates = replace(RATES_OF.get(known.key, Rates()), products=1e12 * known.bf16_tflops)
+        found = replace(found, rates=rates)
+    if desktop_gib is not None:
+        return replace(found, desktop=int(desktop_gib * GIB), desktop_source="given")
+    if here and here.sensors.vram_used_bytes is not None and abs(here_gib - size) < 1:
+        source = f"read from the card at {here.address}"
+        return replace(found, desktop=here.sensors.vram_used_bytes, desktop_source=source)
+    return found
 
 
 def _named(name: str) -> Card:
@@ -261,26 +232,34 @@ def _named(name: str) -> Card:
     raise UsageError(f"--gpu {name} is not in the card table; it has {names}. Or give --vram in GiB")
 
 
-class TooManyOperations(UsageError):
-    """A step with too many operations to record, most often because it loops over tokens."""
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block neither warnings nor log messages below errors are shown."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
+@quiet()
 def config_of(fields: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     rest = dict(fields)
-    with quiet():
-        return AutoConfig.for_model(rest.pop("model_type"), **rest)
+    return AutoConfig.for_model(rest.pop("model_type"), **rest)
 
 
+@quiet()
 def config_for(request: PlanRequest) -> tuple[Any, list[str]]:
     """The configuration of the model; if it cannot be read, that of our table, with a note."""
     from hf_rocm_tune.models.factory import ModelSource, read_config
 
     try:
-        with quiet():
-            source = ModelSource(request.model, request.revision, request.trust_remote_code)
-            return read_config(source), []
+        return read_config(ModelSource(request.model, request.revision, request.trust_remote_code)), []
     except UsageError:
         if (known := public_model(request.model)) is None:
             raise
@@ -303,22 +282,6 @@ def longest_position(config: Any) -> int | None:
     return next((value for key in names if isinstance(value := getattr(text, key, None), int) and value > 0), None)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    import transformers  # sets its level when it is imported  # noqa: F401
-
-    loggers = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "bitsandbytes"))}
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in loggers.items():
-            logger.setLevel(level)
-
-
 # ---- public models ----------------------------------------------------------------------------------------------
 
 
@@ -330,8 +293,8 @@ class PublicModel(NamedTuple):
     fields: Mapping[str, Any]  # of its ``config.json`` on the Hub, without transformers' defaults
 
 
-def _family(architecture: str, vocabulary: int = 0, positions: int = 0, **more: Any) -> dict[str, Any]:
-    sizes = {"vocab_size": vocabulary, "max_position_embeddings": positions} if vocabulary else {}
+def _family(architecture: str, vocabulary: int, positions: int, **more: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": vocabulary, "max_position_embeddings": positions}
     return {"architectures": [f"{architecture}ForCausalLM"], **sizes, **more}
 
 
@@ -341,13 +304,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": _family("Qwen2", 152064, 32768),
     "mistral": _family("Mistral", 131072, 32768, head_dim=128, sliding_window=None),
     "gemma3_text": _family("Gemma3", 262144, 32768, head_dim=256, sliding_window=512),
-    "phi3": _family("Phi3"),
+    "phi3": _family("Phi3", 100352, 16384, original_max_position_embeddings=16384, pad_token_id=100349),
     "qwen3_moe": _family("Qwen3Moe", 151936, 40960, head_dim=128, router_aux_loss_coef=0.001),
     "olmoe": _family("Olmoe", 50304, 4096),
-    "mixtral": _family("Mixtral", 32000, 32768, num_local_experts=8, num_experts_per_tok=2),
-    "deepseek_v2": _family("DeepseekV2", 102400, 163840, moe_intermediate_size=1408, n_routed_experts=64)
-    | {"n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512}
-    | {"q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     "gpt_oss": _family("GptOss", 201088, 131072, head_dim=64, sliding_window=128, router_aux_loss_coef=0.9)
     | {"attention_bias": True},
 }
@@ -359,21 +318,15 @@ def _model(name: str, billions: float, family: str, *widths: int, tied: bool = F
     return PublicModel(name=name, billions=billions, fields=_FAMILIES[family] | own | more)
 
 
-def _phi4(vocabulary: int, positions: int, original: int, pad: int) -> dict[str, Any]:
-    sizes = {"vocab_size": vocabulary, "max_position_embeddings": positions, "pad_token_id": pad}
-    return sizes | {"original_max_position_embeddings": original}
-
-
-_PHI4_MINI, _PHI4 = _phi4(200064, 131072, 4096, 199999), _phi4(100352, 16384, 16384, 100349)
+_PHI4_MINI: dict[str, Any] = {"vocab_size": 200064, "max_position_embeddings": 131072, "pad_token_id": 199999}
+_PHI4_MINI |= {"original_max_position_embeddings": 4096}
 _OSS: dict[str, Any] = {"num_local_experts": 32, "num_experts_per_tok": 4}
 _OSS |= {"quantization_config": {"quant_method": "mxfp4"}}
-_NEMO: dict[str, Any] = {"max_position_embeddings": 131072}
 _QWEN3_A3B: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("Qwen/Qwen3-0.6B", 0.60, "qwen3", 1024, 3072, 28, 16, 8, tied=True),
     _model("google/gemma-3-1b-pt", 1.00, "gemma3_text", 1152, 6912, 26, 4, 1, tied=True),
     _model("meta-llama/Llama-3.2-1B", 1.24, "llama", 2048, 8192, 16, 32, 8, tied=True),
-    _model("Qwen/Qwen3-1.7B", 1.72, "qwen3", 2048, 6144, 28, 16, 8, tied=True),
     _model("meta-llama/Llama-3.2-3B", 3.21, "llama", 3072, 8192, 28, 24, 8, tied=True),
     _model("microsoft/Phi-4-mini-instruct", 3.84, "phi3", 3072, 8192, 32, 24, 8, tied=True, **_PHI4_MINI),
     _model("Qwen/Qwen3-4B", 4.02, "qwen3", 2560, 9728, 36, 32, 8, tied=True),
@@ -381,17 +334,13 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("mistralai/Mistral-7B-v0.3", 7.25, "mistral", 4096, 14336, 32, 32, 8, vocab_size=32768, head_dim=None),
     _model("meta-llama/Llama-3.1-8B", 8.03, "llama", 4096, 14336, 32, 32, 8),
     _model("Qwen/Qwen3-8B", 8.19, "qwen3", 4096, 12288, 36, 32, 8),
-    _model("mistralai/Mistral-Nemo-Base-2407", 12.25, "mistral", 5120, 14336, 40, 32, 8, **_NEMO),
-    _model("microsoft/phi-4", 14.66, "phi3", 5120, 17920, 40, 40, 10, **_PHI4),
+    _model("microsoft/phi-4", 14.66, "phi3", 5120, 17920, 40, 40, 10),
     _model("Qwen/Qwen3-14B", 14.77, "qwen3", 5120, 17408, 40, 40, 8),
-    _model("deepseek-ai/DeepSeek-V2-Lite", 15.71, "deepseek_v2", 2048, 10944, 27, 16, 16),
     _model("openai/gpt-oss-20b", 20.91, "gpt_oss", 2880, 2880, 24, 64, 8, **_OSS),
     _model("mistralai/Mistral-Small-24B-Base-2501", 23.57, "mistral", 5120, 32768, 40, 32, 8),
     _model("Qwen/Qwen3-30B-A3B", 30.53, "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3_A3B),
     _model("Qwen/Qwen2.5-32B", 32.76, "qwen2", 5120, 27648, 64, 40, 8),
     _model("Qwen/Qwen3-32B", 32.76, "qwen3", 5120, 25600, 64, 64, 8),
-    _model("mistralai/Mixtral-8x7B-v0.1", 46.70, "mixtral", 4096, 14336, 32, 32, 8),
-    _model("meta-llama/Llama-3.1-70B", 70.55, "llama", 8192, 28672, 80, 64, 8),
     _model("meta-llama/Llama-3.3-70B-Instruct", 70.55, "llama", 8192, 28672, 80, 64, 8),
 )
 

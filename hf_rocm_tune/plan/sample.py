@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -38,7 +36,7 @@ from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
 from hf_rocm_tune.models.split import find_layers
 from hf_rocm_tune.models.streaming import is_streamed
 from hf_rocm_tune.plan.estimate import Counts, Weight
-from hf_rocm_tune.plan.request import PlanRequest, text_config
+from hf_rocm_tune.plan.request import PlanRequest, quiet, text_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +48,6 @@ class Sample:
     config: Any  # the text configuration
     request: PlanRequest
     notes: tuple[str, ...]  # for the reader of the plan
-    keep: str  # one of ``KEEPS``: how its layers were kept
-    # cached results of operators, shared by its recordings; see `recorder.cached`
-    kernels: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def vocabulary(self) -> int:
@@ -127,23 +122,21 @@ def _joined(base: Any) -> set[str]:
     return {target.rpartition(".")[2] for each in merged for target in each.target_patterns}
 
 
-#: How layers are kept, in the order of trial: few, and the configuration has their number; few, and it has the real
-#: number (for models that slice something by layer, or whose kinds follow from the number); all.
-KEEPS = ("few", "few_counted_as_all", "all")
+@quiet()
+def build(config: Any, request: PlanRequest, method: str, *, whole: bool = False) -> Sample:
+    """Builds the sample of a model, whose configuration is not changed; ``whole``: with all layers.
 
-
-def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") -> Sample:
-    """Builds the sample of a model, whose configuration is not changed. UsageError: it cannot be built so."""
+    UsageError: it cannot be built so.
+    """
     dtype = getattr(torch, request.dtype_of(method))
     base = _meta_model(copy.deepcopy(config), dtype, request)
     text = text_config(base.config, decoder=True)
     if (found := find_layers(base, text)) is None:
         raise UsageError(f"{type(base).__name__} cannot be planned: no stack of its layers was found in it")
-    _, layers, count = found
+    layers = found[1]
     layer_of: Counts = tuple(range(len(layers)))
-    if keep != "all":
-        layer_of, counted = _keep_one_of_each_kind(layers, text, count if keep == "few" else None)
-        keep = keep if counted else "few_counted_as_all"
+    if not whole:
+        layer_of = _keep_one_of_each_kind(layers, text)
         for module in base.modules():  # Llama 3.2 Vision, which skips these layers for text
             if isinstance(numbers := vars(module).get("cross_attention_layers"), list):
                 module.cross_attention_layers = [i for i in range(len(layers)) if layer_of.index(i) in numbers]
@@ -151,9 +144,6 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
     senses = [name.removesuffix("_config") for name in config.sub_configs if re.match("vision|audio", name)]
     if senses and type(base.config) is type(config):
         notes.append(f"only text is counted, not {' and '.join(senses)} input")
-    attends = any("att" in name for layer in layers for name, _ in layer.named_modules())
-    if attends and request.attention == "sdpa" and text._attn_implementation == "eager":
-        notes.append("this architecture has no SDPA attention: memory grows with the square of the sequence")
     quantised = _quantisation(config, request, method, dtype)
     if quantised is not None:
         notes += _quantise(base, quantised, dtype)
@@ -165,7 +155,7 @@ def build(config: Any, request: PlanRequest, method: str, *, keep: str = "few") 
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
     model.train()
-    made: dict[str, Any] = {"model": model, "base": base, "layers": layers, "layer_of": layer_of, "keep": keep}
+    made: dict[str, Any] = {"model": model, "base": base, "layers": layers, "layer_of": layer_of}
     return Sample(config=text, request=request, notes=tuple(notes), **made)
 
 
@@ -183,18 +173,14 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
         autos = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
         auto = next((each for each in autos if each in remote), None)
         if auto is None:
-            raise UsageError(
-                f"{name} cannot be planned: transformers {transformers.__version__} has no such class: check "
-                "`architectures` in config.json, update transformers, or give --trust_remote_code for a model with its "
-                "own code"
-            )
+            version = f"transformers {transformers.__version__} has no such class"
+            raise UsageError(f"{name} cannot be planned: {version} (its own code needs --trust_remote_code)")
         architecture, more["trust_remote_code"] = getattr(transformers, auto), True
     make = getattr(architecture, "_from_config", None) or architecture.from_config
     if part is not config and isinstance(part, getattr(architecture, "config_class", None) or ()):
         config = part  # a language model alone, of a configuration that describes more
     try:
-        with torch.device("meta"), no_init_weights(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.device("meta"), no_init_weights():
             model = make(config, dtype=dtype, **more)
             if hasattr(model, "tie_weights"):
                 model.tie_weights()  # part of the initialisation, which is skipped because it takes seconds
@@ -209,31 +195,23 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
     return model
 
 
-def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) -> tuple[Counts, bool]:
-    """Leaves the first layer, the last and one of each kind between them, in the stack and in the configuration.
+def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> Counts:
+    """Leaves the first layer, the last and one of each kind between them, in the stack and in the lists of `text`.
 
-    ``count``: name of the setting that counts the layers, or None where that stays; it stays too where the kinds
-    follow from it. Returns which layer stands for which, and whether the setting changed.
+    The number of layers in the configuration stays: some models slice tensors by it. Returns which layer stands for
+    which.
     """
-    lists = {k: value for k, value in vars(text).items() if isinstance(value, list | tuple)}
+    lists = {key: value for key, value in vars(text).items() if isinstance(value, list | tuple)}
     per_layer = {key: value for key, value in lists.items() if len(value) == len(layers)}
-    derived = _derived_lists(text, len(layers))
-    indices = {key for key, value in per_layer.items() if list(value) == list(range(len(layers)))}
-    settings = [value for key, value in (per_layer | derived).items() if key not in indices]
+    numbers = {key for key, value in per_layer.items() if list(value) == list(range(len(layers)))}
+    settings = [value for key, value in per_layer.items() if key not in numbers]
     kinds = [_kind(layer, [repr(value[i]) for value in settings]) for i, layer in enumerate(layers)]
     last = len(layers) - 1
     stands_for = {i: next(k for k in range(1, i + 1) if kinds[k] == kinds[i]) for i in range(1, last)}
     stands_for |= {0: 0, last: last}
     kept = sorted(set(stands_for.values()))
-    fewer = {
-        key: type(value)(range(len(kept)) if key in indices else (value[i] for i in kept))
-        for key, value in per_layer.items()
-    }
-    counting = copy.copy(text)
-    vars(counting).update(fewer, **({count: len(kept)} if count else {}))
-    same = {key: type(value)(value[i] for i in kept) for key, value in derived.items()}
-    counted = bool(count) and _derived_lists(counting, len(kept)) == same
-    vars(text).update(vars(counting) if counted else fewer)
+    for key, value in per_layer.items():
+        vars(text)[key] = type(value)(range(len(kept)) if key in numbers else (value[i] for i in kept))
     modules = [layers[i] for i in kept]
     layers._modules.clear()
     layers.extend(modules)
@@ -241,27 +219,13 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any, count: str | None) 
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = position
-    return tuple(kept.index(stands_for[i]) for i in range(last + 1)), counted
-
-
-def _derived_lists(text: Any, count: int) -> dict[str, Any]:
-    """Properties with a value for each layer that the configuration's own class computes."""
-    from transformers import PreTrainedConfig
-
-    own = [member for base in type(text).__mro__ if base not in PreTrainedConfig.__mro__ for member in vars(base)]
-    found = {}
-    for key in own:
-        with suppress(*FOREIGN_ERRORS):  # a property that does not apply, or no longer
-            value = getattr(text, key) if isinstance(getattr(type(text), key), property) else None
-            if isinstance(value, list | tuple) and len(value) == count:
-                found[key] = value
-    return found
+    return tuple(kept.index(stands_for[i]) for i in range(last + 1))
 
 
 def _kind(layer: nn.Module, settings: list[str]) -> tuple[object, ...]:
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    names = tuple(type(module).__name__ for module in layer.modules())
-    return shapes, names, tuple(settings)
+    modes = [(name, value) for each in layer.modules() for name, value in vars(each).items() if isinstance(value, bool)]
+    return shapes, tuple(type(module).__name__ for module in layer.modules()), tuple(modes), tuple(settings)
 
 
 def _attach(base: Any, request: PlanRequest) -> nn.Module:
@@ -279,19 +243,19 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
         modules_to_save=list(request.modules_to_save) or None,
         use_dora=request.dora,
     )
+    known = adaptable(base)
     try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            known = adaptable(base)
+        with torch.device("meta"):
             model = get_peft_model(base, settings)
             share_inputs(model)
     except (*FOREIGN_ERRORS, NotImplementedError) as error:
         refused = [name for name in known if f"'{name}'" in str(error)]
+        if not refused:
+            raise UsageError(f"PEFT refuses these adapters: {first_line(error)}") from error
         others = " ".join(name for name in known if name not in refused)
-        reason = f"PEFT refuses these adapters: {first_line(error)}"
-        if refused:
-            reason = f"PEFT does not adapt {', '.join(refused)} of {type(base).__name__}: give --targets {others}"
-        raise UsageError(reason) from error
+        raise UsageError(
+            f"PEFT does not adapt {', '.join(refused)} of {type(base).__name__}: give --targets {others}"
+        ) from error
     if hasattr(base.get_output_embeddings(), "lora_A"):
         raise UsageError("an adapter on the output head is never trained, TRL's loss reads its weight: leave it out")
     return model
@@ -308,9 +272,9 @@ def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.d
         try:
             return BitsAndBytesConfig.from_dict(given if isinstance(given, dict) else given.to_dict())
         except FOREIGN_ERRORS as error:
+            wrong = f"the quantization_config of its config.json is wrong ({first_line(error)})"
             raise UsageError(
-                f"model {request.model}: the quantization_config of its config.json is wrong ({first_line(error)}): "
-                "mend it, or give the model that was quantised"
+                f"model {request.model}: {wrong}: mend it, or give the model that was quantised"
             ) from error
     more = {"bnb_4bit_use_double_quant": request.nested, "bnb_4bit_compute_dtype": dtype}
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **more) if method == "qlora" else None
@@ -352,8 +316,7 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
     use_packed(base)
     bitsandbytes.functional.name2qmap.clear()  # tables on the meta device would break real loading in this process
     bitsandbytes.functional.name2qmap.update(tables)
-    left = any(parameter.ndim == 3 and "expert" in name for name, parameter in base.named_parameters())
-    return [*notes, *(["its experts are not quantised: they stay in 16 bits"] * left)]
+    return notes
 
 
 def _pack_mxfp4(base: Any, dtype: torch.dtype) -> None:

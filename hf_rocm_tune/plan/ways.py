@@ -1,17 +1,11 @@
 """Several cards: what each way over them takes, its speed and traffic, one model split over them, and what to change.
 
-    ddp       each card has the whole model and its share of the batch; gradients are averaged by RCCL
-    host      the same, averaged through host memory
-    fsdp2     each card has its share of the weights; a layer is gathered when it computes, forward and backward
-    split     each card has some of the layers; they compute one after the other
-    pipeline  a split whose cards work on different micro-batches
-    tensor    the cards compute each layer together; outputs and gradients are summed in each layer
-
 Every figure is an estimate from counted bytes and assumed rates. None was measured on two cards.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,18 +15,7 @@ from typing import Any
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.models.streamed import FLAG as STREAM
-from hf_rocm_tune.plan.estimate import (
-    GIB,
-    LINK,
-    NEAR,
-    CardMemory,
-    Case,
-    Counts,
-    Estimate,
-    Weights,
-    estimate,
-    fastest,
-)
+from hf_rocm_tune.plan.estimate import GIB, LINK, NEAR, CardMemory, Case, Counts, Estimate, Weights, estimate, fastest
 from hf_rocm_tune.plan.fit import Plan, grid_of, plan_for
 
 #: Assumed: as `LINK` through host memory, with digests, and with gloo for averages.
@@ -43,10 +26,7 @@ CLOSE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """One model over several cards, each planned as if it held a smaller one: its layers, the first also all the rest.
-
-    The cards compute one after the other, so a second one adds memory, not speed.
-    """
+    """One model over several cards, each planned as if it held a smaller one; the first has all that is no layer."""
 
     option: Estimate  # the case on one card, the source of its speed
     counts: Counts  # layers of each card
@@ -59,19 +39,20 @@ class SplitPlan:
         return min(estimate.spare for estimate in self.estimates)
 
     @property
+    def first_is_fullest(self) -> bool:
+        return self.estimates[0].spare <= self.least_spare
+
+    @property
     def fits(self) -> bool:
         return self.least_spare >= 0
 
     def lines(self) -> Iterator[str]:
-        for number, ((start, stop), found, card) in enumerate(
-            zip(_ranges(self.counts), self.estimates, self.cards, strict=True)
-        ):
+        each = zip(_ranges(self.counts), self.estimates, self.cards, strict=True)
+        for number, ((start, stop), found, card) in enumerate(each):
             beside = ", embeddings, head and loss" if number == 0 else ""
             rest = f"{abs(found.spare) / GIB:.1f} {'spare' if found.fits else 'missing'}"
-            yield (
-                f"card {number}: layers {start} to {stop - 1}{beside}: {found.total / GIB:.1f} of "
-                f"{card.usable / GIB:.1f} GiB, {rest}"
-            )
+            of = f"{found.total / GIB:.1f} of {card.usable / GIB:.1f} GiB"
+            yield f"card {number}: layers {start} to {stop - 1}{beside}: {of}, {rest}"
 
 
 def split_plan(
@@ -79,8 +60,9 @@ def split_plan(
 ) -> SplitPlan:
     """Splits a plan of one card over several: the fastest case that fits on each, else that with the least missing.
 
-    ``counts``: layers on each card, the last of which may be left out; by default the cut that leaves most memory on
-    the fullest card. ``flights``: micro-batches in flight, if a step has as many.
+    ``counts``: layers on each card, the last of which may be left out; by default the first card has as many as leave
+    most memory on the fullest, and the others share the rest evenly. ``flights``: micro-batches in flight, if a step
+    has as many.
     """
     if counts is not None:
         from hf_rocm_tune.models.split import counts_for
@@ -97,7 +79,12 @@ def split_plan(
     def best(option: Estimate) -> SplitPlan:
         if counts is not None:
             return split(option, counts)
-        return best_cut(partial(split, option), even_counts(whole.layers, [card.free for card in cards]))
+        firsts = range(1, whole.layers - len(cards) + 2)
+        cut = [(first, *even_counts(whole.layers - first, len(cards) - 1)) for first in firsts]
+        at = bisect_left(cut, True, key=lambda shared: split(option, shared).first_is_fullest)
+        return max(
+            (split(option, shared) for shared in cut[max(at - 1, 0) : at + 1]), key=lambda each: each.least_spare
+        )
 
     found = [best(option) for option in whole.grid if option.case.recompute is None]  # a mix is what fits one card
     if roomy := [each for each in found if each.least_spare >= cards[0].margin]:
@@ -119,45 +106,20 @@ def _ranges(counts: Counts) -> list[tuple[int, int]]:
     return [(sum(counts[:card]), sum(counts[: card + 1])) for card in range(len(counts))]
 
 
-def even_counts(layers: int, weights: Sequence[float]) -> Counts:
-    """Distributes layers in proportion to the weights of the cards, at least one to each."""
-    left, room = layers, sum(weights)
-    counts = []
-    for position, weight in enumerate(weights):
-        later = len(weights) - position - 1
-        share = round(left * weight / room) if room else 1
-        counts.append(left if later == 0 else min(max(share, 1), left - later))
-        left, room = left - counts[-1], room - weight
-    return tuple(counts)
-
-
-def best_cut(plan: Callable[[Counts], SplitPlan], counts: Counts) -> SplitPlan:
-    """The cut that leaves most memory on the fullest card, found by moving one layer at a time from ``counts``."""
-    best, cards = plan(counts), range(len(counts))
-    while True:
-        moves = [
-            tuple(count + (card == taker) - (card == giver) for card, count in enumerate(best.counts))
-            for giver in cards
-            for taker in cards
-            if giver != taker and best.counts[giver] > 1
-        ]
-        better = max(map(plan, moves), key=lambda each: each.least_spare, default=best)
-        if better.least_spare <= best.least_spare:
-            return best
-        best = better
+def even_counts(layers: int, cards: int) -> Counts:
+    """As many layers on each card; one more on the last ones, as the first has embeddings and head."""
+    return tuple(layers // cards + (card >= cards - layers % cards) for card in range(cards))
 
 
 # ---- the ways, compared -----------------------------------------------------------------------------------------
 
-At = Callable[[str, Case], Estimate]
-"""Memory of the fullest card and speed of all, of a method and case."""
+At = Callable[[str, Case], Estimate]  # memory of the fullest card and speed of all, of a method and case
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardsWay:
     name: str  # ``ddp``, ``host``, ``fsdp2``, ``split``, ``pipeline`` or ``tensor``
     option: Estimate  # the fastest case that fits, else the least: memory of the fullest card, speed of all cards
-    longest: int | None  # tokens, with micro-batch 1 and checkpointing; None: none fits, or unknown
     crossing: float  # bytes between the cards, or between them and the host, in one optimizer step; sum of all cards
     flags: str  # of ``hf-rocm-tune sft`` that select it
     lines: tuple[str, ...] = ()  # of a split: each card
@@ -190,15 +152,13 @@ def best_of(found: Iterable[CardsWay]) -> CardsWay | None:
 
 
 def sentence(plan: Plan, best: CardsWay) -> str:
-    method, crossing = best.option.variant, f"{best.crossing / GIB:.2f} GiB cross in a step"
+    method = best.option.variant
+    reason = "does not fit on one card"
     if best.name in ("ddp", "host"):
-        return (
-            f"{best.name}: {method} fits on each card, so {plan.request.cards} batches are computed at once; {crossing}"
-        )
-    alone = any(each.fits and each.variant == method for each in plan.grid)
-    reason = "is estimated to be faster this way" if alone else "does not fit on one card"
-    slow = ", and a second card adds memory, not speed" if best.name == "split" else ""
-    return f"{best.name}: {method} {reason}{slow}; {crossing}"
+        reason = f"fits on each card, so {plan.request.cards} batches are computed at once"
+    elif any(each.fits and each.variant == method for each in plan.grid):
+        reason = "is estimated to be faster this way"
+    return f"{best.name}: {method} {reason}; {best.crossing / GIB:.2f} GiB cross in a step"
 
 
 def _way(
@@ -213,8 +173,7 @@ def _way(
     """The best of these cases of one card."""
     options = [at(one.variant, one.case) for one in cases]
     best = fastest(options) or min(options, key=lambda each: each.total)
-    longest = plan.longest(best.variant, lambda case: at(best.variant, case).fits)
-    return CardsWay(name=name, option=best, longest=longest, crossing=crossing(best), flags=flags, lines=tuple(lines))
+    return CardsWay(name=name, option=best, crossing=crossing(best), flags=flags, lines=tuple(lines))
 
 
 def _timed(option: Estimate, plan: Plan, *, times: float = 1.0, plus: float = 0.0, least: float = 0.0) -> Estimate:
@@ -356,36 +315,26 @@ def advice(plan: Plan, *, training: bool = False) -> str:
     """What would fit where nothing does, each change planned; ``training``: in the flags of a training verb."""
     request, method = plan.request, plan.nearest.variant
     loose: dict[str, Any] = {"micro_batch": None, "checkpointing": None, "recompute": None, "mixes": False}
-    bf16, adam8 = {"dtype": "bfloat16"}, {"optim": "adamw_8bit"}
-    full32 = method == "full" and request.dtype is None
+    full, several = method == "full", request.cards > 1 and not training
+    alone = request.cards == 1 and not training and request.effective_batch % 2 == 0
     changes: list[tuple[str, dict[str, Any], bool]] = [
         ("another micro-batch and checkpointing", {}, (request.micro_batch, request.checkpointing) != (None, None)),
-        ("--optim adamw_8bit", adam8, method == "full" and "8bit" not in request.optim),
-        ("--dtype bfloat16", bf16, full32),
-        ("--dtype bfloat16 --optim adamw_8bit", bf16 | adam8, full32),
+        ("--optim adamw_8bit", {"optim": "adamw_8bit"}, full and "8bit" not in request.optim),
+        ("--dtype bfloat16", {"dtype": "bfloat16"}, full and request.dtype is None),
         ("--use_peft true" if training else "--method lora", {"methods": ("lora",)}, request.methods == ("full",)),
-        ("no --modules_to_save", {"modules_to_save": ()}, bool(request.modules_to_save)),
-        (f"--{'lora_r' if training else 'rank'} 16", {"rank": 16}, method != "full" and request.rank > 16),
         ("--load_in_4bit" if training else "--method qlora", {"methods": ("qlora",)}, "qlora" not in request.methods),
-        ("--packing false", {"packing": False}, request.packing),
-        (f"{STREAM} auto", {"stream": AUTO}, method != "full" and not request.dora and request.cards == 1),
-        (
-            "--cards 2",
-            {"cards": 2, "stream": 0},
-            request.cards == 1 and not training and not request.effective_batch % 2,
-        ),
+        (f"{STREAM} auto", {"stream": AUTO}, not full and not request.dora and request.cards == 1),
+        ("--cards 2", {"cards": 2, "stream": 0}, alone),
     ]
     found: list[str] = []
     for words, change, applies in changes:
-        if applies and not any(each in words for each in found):
+        if applies:
             with suppress(UsageError):
                 other = plan_for(replace(request, **(loose | change)), card=plan.card, config=plan.config)
                 if other.choice or (not training and other.request.cards > 1 and best_of(ways(other))):
                     found.append(words)
-    several = request.cards > 1 and not training
-    lengths = [each.longest for each in ways(plan)] if several else map(plan.longest, plan.recordings)
-    longest = max((each or 0 for each in lengths), default=0)
+    longest = 0 if several else max(plan.longest(each) or 0 for each in plan.recordings)
     if 0 < longest < request.length:
-        found.insert(-1 if "--cards 2" in found else len(found), f"--{'max_length' if training else 'seq'} {longest}")
+        found.append(f"--{'max_length' if training else 'seq'} {longest}")
     some = f"what would fit: {' | '.join(found)}; or" if found else "what would fit:"
     return f"{some} a smaller model: `hf-rocm-tune plan --largest`"

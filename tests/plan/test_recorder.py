@@ -17,7 +17,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.plan import recorder as shapes_device
-from hf_rocm_tune.plan.estimate import Case, Step, StepRecording, Tape, Weights
+from hf_rocm_tune.plan.estimate import Case, Step, Tape, Weights
 from hf_rocm_tune.plan.recorder import DeviceMode, Recorder, autocast_flags, cached, record
 from hf_rocm_tune.plan.request import PlanRequest, config_of
 from hf_rocm_tune.plan.sample import Sample, build
@@ -68,9 +68,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def sample_of(fields: dict[str, Any], method: str = "lora", *, keep: str = "few", **settings: Any) -> Sample:
+def sample_of(fields: dict[str, Any], method: str = "lora", *, whole: bool = False, **settings: Any) -> Sample:
     """A model with few layers, without dropout unless it is asked for."""
-    return build(config_of(fields), PlanRequest(**{"dropout": 0.0, **settings}), method, keep=keep)
+    return build(config_of(fields), PlanRequest(**{"dropout": 0.0, **settings}), method, whole=whole)
 
 
 def level(tape: Tape) -> float:
@@ -104,14 +104,12 @@ def kept_shapes(model: nn.Module, run: Callable[[], object]) -> Counter[tuple[tu
 @pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_few_layers_tell_what_all_layers_take(arch: str, lora: bool) -> None:
     method = "lora" if lora else "full"
-    few, whole = sample_of(MODELS[arch], method), sample_of(MODELS[arch], method, keep="all")
+    few, whole = sample_of(MODELS[arch], method), sample_of(MODELS[arch], method, whole=True)
     assert len(few.layers) < len(whole.layers) == len(few.layer_of)
-    for checkpointing in (False, True):
+    for checkpointing, batch, length in ((False, 4, 200), (True, 2, 640)):
         case = replace(PADDED, checkpointing=checkpointing)
-        for batch, length in ((4, 200), (2, 640)):
-            trace = Step(((StepRecording(record(few, case, batch, length)), few.layer_of),))
-            whole_level = level(record(whole, case, batch, length))
-            assert trace.peak().total == pytest.approx(whole_level, rel=0.001)
+        step = Step(((record(few, case, batch, length), few.layer_of),))
+        assert step.peak().total == pytest.approx(level(record(whole, case, batch, length)), rel=0.001)
 
 
 def test_each_kind_of_layer_is_recorded_and_stands_for_its_own() -> None:
@@ -281,7 +279,7 @@ def test_names_of_autocast_are_those_that_torch_casts() -> None:
 def test_a_storage_counts_once_and_views_not_at_all() -> None:
     existing = torch.empty(1000, device="meta")
     tape = Tape()
-    with Recorder(tape, [existing], {}):
+    with Recorder(tape, [existing], "hip"):
         made = existing.view(10, 100) + 1
         kept = made[2:5].transpose(0, 1)
         made.add_(1)
@@ -323,8 +321,8 @@ def test_a_step_is_recorded_alike_with_and_without_what_earlier_ones_left(arch: 
     for case in (PADDED, replace(PADDED, checkpointing=True)):
         record(sample, case, 2, 64)  # the first one may do what later ones do not
         remembering = record(sample, case, 2, 64)
-        assert sample.kernels
-        sample.kernels.clear()
+        assert shapes_device.RESULTS
+        shapes_device.RESULTS.clear()
         assert remembering == record(sample, case, 2, 64)
 
 
@@ -338,8 +336,7 @@ def test_a_step_is_recorded_alike_with_and_without_what_earlier_ones_left(arch: 
     ],
 )
 def test_what_shares_the_memory_that_was_given_still_does(func: Any, args: tuple[Any, ...]) -> None:
-    kernels: dict[Any, Any] = {}
     for _ in range(3):
         tensor = meta(8)
-        out, _ = cached(kernels, func, (tensor, *args), {})
+        out, _ = cached(func, (tensor, *args), {})
         assert out.untyped_storage()._cdata == tensor.untyped_storage()._cdata

@@ -35,8 +35,8 @@ def test_bytes_that_leave_the_card_are_the_host_s_and_come_twice_a_pass(method: 
         found = planned(method, count).nearest
         waiting = host(resident.variants[method], found.case)["streamed layers"]
         landings = found.parts["landings of streamed layers"]
-        assert waiting == count * sum(weights.streams[0].values())
-        assert landings == min(count, LANDING_COUNT) * sum(weights.streams[0].values())
+        assert waiting == count * weights.streams[0]
+        assert landings == min(count, LANDING_COUNT) * weights.streams[0]
         assert resident.nearest.total - found.total == pytest.approx(waiting - landings, rel=0.01)
         fetched = 2 * waiting * max(0, count - LANDING_COUNT) / count
         assert found.visiting == pytest.approx(found.case.accumulation * fetched)
