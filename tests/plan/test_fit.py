@@ -193,20 +193,6 @@ def test_a_mix_that_cannot_be_is_refused_in_one_line(wrong: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"effective_batch": 5, "cards": 2}, "5 cannot be divided evenly over 2 cards"),
-        ({"dropout": 1.0}, "--dropout"),
-        ({"optim": "adagrad"}, "adagrad"),
-        ({"effective_batch": 6, "micro_batch": 4}, "4 does not divide"),
-    ],
-)
-def test_a_question_that_cannot_be_is_refused(wrong: dict[str, Any], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
-        PlanRequest(**wrong)
-
-
 # ---- the card ---------------------------------------------------------------------------------------------------
 
 
@@ -326,11 +312,6 @@ def test_a_configuration_that_is_none_is_one_line(tmp_path: Path, content: str |
         read_config(ModelSource(name=str(tmp_path)))
     assert str(tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_a_hub_that_does_not_answer_is_one_line() -> None:
-    with pytest.raises(UsageError, match=r"nobody/nothing.*network"):
-        read_config(ModelSource(name="nobody/nothing"))
 
 
 @pytest.mark.parametrize(
