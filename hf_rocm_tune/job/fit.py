@@ -48,7 +48,6 @@ class Demand(NamedTuple):
     """What the user's settings require of the choice."""
 
     each: int  # sequences of one optimizer step on one rank
-    effective_batch: int  # on all ranks
     micro_batch: int | None  # as the user set it; None: to be chosen
     checkpointing: bool | None  # likewise
 
@@ -73,13 +72,12 @@ def demand(arguments: Arguments) -> Demand:
         kept = given.get(_MICRO_BATCH) or (max(1, each // accumulation) if given else None)
         steps = given.get(_ACCUMULATION) or max(1, each // (kept or 1))
         if kept is not None and kept * steps != each:
-            flags = [f"--{name} {value}" for name, value in given.items()]
+            flags = " and ".join(f"--{name} {value}" for name, value in given.items())
             raise UsageError(
-                f"--effective_batch {tune.effective_batch} over {ranks} process{'es' if ranks > 1 else ''} cannot be "
-                f"made with {' and '.join(flags)}; drop {'one of them' if len(flags) > 1 else 'it'}"
+                f"--effective_batch {tune.effective_batch} on {ranks} rank(s) cannot be made with {flags}: drop one"
             )
     checkpointing = bool(training.activation_checkpointing) if _CHECKPOINTING & {*arguments.given} else None
-    return Demand(each, each * ranks, kept, checkpointing if tune.recompute is None else True)
+    return Demand(each, kept, checkpointing if tune.recompute is None else True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +117,7 @@ def before_loading(
     if tune.auto_fit == "off":
         return None
     if arguments.method not in TRAINERS:
-        known = ", ".join(TRAINERS)
-        if tune.effective_batch is not None:
-            raise UsageError(
-                f"--effective_batch is for {known}: with {arguments.method} give --per_device_train_batch_size and "
-                "--gradient_accumulation_steps"
-            )
-        say(f"auto-fit: {known} can be planned, not {arguments.method}: nothing is chosen")
-        return None
+        raise UsageError(f"--auto_fit plans {', '.join(TRAINERS)}, not {arguments.method}: leave it out")
     wanted = demand(arguments)
     if recorded is not None:
         choice = Choice.from_record(recorded)
@@ -160,7 +151,7 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
     given = evaluates and "per_device_eval_batch_size" in arguments.given
     request = replace(
         from_training(arguments.resolved(), trainer=arguments.method, cards=training.world_size, platform=platform),
-        effective_batch=wanted.effective_batch,
+        effective_batch=wanted.each * training.world_size,
         micro_batch=wanted.micro_batch,
         checkpointing=wanted.checkpointing,
         triton=not triton_refusal(training.device),
@@ -181,8 +172,9 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
 
 
 def _why(choice: Choice, wanted: Demand, arguments: Arguments) -> list[str]:
+    effective = wanted.each * arguments.training.world_size
     lines = [
-        f"auto-fit: {describe(choice)} for {wanted.effective_batch} sequences a step, fastest by estimate",
+        f"auto-fit: {describe(choice)} for {effective} sequences a step, fastest by estimate",
         f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB of {_gib(choice.budget_bytes)} GiB available",
     ]
     flags = ("torch_compile", "use_liger_kernel", "activation_offloading")
@@ -250,8 +242,7 @@ def streamed_layers(
             say(f"{streamed.FLAG} auto: there is no card, so nothing is streamed")
             return None
         size, on = training.per_device_train_batch_size, bool(training.activation_checkpointing)
-        each = size * training.gradient_accumulation_steps
-        wanted = Demand(each, each * training.world_size, size, on)
+        wanted = Demand(size * training.gradient_accumulation_steps, size, on)
         planned = on_main_process(lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto"))
         count = planned.streamed
         say(f"predicted peak {_gib(planned.predicted_bytes)} GiB of {_gib(budget)} GiB available")

@@ -203,18 +203,34 @@ class Step:
         return tuple(map(float, sum(rows)))
 
 
-# ---- optimizers -------------------------------------------------------------------------------------------------
+# ---- weights and optimizers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedTensor:
-    elements: int  # of one tensor
-    itemsize: int  # bytes of an element, and of an element of its gradient
-    count: int = 1
+class Weight:
+    """A tensor that exists during the whole step."""
+
+    part: str  # ``weights`` (buffers, too), ``quantisation constants``, ``adapters`` or ``checksums``
+    layer: int  # position among the recorded layers; -1: none
+    nbytes: int  # as it is stored
+    elements: int = 0  # of a parameter, before it is quantised
+    itemsize: int = 0  # bytes of an element of its gradient
+    trained: bool = False  # whether it has a gradient and optimizer state
+    streams: bool = False  # whether it is in host memory where its layer is streamed
+    fused: bool = False  # whether the files have it in parts, which are joined on the card
+    count: int = 1  # of such tensors
 
     @property
-    def nbytes(self) -> int:
+    def gradient(self) -> int:
+        """Bytes of the gradients, and of the tensors where they are trained."""
         return self.elements * self.itemsize * self.count
+
+    @property
+    def loading(self) -> int:
+        """Most bytes beside its own while it is loaded: in 16 bits before it is packed, and its parts."""
+        if self.elements * self.itemsize > self.nbytes:  # quantised
+            return 4 * self.elements - self.nbytes if self.fused else 2 * self.elements
+        return self.nbytes if self.fused else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,19 +249,19 @@ class Optimizer:
     copies: int = 0  # of all trained parameters during a step
     on_cpu: bool = False  # parameters are stepped one by one
 
-    def kept(self, trained: Iterable[TrainedTensor]) -> int:
+    def kept(self, trained: Iterable[Weight]) -> int:
         """Bytes of state, on the card or the host."""
 
-        def one(tensor: TrainedTensor) -> int:
+        def one(tensor: Weight) -> int:
             if self.bits == 8 and tensor.elements >= 4096:
                 return tensor.elements + 4 * -(-tensor.elements // 256)
             return tensor.elements * (4 if self.bits else tensor.itemsize)
 
         return self.states * sum(one(tensor) * tensor.count for tensor in trained)
 
-    def taken(self, trained: Sequence[TrainedTensor]) -> float:
+    def taken(self, trained: Sequence[Weight]) -> float:
         if not self.on_cpu:
-            return float(self.copies * sum(tensor.nbytes for tensor in trained))
+            return float(self.copies * sum(tensor.gradient for tensor in trained))
         floats = self.states + 4 if self.bits == 8 else 0
         of_one = (each.elements * (3 * self.copies * each.itemsize + 4 * floats) for each in trained)
         return float(max(of_one, default=0))
@@ -268,30 +284,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight:
-    """A tensor that exists during the whole step."""
-
-    part: str  # ``weights`` (buffers, too), ``quantisation constants``, ``adapters`` or ``checksums``
-    layer: int  # position among the recorded layers; -1: none
-    nbytes: int  # as it is stored
-    elements: int = 0  # of a parameter, before it is quantised
-    itemsize: int = 0  # bytes of an element of its gradient
-    trained: bool = False  # whether it has a gradient and optimizer state
-    streams: bool = False  # whether it is in host memory where its layer is streamed
-    fused: bool = False  # whether the files have it in parts, which are joined on the card
-
-    @property
-    def loading(self) -> int:
-        """Most bytes beside its own while it is loaded: in 16 bits before it is packed, and its parts."""
-        if self.elements * self.itemsize > self.nbytes:  # quantised
-            return 4 * self.elements - self.nbytes if self.fused else 2 * self.elements
-        return self.nbytes if self.fused else 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Weights:
     parts: Mapping[str, int]  # bytes by part
-    trained: tuple[TrainedTensor, ...]  # the tensors that have gradients
+    trained: tuple[Weight, ...]  # the tensors that have gradients
     parameters: int  # of the model without adapters, before quantisation
     loading: int  # most bytes beside those of its parts while one tensor is loaded
     streams: tuple[int, ...] = ()  # of each layer of the real model, the bytes that can be streamed
@@ -299,7 +294,7 @@ class Weights:
     @property
     def gradients(self) -> float:
         """Bytes of all gradients, and of the trained tensors."""
-        return float(sum(tensor.nbytes for tensor in self.trained))
+        return float(sum(tensor.gradient for tensor in self.trained))
 
     @classmethod
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
@@ -313,7 +308,7 @@ class Weights:
             if tensor.streams and tensor.layer in streams:
                 streams[tensor.layer] += tensor.nbytes
             if tensor.trained and count:
-                trained.append(TrainedTensor(elements=tensor.elements, itemsize=tensor.itemsize, count=count))
+                trained.append(replace(tensor, count=count))
             if tensor.part == "weights":
                 parameters += tensor.elements * count
                 loading = max(loading, tensor.loading)

@@ -21,6 +21,7 @@ from hf_rocm_tune.plan.estimate import (
     Step,
     Tape,
     Variant,
+    Weight,
     Weights,
     estimate,
     fastest,
@@ -52,7 +53,6 @@ class Recordings:
     method: str  # one of the request's
     # by content of the rows, recomputation, and batch and length of the tensors
     recorded: dict[tuple[str, str, int, int], Tape] = field(default_factory=dict)
-    _parts: dict[tuple[int, int], Variant] = field(default_factory=dict)
 
     @property
     def _probe(self) -> Case:
@@ -76,43 +76,38 @@ class Recordings:
         return bool(self.sample.base.supports_gradient_checkpointing)
 
     @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        return tuple(self.sample.weights())
+
+    @cached_property
     def variant(self) -> Variant:
-        return Variant(
-            name=self.method,
-            weights=Weights.total(self.sample.weights(), self.sample.layer_of),
-            trace=self,
-            optimizer=replace(OPTIMIZERS[self.request.optim], on_cpu=self.request.platform == "cpu"),
-        )
+        optimizer = replace(OPTIMIZERS[self.request.optim], on_cpu=self.request.platform == "cpu")
+        weights = Weights.total(self.weights, self.sample.layer_of)
+        return Variant(name=self.method, weights=weights, trace=self, optimizer=optimizer)
 
     def part(self, start: int, stop: int) -> Variant:
         """A card of a split: these layers and, if it is the first, all else."""
-        if (start, stop) not in self._parts:
-            weights = (each for each in self.sample.weights() if start == 0 or each.layer >= 0)
-            self._parts[start, stop] = replace(
-                self.variant,
-                weights=Weights.total(weights, self.sample.layer_of[start:stop]),
-                trace=lambda case: self(case).part(start, stop),
-            )
-        return self._parts[start, stop]
+        held = (each for each in self.weights if start == 0 or each.layer >= 0)
+        weights = Weights.total(held, self.sample.layer_of[start:stop])
+        return replace(self.variant, weights=weights, trace=lambda case: self(case).part(start, stop))
 
     @cached_property
-    def mixes(self) -> tuple[str, ...]:
-        """The ways to recompute single layers: ``whole``, ``selective``.
+    def mixes(self) -> bool:
+        """Whether single layers can be recomputed, wholly or selectively.
 
-        Empty if only all layers together can be, or if a layer needs no gradient without checkpointing: what it keeps
-        then depends on the layers before it.
+        Not where a layer needs no gradient without checkpointing: what it keeps then depends on the layers before it.
         """
         from hf_rocm_tune.models.recompute import layers_of
 
         layers = list(self.sample.layers)
         if not self.can_checkpoint or layers_of(self.sample.base) != layers:
-            return ()
+            return False
         if sum(role == "backward" for role, _ in self._recording(self._probe).keys) < len(layers):
-            return ()
+            return False
         with suppress(UsageError):  # results that are changed in place cannot be kept
             self._recording(replace(self._probe, checkpointing=True, recompute=(0, len(self.sample.layer_of))))
-            return "whole", "selective"
-        return ("whole",)
+            return True
+        return False
 
     def __call__(self, case: Case) -> Step:
         layer_of = self.sample.layer_of
@@ -293,7 +288,7 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest) -> l
         found = [estimate(variant, replace(case, checkpointing=how), card) for how in hows]
         grid += found
         if request.mixes and recordings.mixes and [each.spare >= card.margin for each in found] == [False, True]:
-            grid += _best_mix(variant, case, card, layers, selective="selective" in recordings.mixes)
+            grid += _best_mix(variant, case, card, layers)
     if request.stream and not (request.stream == AUTO and any(each.fits for each in grid)):
         cases = [each.case for each in grid if each.case.checkpointing and each.case.recompute is None]
         return [_streamed(variant, case, card, request.stream) for case in cases]
@@ -310,10 +305,9 @@ def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Est
     return at(count)
 
 
-def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int, *, selective: bool) -> list[Estimate]:
+def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int) -> list[Estimate]:
     """The fastest mix that leaves the card's margin, if any; the more layers whole, the fewer need to be selective."""
-    found = []
-    fewest = layers if selective else 0
+    found, fewest = [], layers
     for whole in range(layers):
         fewest = min(fewest, layers - whole)
         best: Estimate | None = None

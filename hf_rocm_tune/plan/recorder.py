@@ -165,10 +165,7 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
         return first, mode.again(second)
 
     how = {"use_reentrant": False, "context_fn": contexts}
-    try:
-        base.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-    except ValueError as error:
-        raise UsageError(f"{type(base).__name__} does not support checkpointing: {error}") from error
+    base.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
 
 
 # ---- storages --------------------------------------------------------------------------------------------------------

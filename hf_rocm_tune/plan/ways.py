@@ -39,10 +39,6 @@ class SplitPlan:
         return min(estimate.spare for estimate in self.estimates)
 
     @property
-    def first_is_fullest(self) -> bool:
-        return self.estimates[0].spare <= self.least_spare
-
-    @property
     def fits(self) -> bool:
         return self.least_spare >= 0
 
@@ -80,11 +76,15 @@ def split_plan(
         if counts is not None:
             return split(option, counts)
         firsts = range(1, whole.layers - len(cards) + 2)
-        cut = [(first, *even_counts(whole.layers - first, len(cards) - 1)) for first in firsts]
-        at = bisect_left(cut, True, key=lambda shared: split(option, shared).first_is_fullest)
-        return max(
-            (split(option, shared) for shared in cut[max(at - 1, 0) : at + 1]), key=lambda each: each.least_spare
-        )
+        cuts = [(first, *even_counts(whole.layers - first, len(cards) - 1)) for first in firsts]
+
+        def first_is_fullest(cut: Counts) -> bool:
+            found = split(option, cut)
+            return found.estimates[0].spare <= found.least_spare
+
+        at = bisect_left(cuts, True, key=first_is_fullest)
+        near = [split(option, cut) for cut in cuts[max(at - 1, 0) : at + 1]]
+        return max(near, key=lambda each: each.least_spare)
 
     found = [best(option) for option in whole.grid if option.case.recompute is None]  # a mix is what fits one card
     if roomy := [each for each in found if each.least_spare >= cards[0].margin]:
@@ -206,7 +206,7 @@ def _sharded(plan: Plan, flags: str) -> CardsWay:
     for method, recordings in plan.recordings.items():
         whole, layer_of = recordings.variant, recordings.sample.layer_of
         by_layer = [0] * (1 + max(layer_of))
-        for weight in recordings.sample.weights():
+        for weight in recordings.weights:
             if weight.layer >= 0 and weight.part == "weights":
                 by_layer[weight.layer] += weight.nbytes
         layers = sum(by_layer[layer] for layer in layer_of)

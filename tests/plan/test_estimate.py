@@ -20,7 +20,6 @@ from hf_rocm_tune.plan.estimate import (
     Step,
     Tape,
     TapeSegment,
-    TrainedTensor,
     Variant,
     Weight,
     Weights,
@@ -226,8 +225,9 @@ def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
 
 
-def _trained(dtype: torch.dtype) -> list[TrainedTensor]:
-    return [TrainedTensor(elements=torch.Size(shape).numel(), itemsize=dtype.itemsize) for shape in SHAPES]
+def _trained(dtype: torch.dtype) -> list[Weight]:
+    sizes, itemsize = [math.prod(shape) for shape in SHAPES], dtype.itemsize
+    return [Weight(part="weights", layer=-1, nbytes=n * itemsize, elements=n, itemsize=itemsize) for n in sizes]
 
 
 def _state_bytes(found: torch.optim.Optimizer) -> int:
@@ -271,7 +271,7 @@ def test_names_are_those_of_transformers() -> None:
 
 def test_only_the_loop_of_the_cpu_takes_copies_of_one_parameter() -> None:
     trained = _trained(torch.float32)
-    everything = sum(each.nbytes for each in trained)
+    everything = sum(each.gradient for each in trained)
     assert OPTIMIZERS["adamw_torch"].taken(trained) == everything
     on_cpu = {name: replace(OPTIMIZERS[name], on_cpu=True) for name in ("adamw_torch", "adamw_torch_fused")}
     assert on_cpu["adamw_torch"].taken(trained) == 3 * max(each.nbytes for each in trained)

@@ -111,7 +111,7 @@ def test_weights_of_all_layers_are_those_of_the_real_model() -> None:
             real = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         total = Weights.total(sample.weights(), sample.layer_of)
         assert total.parameters == sum(parameter.numel() for parameter in real.parameters())
-        assert sum(each.nbytes for each in total.trained) == 4 * total.parameters
+        assert sum(each.gradient for each in total.trained) == 4 * total.parameters
 
 
 def test_packed_weights_have_the_bytes_of_bitsandbytes() -> None:

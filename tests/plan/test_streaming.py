@@ -18,7 +18,7 @@ from tests.small_models import SMALL
 
 LAYERS = 24
 FIELDS = {**SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS}
-FIELDS |= {"hidden_size": 512, "intermediate_size": 2048}
+FIELDS |= {"hidden_size": 512, "intermediate_size": 2048, "max_position_embeddings": 512}
 LARGE = CardMemory(name="large", usable=20 * GIB, desktop=0, context=0)
 
 
