@@ -140,13 +140,11 @@ def build(config: Any, request: PlanRequest, method: str, *, whole: bool = False
         for module in base.modules():  # Llama 3.2 Vision, which skips these layers for text
             if isinstance(numbers := vars(module).get("cross_attention_layers"), list):
                 module.cross_attention_layers = [i for i in range(len(layers)) if layer_of.index(i) in numbers]
-    notes = []
     senses = [name.removesuffix("_config") for name in config.sub_configs if re.match("vision|audio", name)]
-    if senses and type(base.config) is type(config):
-        notes.append(f"only text is counted, not {' and '.join(senses)} input")
+    seeing = senses and type(base.config) is type(config)
     quantised = _quantisation(config, request, method, dtype)
     if quantised is not None:
-        notes += _quantise(base, quantised, dtype)
+        _quantise(base, quantised, dtype)
     elif has_mxfp4(config):
         _pack_mxfp4(base, dtype)
     model = base if method == "full" else _attach(base, request)
@@ -155,8 +153,9 @@ def build(config: Any, request: PlanRequest, method: str, *, whole: bool = False
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
     model.train()
+    notes = (f"only text is counted, not {' and '.join(senses)} input",) if seeing else ()
     made: dict[str, Any] = {"model": model, "base": base, "layers": layers, "layer_of": layer_of}
-    return Sample(config=text, request=request, notes=tuple(notes), **made)
+    return Sample(config=text, request=request, notes=notes, **made)
 
 
 def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
@@ -280,17 +279,14 @@ def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.d
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **more) if method == "qlora" else None
 
 
-def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
-    """Makes the layers 4-bit or 8-bit that transformers would make so, in place; returns notes for the reader."""
+def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> None:
+    """Makes the layers 4-bit or 8-bit that transformers would make so, in place."""
     import bitsandbytes
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    notes = []
-    if settings.load_in_8bit:
-        # outlier columns depend on content; without a threshold no product is split
+    if settings.load_in_8bit:  # outlier columns depend on content; without a threshold no product is split
         settings.llm_int8_threshold = 0.0
-        notes.append("outlier columns of 8-bit products depend on activations and are not counted")
     skipped = settings.llm_int8_skip_modules
     skipped = get_keys_to_not_convert(base) if skipped is None else skipped
     replace_with_bnb_linear(base, [*skipped, *routers_of(base)], settings)
@@ -316,7 +312,6 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> list[str]:
     use_packed(base)
     bitsandbytes.functional.name2qmap.clear()  # tables on the meta device would break real loading in this process
     bitsandbytes.functional.name2qmap.update(tables)
-    return notes
 
 
 def _pack_mxfp4(base: Any, dtype: torch.dtype) -> None:

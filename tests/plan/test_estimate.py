@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from hf_rocm_tune.plan.estimate import (
@@ -16,7 +14,6 @@ from hf_rocm_tune.plan.estimate import (
     OPTIMIZERS,
     CardMemory,
     Case,
-    Estimate,
     Step,
     Tape,
     TapeSegment,
@@ -118,13 +115,6 @@ def test_gradients_come_layer_by_layer_unless_there_are_some_already() -> None:
     assert later.by_role["backward"] - first.by_role["backward"] == pytest.approx(1800 - 5 * 300, abs=300)
 
 
-@given(batch=st.integers(1, 16), length=st.integers(1, 8192))
-def test_more_tokens_never_take_less(batch: int, length: int) -> None:
-    here = trace(batch, length).peak().total
-    assert trace(batch + 1, length).peak().total >= here
-    assert trace(batch, length + 1).peak().total >= here
-
-
 def test_work_counts_every_layer() -> None:
     segments = [replace(each, flops=7, written=11, launches=3) for each in STEP]
     tape = replace(written_down(2, 100), segments=segments)
@@ -183,14 +173,6 @@ def test_loading_or_the_optimizer_may_be_the_highest_moment() -> None:
     assert stepping.moment == "optimizer step"
 
 
-def test_a_second_card_costs_the_buckets_of_the_gradients() -> None:
-    alone = estimate(variant(), CASE, CARD)
-    shared = estimate(variant(), replace(CASE, cards=2), CARD)
-    assert shared.parts["gradient buckets"] == 6 * 4000
-    assert "gradient buckets" not in alone.parts
-    assert shared.moments["loss"] == alone.moments["loss"] + 6 * 4000
-
-
 def test_paged_states_are_on_the_host() -> None:
     paged = variant(optim="paged_adamw_32bit")
     found = estimate(paged, CASE, CARD)
@@ -199,21 +181,15 @@ def test_paged_states_are_on_the_host() -> None:
     assert "paged optimizer state" not in host(variant(), found.case)
 
 
-def _options(usable: int) -> list[Estimate]:
-    card = replace(CARD, usable=usable)
-    return [estimate(variant(), replace(CASE, micro_batch=size), card) for size in (1, 2, 4, 8, 16)]
-
-
 def test_the_choice_fits_and_nothing_that_fits_is_clearly_faster() -> None:
     for usable in (GIB, 2 * GIB, 4 * GIB, 64 * GIB):
-        options = _options(usable)
-        choice = fastest(options)
-        fitting = [each for each in options if each.fits]
+        card = replace(CARD, usable=usable)
+        options = [estimate(variant(), replace(CASE, micro_batch=size), card) for size in (1, 2, 4, 8, 16)]
+        choice, fitting = fastest(options), [each for each in options if each.fits]
         assert (choice is None) == (not fitting)
         if choice is not None:
-            assert choice.fits
             quickest = max(each.tokens_per_second for each in fitting)
-            assert choice.tokens_per_second >= 0.98 * quickest
+            assert choice.fits and choice.tokens_per_second >= 0.98 * quickest
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------

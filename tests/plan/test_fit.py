@@ -165,15 +165,11 @@ def test_more_tokens_than_the_model_was_made_for_are_planned_only_if_asked_for()
 # ---- a question from a training job -----------------------------------------------------------------------------
 
 
-def test_a_training_job_asks_with_its_own_settings(tmp_path: Path) -> None:
-    data = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 2)
-    flags = ["--model_name_or_path", LLAMA, "--dataset_name", str(data), "--max_length", "512", "--load_in_4bit"]
-    flags += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3", "--lora_r", "8", "--use_dora"]
-    flags += ["--lora_target_modules", "q_proj", "v_proj", "--output_dir", str(tmp_path)]
-    request = from_training(arguments.parse(flags).resolved(), cards=2, platform="cuda")
+def test_a_training_job_asks_for_all_its_cards() -> None:
+    asked = {"use_peft": True, "load_in_4bit": True, "lora_dropout": 0.0, "max_length": 512}
+    asked |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    request = from_training(asked, cards=2, platform="cuda")
     assert (request.methods, request.effective_batch, request.each) == (("qlora",), 24, 12)
-    assert (request.length, request.rank, request.dora, request.platform) == (512, 8, True, "cuda")
-    assert request.targets == ("q_proj", "v_proj") and request.nested
 
 
 @pytest.mark.parametrize(
