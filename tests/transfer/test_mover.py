@@ -251,20 +251,6 @@ def test_a_closed_mover_refuses_and_still_knows() -> None:
             use()
 
 
-def test_a_clean_soak_raises_no_alarm() -> None:
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(0, 700, (2_000,), generator=generator).tolist()
-    raw = torch.randint(0, 256, (701,), dtype=torch.uint8, generator=generator)
-    with Mover(CPU) as mover:
-        for first, second in zip(sizes[::2], sizes[1::2], strict=True):
-            settled(mover, (raw[:first], raw[1 : second + 1]))
-        batches = mover.report.to_dict()["batches"]
-        assert batches["tensors"] == 2_000
-        assert batches["mismatches"] == 0
-        assert batches["verified_bytes"] == batches["bytes"] == sum(sizes)
-        assert len(mover._registry.entries) <= 1
-
-
 def test_many_threads_recover_while_others_send() -> None:
     """What is remembered for the diagnosis is read by one thread while others add to it."""
     faults = FaultSpec.parse("kind=swap,rate=0.5,seed=5")

@@ -112,17 +112,6 @@ def test_the_clean_path_never_blocks_on_a_copy_nor_reads_back() -> None:
     assert not {"blocking copy", "read back", "fill"} & set(backend.calls)
 
 
-def test_beginning_does_not_wait_for_the_copies_while_there_are_slots() -> None:
-    backend = Counting()
-    backend.go.clear()
-    with Mover(CPU, backend=backend, settings=TransferSettings(slots=3)) as mover:
-        arrived = [mover.begin(batch(number)) for number in range(3)]  # would hang here, not fail
-        assert all(mover.is_pending(tree["labels"]) for tree in arrived)
-        backend.go.set()
-        for tree in arrived:
-            mover.settle(tree)
-
-
 def test_host_memory_while_loading_is_the_rings_for_a_checkpoint_twenty_times_larger(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(MEMORY_PROBE), str(tmp_path)], capture_output=True, text=True, timeout=240, check=False

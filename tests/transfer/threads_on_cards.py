@@ -1,7 +1,7 @@
 """Rank 1 of a machine with two cards: what its threads leave on card 0. Prints the cards with a context as JSON.
 
-Weights load in transformers' threads, batches, weights and fetches cross in threads that were never told a device, and
-gradients are averaged in the threads of `HostAveraging`.
+Batches, weights and fetches cross in threads that were never told a device, as those that load weights are; gradients
+are averaged in the threads of `HostAveraging`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import threading
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from hf_rocm_tune.cards.averaging import HostAveraging, SyncSettings
-from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.transfer import Mover, digest
 
 CARD = torch.device("cuda", 1)
@@ -41,13 +39,10 @@ def work(mover: Mover, wrong: list[str]) -> None:
         wrong.append(repr(error))
 
 
-def main(model: str) -> None:
+def main() -> None:
     torch.cuda.set_device(CARD)
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
     mover, wrong, seen = Mover(CARD), list[str](), {}
-    with verified_loading(mover):
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map={"": CARD})
-    seen["loading"] = contexts()
     running = [threading.Thread(target=work, args=(mover, wrong)) for _ in range(3)]
     for thread in running:
         thread.start()
@@ -66,4 +61,4 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
