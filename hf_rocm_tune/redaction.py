@@ -234,7 +234,7 @@ def find_private(content: bytes, private: Private) -> str | None:
 
 def _shortened(private: Private, found: re.Match[str]) -> str:
     """``.../NAME`` for a private path; others stay."""
-    if found[1] is not None and found[1] not in private.roots:
+    if found[1] is not None and found[1] not in private.roots and not found[0].startswith("/dev/shm/"):
         return found[0]
     last = _last_name(found[0])
     return "..." if last in private.users or last.startswith("~") else f".../{last}"

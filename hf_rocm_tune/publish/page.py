@@ -88,7 +88,8 @@ def build(runs: Mapping[str, Run]) -> str:
     for row in run.rows:
         for each in items(row, "samples"):
             samples.setdefault(text(each, "prompt"), []).append((plain(row.get("step", "")), text(each, "text")))
-    about = [name, text(run.trained, "method"), _when(run), text(run.report, "device", "name"), f"run {run.run_id}"]
+    when = f"{'finished' if run.finished else 'checkpoint of'} {run.written[:16].replace('T', ' ')} UTC"
+    about = [name, text(run.trained, "method"), when if run.written else "", text(run.report, "device", "name")]
     page = history.render(
         "page.html.j2",
         html=True,
@@ -115,11 +116,6 @@ def _title(run: Run) -> str:
     """Base model and dataset; empty if unknown."""
     base, data = (Path(text(run.settings, key)).name for key in ("model_name_or_path", "dataset_name"))
     return f"{base} on {data}" if base and data else base
-
-
-def _when(run: Run) -> str:
-    what = "finished" if run.finished else "checkpoint of"
-    return f"{what} {run.written[:16].replace('T', ' ')} UTC" if run.written else ""
 
 
 def _tiles(run: Run) -> dict[str, str]:

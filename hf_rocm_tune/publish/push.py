@@ -103,7 +103,7 @@ def push(
         HubError: the Hub does not accept it now.
     """
     settings, directory = settings or PushSettings(), Path(directory)
-    repository = _Repository(directory, repo_id, settings, say, token)
+    repository = _Repository(directory, repo_id, settings, token)
     pieces = repository.stage(_parts(directory, settings.checkpoints))
     if settings.report:
         pieces[PAGE_NAME] = _Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
@@ -193,9 +193,9 @@ def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | 
 class _Repository:
     """A branch of a repository; ``NAME`` alone is one of the token's owner."""
 
-    def __init__(self, directory: Path, repo_id: str, settings: PushSettings, say: Say, token: str | None) -> None:
+    def __init__(self, directory: Path, repo_id: str, settings: PushSettings, token: str | None) -> None:
         self.repo_id = repo_id  # complete once the repository has been opened
-        self._settings, self._say, self._is_open = settings, say, False
+        self._settings, self._is_open = settings, False
         given, adapter = run_settings(directory), read_json(directory / "adapter_config.json")
         bases = [given.get("model_name_or_path"), adapter.get("base_model_name_or_path")]
         paths = dict.fromkeys(local_paths(given), "") | dict.fromkeys(local_paths(bases), settings.base_model_id or "")
@@ -219,10 +219,7 @@ class _Repository:
                         own[name] = _piece(directory / name, entry, self._private, self._settings.base_model_id)
             except (OSError, ValueError) as error:
                 raise UsageError(f"{directory} cannot be read ({error}): nothing is sent") from error
-            changed = [name for name, piece in own.items() if piece.entry != written.files[name]]
-            extra = {"published": {"changed": changed, "left_out": sorted(set(written.files) - set(own))}}
-            entries = {name: piece.entry for name, piece in own.items()}
-            public = replace(written, files=entries, extra={**written.extra, **extra})
+            public = replace(written, files={name: piece.entry for name, piece in own.items()})
             own[MANIFEST_NAME] = _Piece.of(manifest.to_json(public).encode())
             pieces |= {prefix + name: piece for name, piece in own.items()}
         return pieces
@@ -232,19 +229,17 @@ class _Repository:
         hidden, revision = self._settings.private is not False, self._settings.revision
         with self._errors():
             self.repo_id = self._api.create_repo(self.repo_id, private=hidden, exist_ok=True).repo_id
-            public = hidden and not self._api.repo_info(self.repo_id).private
+            public = self._settings.private and not self._api.repo_info(self.repo_id).private
             if revision != "main" and not revision.startswith("refs/"):
                 self._api.create_branch(self.repo_id, branch=revision, exist_ok=True)
             # Sends nothing: create_repo hides a 401 or a 403 where the repository exists.
             readme = CommitOperationAdd(path_in_repo=README_NAME, path_or_fileobj=b"#")
             self._api.preupload_lfs_files(self.repo_id, additions=[readme], revision=revision)
-        if public and self._settings.private:
+        if public:
             raise UsageError(
                 f"{self.repo_id} exists and is public, but --private is given: make it private in its settings on the "
                 "Hub, or name another repository"
             )
-        if public:
-            self._say(f"{self.repo_id} exists and is public: everyone can read what is pushed to it")
         self._is_open = True
 
     def send(self, pieces: Mapping[str, _Piece], message: str) -> Pushed:
@@ -352,7 +347,7 @@ class Publisher(_Repository):
         self, args: Any, *, base_model_id: str | None = None, token: str | None = None, say: Say = print
     ) -> None:
         self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
-        self._wait_for_each, self.alive = bool(args.hub_always_push), lambda: None
+        self._wait_for_each, self._say, self.alive = bool(args.hub_always_push), say, lambda: None
         settings = PushSettings(
             private=args.hub_private_repo,
             revision=args.hub_revision or "main",
@@ -360,7 +355,7 @@ class Publisher(_Repository):
             checkpoints=_WHOLE.get(self._strategy, "none"),
         )
         directory = Path(args.output_dir)
-        super().__init__(directory, args.hub_model_id or directory.absolute().name, settings, say, token)
+        super().__init__(directory, args.hub_model_id or directory.absolute().name, settings, token)
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
