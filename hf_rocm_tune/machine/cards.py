@@ -2,7 +2,7 @@
 
 ``pci`` is the device, or device and revision, under AMD's vendor id (amdgpu.ids of libdrm, pci.ids). A figure without a
 source is left out, never guessed. Sources: ROCm documentation, GPU architecture specifications (architecture, memory of
-one device as the runtime lists it; MI250X: half of the board), rocWMMA (FP8), for the rest of a row its ``source``.
+one device as the runtime lists it; MI250X: half of the board), for the rest of a row its comment.
 """
 
 from __future__ import annotations
@@ -24,35 +24,31 @@ class Card:
     pci: tuple[str, ...]  # device or device:revision, lower-case hexadecimal
     vram_gib: int | None = None
     bandwidth_gb_s: int | None = None  # of the memory, 10^9 bytes a second, by data sheet
-    power_w: int | None = None  # of the board
     bf16_tflops: int | None = None  # the lowest measured rate of large bf16 products, 10^12 operations a second
-    fp8: bool = False  # whether the matrix units take it
     integrated: bool = False  # shares the CPU's memory
-    source: str = ""
 
 
 CARDS = (
     # 77 TFLOPS were measured through ZLUDA, which is not ROCm: a figure for the planner, not a bound of the doctor.
-    Card("Radeon RX 7900 XT", "7900 xt", "gfx1100", ("744c:cc",), 20, 800, 315, 77,
-         source="guru3d; hf.co/hardware/rx-7900-xt; hardwaredb; torch-performance-test-data#58"),
-    Card("Radeon RX 7900 XTX", "7900 xtx", "gfx1100", ("744c:c8",), 24, 960, 355, 88,
-         source="LACT#533; guru3d; hardwaredb; torch-performance-test-data#103; torch-performance-test-data#152"),
-    Card("Radeon RX 7900 GRE", "7900 gre", "gfx1100", ("744c:ce",), 16, 576, 260, source="notebookcheck 739341"),
-    Card("Radeon PRO W7900", "w7900", "gfx1100", ("7448", "744a"), 48, 864, 295, source="itcreations.com"),
+    # guru3d; torch-performance-test-data#58, #103, #152
+    Card("Radeon RX 7900 XT", "7900 xt", "gfx1100", ("744c:cc",), 20, 800, 77),
+    Card("Radeon RX 7900 XTX", "7900 xtx", "gfx1100", ("744c:c8",), 24, 960, 88),
+    Card("Radeon RX 7900 GRE", "7900 gre", "gfx1100", ("744c:ce",), 16, 576),  # notebookcheck 739341
+    Card("Radeon PRO W7900", "w7900", "gfx1100", ("7448", "744a"), 48, 864),  # itcreations.com
     Card("Radeon PRO W7800", "w7800", "gfx1100", ("745e",), 32),
     Card("Radeon PRO W7800 48GB", "w7800 48gb", "gfx1100", ("7449",), 48),
-    Card("Radeon RX 7800 XT", "7800 xt", "gfx1101", ("747e:c8",), 16, 624, 263, source="hardwaredb.net"),
-    Card("Radeon RX 9070 XT", "9070 xt", "gfx1201", ("7550:c0",), 16, 640, 304, fp8=True, source="multiplayer.it"),
-    Card("Radeon RX 9070", "9070", "gfx1201", ("7550:c3",), 16, 640, 220, fp8=True, source="multiplayer.it"),
-    Card("Radeon RX 9070 GRE", "9070 gre", "gfx1201", ("7550:c2",), fp8=True),  # sources differ on its memory
-    Card("Radeon AI PRO R9700", "r9700", "gfx1201", ("7551:c0",), 32, None, 300, fp8=True, source="hf.co/hardware"),
+    Card("Radeon RX 7800 XT", "7800 xt", "gfx1101", ("747e:c8",), 16, 624),  # hardwaredb.net
+    Card("Radeon RX 9070 XT", "9070 xt", "gfx1201", ("7550:c0",), 16, 640),  # multiplayer.it
+    Card("Radeon RX 9070", "9070", "gfx1201", ("7550:c3",), 16, 640),  # multiplayer.it
+    Card("Radeon RX 9070 GRE", "9070 gre", "gfx1201", ("7550:c2",)),  # sources differ on its memory
+    Card("Radeon AI PRO R9700", "r9700", "gfx1201", ("7551:c0",), 32),  # hf.co/hardware
     Card("Strix Halo integrated GPU", "strix halo", "gfx1151", ("1586",), integrated=True),
-    Card("Raphael integrated GPU", "raphael", "gfx1036", ("164e",), integrated=True, source="TheRock#5543"),
+    Card("Raphael integrated GPU", "raphael", "gfx1036", ("164e",), integrated=True),  # TheRock#5543
     Card("Instinct MI210", "mi210", "gfx90a", ("740f:02",), 64),
-    Card("Instinct MI250X", "mi250x", "gfx90a", ("7408:00",), 64, 1600, 560, source="ROCm docs mi250.md"),
-    Card("Instinct MI300X", "mi300x", "gfx942", ("74a1:00",), 192, 5300, 750, fp8=True, source="docs.vultr.com"),
-    Card("Instinct MI325X", "mi325x", "gfx942", ("74a5:00",), 256, 6000, fp8=True, source="docs.vultr.com"),
-    Card("Instinct MI355X", "mi355x", "gfx950", ("75a3:00",), 288, 8000, 1400, fp8=True, source="boston-uk-l"),
+    Card("Instinct MI250X", "mi250x", "gfx90a", ("7408:00",), 64, 1600),  # ROCm docs mi250.md
+    Card("Instinct MI300X", "mi300x", "gfx942", ("74a1:00",), 192, 5300),  # docs.vultr.com
+    Card("Instinct MI325X", "mi325x", "gfx942", ("74a5:00",), 256, 6000),  # docs.vultr.com
+    Card("Instinct MI355X", "mi355x", "gfx950", ("75a3:00",), 288, 8000),  # boston-uk-l
 )  # fmt: skip
 
 

@@ -77,10 +77,10 @@ def choose(
     if not nodes:
         return CardChoice(reason="the kernel lists no AMD GPU: nothing to choose")
     if users:
-        seen = visible_nodes(nodes, users)
-        few = processes > 1 and seen is not None and len(seen) < processes
+        left = visible_nodes(nodes, users)
+        few = processes > 1 and left is not None and len(left) < processes
         reason = f"{', '.join(f'{name}={value}' for name, value in users.items())} is set by the user and kept"
-        reason += f", but leaves {len(seen or ())} card(s) for {processes} processes" if few else ""
+        reason += f", but leaves {len(left or ())} card(s) for {processes} processes" if few else ""
         return CardChoice(reason=reason, troubled=few)
     if not complete:
         reason = f"some GPUs could not be read, so their indices are uncertain: set {OURS} yourself"
@@ -93,12 +93,12 @@ def choose(
     if processes > len(cards):
         reason = f"{processes} processes on this machine, but {len(cards)} card(s) to train on{aside}"
         return CardChoice(reason=f"{reason}: start at most {len(cards)} process(es)", troubled=True)
-    if split or processes > 1:
-        shown = {OURS: ",".join(str(node.index) for node in cards)} if hidden else {}
-        why = f"each of {processes} processes takes one of them" if processes > 1 else "a split is requested"
-        return CardChoice(variables=shown, reason=f"{len(cards)} cards visible, {why}{aside}")
-    shown = {OURS: str(cards[0].index)} if len(nodes) > 1 else {}
-    return CardChoice(variables=shown, reason=f"{describe(cards[0])}{aside}")
+    several = split or processes > 1
+    seen = cards if several else cards[:1]
+    shown = {OURS: ",".join(str(node.index) for node in seen)} if len(seen) < len(nodes) else {}
+    why = f"each of {processes} processes takes one of them" if processes > 1 else "a split is requested"
+    told = f"{len(cards)} cards visible, {why}" if several else describe(cards[0])
+    return CardChoice(variables=shown, reason=f"{told}{aside}")
 
 
 def describe(node: GpuNode) -> str:

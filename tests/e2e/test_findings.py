@@ -59,21 +59,17 @@ def run(server: CommandServer, model_of: Callable[[str], Path], base_flags: list
     return command
 
 
-def faults(report: dict[str, Any]) -> dict[str, str]:
-    """Subject or title, and status, of every warning and failure."""
-    bad = [found for found in report["findings"] if found["status"] in ("warn", "fail")]
-    return {found["subject"] or found["title"]: found["status"] for found in bad}
-
-
 def spoken(result: Result) -> list[str]:
     """The lines of the doctor on standard output."""
     marks = ("hf-rocm-tune: warning:", "hf-rocm-tune: failure:")
     return [line for line in result.stdout.splitlines() if line.startswith(marks)]
 
 
-def test_a_prepared_environment_is_in_the_report_once_with_cure_and_source(run: Run) -> None:
+def test_a_troubled_machine_is_in_the_report_once_and_its_warnings_are_one_line_each(run: Run, tmp_path: Path) -> None:
     bad = {"HSA_OVERRIDE_GFX_VERSION": "10.3.0", "PYTORCH_NO_HIP_MEMORY_CACHING": "1", "RCCL_DEBUG": "INFO"}
-    _, report = run(Built("one card").card(), env=bad, software=ROCM)
+    machine = Built("a card behind a bad contact").card(aer={"correctable": 77, "nonfatal": 3})
+    more = flags(save_strategy="steps", save_steps=4, telemetry_every=0.001)
+    result, report = run(machine, *more, env=bad, software=ROCM, address=ADDRESS)
     about = [found for found in report["findings"] if found["check"] == "variables"]
     assert {found["subject"]: found["status"] for found in about} == {
         "HSA_OVERRIDE_GFX_VERSION": "fail",
@@ -82,22 +78,11 @@ def test_a_prepared_environment_is_in_the_report_once_with_cure_and_source(run: 
     }
     assert len(about) == 3
     assert all(found["fix"] and found["source"] and found["text"] for found in about)
-
-
-def test_a_warning_is_one_line_and_does_not_stop_the_run(run: Run) -> None:
-    machine = Built("a card behind a bad contact").card(aer={"correctable": 77, "nonfatal": 3})
-    result, report = run(machine, software=ROCM)
     lines = [line for line in spoken(result) if "3 nonfatal" in line]
-    assert len(lines) == 1
-    assert "(" in lines[0] and ADDRESS.partition(":")[2].partition(":")[0] in lines[0]
+    assert len(lines) == 1 and "(" in lines[0] and ADDRESS in lines[0]
     assert any("3 nonfatal" in found["text"] for found in report["findings"] if found["status"] == "warn")
     assert len(spoken(result)) == len(set(spoken(result)))
-
-
-def test_the_card_s_figures_are_in_the_report_and_beside_the_loss(run: Run, tmp_path: Path) -> None:
-    machine = Built("one card").card()
-    more = flags(save_strategy="steps", save_steps=4, telemetry_every=0.001)
-    _, report = run(machine, *more, software=ROCM, address=ADDRESS)
+    # The card's figures are in the report and beside the loss.
     (seen,) = report["telemetry"]
     assert (seen["rank"], seen["source"]) == (0, f"amdgpu, {ADDRESS}")
     assert seen["looks"] >= 4 and seen["hotspot_c"]["max"] >= seen["hotspot_c"]["mean"] > 0
@@ -113,28 +98,17 @@ def test_the_doctor_and_the_telemetry_can_be_switched_off(run: Run) -> None:
     assert not [line for line in spoken(result) if "rows are cut" not in line], "only the data is spoken of"
 
 
-def test_without_a_card_the_report_says_what_is_not_known(run: Run) -> None:
-    result, report = run()
-    assert report["telemetry"] == [
-        {"rank": 0, "source": "training on cpu: there are no sensors to read", "looks": 0, "seconds": 0.0}
-    ]
-    assert report["findings"]
-    assert not [found for found in report["findings"] if not found["text"]]
-    assert not [line for line in spoken(result) if "Traceback" in line]
-
-
 NONSENSE = ("", "\x00\x01\x02", "nan", "-1", "9" * 400, "x y z\n" * 50)
 
 
-@pytest.mark.parametrize("offset", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_nonsense_in_every_file_of_the_machine_breaks_no_run(run: Run, offset: int) -> None:
+def test_nonsense_in_every_file_of_the_machine_breaks_no_run(run: Run) -> None:
     machine = Built("nonsense").card().card().igpu()
     for number, path in enumerate(sorted(machine.files)):
-        if number % 4 == offset:
+        if number % 4 == 0:
             del machine.files[path]
             machine.names[path] = []  # a directory in its place
         else:
-            machine.files[path] = NONSENSE[(number + offset) % 6]
+            machine.files[path] = NONSENSE[number % 6]
     machine.binary = dict.fromkeys(machine.binary, b"\x00\x01\x02\x03\x04\x05")
     _, report = run(machine, software=ROCM, address=ADDRESS)
     assert report["findings"]
@@ -158,6 +132,8 @@ def test_two_ranks_look_once_and_each_speaks_of_its_card(
     assert [result.code for result in results] == [0, 0], results[0].stderr[-2000:] + results[1].stderr[-2000:]
     report = report_of(tmp_path / "out")
     assert [seen["rank"] for seen in report["telemetry"]] == [0, 1]
+    assert {seen["source"] for seen in report["telemetry"]} == {"training on cpu: there are no sensors to read"}
+    assert not [found for found in report["findings"] if not found["text"]]
     keys = [(found["check"], found["row"], found["subject"], found["text"]) for found in report["findings"]]
     assert keys and len(keys) == len(set(keys))
     assert spoken(results[1]) == []
