@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.survive.heartbeat import outlive_reader
 
@@ -73,14 +74,40 @@ def recipes(argv: Sequence[str]) -> int:
     """recipes, by name: what a job trains, all its settings (`sft --config`)"""
     from hf_rocm_tune.configs import RECIPES, planned_memory
 
-    wanted = _shipped(RECIPES, recipes, argv, show="print one, by name or path")
+    wanted = _shipped(
+        RECIPES, recipes, argv, show="print one, by name or path", validate="check one without model and card"
+    )
     if wanted.action == "ls":
         for name in RECIPES.names():
             print(f"{name}\n  {RECIPES.describe(name)}\n  memory: {planned_memory(name)}")
         print("\nStart one with `hf-rocm-tune sft --config NAME`; later flags override the recipe.")
     elif wanted.action == "show":
         print(names.read_recipe(wanted.name).path.read_text(encoding="utf-8"), end="")
+    elif wanted.action == "validate":
+        _validate(names.read_recipe(wanted.name))
     return 0
+
+
+def _validate(recipe: names.RecipeFile) -> None:
+    """Refuse a recipe that cannot be run: its names, values, libraries and local files."""
+    from hf_rocm_tune.machine import process
+
+    process.prepare_process(os.environ)  # before the libraries that what follows imports
+    from hf_rocm_tune.settings import arguments
+    from hf_rocm_tune.train.refusals import check_loggers, check_optimizer
+
+    left_out = [name for name in ("bf16", "fp16") if recipe.values.get(name) and not process.has_accelerator()]
+    job = arguments.parse([names.CONFIG, str(recipe.path), *(f"--{name}=false" for name in left_out)])
+    check_loggers(job.training.report_to)
+    check_optimizer(job.training)
+    files = {name: str(recipe.values.get(name, "")) for name in ("model_name_or_path", "dataset_name")}
+    lost = [
+        f"{name} {file}" for name, file in files.items() if file[:1] in tuple("./~") and not expand_user(file).exists()
+    ]
+    if lost:
+        raise UsageError(f"{', '.join(lost)}: no such file or directory; correct the path, or give a Hub id")
+    unchecked = ", ".join(["the model", "the data", *(f"{name} (no GPU here)" for name in left_out)])
+    print(f"{recipe.path}: {len(recipe.values)} settings, all valid; only a run can check {unchecked}")
 
 
 def _shipped(files: NamedFiles, verb: Verb, argv: Sequence[str], **others: str) -> argparse.Namespace:

@@ -69,6 +69,7 @@ def split(argv: Sequence[str]) -> CommandLine:
 
 def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:
     """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says."""
+    names.apply_environment(argv, os.environ)
     if quiet := "quiet" in _given(extra):
         os.environ["HF_ROCM_TUNE_QUIET"] = "1"
     flags = _config_flags(accelerate_config, extra, quiet=quiet or _prints_a_document(argv))

@@ -1,8 +1,8 @@
 """Supervised fine-tuning: ``accelerate launch -m hf_rocm_tune.sft`` (or ``hf-rocm-tune sft``); and the start of others.
 
-``hf_rocm_tune.dpo``, ``kto``, ``orpo``, ``reward`` and ``grpo`` start here with their method. Only the start: flags are
-checked before torch is imported, and one boundary turns errors into one line and an exit code. The run itself is told
-in :mod:`hf_rocm_tune.job.run`.
+``hf_rocm_tune.dpo``, ``kto``, ``orpo``, ``reward`` and ``grpo`` start here with their method. Only the start: names of
+flags are checked and variables of a recipe applied before torch is imported, and one boundary turns errors into one
+line and an exit code. The run itself is told in :mod:`hf_rocm_tune.job.run`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
-from hf_rocm_tune.machine import process
+from hf_rocm_tune.machine import process, variables
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.survive.heartbeat import outlive_reader
 
@@ -46,6 +46,11 @@ def _start(argv: list[str], method: Method, *, own: bool) -> int:
         return 0
     if sys.stderr.isatty():
         os.environ.setdefault("TQDM_LEAVE", "")  # tqdm's own: bars of libraries go when they are full
+    before = dict(os.environ)
+    names.apply_environment(argv, os.environ)
+    if os.environ != before:
+        # The policy looked at the environment without the recipe's part.
+        variables.announce(variables.review())
     names.show_all_cards(argv, os.environ)
     with uncollected() if own else nullcontext():
         prepare()

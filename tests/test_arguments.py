@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import typing
 from enum import Enum
 from pathlib import Path
@@ -236,6 +237,19 @@ def test_recipe_values_have_the_types_of_the_flags(base: list[str], tmp_path: Pa
     assert found.mixture.datasets[0].split == "train[:5]"
 
 
+def test_recipe_environment_yields_to_the_users_and_is_told(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "mine")
+    monkeypatch.setenv("NCCL_ALGO", "")
+    monkeypatch.delenv("NCCL_ALGO")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env: {NCCL_DEBUG: INFO, NCCL_ALGO: Ring}\n")
+    read(*base, "--config", str(recipe))
+    assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_ALGO"]) == ("mine", "Ring")
+    assert capsys.readouterr().out == f"# hf-rocm-tune: recipe {recipe} sets NCCL_ALGO=Ring\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -281,7 +295,9 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
         ("seed: 1\nseed: 2\n", ["line 2", "seed", "twice"]),
         ("- seed\n", ["mapping", "list"]),
         ("", ["mapping", "empty"]),
-        ("env: {LD_PRELOAD: x.so}\n", ["`env` is not read here"]),
+        ("env: [1]\n", ["env"]),
+        ("env: {LD_PRELOAD: x.so, NCCL_DEBUG: INFO, HF_ENDPOINT: x}\n", ["not LD_PRELOAD, HF_ENDPOINT"]),
+        ("num_processes: 2\n", ["num_processes", "launcher"]),
         ("lora_target_modules: [1, 2]\n", ["--lora_target_modules: expected a list of text, got 1"]),
     ],
 )

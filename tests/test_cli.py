@@ -156,6 +156,7 @@ def test_wrong_paths_columns_and_numbers_are_told_before_anything_large_is_impor
         (["--model", "x", "--dataset", str(right), "--lr=-1"], "--learning_rate must be 0 or more"),
         (["--model", "x", "--dataset", str(right), "--config", str(recipe)], "--lora_r must be 1 or more, got 0"),
         (["--model", "x", "--lora_r", "ten"], "--lora_r must be 1 or more, got ten"),
+        (["--model", "nobody/nothing", "--dataset", str(right)], "the Hub cannot be reached"),
         (["--model", "x", "--dataset", str(folder)], "rename 'promt' to 'prompt'?"),
     ):
         done = light(*STARTS[1], *argv)

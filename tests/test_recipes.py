@@ -48,12 +48,30 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run_recipes
 
 
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("learning_rat: 1", "did you mean learning_rate?"),
+        ("report_to: nobody", "nobody"),
+        ("optim: adam_of_nobody", "adam_of_nobody"),
+        ("model_name_or_path: ./no-model", "model_name_or_path ./no-model"),
+    ],
+)
+def test_validate_refuses_in_one_line_and_names_the_fault(setting: str, named: str, tmp_path: Path, run: Run) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("dataset_name: org/data\n" + "model_name_or_path: org/model\n" * ("model" not in setting) + setting)
+    code, out, err = run("validate", str(mine))
+    assert (code, out, err.count("\n")) == (2, "", 1) and named in err
+
+
 def test_all_are_listed_and_nothing_else() -> None:
     assert recipes.names() == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_ships_is_valid_and_says_what_a_reader_needs(name: str) -> None:
+def test_what_ships_is_valid_and_says_what_a_reader_needs(name: str, run: Run) -> None:
+    code, out, _ = run("validate", name)
+    assert code == 0 and "all valid" in out
     comment = recipes.path(name).read_text().split("\n\n")[0]
     dual = " --accelerate_config dual_rx7900xt" if "dual" in name else ""
     verb: Any = "dpo" if "dpo" in name else "sft"

@@ -262,7 +262,7 @@ def parse(
     bf16_supported: bool | None = None,
     before_joining: Callable[[RanksArguments, bool, int], Preflight | None] | None = None,
 ) -> Arguments:
-    """Read a command line and its recipe.
+    """Read a command line and its recipe, whose ``env`` is in ``os.environ`` then (what was set before is kept).
 
     ``accelerator``, ``bf16_supported``: whether there is a GPU, and whether it computes in bfloat16; None: ask torch.
     ``before_joining``: `job.refusals.decide`, called before the ranks join a process group.
@@ -271,6 +271,7 @@ def parse(
     recipe, rest = names.recipe_of(argv)
     given = _read_flags(parser, rest)
     if recipe is not None:
+        names.apply_environment(argv, os.environ)
         given = _read_recipe_values(parser, recipe) | given
     accelerator = process.has_accelerator() if accelerator is None else accelerator
     accelerator = accelerator and not given.get("use_cpu")

@@ -27,8 +27,8 @@ from hf_rocm_tune.data.formats import Method, recognise
 from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine import gpus, process, variables
-from hf_rocm_tune.paths import expand_user, require_model
-from hf_rocm_tune.redaction import remember
+from hf_rocm_tune.paths import HUB_FIX, answers, expand_user, is_local_model, require_model
+from hf_rocm_tune.redaction import print_line, remember
 
 CONFIG = "--config"
 CONFIG_FLAG = "--accelerate_config"
@@ -187,6 +187,33 @@ def _check_values(method: Method, given: Mapping[str, Any]) -> None:
         split = str(given.get("dataset_train_split") or "train")
         if given.get("datasets") is None and (row := _first_row(expand_user(data), split)) is not None:
             recognise([*row], row, method, str(given.get("dataset_text_field") or "text"), "train")
+    if isinstance(model, str) and not is_local_model(model):
+        _require_on_hub(model, given.get("model_revision"))
+
+
+def _require_on_hub(model: str, revision: str | None) -> None:
+    """Refuses a model of which not even the configuration can be had. Other answers of the Hub are for the loader."""
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
+        hf_hub_download(model, "config.json", revision=revision, local_files_only=offline)
+        return
+    except GatedRepoError:
+        return
+    except RepositoryNotFoundError:
+        what = "the Hub has no model of this name, or none that your token may read"
+    except LocalEntryNotFoundError:
+        what = "the Hub cannot be reached, and the model is not in its cache"
+    except (HfHubHTTPError, OSError, ValueError):
+        return
+    finally:
+        logging.set_verbosity(verbosity)
+    raise UsageError(f"model {model}: {what}; {HUB_FIX}")
 
 
 def _first_row(file: Path, split: str) -> dict[str, Any] | None:
@@ -394,6 +421,7 @@ def _source(module: str) -> str:
 class RecipeFile(NamedTuple):
     path: Path
     values: Mapping[str, Any]  # YAML values by flag, not yet checked
+    env: Mapping[str, str]  # environment variables that `variables` knows
 
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
@@ -434,8 +462,14 @@ def read_recipe(given: str | Path) -> RecipeFile:
     if not isinstance(content, dict):
         found = "an empty file" if content is None else f"a {type(content).__name__}"
         raise UsageError(f"recipe {path} must be a mapping of flag names to values, got {found}")
-    if "env" in content:
-        raise UsageError(f"recipe {path}: `env` is not read here: set the variables in your shell")
+    env = content.pop("env", None) or {}
+    if not isinstance(env, dict) or any(isinstance(v, dict | list) or v is None for v in env.values()):
+        raise UsageError(f"recipe {path}: `env` must map variable names to plain values, got {env!r}")
+    if foreign := [str(name) for name in env if not variables.covers(str(name))]:
+        raise UsageError(
+            f"recipe {path}: `env` may set variables of ROCm, RCCL and torch that hf-rocm-tune knows, "
+            f"not {', '.join(foreign)}: remove them, or set them in your shell"
+        )
     remember(content)
     values: dict[str, Any] = {}
     for key, value in content.items():  # which may have dashes or be aliases
@@ -443,7 +477,20 @@ def read_recipe(given: str | Path) -> RecipeFile:
         if name in values:
             raise UsageError(f"recipe {path}: {key} and another key are the same flag, --{name}; keep one")
         values[name] = value
-    return RecipeFile(path=path, values=values)
+    return RecipeFile(path=path, values=values, env={str(key): str(value) for key, value in env.items()})
+
+
+def apply_environment(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Set the ``env`` of the recipe on this command line, and print it, before torch is imported; what is set stays."""
+    recipe, _ = recipe_of(argv)
+    if recipe is None:
+        return
+    for name, value in recipe.env.items():
+        if name not in environ:
+            environ[name] = value
+            if environ.get("RANK", "0") == "0":
+                # As a YAML comment, so that `--print_config > recipe.yaml` stays a recipe.
+                print_line(f"# hf-rocm-tune: recipe {recipe.path} sets {name}={value}")
 
 
 class _NoDuplicates(yaml.SafeLoader):

@@ -1,6 +1,7 @@
 """Checks of each optimizer step's loss and gradient norm: steps that are not finite are skipped, dead runs stopped.
 
-Ranks exchange both numbers over gloo, so that all skip the same steps; a skipped step counts, its samples are not
+A spike is 10 robust standard deviations (1.4826 times the median absolute deviation) above the median, and 1.5 times
+that. Ranks exchange both numbers over gloo, so that all skip the same steps; a skipped step counts, its samples are not
 repeated. Not covered: values that are wrong but plausible; LOMO, which updates weights during backward. With fp16 the
 gradient scaler handles gradients that overflow.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -40,13 +42,15 @@ FIRST_LOOK = 10
 
 _HOST = torch.device("cpu")
 _DEAD_WARNS, _DEAD_STOPS = 3, 20
+_REMEMBERED, _ENOUGH = 100, 30
+_SPIKE_PAUSE = 20
 
 
 class StepFinding(NamedTuple):
     """A problem with a step."""
 
     step: int  # from 1
-    kind: str  # short, for the report, such as "dead"
+    kind: str  # short, for the report, such as "loss spike"
     said: str  # the problem and its likely causes
     stops: bool = False  # whether the run must end here
     skips: bool = False  # whether the gradients of this step must not be used
@@ -63,6 +67,8 @@ class StepGuard:
         self._max_skipped = max_skipped
         self._skips: deque[int] = deque(maxlen=max_skipped + 1)
         self._dead = 0
+        self._losses: deque[float] = deque(maxlen=_REMEMBERED)
+        self._quiet_until = 0
 
     def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> StepFinding | None:
         """Judge a step (from 1) whose gradients have not been used yet."""
@@ -86,7 +92,20 @@ class StepGuard:
             )
             found = StepFinding(step, "dead", said, stops=self._dead == _DEAD_STOPS)
             return found if self._dead in (_DEAD_WARNS, _DEAD_STOPS) else None
-        return None
+        earlier = list(self._losses)
+        self._losses.append(loss)
+        if len(earlier) < _ENOUGH or step < self._quiet_until:
+            return None
+        median = statistics.median(earlier)
+        deviation = 1.4826 * statistics.median(abs(each - median) for each in earlier)
+        if loss <= max(1.5 * abs(median), median + 10 * deviation):
+            return None
+        self._quiet_until = step + _SPIKE_PAUSE
+        said = (
+            f"the loss is {loss:.4g}, far above those of the last {len(earlier)} steps (median {median:.4g}). Likely "
+            "causes: unusual rows in this batch, a learning rate that is too high, or wrong arithmetic on the device"
+        )
+        return StepFinding(step, "loss spike", said)
 
 
 class TrainingGuard:

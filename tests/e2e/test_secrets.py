@@ -58,12 +58,19 @@ def test_a_token_in_any_setting_is_never_printed_nor_written(
 
 def test_a_token_in_a_run_is_never_printed_nor_written(server: CommandServer, argv: list[str], tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps({"model_init_kwargs": {"token": TOKENS[0]}}))
+    recipe.write_text(json.dumps({"model_init_kwargs": {"token": TOKENS[0]}, "env": {"HSA_ENABLE_SDMA": "1"}}))
     done = server.run(*argv, "--config", str(recipe), "--hub_token", TOKENS[1])
     assert done.code == 0, done.stderr[-2000:]
-    assert _leaks(done.stdout + done.stderr) == []
+    assert _leaks(done.stdout + done.stderr) == [] and f"recipe {recipe} sets HSA_ENABLE_SDMA=1" in done.stdout
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert written and [path for path in written if _leaks(path.read_bytes().decode("utf-8", "replace"))] == []
+
+
+def test_a_recipe_sets_only_variables_of_the_policy(server: CommandServer, argv: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env: {LD_PRELOAD: /tmp/x.so, HSA_ENABLE_SDMA: 1}\n")
+    done = server.run(*argv, "--config", str(recipe))
+    assert done.code == 2 and "not LD_PRELOAD: remove them" in done.error_lines[0]
 
 
 @pytest.mark.parametrize(

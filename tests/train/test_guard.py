@@ -35,6 +35,16 @@ def test_a_step_with_a_number_that_is_not_finite_is_skipped_and_only_that(bad: f
     assert skipped == [False, True, True, True, False]
 
 
+def test_a_spike_of_the_loss_is_named_once() -> None:
+    guard = StepGuard(max_skipped=5)
+    losses = [2.5 - 0.01 * step + 0.3 * (step % 3) for step in range(1, 60)]
+    assert not any(guard.judge(step, loss, 1.0) for step, loss in enumerate(losses, start=1))
+    found = guard.judge(60, 40.0, 1.0)
+    assert found is not None and found.kind == "loss spike" and not found.stops and not found.skips
+    assert "step 60: the loss is 40" in found.text
+    assert guard.judge(61, 40.0, 1.0) is None
+
+
 def test_a_gradient_scaler_looks_after_gradients_itself() -> None:
     guard = StepGuard(max_skipped=0)
     assert not judged(guard, 1, 1.0, math.inf, scaled=True)[0]
