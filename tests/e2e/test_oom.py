@@ -77,12 +77,9 @@ def shortages_of(output: Path) -> list[dict[str, Any]]:
     return [row for row in report_of(output)["incidents"] if row["kind"] == "out of memory"]
 
 
+@pytest.mark.long  # `tests/train/test_oom.py` has it in one process
 @pytest.mark.parametrize(
-    ("batches", "fault"),
-    [
-        ("packed", "kind=oom,rows=1"),
-        pytest.param("padded", "kind=oom,rate=0.4,seed=4,rows=1", marks=pytest.mark.long),
-    ],
+    ("batches", "fault"), [("packed", "kind=oom,rows=1"), ("padded", "kind=oom,rate=0.4,seed=4,rows=1")]
 )
 def test_the_trajectory_is_the_undisturbed_one(job: Job, tmp_path: Path, batches: str, fault: str) -> None:
     output = tmp_path / "out"

@@ -32,7 +32,7 @@ class VerifiedReward(VerifiedTransferMixin, RewardTrainer):
 TEXTS = [text[: 40 + 3 * number] for number, text in enumerate(tiny.training_text()[:14])]
 PAIRS = [{"prompt": text, "chosen": text[:9], "rejected": text[-5:]} for text in TEXTS]
 OPTIONS: dict[str, Any] = {
-    "max_steps": 7,
+    "max_steps": 5,
     "gradient_accumulation_steps": 3,
     "logging_steps": 2,
     "eval_strategy": "steps",
@@ -76,7 +76,7 @@ def test_the_log_is_trls(kind: str, model_path: Path, tmp_path: Path) -> None:
     rows = Dataset.from_list([{"text": text} for text in TEXTS] if kind == "sft" else PAIRS)
     theirs, ours = both(kind, model_path, tmp_path / "out", rows)
     assert ours == theirs
-    assert any("eval_num_tokens" in row for row in ours) and len(ours) == 7
+    assert any("eval_num_tokens" in row for row in ours) and len(ours) == 5
 
 
 def test_a_reference_leaves_the_choice_of_layers_and_the_embeddings_alone(model_path: Path, tmp_path: Path) -> None:
