@@ -22,6 +22,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import TrainerCallback, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
@@ -207,9 +208,7 @@ def optimizer_name(args: TrainingArguments) -> str:
 
 
 def _of_bitsandbytes(args: TrainingArguments) -> bool:
-    """By the names in transformers 5.23, ``trainer_optimizer.py``; torchao's and GaLore's 8-bit ones do not count."""
-    name = optimizer_name(args)
-    return name.startswith(("paged_", "ademamix", "lion", "rmsprop_bnb")) or name in ("adamw_bnb_8bit", "adamw_8bit")
+    return optimizer_name(args) in _BITSANDBYTES_OPTIMIZERS
 
 
 def new_mover(args: Any, settings: TransferSettings | None) -> Mover:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl import SFTTrainer
 from typing_extensions import override
@@ -199,7 +199,6 @@ class VerifiedTransferMixin(_Base):
         self._rates = rates or LearningRates()
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._recovery = OutOfMemoryRecovery(self)
-        self._operations: int | None = None  # floating point operations a token
         own = own_arguments(args)
         if "args" in keywords:
             keywords["args"] = own
@@ -415,7 +414,6 @@ class VerifiedTransferMixin(_Base):
         step = self.state.global_step + 1
         if step in self.skip_steps:
             self._prepare_inputs(inputs)
-            self._zero_missing_gradients()
             return torch.zeros((), device=self.args.device)
         self._crashes.crash_if_due(step, directory=Path(self.args.output_dir), run_id=self.run_id)
         stock = super().training_step
@@ -504,17 +502,6 @@ class VerifiedTransferMixin(_Base):
             self._tr_loss += self._metrics_queue.loss_to_log(one)
         norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
         return super()._get_grad_norm(model, grad_norm=norm)
-
-    @override
-    def floating_point_ops(self, inputs: Batch) -> int:
-        """As upstream, which walks over all modules in each micro-step; here they are counted once."""
-        stock = super().floating_point_ops
-        name = getattr(self.model, "main_input_name", "input_ids")
-        if stock.__func__ is not Trainer.floating_point_ops or name not in inputs or not inputs[name].numel():
-            return int(stock(inputs))
-        if self._operations is None:
-            self._operations = stock(inputs) // inputs[name].numel()
-        return int(inputs[name].numel() * self._operations)
 
     @override
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
@@ -764,15 +751,6 @@ class VerifiedTransferMixin(_Base):
         if written:
             self._sentinel.take()
         return result
-
-    def _zero_missing_gradients(self) -> None:
-        """The gradient scaler of fp16 refuses a step without gradients; with zeros only the moments decay."""
-        if self.accelerator.scaler is None:
-            return
-        self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))  # creates its scale at the first step
-        for parameter in self.model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     def _not_covered(self) -> str | None:
         """A message on what ``verify="full"`` does not reach and the user has not consented to; None if nothing."""

@@ -37,13 +37,6 @@ def make(make: Make) -> Make:
     )
 
 
-def test_a_first_step_that_is_left_out_does_not_stop_the_gradient_scaler(make: Make) -> None:
-    trainer = make(VerifiedSFT, extra={"skip_steps": {1}})
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # as --fp16 has one on a card
-    trainer.train()
-    assert trainer.state.global_step == STEPS
-
-
 @contextmanager
 def judged(trainer: Any) -> Iterator[list[bool]]:
     """Whether each tensor that reached a ``forward`` in the block had been verified."""

@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.placement import Coverage
-from hf_rocm_tune.train.refusals import OptimizerTablesCallback, _of_bitsandbytes, check_compiled, with_offloads
+from hf_rocm_tune.train.refusals import OptimizerTablesCallback, check_compiled, with_offloads
 
 COMPLETE = Coverage(verified_bytes=10, device_bytes=10)
 
@@ -30,13 +30,6 @@ def test_what_is_offloaded_past_the_mover_makes_the_coverage_incomplete() -> Non
     assert named(settings(optim="paged_adamw_8bit")) == ["paged optimizer state"]
     assert named(settings(optim="adafactor")) == ["new optimizer state"]
     assert not with_offloads(COMPLETE, settings(optim="paged_lion_32bit")).complete
-
-
-def test_the_optimizers_of_bitsandbytes_are_those_that_transformers_takes_from_it() -> None:
-    from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
-
-    ours = {name for name in OptimizerNames if _of_bitsandbytes(settings(optim=name.value))}
-    assert ours == set(_BITSANDBYTES_OPTIMIZERS)
 
 
 def compiled(device: str = "cpu", **flags: Any) -> Any:
