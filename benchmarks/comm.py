@@ -136,7 +136,7 @@ def _of_group(group: Any) -> Callable[[Tensor], Tensor]:
 def _through_host(averaging: HostAveraging) -> Callable[[Tensor], Tensor]:
     def average(local: Tensor) -> Tensor:
         averaging.step_begins()
-        found = averaging.begin(local, name="bucket", number=0, is_last=True).wait()
+        found = averaging.begin(local, name="bucket", number=0).wait()
         averaging.check()
         return found
 

@@ -70,7 +70,7 @@ SEAMS = (
          why="reserves memory for the whole model, of which a streamed one has only a part on the card"),
     Seam("conversion_errors", "transformers.core_model_loading", "log_conversion_errors",
          "first_target_key loading_info extras op", patched=True,
-         why="collects the errors of a load, a shortage of memory among them, which ends it at once here"),
+         why="collects the errors of a load, which ends with the first one here, a shortage of memory as such"),
     Seam("unquantised_layers", "transformers.quantizers.base", "HfQuantizer.get_modules_to_not_convert",
          "model skip_modules keep_in_fp32_modules", patched=True,
          why="names the layers that are not quantised: routers are added"),

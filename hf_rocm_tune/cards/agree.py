@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, TuneError, listed
 from hf_rocm_tune.host_group import host_group
+from hf_rocm_tune.models.sharding import told
 from hf_rocm_tune.transfer import QueuedDigests
 
 T = TypeVar("T")
@@ -39,12 +40,7 @@ def on_main_process(decide: Callable[[], T]) -> T:
 
 def highest(values: Sequence[int]) -> list[int]:
     """The maximum of each number over all ranks. Collective, over gloo."""
-    if PartialState().num_processes == 1:
-        return list(values)
-    mine = torch.tensor(list(values), dtype=torch.int64)
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=host_group())
-    result: list[int] = mine.tolist()
-    return result
+    return [int(max(each)) for each in zip(*everyone(values), strict=True)]
 
 
 def everyone(values: Sequence[float]) -> list[list[float]]:
@@ -69,12 +65,9 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
     rows = list(tensors)
     digests = QueuedDigests([tensor.detach() for _, tensor in rows]).result()
     mine = {name: found.hex() for (name, _), found in zip(rows, digests, strict=True)}
-    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=host_group())
-    first = everyone[0] or {}
+    first, *others = told(mine)
     differing: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(everyone):
-        theirs = theirs or {}
+    for rank, theirs in enumerate(others, 1):
         for name in sorted(first.keys() | theirs.keys()):
             if first.get(name) != theirs.get(name):
                 differing.setdefault(name, []).append(rank)

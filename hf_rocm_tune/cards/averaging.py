@@ -9,7 +9,6 @@ used.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -71,7 +70,6 @@ class GroupAveraging:
         self._one_by_one = self._powersgd is not None and dist.get_backend(self._group) != "nccl"
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average a bucket. Returns a future of the average."""
         if self._powersgd is not None:
             average = powerSGD_hook(self._powersgd, bucket)
             if self._one_by_one:
@@ -103,10 +101,8 @@ class HostAveraging:
         self._failures: dict[int, str] = {}
         self._error: BaseException | None = None
         self.between = self.crossed = 0  # bytes given to collectives; copied to the host and back
-        self.waited_s = 0.0  # from the start of the last bucket to the last average
 
     def step_begins(self) -> None:
-        """Called before the first bucket of a backward pass."""
         self._failures.clear()
         self._error = None
 
@@ -119,24 +115,17 @@ class HostAveraging:
         if self._error is not None:
             raise self._error
 
-    def begin(self, local: Tensor, *, name: str, number: int, is_last: bool) -> torch.futures.Future[Tensor]:
+    def begin(self, local: Tensor, *, name: str, number: int) -> torch.futures.Future[Tensor]:
         """Begin to average gradients. Collective; all ranks call this for the same buckets in the same order."""
         if self._fetcher is None or self._worker is None:
             self._fetcher, self._worker = self._mover.another_fetcher(), _Worker(local.device)
         landed: torch.futures.Future[Tensor] = torch.futures.Future(devices=[local.device] if local.is_cuda else None)
         fetched = self._fetcher.begin(local, name=f"{name} to host", stage=STAGE)
-        begun = time.perf_counter() if is_last else None
-        self._worker.tasks.put(partial(self._average, local, fetched, name, number, begun, landed))
+        self._worker.tasks.put(partial(self._average, local, fetched, name, number, landed))
         return landed
 
     def _average(
-        self,
-        local: Tensor,
-        fetched: Fetched,
-        name: str,
-        number: int,
-        begun: float | None,
-        landed: torch.futures.Future[Tensor],
+        self, local: Tensor, fetched: Fetched, name: str, number: int, landed: torch.futures.Future[Tensor]
     ) -> None:
         """In the thread: verify what has arrived, average it, and copy the average to the device."""
         average = local
@@ -157,8 +146,6 @@ class HostAveraging:
         except BaseException as error:  # `check` raises it where it can end the run: this thread must continue
             self._error = self._error or error
         fetched.release()
-        if begun is not None:
-            self.waited_s += time.perf_counter() - begun
         landed.set_result(average)
 
 

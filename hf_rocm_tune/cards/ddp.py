@@ -16,25 +16,14 @@ from torch import nn
 from typing_extensions import override
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.gradients import GradientCheck, watch
-from hf_rocm_tune.cards.way import CardSettings, Compare, Way
+from hf_rocm_tune.cards.way import Compare, Way
 from hf_rocm_tune.models.placement import tensors_of
 
 
 class Ddp(Way):
-    """Replicas whose gradients are averaged over the process group."""
-
     name: ClassVar[str] = "ddp"
-
-    def __init__(self, settings: CardSettings | None = None) -> None:
-        super().__init__(settings)
-        self._check: GradientCheck | None = None
-
-    @override
-    @classmethod
-    def wanted(cls, settings: CardSettings) -> bool:
-        return settings.world_size > 1
+    _check: GradientCheck | None = None
 
     @override
     @contextmanager
@@ -69,14 +58,4 @@ class Ddp(Way):
 
 
 class Host(Ddp):
-    """Replicas whose gradients are averaged in host memory over gloo; see `averaging.HostAveraging`."""
-
     name: ClassVar[str] = "host"
-
-    def __init__(self, settings: CardSettings | None = None) -> None:
-        super().__init__(settings or CardSettings(sync=SyncSettings(way="host")))
-
-    @override
-    @classmethod
-    def wanted(cls, settings: CardSettings) -> bool:
-        return settings.world_size > 1 and settings.sync.way == "host"

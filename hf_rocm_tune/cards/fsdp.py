@@ -1,21 +1,23 @@
-"""FSDP2: each card keeps its own rows of every weight, and gathers a layer when it computes; see `sharded`.
-
-What FSDP2 sends is checked by `fsdp_traffic`.
-"""
+"""FSDP2: each card keeps its own rows of every weight, and gathers a layer when it computes; see `sharded`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from hf_rocm_tune.cards.fsdp_traffic import Traffic
-from hf_rocm_tune.cards.sharded import Sharded, declare_accelerators
-from hf_rocm_tune.cards.way import CardSettings, is_on
+from hf_rocm_tune.cards.averaging import SyncSettings
+from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, project
+from hf_rocm_tune.cards.sharded import Gathers, Sharded, declare_accelerators
+from hf_rocm_tune.cards.way import is_on
 from hf_rocm_tune.errors import SeamError, UsageError
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, rows_of
@@ -39,38 +41,34 @@ class Fsdp(Sharded):
     }
 
     @override
-    @classmethod
-    def wanted(cls, settings: CardSettings) -> bool:
-        return settings.fsdp
-
-    @override
     def _refusals(
         self, args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str]
     ) -> list[tuple[bool, str]]:
         names = ("CPU_RAM_EFFICIENT_LOADING", "OFFLOAD_PARAMS", "ACTIVATION_CHECKPOINTING")
         on = [is_on(f"FSDP_{name}", environ) for name in names]
-        refusals = [
+        storage, packed = model.bnb_4bit_quant_storage or "uint8", model.load_in_4bit
+        fix = f"give --bnb_4bit_quant_storage {'bfloat16' if args.bf16 else 'float32'}"
+        whole = f"4-bit weights stored as {storage} cannot be sharded, so each card would hold all of them"
+        lost = f"--bf16 converts what is gathered to bfloat16, and 4-bit weights in {storage} would be destroyed"
+        return [
             (bool(args.fsdp), f"--fsdp is not used here: choose {CONFIGURATION}, and leave --fsdp out"),
             (args.world_size < 2, "there is one process, and FSDP2 shards over two or more: give --num_processes 2"),
             *_faults(environ.get("FSDP_VERSION", "1"), *on),
             *super()._refusals(args, model, environ),
+            (packed and storage not in {"bfloat16", "float32", "float16"}, f"{whole}: {fix}"),
+            (packed and args.bf16 and storage != "bfloat16", f"{lost}: {fix}"),
         ]
-        return refusals + (_quantised(args, model) if model.load_in_4bit else [])
 
     @override
     @contextmanager
     def configured(self, args: TrainingArguments) -> Iterator[None]:
-        if args.world_size < 2:
-            raise UsageError("FSDP2 shards over two or more processes, and there is one: give --num_processes 2")
         declare_accelerators(args)
         yield
 
     @override
     def attach(self, accelerator: Any, mover: Mover) -> None:
         super().attach(accelerator, mover)
-        plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        if plugin is None:
-            raise SeamError("accelerate has not enabled FSDP, as requested: use the version in pyproject.toml")
+        plugin = accelerator.state.fsdp_plugin
         check_plugin(plugin)
         # `FullState` gathers what is saved; with another type upstream does not save the model.
         plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -78,12 +76,90 @@ class Fsdp(Sharded):
     @override
     def _shard(self, model: nn.Module) -> None:
         plugin = self._accelerator.state.fsdp_plugin
-        _require_rows(model, self._accelerator.num_processes)
-        _require_storage(model, plugin)
+        _require_shardable(model, plugin, self._accelerator.num_processes)
         _reduce_as_trained(plugin, model)
         shard(model, self._accelerator, self.mover)
         if self.mover.settings.verify != "off":
-            self._traffic = Traffic(model, fsdp_modules(model), self.mover)
+            self._traffic = Traffic(model, self.mover)
+
+
+class Traffic(Gathers):
+    """Checks the collectives of a model that FSDP2 has sharded, inside wrappers that FSDP2's extension points take.
+
+    A wrong average is computed again through the host. Cost: one read of what is gathered, memory of one copy of the
+    gradients. Not covered: the copies that FSDP2 makes on the card; wrong averages within the rounding bound.
+    """
+
+    way, message = "fsdp2", "weights of %s that FSDP2 gathered from the other cards arrived wrong"
+    advice = ", or train without FSDP2"
+
+    def __init__(self, model: nn.Module, mover: Mover) -> None:
+        super().__init__(mover)
+        self._model = model
+        self.judge = AverageJudge(mover, SyncSettings(way="host"), rung="reduce_scatter", advice=self.advice)
+        for name, module in fsdp_modules(model):
+            module.set_custom_all_gather(_AllGather(name or "root", self))
+            module.set_custom_reduce_scatter(_ReduceScatter(name or "root", self))
+
+    def averaged(self, name: str, sent: Tensor, projected: Tensor, average: Tensor) -> None:
+        """Remember an average: what was sent and its projections, and the memory that FSDP2 reads."""
+        number = next(self.numbers)
+        self._mover.inject(average, name=name, stage=STAGE, number=number, attempt=0)
+        record = Average(
+            name=name,
+            number=number,
+            sent=sent,
+            wire=sent.dtype,
+            projected=projected,
+            averaged=lambda: average,
+            write=partial(self._write, average),
+            row={"tensor": name},
+        )
+        self.averages.append(record)
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        judged = {"judged": "projections", "gathered_judged": "digests", "averages": self.made}
+        return {**super().describe(), **judged}
+
+    def _write(self, read: Tensor, average: Tensor) -> str | None:
+        memory = read.untyped_storage().data_ptr()
+        gradients = [each.grad._local_tensor for each in self._model.parameters() if isinstance(each.grad, DTensor)]
+        if all(each.untyped_storage().data_ptr() != memory for each in gradients):
+            return "its gradients were converted since, so it cannot replace them"
+        read.copy_(average)  # device: from this device's memory to itself
+        return None
+
+
+class _AllGather(DefaultAllGather):
+    def __init__(self, name: str, traffic: Traffic) -> None:
+        self._name, self._traffic = name, traffic
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        sent = digest_words(input_tensor)
+        work = super().__call__(output_tensor, input_tensor, group, async_op)
+        if work is not None:
+            work.wait()  # on an accelerator: the stream waits, not the host
+        self._traffic.arrived(self._name, sent, output_tensor.view(group.size(), -1))
+        return work
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    def __init__(self, name: str, traffic: Traffic) -> None:
+        self._name, self._traffic = name, traffic
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        if op != dist.ReduceOp.AVG:
+            raise SeamError(
+                f"cannot verify: FSDP2 reduces gradients by {op} instead of averaging them; train with --bf16"
+            )
+        projected = torch.stack([project(part) for part in input_tensor.view(group.size(), -1)])
+        sent = input_tensor.clone()
+        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        if work is not None:
+            work.wait()
+        self._traffic.averaged(self._name, sent, projected, output_tensor)
+        return work
 
 
 def check_plugin(plugin: Any) -> None:
@@ -110,8 +186,11 @@ def _faults(version: object, ram_efficient: bool, offload: bool, checkpointing: 
     ]
 
 
-def _require_rows(model: nn.Module, ranks: int) -> None:
-    """Refuse empty shards of trained tensors: accelerate identifies parameters by the address of their shards."""
+def _require_shardable(model: nn.Module, plugin: Any, ranks: int) -> None:
+    """Refuse empty shards of trained tensors, by whose addresses accelerate identifies them, and packed 4-bit weights
+    (bytes stored with a float dtype) that FSDP2 would convert.
+    """
+    computed = getattr(plugin.mixed_precision_policy, "param_dtype", None)
     for name, each in model.named_parameters():
         first, last = rows_of(ranks - 1, ranks, each.shape[0])
         if each.requires_grad and first == last:
@@ -119,12 +198,6 @@ def _require_rows(model: nn.Module, ranks: int) -> None:
                 f"FSDP2: {name} has {each.shape[0]} rows, too few for {ranks} ranks: give a larger --lora_r, or train "
                 "without FSDP2"
             )
-
-
-def _require_storage(model: nn.Module, plugin: Any) -> None:
-    """Refuse packed 4-bit weights that FSDP2 would convert: they are bytes stored with a float dtype."""
-    computed = getattr(plugin.mixed_precision_policy, "param_dtype", None)
-    for name, each in model.named_parameters():
         packed = getattr(each, "quant_state", None) is not None and each.is_floating_point()
         if packed and computed is not None and each.dtype != computed:
             raise UsageError(
@@ -145,12 +218,3 @@ def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
     plugin.mixed_precision_policy = type(policy)(
         param_dtype=policy.param_dtype, reduce_dtype=dtype, output_dtype=policy.output_dtype
     )
-
-
-def _quantised(args: TrainingArguments, model: ModelConfig) -> list[tuple[bool, str]]:
-    """Refusals for 4-bit weights: only packed into a float dtype can they be sharded, and FSDP2 must not convert it."""
-    storage, floats = model.bnb_4bit_quant_storage or "uint8", {"bfloat16", "float32", "float16"}
-    whole = f"4-bit weights stored as {storage} cannot be sharded, so each card would hold all of them"
-    lost = f"with --bf16 FSDP2 converts what it gathers to bfloat16, and 4-bit weights in {storage} would be destroyed"
-    fix = f"give --bnb_4bit_quant_storage {'bfloat16' if args.bf16 else 'float32'}"
-    return [(storage not in floats, f"{whole}: {fix}"), (args.bf16 and storage != "bfloat16", f"{lost}: {fix}")]

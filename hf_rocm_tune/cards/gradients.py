@@ -1,10 +1,9 @@
 """Checks of gradient averages before the optimizer uses them; a wrong average is computed again through the host.
 
 A communication hook of DistributedDataParallel records each bucket and starts its average (`averaging`). After backward
-each rank packs its evidence (projections of what it sent and got, see `project`, and a digest of the average), and one
-gather over gloo lets every rank compute the same verdict. Cost: memory of one copy of the trainable gradients, one wait
-for the device per step. Not covered: a wrong average, equal on all ranks, within the rounding bound; the cast to 16
-bits; PowerSGD's approximation; buckets with NaN or infinities, which are reported and used; backward itself.
+one gather over gloo of each rank's evidence lets every rank compute the same verdict. Cost: memory of one copy of the
+trainable gradients, one wait for the device per step. Not covered: the cast to 16 bits, PowerSGD's approximation,
+backward itself; buckets with NaN or infinities are reported and used.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError, device_s
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.transfer import Mover, digest, digest_on_device
 
-STAGE = "gradients"
+STAGE, NOT_FINITE = "gradients", "not finite"
 _HEADER, _SENT, _AVERAGED = 3, 3, 2
 """int64 words of an average: failed and the digest; of each of its blocks: projected before and after averaging."""
 
@@ -42,8 +41,7 @@ class Average:
     projected: Tensor  # float64[parts, blocks, 3], `project` of each part of what is sent, not of a copy
     averaged: Callable[[], Tensor]  # this rank's average as the optimizer will read it, 1-dimensional
     write: Callable[[Tensor], str | None]  # puts another there; returns why it could not
-    said: tuple[str, str]  # for messages: which average, and more of where it is
-    row: Mapping[str, Any]  # for incidents
+    row: Mapping[str, Any]  # for incidents; ``tensor``: whose gradients
 
     @property
     def size(self) -> int:
@@ -72,36 +70,28 @@ class Average:
             return WrongAverage(record=self, ranks=failed, kind="not made")
         if self.wire is not None:
             sent, averaged = sent.view(ranks, parts, blocks, _SENT), averaged.view(ranks, blocks, _AVERAGED)
-            if (found := self._judged(sent, averaged, self.wire)) is not None:
-                return found
+            expected = sum(sent[1:], start=sent[0]) / ranks
+            if not expected.isfinite().all():
+                where = marked((~sent.isfinite()).flatten(1).any(dim=1))
+                return WrongAverage(record=self, ranks=where, kind=NOT_FINITE)
+            bound = rounding_bound(expected[..., MAGNITUDE], dtype=self.wire, ranks=ranks)
+            off = (averaged - expected[..., :MAGNITUDE]).abs() / bound[..., None]
+            wrong = ~(off <= 1).all(dim=-1)  # or only the average is NaN
+            if wrong.any():
+                kind = "zeros" if bool((averaged[wrong] == 0).all()) else "wrong average"
+                return WrongAverage(record=self, ranks=marked(wrong.any(dim=1)), kind=kind)
         if differing := marked((header[:, 1:] != header[0, 1:]).any(dim=1)):
             return WrongAverage(record=self, ranks=differing, kind="differs between ranks")
         return None
 
-    def _judged(self, sent: Tensor, averaged: Tensor, wire: torch.dtype) -> WrongAverage | None:
-        """``sent``: float64[ranks, parts, blocks, 3]; ``averaged``: float64[ranks, blocks, 2], of each rank's part."""
-        ranks = len(sent)
-        expected = sum(sent[1:], start=sent[0]) / ranks
-        if not expected.isfinite().all():
-            where = marked((~sent.isfinite()).flatten(1).any(dim=1))
-            return WrongAverage(record=self, ranks=where, kind="not finite", finite=False)
-        bound = rounding_bound(expected[..., MAGNITUDE], dtype=wire, ranks=ranks)
-        off = (averaged - expected[..., :MAGNITUDE]).abs() / bound[..., None]
-        wrong = ~(off <= 1).all(dim=-1)  # or only the average is NaN
-        if not wrong.any():
-            return None
-        kind = "zeros" if bool((averaged[wrong] == 0).all()) else "wrong average"
-        return WrongAverage(record=self, ranks=marked(wrong.any(dim=1)), kind=kind)
-
 
 @dataclass(frozen=True, kw_only=True)
 class WrongAverage:
-    """An average that is wrong, or (not ``finite``) could not be checked because gradients held NaN or infinity."""
+    """An average that is wrong, or could not be checked because gradients held NaN or infinity (`NOT_FINITE`)."""
 
     record: Average  # this rank's record of it
     ranks: tuple[int, ...]  # those with a wrong average, or with gradients that were not finite
-    kind: str  # ``zeros``, ``wrong average``, ``differs between ranks``, ``not made``, ``not finite``
-    finite: bool = True
+    kind: str  # ``zeros``, ``wrong average``, ``differs between ranks``, ``not made`` or `NOT_FINITE`
 
 
 class AverageJudge:
@@ -119,11 +109,11 @@ class AverageJudge:
     def conclude(self, records: Sequence[Average], everyone: Sequence[Tensor], step: int) -> list[Average]:
         """The averages that were wrong, and are right now, from all ranks' words. Collective: verdicts are the same."""
         judged = _verdicts(records, everyone)
-        bad = [each for each in judged if not each.finite]
+        wrong = [each for each in judged if each.kind != NOT_FINITE]
+        bad = [each for each in judged if each.kind == NOT_FINITE]
         if not self._named_not_finite:  # once per series of steps: NaN from backward is not a transfer fault
             self._report(bad, step, "none", "passed on")
         self._named_not_finite = bool(bad)
-        wrong = [each for each in judged if each.finite]
         if not wrong:
             return []
         self._mover.report.count(STAGE, mismatches=len(wrong))
@@ -133,12 +123,11 @@ class AverageJudge:
         records = [each.record for each in wrong]
         failures = [self._again(record) for record in records]
         again = _verdicts(records, exchange(packed(records, [failure is not None for failure in failures])))
-        bad_again = {id(each.record) for each in again if each.finite}
+        bad_again = {id(each.record) for each in again if each.kind != NOT_FINITE}
         still = [each for each in wrong if id(each.record) in bad_again]
-        right = [each for each in wrong if id(each.record) not in bad_again]
-        self._report(right, step, "host_staged", "recovered")
+        self._report([each for each in wrong if id(each.record) not in bad_again], step, "host_staged", "recovered")
         self._report(still, step, "host_staged", "failed")
-        self._mover.report.count(STAGE, recovered=len(right))
+        self._mover.report.count(STAGE, recovered=len(wrong) - len(still))
         if still:
             own = next((failure for failure in failures if failure), "averaging it again through the host failed too")
             raise self._refusal(still, step, own)
@@ -151,7 +140,7 @@ class AverageJudge:
         """
         host = self.through_host
         host.step_begins()
-        average = host.begin(record.sent, name=record.name, number=record.number, is_last=False).wait()
+        average = host.begin(record.sent, name=record.name, number=record.number).wait()
         failure = host.failure(record.number)
         try:
             host.check()
@@ -167,12 +156,12 @@ class AverageJudge:
         return record.write(average)
 
     def _refusal(self, wrong: Sequence[WrongAverage], step: int, why: str) -> CorruptionError:
-        what, where = wrong[0].record.said
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return CorruptionError(
-            f"the average of the gradients {what}{more} is wrong at step {step} on ranks {list(wrong[0].ranks)} "
-            f"({wrong[0].kind}{where}), and {why}. It was not used; the checkpoints already written are intact: run "
-            f"the doctor, then start the same command again to continue from the newest one{self._advice}"
+            f"the average of the gradients of {wrong[0].record.row['tensor']}{more} is wrong at step {step} on ranks "
+            f"{list(wrong[0].ranks)} ({wrong[0].kind}), and {why}. It was not used; the checkpoints already written "
+            "are intact: run the doctor, then start the same command again to continue from the newest one"
+            f"{self._advice}"
         )
 
     def _report(self, found: Sequence[WrongAverage], step: int, rung: str, outcome: str) -> None:
@@ -206,12 +195,6 @@ class GradientCheck:
     """Averages the gradients of one wrapped model and checks them. The constructor is collective."""
 
     def __init__(self, model: DistributedDataParallel, mover: Mover, settings: SyncSettings) -> None:
-        if model._comm_hooks:
-            raise UsageError(
-                "the DDP communication hook of this model is in use, so gradient averages cannot be checked: remove "
-                "comm_hook from the DistributedDataParallelKwargs, or train with --verify off, --grad_sync ddp and "
-                "--grad_compression none"
-            )
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and not parameter.is_contiguous():  # its bucket would have another layout
                 raise UsageError(
@@ -226,7 +209,6 @@ class GradientCheck:
         self._copies = self._group is not None or model.gradient_as_bucket_view  # else buckets keep what was sent
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._pending: list[Average] = []
-        self._indices: dict[int, int] = {}  # of pending ones, DistributedDataParallel's number of the bucket
         self._packed: Tensor | None = None
         self._short_of_memory = False
         self._backwards = self._recorded = 0
@@ -237,8 +219,7 @@ class GradientCheck:
         return bool(self._pending)
 
     def describe(self) -> dict[str, Any]:
-        steps, host = max(self._backwards, 1), self._host if self._group is None else None
-        between = self._host.between if self._group is None else self._group.between
+        steps, averaging = max(self._backwards, 1), self._group or self._host
         compressed = self._settings.compression == "powersgd"
         return {
             "way": self._settings.way,
@@ -246,10 +227,8 @@ class GradientCheck:
             "process_group": dist.get_backend(self.model.process_group),
             "judged": "no" if not self.judging else "equal on all ranks" if compressed else "projections",
             "averages": self._backwards,
-            "bytes_between_ranks_per_step": None if between is None else round(between / steps),
-            "bytes_to_host_and_back_per_step": round(host.crossed / steps) if host else 0,
-            "wait_seconds": round(host.waited_s, 6) if host else None,
-            "wait_seconds_per_step": round(host.waited_s / steps, 6) if host else None,
+            "bytes_between_ranks_per_step": None if averaging.between is None else round(averaging.between / steps),
+            "bytes_to_host_and_back_per_step": 0 if self._group else round(self._host.crossed / steps),
         }
 
     def before_averaging(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -270,7 +249,7 @@ class GradientCheck:
         if self._group is not None:
             average = self._group.start(bucket)
         else:
-            average = self._host.begin(bucket.buffer(), name=name, number=number, is_last=bucket.is_last())
+            average = self._host.begin(bucket.buffer(), name=name, number=number)
         if not self.judging or self._short_of_memory or self._mover.fault_injection() is None:
             return average
 
@@ -299,10 +278,8 @@ class GradientCheck:
             projected=projected[None],
             averaged=partial(_gradients_of, parameters, sent),
             write=partial(_write, parameters),
-            said=(f"in bucket {index}", f" in {where}"),
             row={"tensor": where, "bucket": index, "length": sent.nbytes},
         )
-        self._indices[number] = index
         self._pending.append(record)
 
     def collect(self) -> None:
@@ -335,8 +312,7 @@ class GradientCheck:
         self._mover.report.count(STAGE, buckets=len(buckets))
         for bucket in self._judge.conclude(buckets, exchange(mine), step):
             if self._group is not None:
-                self._group.forget(self._indices[bucket.number])
-        self._indices.clear()
+                self._group.forget(bucket.row["bucket"])
 
 
 def _gradients_of(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:

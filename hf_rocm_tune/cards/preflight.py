@@ -1,17 +1,15 @@
 """The preflight of a job with several ranks: one rank of each machine tries its cards and chooses how to average.
 
 It runs before any process group is created, since a hanging RCCL is what it looks for: in child processes that are
-killed at deadlines, under 30 seconds in all once the ranks have joined. Tried in turn: gloo, which every way needs;
-RCCL as the environment has it; RCCL without peer copies (``NCCL_P2P_DISABLE=1``). The fastest way whose sums were right
-is chosen; without any, the run ends. Not covered: RCCL between machines; peer copies of a split (see the doctor).
+killed at deadlines. Tried in turn: gloo, which every way needs; RCCL as the environment has it; RCCL without peer
+copies. The fastest way whose sums were right is chosen; without any, the run ends. Not covered: RCCL between machines;
+peer copies of a split (see the doctor).
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_rocm_tune.errors import StallError, TuneError, UsageError
+from hf_rocm_tune.errors import StallError, TuneError
 from hf_rocm_tune.machine.child import ENDINGS, Outcome, Task, answer, run_together, step
 from hf_rocm_tune.machine.variables import read_spec
 
@@ -42,15 +40,12 @@ _MODULE = "hf_rocm_tune.cards.preflight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Trial:
-    """A trial of a pair or of sums, one outcome per child."""
+class Trial:
+    """A trial of the copies of a pair or of sums, one outcome per child."""
 
+    subject: str  # ``cuda:0 -> cuda:1``, or over what was summed
+    what: str  # ``copies`` or ``sums``
     outcomes: tuple[Outcome, ...]
-
-    @property
-    def _said(self) -> tuple[str, str]:
-        """The subject, and what was tried on it."""
-        raise NotImplementedError
 
     @property
     def verdict(self) -> Verdict:
@@ -78,15 +73,15 @@ class _Trial:
 
     @property
     def reason(self) -> str:
-        (said, what), telling = self._said, self.outcomes[self.telling_rank]
-        who = f"rank {self.telling_rank}" if len(self.outcomes) > 1 else ""
+        telling, several = self.outcomes[self.telling_rank], len(self.outcomes) > 1
+        who = f"rank {self.telling_rank}" if several else "the trial"
         if telling.result is None:
-            return f"{said}: {who or 'the trial'} {telling.how}"
+            return f"{self.subject}: {who} {telling.how}"
         wrong, cases = telling.result["wrong"], telling.result["cases"]
         if not wrong:
-            return f"{said}: {cases} {what} right" + f" on {len(self.outcomes)} ranks" * bool(who)
+            return f"{self.subject}: {cases} {self.what} right" + f" on {len(self.outcomes)} ranks" * several
         first = telling.result["problems"][0]["case"]
-        return f"{said}: {f'{who}: ' * bool(who)}{wrong} of {cases} {what} wrong, the first: {first}"
+        return f"{self.subject}: {f'{who}: ' * several}{wrong} of {cases} {self.what} wrong, the first: {first}"
 
     def told(self) -> str:
         """The outcome, the first wrong bytes if any, and the time of the slowest child, including imports."""
@@ -99,43 +94,21 @@ class _Trial:
         return f"{self.reason}{instead} ({max(outcome.seconds for outcome in self.outcomes):.1f} s)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairTrial(_Trial):
-    """Copies from one card to another, such as ``cuda:0``; the child's outcome."""
-
-    source: str
-    destination: str
-
-    @property
-    def _said(self) -> tuple[str, str]:
-        return f"{self.source} -> {self.destination}", "copies"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReduceTrial(_Trial):
-    way: Way
-
-    @property
-    def _said(self) -> tuple[str, str]:
-        return f"all-reduce over {self.way}", "sums"
-
-
-def try_pairs(
-    devices: Sequence[Mapping[str, Any]],
+def try_pair(
+    source: Mapping[str, Any],
+    destination: Mapping[str, Any],
     *,
     deadline_s: float,
-    largest: int,
-    repeats: int = 10,
-    environ: Mapping[str, str | None] | None = None,
-) -> list[PairTrial]:
-    """Copy between every ordered pair of ``device`` and PCI ``address``, each in a new process, in turn."""
-    trials = []
-    for source, destination in itertools.permutations(devices, 2):
-        request = {"source": dict(source), "destination": dict(destination), "largest": largest, "repeats": repeats}
-        task = Task(module=_MODULE, arguments=("pair",), request=request, environ=environ or {})
-        found = tuple(run_together([task], deadline_s=deadline_s))
-        trials.append(PairTrial(source=source["device"], destination=destination["device"], outcomes=found))
-    return trials
+    environ: Mapping[str, str | None],
+    **sizes: int,
+) -> Trial:
+    """Copy between two devices, each a ``device`` and a PCI ``address``, in a new process.
+
+    ``sizes``: ``largest`` in bytes, and ``repeats``.
+    """
+    request = {"source": dict(source), "destination": dict(destination), **sizes}
+    found = run_together([Task(module=_MODULE, request=request, environ=environ)], deadline_s=deadline_s)
+    return Trial(subject=f"{source['device']} -> {destination['device']}", what="copies", outcomes=tuple(found))
 
 
 def try_all_reduce(
@@ -145,16 +118,13 @@ def try_all_reduce(
     deadline_s: float,
     largest: int = (64 << 20),
     repeats: int = 5,
-    fault: Mapping[str, Any] | None = None,
-) -> ReduceTrial:
-    """Sum over one rank per device, each rank in a new process; ``fault``: see `trial_measures.measure_sums`, on its
-    ``rank``, by default the last."""
+    fault: PreflightFault | None = None,
+) -> Trial:
     # One thread per process, as torchrun sets it; RCCL's own warnings, such as those on the IOMMU, are evidence.
     ours = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN"}
     variables = {name: value for name, value in ours.items() if name not in os.environ}
     if way == "rccl_without_p2p":
-        variables["NCCL_P2P_DISABLE"] = "1"
-    victim = int((fault or {}).get("rank", len(devices) - 1))
+        variables[P2P_VARIABLE] = "1"
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-ranks-", ignore_cleanup_errors=True) as folder:
         shared = {
             "world": len(devices),
@@ -164,20 +134,20 @@ def try_all_reduce(
             "largest": largest,
             "repeats": repeats,
         }
-        requests = [{**device, **shared, "rank": rank, "fault": None} for rank, device in enumerate(devices)]
-        if fault:
-            requests[victim]["fault"] = dict(fault)
-        tasks = [Task(module=_MODULE, arguments=("rank",), request=each, environ=variables) for each in requests]
-        return ReduceTrial(way=way, outcomes=tuple(run_together(tasks, deadline_s=deadline_s)))
+        requests = [{**device, **shared, "rank": rank} for rank, device in enumerate(devices)]
+        if fault is not None:  # an ending comes after something was tried
+            victim = requests[-1 if fault.rank is None else fault.rank]
+            victim["fault"] = {"kind": fault.kind, "where": "summing"}
+        tasks = [Task(module=_MODULE, request=each, environ=variables) for each in requests]
+        found = run_together(tasks, deadline_s=deadline_s)
+    return Trial(subject=f"all-reduce over {way}", what="sums", outcomes=tuple(found))
 
 
 def _measure(request: dict[str, Any]) -> dict[str, Any]:
-    if sys.argv[1:] not in (["pair"], ["rank"]):
-        raise UsageError(f"got {' '.join(sys.argv[1:]) or 'nothing'} to measure: give pair or rank")
     step(IMPORTING)
     from hf_rocm_tune.cards import trial_measures
 
-    return (trial_measures.measure_pair if sys.argv[1] == "pair" else trial_measures.measure_sums)(request)
+    return (trial_measures.measure_pair if "source" in request else trial_measures.measure_sums)(request)
 
 
 # ---- the preflight -------------------------------------------------------------------------------------------
@@ -214,34 +184,22 @@ _NAMES: Mapping[SyncWay, str] = {
 }
 _stores: list[Any] = []  # keeps the store of this job's ranks alive, if this process hosts it
 
-# The kinds of trial_measures, which imports torch.
-_ALLOWED = {"trial": ("ddp", "ddp_without_p2p", "host"), "kind": ("wrong", "zeros", "own", "absent", *ENDINGS)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightFault:
     """An injected fault: ``HF_ROCM_TUNE_PREFLIGHT_FAULT="trial=ddp,kind=hang"`` lets one way's trial fail."""
 
     trial: str  # ``ddp``, ``ddp_without_p2p`` or ``host``
-    kind: str  # ``wrong zeros own absent``, or an ending of the trial's child, see `machine.child`
-    where: str = ""  # only cases whose description contains this text (``cold``)
+    kind: str  # ``wrong``: an element of each sum; or an ending of the trial's child, see `machine.child`
     rank: int | None = None  # which gets it; None: the last
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PreflightFault | None:
-        """The fault in the variable; None if it is unset or empty."""
         if not (text := environ.get(VARIABLE, "").strip()):
             return None
         required = dict.fromkeys(("trial", "kind"), "both, for example trial=ddp,kind=hang")
-        return read_spec(cls, VARIABLE, text, allowed=_ALLOWED, least={"rank": 0}, required=required)
-
-    def of(self, trial: str) -> dict[str, Any] | None:
-        """The fault in the form that the child of a trial expects; None if it is for another trial."""
-        if trial != self.trial:
-            return None
-        # Without ``where`` an ending would come before anything was tried.
-        where = self.where or ("summing" if self.kind in ENDINGS else "")
-        return {"kind": self.kind, "where": where} | ({} if self.rank is None else {"rank": self.rank})
+        allowed = {"trial": ("ddp", "ddp_without_p2p", "host"), "kind": ("wrong", *ENDINGS)}
+        return read_spec(cls, VARIABLE, text, allowed=allowed, least={"rank": 0}, required=required)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +212,7 @@ class Preflight:
     evidence: Sequence[str] = ()  # one line per trial: what was tried, its outcome, its time
     shown: bool = True  # a trial showed that this way gives right sums
     seconds: float = 0.0  # from when all ranks have joined to the decision
-    fault: str = ""  # the injected fault
+    fault_injection: str | None = None
 
     @property
     def name(self) -> str:
@@ -262,14 +220,13 @@ class Preflight:
         return _NAMES[self.way]
 
     def to_dict(self) -> dict[str, Any]:
-        found = {**vars(self), "seconds": round(self.seconds, 1)}
-        return found | {"fault_injection": found.pop("fault") or None}
+        return {**vars(self), "seconds": round(self.seconds, 1)}
 
     def lines(self) -> list[str]:
-        """For the terminal: the decision, and all evidence if anything failed."""
         asked = "" if self.asked == "auto" else f" (--grad_sync {self.asked})"
         first = f"preflight: gradients are averaged {self.name}{asked}: {self.reason}"
-        fault = [f"a fault is injected into the preflight on request: {self.fault}"] if self.fault else []
+        injected = self.fault_injection
+        fault = [f"a fault is injected into the preflight on request: {injected}"] if injected else []
         page_faults = [_NOT_CURED] if self.way == "ddp_without_p2p" else []
         evidence = [] if self.way == "ddp" and self.shown else self.evidence
         return [*fault, f"{first} ({self.seconds:.0f} s)", *page_faults, *evidence]
@@ -291,43 +248,42 @@ def run(
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     here = int(environ.get("LOCAL_WORLD_SIZE", world))
     first = rank // here * here
-    began = time.monotonic()
-    ended = f"rank {first} ended while it tried the cards for the preflight, or rank 0 did: start the job again"
+    name, latest = f"preflight-choice-{first}", limit_s + _SPARE_S
+    ends_at = time.monotonic() + meet_s
+    late = (
+        f"not all of {world} ranks joined the preflight within {meet_s:.0f} s: see what the others printed, and "
+        "whether they see a card as this one does; --preflight off starts without the preflight"
+    )
     try:
         store = next(distributed.rendezvous("env://", timeout=timedelta(seconds=meet_s)))[0]  # type: ignore[attr-defined]
         _stores.append(store)
         store.set(f"preflight-device-{rank}", json.dumps(dict(device)))
         devices = [json.loads(store.get(f"preflight-device-{each}")) for each in range(first, first + here)]
-    except distributed.DistError as error:
-        timed_out = time.monotonic() >= began + meet_s or "timed out" in str(error).lower()
-        if not timed_out:  # a connection broke: rank 0, which holds the store, had joined
-            raise StallError(ended) from error
-        raise StallError(
-            f"not all of {world} ranks joined the preflight within {meet_s:.0f} s: see what the others printed, and "
-            "whether they see a card as this one does; --preflight off starts without the preflight"
-        ) from error
-    began, name = time.monotonic(), f"preflight-choice-{first}"
-    if rank == first:
-        try:
-            found = vars(try_machine(devices, asked=asked, environ=environ, fault=fault, limit_s=limit_s))
-        except TuneError as error:
-            found = {"error": str(error)}
-        store.set(name, json.dumps(found))
-    latest = limit_s + _SPARE_S
-    try:
-        while not store.check([name]):
-            if time.monotonic() > began + latest:
-                raise StallError(
-                    f"rank {first} tries the cards of this machine and made no decision within {latest:.0f} s: train "
-                    "on one card, or start again after a reboot"
-                )
-            time.sleep(0.05)
+        began = time.monotonic()
+        if rank == first:
+            try:
+                found = vars(try_machine(devices, asked=asked, environ=environ, fault=fault, limit_s=limit_s))
+            except TuneError as error:
+                found = {"error": str(error)}
+            store.set(name, json.dumps(found))
+        ends_at = began + latest
+        late = (
+            f"rank {first} tries the cards of this machine and made no decision within {latest:.0f} s: train on one "
+            "card, or start again after a reboot"
+        )
+        store.wait([name], timedelta(seconds=latest))
         found = json.loads(store.get(name))
     except distributed.DistError as error:
-        raise StallError(ended) from error
+        if time.monotonic() >= ends_at or "timed out" in str(error).lower():
+            raise StallError(late) from error
+        # a connection broke: rank 0, which holds the store, had joined
+        raise StallError(
+            f"rank {first} ended while it tried the cards for the preflight, or rank 0 did: start the job again"
+        ) from error
     if "error" in found:
         raise StallError(found["error"])
-    return Preflight(**found | {"seconds": time.monotonic() - began, "fault": environ.get(VARIABLE, "").strip()})
+    injected = environ.get(VARIABLE, "").strip() or None
+    return Preflight(**found | {"seconds": time.monotonic() - began, "fault_injection": injected})
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
@@ -364,30 +320,29 @@ def try_machine(
             over["ddp_without_p2p"] = "rccl_without_p2p"
     more: dict[str, Any] = {"largest": _LARGEST if on_cards else _LARGEST_ON_CPU, "repeats": _REPEATS}
     ends_at = time.monotonic() + limit_s
-    sums: dict[SyncWay, ReduceTrial] = {}
+    sums: dict[SyncWay, Trial] = {}
     for left, (way, backend) in zip(range(len(over), 0, -1), over.items(), strict=True):
         deadline_s = (ends_at - time.monotonic()) / left - _KILLING_S  # leaves time for those that may have to follow
         if deadline_s >= _SHORTEST_S:
-            injected = fault.of(way) if fault else None
+            injected = fault if fault is not None and fault.trial == way else None
             sums[way] = try_all_reduce(devices, backend, deadline_s=deadline_s, fault=injected, **more)
             if (sums[way].verdict in FAILED) == (way == "host"):
                 break  # nothing works without gloo; and what was not shown to fail needs no other way
     return choose(sums, asked)
 
 
-def choose(sums: Mapping[SyncWay, ReduceTrial], asked: Asked = "auto") -> Preflight:
-    """The fastest way that the trials have shown to work."""
+def choose(sums: Mapping[SyncWay, Trial], asked: Asked = "auto") -> Preflight:
     evidence = tuple(trial.told() for trial in sums.values())
     against = [trial.reason for trial in sums.values() if trial.verdict in FAILED]
     untried = [trial.reason for trial in sums.values() if trial.verdict == "untried"]
+    fastest: tuple[SyncWay, ...] = ("ddp", "ddp_without_p2p", "host")
+    right = [way for way in fastest if way in sums and sums[way].verdict == "right"]
     if "host" in sums and sums["host"].verdict in FAILED:
-        against = [f"gloo, over which averages are checked, does not work: {sums['host'].reason}"]
-    else:
-        fastest: tuple[SyncWay, ...] = ("ddp", "ddp_without_p2p", "host")
-        for way in fastest:
-            if way in sums and sums[way].verdict == "right":
-                also = [] if way == "ddp" else [*against, *untried][:1]
-                return Preflight(asked=asked, way=way, reason="; ".join([sums[way].reason, *also]), evidence=evidence)
+        against, right = [f"gloo, over which averages are checked, does not work: {sums['host'].reason}"], []
+    if right:
+        also = [] if right[0] == "ddp" else [*against, *untried][:1]
+        reason = "; ".join([sums[right[0]].reason, *also])
+        return Preflight(asked=asked, way=right[0], reason=reason, evidence=evidence)
     if against:
         return Preflight(asked=asked, way="one_card", reason=against[0], evidence=evidence, shown=False)
     why = [*untried, "there was no time for any"][0]

@@ -1,16 +1,17 @@
 """What FSDP2 and tensor parallelism have in common: each rank holds a part of the model.
 
 The model is sharded when the trainer is built, so that coverage, sentinels and reports see what will be trained. Each
-rank reads the files and sends its own rows through the mover (upstream broadcasts from rank 0); what is gathered and
-averaged is checked before the optimizer; the norm of the gradients is summed over gloo; a save gathers trained weights
-and optimizer state over gloo, compared, in the format of a single process. Not covered: out-of-memory recovery.
+rank sends its own rows through the mover; what is gathered and averaged is checked before the optimizer; the norm of
+the gradients is summed over gloo; a save gathers trained weights and optimizer state over gloo, compared, in the format
+of a single process. Not covered: out-of-memory recovery.
 """
 
 from __future__ import annotations
 
-import time
+import itertools
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from hf_rocm_tune.cards.agree import compare_replicas, everyone, highest
-from hf_rocm_tune.cards.fsdp_traffic import Gathers
-from hf_rocm_tune.cards.way import CardSettings, Way
-from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.cards.agree import compare_replicas, everyone, exchange, highest
+from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, marked, packed
+from hf_rocm_tune.cards.way import Way
+from hf_rocm_tune.errors import CorruptionError, SeamError
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.shards import cut_of, is_sharded, reshard, shard_digest
@@ -34,13 +35,11 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
     from trl import ModelConfig
 
-_BATCH_BYTES = 64 << 20
-
 
 class Sharded(Way):
-    """A model of which each rank has a part; replaces accelerate's gradient clipping and saving."""
-
     on_host: ClassVar[bool] = True
+    _traffic: Gathers | None = None  # None before `place`, and where nothing is checked
+    _accelerator: Any
     excludes: ClassVar[Mapping[str, str]] = {
         "--auto_fit": "it does not support shards; set --per_device_train_batch_size yourself",
         "--recompute_layers": "all layers are recomputed, or none; use --activation_checkpointing",
@@ -50,11 +49,6 @@ class Sharded(Way):
         "--fp16": "use --bf16, or neither",
         **dict.fromkeys(("--torch_compile", "--activation_offloading"), "leave it out"),
     }
-
-    def __init__(self, settings: CardSettings | None = None) -> None:
-        super().__init__(settings)
-        self._traffic: Gathers | None = None  # None before `place`, and where nothing is checked
-        self._accelerator: Any = None
 
     @override
     def _refusals(
@@ -67,16 +61,14 @@ class Sharded(Way):
     def attach(self, accelerator: Any, mover: Mover) -> None:
         super().attach(accelerator, mover)
         accelerator.clip_grad_norm_ = self._clip
-        accelerator.get_state_dict = self._state_to_save
+        accelerator.get_state_dict = lambda model, unwrap=True: self.state.model()
         self._accelerator = accelerator
 
     @override
     def place(self, model: nn.Module) -> None:
         if is_sharded(model):
             return
-        begun = time.perf_counter()
         self._shard(model)
-        self.seconds = time.perf_counter() - begun
         self.state = FullState(model)
         if self.mover.settings.verify == "off":
             return
@@ -100,19 +92,9 @@ class Sharded(Way):
             self._traffic.settle(step=step)
 
     @override
-    def check_evaluation(self, *, step: int) -> None:
-        if self._traffic is not None:
-            self._traffic.settle(step=step)
-
-    @override
     def describe(self, model: nn.Module) -> dict[str, Any]:
         unchecked = {"way": self.name, "compression": "none", "judged": "no"}
         return {**super().describe(model), "grad_sync": self._traffic.describe() if self._traffic else unchecked}
-
-    def _state_to_save(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Replaces ``Accelerator.get_state_dict``. Collective, unless the state was gathered for this save already."""
-        found: dict[str, Tensor] = self.state.model()
-        return found
 
     def _clip(self, parameters: Any, max_norm: float) -> Tensor:
         """Replaces ``Accelerator.clip_grad_norm_``: the norm is summed over gloo, the same on all ranks."""
@@ -136,6 +118,100 @@ def declare_accelerators(args: Any) -> None:
     """Upstream does not shard on the CPU: there the ranks are declared as ranks of accelerators."""
     if args.device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+GATHERED, _SUMS = "gathered", 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gather:
+    """One all-gather: weights of a unit, or partial sums that each rank adds up (`tensor_parallel`)."""
+
+    name: str
+    sent: Tensor  # int64[2], the digest of what this rank sent
+    arrived: Tensor  # int64[ranks, 2], digests of what arrived from each rank, including its own part
+    nbytes: int  # from the other ranks
+
+    def words(self, *, failed: bool) -> Tensor:
+        return torch.cat([self.sent, self.arrived.flatten()])
+
+
+class Gathers:
+    """Checks what the ranks sent one another in a micro-step, before the optimizer. The constructor is collective.
+
+    Each rank digests what it sends and what arrived; one exchange over gloo lets every rank check every collective: the
+    n-th records of all ranks belong together. What arrived wrong has already been used: every rank stops.
+    """
+
+    way, message = "", ""  # in reports; in the error, with ``%s`` for the name of the first wrong one
+    advice = ""  # the end of errors
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self.gathers: list[Gather] = []
+        self.averages: list[Average] = []
+        self.judge: AverageJudge | None = None  # of averages, where there are any
+        self.made = 0  # averages or sums since the start
+        self.numbers = itertools.count()  # counts the collectives of the run, the same on all ranks
+        self._made_before = self._steps = self._bytes = 0
+        host_group()  # created here, on every rank, not in the middle of a step
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.gathers or self.averages)
+
+    def arrived(self, name: str, sent: Tensor, parts: Tensor) -> None:
+        """Remember a gather: the digest of what this rank sent, and what it got from each rank, [ranks, ...]."""
+        self._mover.inject(parts, name=name, stage=GATHERED, number=next(self.numbers), attempt=0)
+        arrived = torch.stack([digest_words(part) for part in parts])
+        nbytes = parts.nbytes - parts[0].nbytes
+        self.gathers.append(Gather(name=name, sent=sent, arrived=arrived, nbytes=nbytes))
+
+    def require_averages(self) -> None:
+        self._steps += 1
+        made, self._made_before = self.made - self._made_before, self.made
+        if made == 0:
+            raise SeamError(
+                "cannot verify: the ranks exchanged no gradients in a step that ends with the optimizer; use the "
+                f"library versions that this package was tested with{self.advice}"
+            )
+
+    def settle(self, *, step: int) -> None:
+        """Check all collectives since the last call. Collective."""
+        gathers, self.gathers = self.gathers, []
+        averages, self.averages = self.averages, []
+        records = [*gathers, *averages]
+        self._bytes += sum(gather.nbytes for gather in gathers)
+        self._bytes += sum(each.sent.nbytes - each.sent.nbytes // len(each.projected) for each in averages)
+        everyone = exchange(packed(records, [False] * len(records)))
+        report, ranks = self._mover.report, len(everyone)
+        report.count(GATHERED, checked=len(gathers))
+        end = len(gathers) * _SUMS * (1 + ranks)
+        table = torch.stack([mine[:end] for mine in everyone]).view(ranks, len(gathers), 1 + ranks, _SUMS)
+        sent, arrived = table[:, :, 0], table[:, :, 1:]  # [from, gather, sums], [at, gather, from, sums]
+        right = (arrived == sent.transpose(0, 1)[None]).all(dim=3).all(dim=2)  # [at, gather]
+        bad = [(gathers[number].name, list(marked(~right[:, number]))) for number in marked((~right).any(dim=0))]
+        for name, at in bad:
+            row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": at, "kind": "other bytes"}
+            report.incident({**row, "rung": "all_gather", "outcome": "stopped"})
+        if bad:
+            report.count(GATHERED, mismatches=len(bad))
+            (name, at), *more = bad
+            also = f" (and {len(more)} more times)" if more else ""
+            raise CorruptionError(
+                f"{self.message % name} at step {step} on ranks {at}{also}. The step was not used and the checkpoints "
+                "already written are intact: run the doctor, then start the same command again to continue from the "
+                f"newest one{self.advice}"
+            )
+        if self.judge is not None:
+            report.count(STAGE, buckets=len(averages))
+            self.made += len(averages)
+            self.judge.conclude(averages, [mine[end:] for mine in everyone], step)
+
+    def describe(self) -> dict[str, Any]:
+        sent = round(self._bytes / max(self._steps, 1))
+        common = {"way": self.way, "compression": "none", "process_group": dist.get_backend()}
+        return {**common, "bytes_between_ranks_per_step": sent}
 
 
 class FullState:
@@ -174,13 +250,19 @@ class FullState:
         result: dict[str, Tensor] = {}
         bad: list[str] = []
         group = host_group()
-        for names in _batches(tensors):
-            mine = {name: self._on_host(tensors[name]) for name in names}
+        for name, tensor in tensors.items():  # each by itself: memory is bounded
+            part = tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+            found = shard_digest(tensor) if isinstance(tensor, DTensor) else digest(part)
+            mine = host_copy(part), found.hex()  # a copy that stayed wrong is found on rank 0
             parts: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
             dist.gather_object(mine, parts, dst=0, group=group)
-            for name in names if parts else ():
-                result[name], right = _joined([each[name] for each in parts or ()], tensors[name])
-                bad += [] if right else [name]
+            if parts is None:
+                continue
+            dim = cut_of(tensor) if isinstance(tensor, DTensor) else None
+            result[name] = parts[0][0] if dim is None else torch.cat([each for each, _ in parts], dim)
+            texts = [text for _, text in parts] if isinstance(tensor, DTensor) else [parts[0][1]]
+            if digest(result[name]) != combine(Digest.from_hex(text) for text in texts):
+                bad.append(name)
         if highest([len(bad)])[0] > 0:
             raise CorruptionError(
                 f"parts of a tensor were gathered with errors{f' ({bad[0]} first)' if bad else ''}, so nothing was "
@@ -188,32 +270,3 @@ class FullState:
                 "newest one"
             )
         return result
-
-    def _on_host(self, tensor: Tensor) -> tuple[Tensor, str]:
-        """This rank's part on the host, and the digest of the device's part at its offset in the full tensor."""
-        part = tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
-        found = shard_digest(tensor) if isinstance(tensor, DTensor) else digest(part)
-        return host_copy(part), found.hex()  # one that stayed wrong is found on rank 0
-
-
-def _joined(parts: list[tuple[Tensor, str]], like: Tensor) -> tuple[Tensor, bool]:
-    if not isinstance(like, DTensor):
-        whole, text = parts[0]
-        return whole, digest(whole).hex() == text
-    dim = cut_of(like)
-    whole = parts[0][0] if dim is None else torch.cat([part for part, _ in parts], dim)
-    return whole, digest(whole) == combine(Digest.from_hex(text) for _, text in parts)
-
-
-def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if batch and size + nbytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += nbytes
-    if batch:
-        yield batch

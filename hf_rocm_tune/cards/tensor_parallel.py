@@ -1,12 +1,9 @@
 """Tensor parallelism for LoRA: the cards of a machine compute each layer together, and every sum is checked.
 
-transformers' own plan (``model.tp_plan``) says how weights are cut: ``colwise`` cuts rows of the weight, so that each
-rank computes some of the outputs; ``rowwise`` cuts columns, so that each computes a partial sum of all. LoRA's B is cut
-with the rows of its layer and A with the columns; all else is replicated. Partial sums (outputs of rowwise weights,
-gradients of the inputs of colwise ones) go from each rank to all and are added in the order of the ranks: the same bits
-on both. Digests of what was sent and arrived are compared over gloo at the end of the micro-step; results of a wrong
-sum cannot be corrected, so every rank stops before the optimizer. Upstream's own ``distributed_config`` with PEFT is
-not used: its sums are not checked, and peft 0.21.2 builds A of a rowwise layer with the input size of one rank.
+transformers' own plan (``model.tp_plan``) cuts rows of a weight (``colwise``) or columns (``rowwise``); LoRA's B is cut
+with the rows of its layer and A with the columns; all else is replicated. Partial sums go from each rank to all and are
+added in the order of the ranks: the same bits on both. A wrong sum has been used when it is found: every rank stops.
+Upstream's ``distributed_config`` is not used with PEFT: peft 0.21.2 builds A of a rowwise layer with half the inputs.
 """
 
 from __future__ import annotations
@@ -24,10 +21,8 @@ from transformers.distributed.tensor_parallel import ColwiseParallel, LocalParam
 from typing_extensions import override
 
 from hf_rocm_tune.cards.fsdp import CONFIGURATION
-from hf_rocm_tune.cards.fsdp_traffic import GATHERED, Gather, Gathers
 from hf_rocm_tune.cards.gradients import digest_words
-from hf_rocm_tune.cards.sharded import Sharded, declare_accelerators
-from hf_rocm_tune.cards.way import CardSettings
+from hf_rocm_tune.cards.sharded import Gathers, Sharded, declare_accelerators
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.sharding import cut
@@ -64,21 +59,17 @@ class Reductions(Gathers):
         mine = summand.detach().contiguous()
         sent = digest_words(mine) if self._judging else None
         parts = self._exchanged(mine, name)
-        self._mover.inject(parts, name=name, stage=GATHERED, number=next(self.numbers), attempt=0)
         self.made += 1
-        nbytes = parts.nbytes - mine.nbytes
         if sent is None:
-            self._bytes += nbytes
+            self._bytes += parts.nbytes - mine.nbytes
         else:
-            arrived = torch.stack([digest_words(part) for part in parts])
-            self.records.append(Gather(name=name, sent=sent, arrived=arrived, nbytes=nbytes))
+            self.arrived(name, sent, parts)
         total = parts[0]
         for part in parts[1:]:
             total = total + part
         return total
 
     def _exchanged(self, mine: Tensor, name: str) -> Tensor:
-        """The partial sums of all ranks on this device, [ranks, ...]."""
         group = dist.group.WORLD if not self._through_host else host_group()
         assert group is not None
         if not self._through_host:
@@ -209,7 +200,6 @@ def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[
 
 
 def install(model: nn.Module, mesh: Any, reductions: Reductions) -> None:
-    """Let the planned layers, which have been cut, compute with this rank's part and sum over the ranks."""
     for name, module, by_columns in planned(model, mesh.size()):
         layer = getattr(module, "base_layer", module)
         style = _Rows if by_columns else _Columns
@@ -239,11 +229,6 @@ class TensorParallel(Sharded):
         "--use_dora": "DoRA computes with whole weights; leave it out",
         **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), _PACKED),
     }
-
-    @override
-    @classmethod
-    def wanted(cls, settings: CardSettings) -> bool:
-        return settings.tensor_parallel
 
     @override
     def _refusals(

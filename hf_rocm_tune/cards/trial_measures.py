@@ -1,10 +1,9 @@
 """The measurements of a trial's child process: copies between two cards, or sums over all ranks, compared by value.
 
-Peer copies over PCIe can return zeros while every call reports success (exllamav3#333, accelerate#4036, pytorch#84803,
-llama.cpp#6208); some are right only after a first copy through the host (pytorch#87363), so the first copy of a process
-is a case of its own. Copies of one dtype between contiguous tensors use memcpy, others a kernel that writes to the
-peer's memory; above 1 MiB HIP uses another engine. RCCL can spin for ever (rccl#1129, ROCm/vllm#390), and a collective
-can give wrong sums: each rank contributes small whole numbers, whose sums are exact in every dtype.
+Peer copies over PCIe can return zeros while every call reports success (exllamav3#333, accelerate#4036, pytorch#84803),
+some only until a first copy through the host (pytorch#87363). Copies of one dtype between contiguous tensors use
+memcpy, others a kernel; above 1 MiB HIP uses another engine. RCCL can spin for ever (rccl#1129), and a collective can
+give wrong sums: each rank contributes small whole numbers, whose sums are exact in every dtype.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
     """
     step("waking both devices")
     destination, source = device_of(request["destination"]), device_of(request["source"])
-    copying, pair = f"copying from {source} to {destination}", _Pair(source, destination, Copies())
+    copying, pair = f"copying from {source} to {destination}", _Pair(source, destination)
     problems: list[dict[str, Any] | None] = []
     for number, (words, nbytes, shape, non_blocking) in enumerate(_copies(request["largest"], request["repeats"])):
         step(f"{copying}: {words}")
@@ -57,10 +56,14 @@ def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
     step(f"{copying} and back at the same time")
     problems += pair.both_ways(min(64 << 20, request["largest"]))
     step(f"{copying} through the host")
+    sent, target = pair.buffers(_KERNEL_BYTES, 3)
+    host = sent.cpu()
+    pair.copies.copy(target, host, what=f"{source} to {destination}, through the host")
+    wait_for(target)
     wrong = [each for each in problems if each is not None]
     access = bool(torch.cuda.can_device_access_peer(source, destination)) if source.type == "cuda" else None
     found = {"peer_access": access, "cases": len(problems), "wrong": len(wrong), "problems": wrong[:_KEPT]}
-    return found | {"staged_wrong": pair.staged(_KERNEL_BYTES)}
+    return found | {"staged_wrong": _count(target, 3)}
 
 
 def _copies(largest: int, repeats: int) -> Iterator[tuple[str, int, str, bool]]:
@@ -79,15 +82,22 @@ def _copies(largest: int, repeats: int) -> Iterator[tuple[str, int, str, bool]]:
 class _Pair:
     """Copies between two devices; keeps what was sent before, to recognise stale bytes."""
 
-    def __init__(self, source: torch.device, destination: torch.device, copies: Copies) -> None:
-        self._source, self._destination, self._copies = source, destination, copies
+    def __init__(self, source: torch.device, destination: torch.device) -> None:
+        self._source, self._destination, self.copies = source, destination, Copies()
         self._earlier: Tensor | None = None
+
+    def buffers(self, nbytes: int, number: int, *, back: bool = False, cast: bool = False) -> tuple[Tensor, Tensor]:
+        """A pattern on one device, float32[nbytes / 4], and poisoned memory on the other."""
+        source, destination = (self._source, self._destination)[:: -1 if back else 1]
+        sent = _words(nbytes, number, source)
+        target = _poisoned(sent.numel(), torch.bfloat16 if cast else torch.float32, destination)
+        wait_for(sent, target)
+        return sent, target
 
     def try_case(self, case: str, nbytes: int, shape: str, number: int, *, non_blocking: bool) -> dict[str, Any] | None:
         """Copy once. None if the destination is right; else what is wrong there, and the damage as read back, None if
         that was right, because the bytes came late."""
-        sent = _words(nbytes, number, self._source)
-        target = _poisoned(sent.numel(), torch.bfloat16 if shape == "cast" else torch.float32, self._destination)
+        sent, target = self.buffers(nbytes, number, cast=shape == "cast")
         arrives = target
         if shape == "strided source":
             spread = torch.zeros(sent.numel(), 2, device=self._source)
@@ -95,9 +105,9 @@ class _Pair:
             sent = spread[:, 0]
         elif shape == "strided destination":
             arrives = _poisoned(2 * sent.numel(), torch.float32, self._destination).view(-1, 2)[:, 0]
-        wait_for(sent, target, arrives)
+        wait_for(sent, arrives)
         what = f"{self._source} to {self._destination}: {case}"
-        self._copies.copy(arrives, sent, what=what, non_blocking=non_blocking)
+        self.copies.copy(arrives, sent, what=what, non_blocking=non_blocking)
         wait_for(sent, arrives)
         if arrives is not target:
             target[:] = arrives  # on the card itself
@@ -106,31 +116,17 @@ class _Pair:
 
     def both_ways(self, nbytes: int) -> Iterator[dict[str, Any] | None]:
         """Copy in both directions at the same time. Yields for each the same as `try_case`."""
-        ways = []
-        for number, source, destination in ((1, self._source, self._destination), (2, self._destination, self._source)):
-            sent = _words(nbytes, number, source)
-            ways.append((_poisoned(sent.numel(), torch.float32, destination), sent, number))
-            wait_for(sent, ways[-1][0])
-        for target, sent, _ in ways:
+        ways = [self.buffers(nbytes, 1), self.buffers(nbytes, 2, back=True)]
+        for sent, target in ways:
             words = f"{sent.device} to {target.device}: both directions at once"
             with contextlib.ExitStack() as stack:  # a copy waits for the current streams of both: new ones for each
                 for device in (each for each in (sent.device, target.device) if each.type == "cuda"):
                     stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-                self._copies.copy(target, sent, what=words, non_blocking=True)
-        wait_for(*(sent for _, sent, _ in ways))
-        for target, sent, number in ways:
+                self.copies.copy(target, sent, what=words, non_blocking=True)
+        wait_for(*(sent for sent, _ in ways))
+        for number, (sent, target) in enumerate(ways, 1):
             words = f"both directions at once, {nbytes:,} bytes, {sent.device} to {target.device}"
             yield self._look(words, target, nbytes, number)
-
-    def staged(self, nbytes: int) -> int:
-        sent = _words(nbytes, 3, self._source)
-        target = _poisoned(sent.numel(), torch.float32, self._destination)
-        words = f"{self._source} to {self._destination}, through the host"
-        host = torch.empty(sent.shape, dtype=sent.dtype)
-        self._copies.copy(host, sent, what=words)
-        self._copies.copy(target, host, what=words)
-        wait_for(target)
-        return _count(target, 3)
 
     def _look(self, words: str, target: Tensor, nbytes: int, number: int) -> dict[str, Any] | None:
         """Compare on the receiving card; unless the copy is right and huge, read it back and compare on the host too
@@ -182,17 +178,10 @@ _EXACT = 256
 
 
 def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the other ranks, sum, compare.
-
-    ``fault`` of the request: ``wrong``, one element of a sum is wrong; ``zeros``; ``own``, the rank's own contribution;
-    or ``absent``, the rank never joins; with ``where``: only sums whose description contains this text.
-    """
+    """Join the other ranks, sum, compare. A ``fault`` of the request that is no ending: a wrong element in each sum."""
     rank, world, backend = request["rank"], request["world"], request["backend"]
-    fault = request.get("fault") or {}
     device = device_of(request)
     step(f"joining a process group of {world} over {backend}")
-    if fault.get("kind") == "absent":
-        time.sleep(request["timeout_s"])
     store = dist.FileStore(request["store"], world)  # type: ignore[attr-defined]  # not in torch's annotations
     limit = timedelta(seconds=request["timeout_s"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
@@ -202,8 +191,7 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
     for cases, (case, count, dtype) in enumerate(_sums_to_try(request["largest"], request["repeats"]), 1):
         words = f"{case} over {backend}"
         step(f"summing {words}")
-        mine = _numbers(cases, rank, count, dtype, world, device)
-        summed = mine.clone()
+        summed = _numbers(cases, rank, count, dtype, world, device)
         wait_for(summed)
         began = time.perf_counter()
         dist.all_reduce(summed)
@@ -211,14 +199,13 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
         if words.startswith("repeat"):
             repeated_bytes = summed.nbytes
             rates.append(gb_per_s(summed.nbytes, time.perf_counter() - began))
-        if fault.get("where", "") in words:
-            _inject(summed, mine, fault.get("kind"))
+        if request.get("fault"):
+            summed[summed.numel() // 2] += 1
         right = torch.zeros_like(summed)
         for each in range(world):
             right += _numbers(cases, each, count, dtype, world, device)
         if (damage := examine(as_bytes(summed.cpu()), as_bytes(right.cpu()))) is not None:
-            own = ": only this rank's own numbers" if torch.equal(summed, mine) else ""
-            problems.append({"case": f"{words}{own}", "damage": _told(damage)})
+            problems.append({"case": words, "damage": _told(damage)})
     step(f"leaving the process group over {backend}")
     dist.barrier()
     dist.destroy_process_group()
@@ -245,12 +232,3 @@ def _numbers(number: int, rank: int, count: int, dtype: torch.dtype, world: int,
         piece = values[start : start + PIECE_WORDS]
         piece[:] = (pattern(97 * number + rank, start, piece.numel(), device) >> 7) % (_EXACT // world) + 1
     return values
-
-
-def _inject(summed: Tensor, mine: Tensor, kind: str | None) -> None:
-    if kind == "wrong":
-        summed[summed.numel() // 2] += 1
-    elif kind == "zeros":
-        summed.zero_()
-    elif kind == "own":
-        summed[:] = mine

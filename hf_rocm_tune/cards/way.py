@@ -59,15 +59,10 @@ class Way:
     shares_rows: ClassVar[bool] = False  # all ranks compute with the same rows
     on_host: ClassVar[bool] = False  # the model stays on the host until `place`
     mover: Mover
+    state: Any = None  # `sharded.FullState`, gathers what is saved; None where each rank has the whole model
 
     def __init__(self, settings: CardSettings | None = None) -> None:
         self.settings = settings or CardSettings()
-        self.state: Any = None  # `sharded.FullState`, gathers what is saved; None where each rank has the whole model
-        self.seconds = 0.0  # that `place` took to shard a model, with its verification
-
-    @classmethod
-    def wanted(cls, settings: CardSettings) -> bool:
-        return True
 
     def refuse(
         self, args: TrainingArguments, model: ModelConfig, uses: Mapping[str, bool], environ: Mapping[str, str]
@@ -92,7 +87,6 @@ class Way:
         self.mover = mover
 
     def place(self, model: nn.Module) -> None:
-        """Bring a model's weights to the device or devices, verified. Collective."""
         place(model, self.mover)
 
     def connect(self, trainer: Any, *, one_by_one: bool) -> None:
@@ -116,10 +110,10 @@ class Way:
         """After the last backward of a step: what can run out of memory before `check`."""
 
     def check(self, *, step: int, synced: bool) -> None:
-        """Check what the ranks exchanged before gradients are clipped and used. Collective."""
+        """Check what the ranks exchanged, before gradients are clipped and used. Collective.
 
-    def check_evaluation(self, *, step: int) -> None:
-        """As `check`, after a batch of an evaluation."""
+        ``synced``: gradients must have been averaged; not so in an evaluation.
+        """
 
     def fewer_in_flight(self) -> bool:
         """Compute fewer micro-batches at once from now on; False if they already run one by one."""

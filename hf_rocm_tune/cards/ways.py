@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from transformers import TrainingArguments
 
 from hf_rocm_tune.cards.ddp import Ddp, Host
@@ -12,12 +14,19 @@ from hf_rocm_tune.cards.way import CardSettings, Way, is_on
 from hf_rocm_tune.models.split import SplitMover
 from hf_rocm_tune.transfer import Mover
 
-WAYS: tuple[type[Way], ...] = (TensorParallel, Split, Fsdp, Host, Ddp, Way)
-"""The first one that the settings ask for is used."""
+WAYS: Mapping[type[Way], Callable[[CardSettings], bool]] = {
+    TensorParallel: lambda settings: settings.tensor_parallel,
+    Split: lambda settings: settings.split,
+    Fsdp: lambda settings: settings.fsdp,
+    Host: lambda settings: settings.world_size > 1 and settings.sync.way == "host",
+    Ddp: lambda settings: settings.world_size > 1,
+    Way: lambda settings: True,
+}
+"""When each is asked for; the first one is used."""
 
 
 def choose(settings: CardSettings) -> Way:
-    return next(way for way in WAYS if way.wanted(settings))(settings)
+    return next(way for way, is_wanted in WAYS.items() if is_wanted(settings))(settings)
 
 
 def way_of(args: TrainingArguments | None, mover: Mover) -> Way:

@@ -4,10 +4,11 @@ measure in child processes. Imports no torch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from hf_rocm_tune.cards.preflight import PairTrial, SyncWay, try_machine, try_pairs
+from hf_rocm_tune.cards.preflight import SyncWay, Trial, try_machine, try_pair
 from hf_rocm_tune.doctor.findings import Finding, fail, failure, ok, problem_lines, unknown
 
 _WITHOUT_ENGINES = {"HSA_ENABLE_PEER_SDMA": "0"}
@@ -34,19 +35,18 @@ def pairs(request: Mapping[str, Any]) -> list[Finding]:
     """A finding for each ordered pair; one with wrong copies is tried again without the engines for peer copies."""
     options: dict[str, Any] = {name: request.get(name) for name in ("deadline_s", "largest", "repeats")}
     findings = []
-    for trial in try_pairs(request["devices"], environ={}, **options):
-        again = None
+    for pair in itertools.permutations(request["devices"], 2):
+        trial, again = try_pair(*pair, environ={}, **options), None
         if trial.verdict != "right" and request.get("hip"):
-            by_name = {device["device"]: device for device in request["devices"]}
-            pair = [by_name[trial.source], by_name[trial.destination]]
-            again = try_pairs(pair, environ=_WITHOUT_ENGINES, **options)[0].reason
-        findings.append(judge_pair(trial, again, str(request.get("about", ""))))
+            again = try_pair(*pair, environ=_WITHOUT_ENGINES, **options).reason
+        source, destination = (each["device"] for each in pair)
+        findings.append(judge_pair(source, destination, trial, again, str(request.get("about", ""))))
     return findings
 
 
-def judge_pair(trial: PairTrial, again: str | None, about: str) -> Finding:
+def judge_pair(source: str, destination: str, trial: Trial, again: str | None, about: str) -> Finding:
     """The finding on one pair; ``again`` is the result without the engines for peer copies."""
-    way, subject = f"{trial.source} to {trial.destination}", f"{trial.source}->{trial.destination}"
+    way, subject = f"{source} to {destination}", f"{source}->{destination}"
     seen = [f"with HSA_ENABLE_PEER_SDMA=0: {again}"] if again else []
     result = trial.outcomes[0].result
     if result is None:

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from hf_rocm_tune.cards.agree import highest, on_main_process
-from hf_rocm_tune.cards.pipeline import IN_FLIGHT
+from hf_rocm_tune.cards.split import IN_FLIGHT
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.models import recompute, streamed
 from hf_rocm_tune.models.factory import ModelSource, read_config

@@ -426,7 +426,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         job.publisher.alive = partial(trainer.beat, "save")
     facts = report.RunFacts(
         run_id=job.plan.run_id,
-        load_seconds=seconds + trainer.describe()["shard_seconds"],
+        load_seconds=seconds,
         attested_files=records.attested,
         not_attested=records.unknown,
         findings=job.findings,

@@ -52,14 +52,13 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, save
         )
     if targets is None or targets == ALL_LINEAR:
         return
-    wanted = [targets] if isinstance(targets, str) else list(targets)
     if isinstance(targets, str):
         try:
-            missing = [] if any(re.fullmatch(targets, name) for name in names) else wanted
+            missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
         except re.error as error:
             raise UsageError(f"--lora_target_modules {targets!r} is not a regular expression: {error}") from error
     else:
-        missing = [t for t in wanted if not any(name == t or name.endswith(f".{t}") for name in names)]
+        missing = [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in names)]
     if missing:
         found = ", ".join(adaptable(model)[:_SHOWN])
         raise UsageError(
@@ -93,8 +92,7 @@ def trainable_parameters(model: nn.Module) -> tuple[int, int]:
     """Number of trainable parameters and of all parameters; packed 4-bit weights count unpacked."""
     trainable = total = 0
     for parameter in model.parameters():
-        state: Any = getattr(parameter, "quant_state", None)
-        count = state.shape.numel() if state is not None else parameter.numel()
+        count = (getattr(parameter, "quant_state", None) or parameter).shape.numel()
         total += count
         trainable += count if parameter.requires_grad else 0
     return trainable, total
@@ -134,9 +132,7 @@ def keep_weights_from_vllm() -> None:
 
 def _with_adapter(stock: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[..., Iterator[tuple[str, Tensor]]]:
     def weights(self: Any) -> Iterator[tuple[str, Tensor]]:
-        from peft import PeftModel
-
-        if not isinstance(self.model, PeftModel):
+        if not hasattr(self.model, "peft_config"):
             yield from stock(self)
             return
         for name, value in _merged(self.model):
@@ -158,9 +154,9 @@ def _merged(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             continue
         layer: Any = model.get_submodule(owner)
         kept = [(each, each.data) for each in layer.get_base_layer().parameters()]
-        for each, value in kept:
-            each.data = value.clone()
         try:
+            for each, value in kept:
+                each.data = value.clone()
             layer.merge()
             merged = parameter.data.clone()
             layer.unmerge()
@@ -180,11 +176,8 @@ def share_inputs(model: nn.Module) -> int:
     from peft.tuners.lora.layer import Linear
 
     layers: list[Any] = [module for module in model.modules() if type(module) is Linear]
-    found = [
-        layer
-        for layer in layers
-        if not layer.lora_variant and all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
-    ]
+    plain = [layer for layer in layers if not layer.lora_variant]
+    found = [layer for layer in plain if all(isinstance(each, nn.Identity) for each in layer.lora_dropout.values())]
     for layer in found:
         layer._cast_input_dtype = MethodType(_cast_unless_autocast, layer)
     return len(found)

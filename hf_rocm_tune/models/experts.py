@@ -1,12 +1,9 @@
 """Experts in 4 bit: the fused weights of a mixture's experts stay packed, and each is unpacked where it is used.
 
-    NF4     quantised by bitsandbytes on the device as a layer's experts arrive; one call and one state a tensor
-    MXFP4   gpt-oss's own files: two e2m1 values a byte, and a power of two for 32 of them
-            (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, section 5.3)
-
-A packed tensor is a parameter with a ``quant_state``, as bitsandbytes' own, so that coverage, sentinels and the plan
-see it. The rows of a micro-batch are sorted by expert, and each product unpacks one expert, again in backward. Not
-covered: experts that are not fused in one module with transformers' `use_experts_implementation`.
+NF4 by bitsandbytes, quantised on the device as a layer's experts arrive; or gpt-oss's own MXFP4 files, two e2m1 values
+a byte and a power of two for 32 of them (OCP Microscaling Formats 1.0, section 5.3). A packed tensor is a parameter
+with a ``quant_state``, as bitsandbytes' own. The rows of a micro-batch are sorted by expert. Not covered: experts that
+are not fused in one module with transformers' `use_experts_implementation`.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of the fused experts of each sparse layer."""
     return ((name, module) for name, module in model.named_modules() if _holds_experts(module))
 
 
@@ -261,7 +257,6 @@ def _multiply(rows: Tensor, weight: Any, sizes: Sequence[int], transposed: bool)
 
 
 def unpacked(weight: Any, expert: int) -> Tensor:
-    """One expert's weights as they are stored, unpacked as for a product."""
     found = list(_unpacked(weight, [int(each == expert) for each in range(_shape(weight)[0])]))[expert]
     assert found is not None
     return found

@@ -10,9 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
+from huggingface_hub import constants
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, Mxfp4Config
+
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
 from hf_rocm_tune.models.experts import use_packed
-from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, default_memory, hub_snapshot
+from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import place
 from hf_rocm_tune.models.quantised import (
@@ -55,7 +61,6 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     if source.is_local:
         check_model_directory(expand_user(source.name))
     config = read_config(source)
-    _check_generation_config(source)
     bits = checkpoint_bits(config, source.name, on_card=device.type != "cpu")
     if has_mxfp4(config):
         if source.quantization is not None:
@@ -71,11 +76,6 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
 
 
 def read_config(source: ModelSource) -> PreTrainedConfig:
-    """The configuration of a model, which names an architecture."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
     name, path = source.name, expand_user(source.name)
     if source.is_local and not os.path.isfile(path / "config.json"):
         raise UsageError(f"model: {name} has no config.json: give a model directory or a Hub id")
@@ -89,40 +89,17 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
         raise UsageError(f"model {name}: config.json: {error}; {fix}") from error
     except (*FOREIGN_ERRORS, OSError) as error:
         raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
-    _check_architecture(config, name)
-    return config
-
-
-def _check_architecture(config: Any, name: str) -> None:
-    """Checks that a configuration names an architecture, of transformers or of the model's own code."""
-    import transformers
-
     named = config.architectures
     first = named[0] if isinstance(named, list) and named else None
     if not first or not isinstance(first, str):
         raise UsageError(f"model {name}: its config.json names no architecture: give a causal language model")
-    found = getattr(transformers, first, None)
-    is_model = isinstance(found, type) and (
-        issubclass(found, transformers.PreTrainedModel) or first.startswith("AutoModel")
-    )
-    if found is not None and not is_model:
+    found = getattr(transformers, first, transformers.PreTrainedModel)  # else of the model's own code
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if not is_model and not first.startswith("AutoModel"):
         raise UsageError(
             f"model {name}: its config.json names {first}, which is no architecture: download or copy it again"
         )
-
-
-def _check_generation_config(source: ModelSource) -> None:
-    from transformers import GenerationConfig
-
-    try:
-        GenerationConfig.from_pretrained(source.name, revision=source.revision)
-    except OSError:
-        return  # there is none, or it is no JSON: transformers takes its defaults
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"model {source.name}: generation_config.json cannot be read ({first_line(error)}): download or copy it "
-            "again"
-        ) from error
+    return config
 
 
 def load_model(
@@ -132,8 +109,6 @@ def load_model(
 
     ``on_host``: leave it on the host; ``streamed``: the layers that stay there and visit the device.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForSequenceClassification, Mxfp4Config
     from trl.trainer.reward_trainer import suppress_seqcls_warning
     from trl.trainer.utils import create_model_from_path
 
@@ -185,21 +160,16 @@ def load_model(
 
 
 def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
-    """Compares weight files with their recorded SHA-256, and the loaded tensors with the files."""
     directory = expand_user(source.name) if source.is_local else hub_snapshot(source.name, source.revision)
     files = set(directory.glob("*.safetensors")) if directory is not None else set()
     seen = {file.resolve() for file in files}
     files |= {Path(path) for path, _ in mover.loaded if Path(path).resolve() not in seen}
-    return check_files(sorted(files), default_memory(), mover.loaded)
+    return check_files(sorted(files), Path(constants.HF_HOME) / "hf_rocm_tune" / "attested_files.json", mover.loaded)
 
 
 def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Loads a model's tokenizer or processor; a model's template of ``--chat_template_path`` is left to TRL."""
-    from transformers import AutoProcessor
-
-    template = None
-    if chat_template is not None:
-        template = read_chat_template(chat_template, trust_remote_code=source.trust_remote_code)
+    template = read_chat_template(chat_template, source.trust_remote_code) if chat_template is not None else None
     try:
         tokenizer: PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
@@ -231,15 +201,14 @@ def named_templates() -> dict[str, Path | None]:
     return {"chatml": None, **{file.stem: file for file in sorted(files) if not file.stem.endswith("_training")}}
 
 
-def read_chat_template(path: str, *, trust_remote_code: bool = False) -> str | None:
+def read_chat_template(path: str, trust_remote_code: bool = False) -> str | None:
     """The text of a chat template: of a file (``.jinja``, ``.j2``) or of one that has a name; None: of a model."""
+    named = named_templates()
     if path.endswith((".jinja", ".j2")):
         return _read_template(Path(path))
-    if path in (named := named_templates()) and not os.path.exists(path):
+    if path in named and not os.path.exists(path):
         file = named[path]
         return _CHATML if file is None else _read_template(file)
-    from transformers import AutoTokenizer
-
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -13,11 +13,14 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
@@ -142,9 +145,6 @@ def _read_json(file: Path) -> dict[str, object]:
 
 def hub_snapshot(name: str, revision: str | None) -> Path | None:
     """Directory of a Hub model in the local cache, or None when it is not there. Never downloads."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
@@ -171,13 +171,14 @@ class FileRecords:
 def check_files(
     files: Sequence[Path], memory: Path, loaded: Mapping[tuple[str, str], Collection[Digest]] | None = None
 ) -> FileRecords:
-    """Compares weight files with their recorded SHA-256, and loaded tensors with the files."""
-    recorded = {file: recorded_sha256(file) for file in files}
-    known = {file: value for file, value in recorded.items() if value is not None}
+    known = {file: value for file in files if (value := recorded_sha256(file)) is not None}
     seen = _read_memory(memory)
-    states = {file: _state(file, value) for file, value in known.items()}
-    right = {file: seen.get(str(file.resolve()), {}) for file in known}
-    fresh = [file for file in known if right[file].get("state") != states[file]]
+    stats = {file: file.stat() for file in known}
+    states = {
+        file: [value, *(getattr(stats[file], f"st_{key}") for key in ("size", "ino", "mtime_ns", "ctime_ns"))]
+        for file, value in known.items()
+    }
+    fresh = [file for file in known if seen.get(str(file.resolve()), {}).get("state") != states[file]]
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         found = dict(zip(fresh, pool.map(sums, fresh), strict=True))
     for file, (sha256, tensors) in found.items():
@@ -186,15 +187,13 @@ def check_files(
                 f"model file {file}: its SHA-256 is {sha256[:12]}..., but {known[file][:12]}... is on record: "
                 "the file is damaged on this disk; download or copy it again"
             )
-        right[file] = {"state": states[file], "tensors": tensors}
+        seen[str(file.resolve())] = {"state": states[file], "tensors": tensors}
     if fresh:
-        _remember(memory, {str(file.resolve()): right[file] for file in fresh})
-    in_files = {str(file.resolve()): row["tensors"] for file, row in right.items() if row}
+        _remember(memory, seen)
+    in_files = {path: seen[path]["tensors"] for path in (str(file.resolve()) for file in known)}
     for (path, tensor), values in (loaded or {}).items():
-        found_in = {value.hex() for value in values}
-        if recorded_one := in_files.get(os.path.realpath(path), {}).get(tensor):
-            found_in.add(recorded_one)
-        if len(found_in) > 1:
+        recorded_one = in_files.get(os.path.realpath(path), {}).get(tensor)
+        if len({value.hex() for value in values} | ({recorded_one} if recorded_one else set())) > 1:
             raise CorruptionError(
                 f"model file {path}: {tensor} was loaded from it with other bytes than another reading gave: a read "
                 "from the disk or from the page cache was wrong. Start the same command again; if it happens again, "
@@ -214,29 +213,18 @@ def recorded_sha256(file: Path) -> str | None:
     return entry if isinstance(entry, str) and _SHA256.fullmatch(entry) else None
 
 
-def default_memory() -> Path:
-    from huggingface_hub.constants import HF_HOME
-
-    return Path(HF_HOME) / "hf_rocm_tune" / "attested_files.json"
-
-
 def sums(file: Path) -> tuple[str, dict[str, str]]:
     """A file's SHA-256 and its tensors' digests, from one read."""
     hashing = hashlib.sha256()
     tensors: dict[str, str] = {}
-    buffer = bytearray(_PIECE_BYTES)
-    with file.open("rb", buffering=0) as stream:
+    with file.open("rb") as stream:
         for name, nbytes in _segments(file):
             parts = []
             for start in range(0, nbytes, _PIECE_BYTES):
-                piece = memoryview(buffer)[: min(_PIECE_BYTES, nbytes - start)]
-                filled = 0
-                while filled < len(piece) and (count := stream.readinto(piece[filled:])):
-                    filled += count
-                hashing.update(piece[:filled])
-                if name:
-                    data = torch.frombuffer(buffer, dtype=torch.uint8, count=len(piece))
-                    parts.append(digest(data, word_offset=start // 4))
+                piece = bytearray(stream.read(min(_PIECE_BYTES, nbytes - start)))
+                hashing.update(piece)
+                if name and piece:
+                    parts.append(digest(torch.frombuffer(piece, dtype=torch.uint8), word_offset=start // 4))
             if name:
                 tensors[name] = combine(parts).hex()
     return hashing.hexdigest(), tensors
@@ -260,11 +248,6 @@ def _segments(file: Path) -> Iterator[tuple[str, int]]:
     yield "", size - done
 
 
-def _state(file: Path, sha256: str) -> list[object]:
-    found = file.stat()
-    return [sha256, found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
-
-
 def _read_memory(memory: Path) -> dict[str, dict[str, Any]]:
     try:
         content = json.loads(memory.read_text(encoding="utf-8"))
@@ -273,12 +256,10 @@ def _read_memory(memory: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _remember(memory: Path, states: dict[str, dict[str, Any]]) -> None:
+def _remember(memory: Path, rows: dict[str, dict[str, Any]]) -> None:
     # Only saves time: without a writable home the files are hashed again.
-    try:
+    with suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True)
         partial = memory.with_name(f"{memory.name}.{os.getpid()}")
-        partial.write_text(json.dumps({**_read_memory(memory), **states}), encoding="utf-8")
+        partial.write_text(json.dumps(rows), encoding="utf-8")
         partial.replace(memory)
-    except OSError:
-        return

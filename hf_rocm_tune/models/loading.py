@@ -1,24 +1,23 @@
 """Loading of weights through the mover.
 
-Inside :func:`verified_loading` the files are opened as `models.files.MappedFile`, and the one function in which
-transformers reads every weight sends the mapped bytes through the mover. Casts run on the device from the verified
-tensor; a sample of each is compared with the CPU's cast. What no file holds is initialised on the host and moved by
-`placement.place`. Not covered: ``device_map`` entries on a device that the mover does not serve, and weights sharded
-at load time: the coverage lists them as unverified.
+Inside :func:`verified_loading` the one function in which transformers reads every weight sends the mapped file's bytes
+through the mover; casts run on the device from the verified tensor. What no file holds is initialised on the host and
+moved by `placement.place`. Not covered: ``device_map`` entries on a device that the mover does not serve, and weights
+sharded at load time: the coverage lists them as unverified.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.errors import UsageError, device_shortage
+from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import Read, mark_loaded, remember_read
@@ -32,10 +31,6 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
 
-Names = dict[int, tuple[str, str | None]]
-"""Name and file of each lazy checkpoint tensor, by the tensor's id."""
-
-
 @contextmanager
 def verified_loading(
     mover: Mover, *, on_host: bool = False, streamed: Streamed | None = None, packed: bool = False
@@ -45,19 +40,18 @@ def verified_loading(
     ``on_host``: all stay on the host; ``streamed``: the layers whose matrices stay there; ``packed``: so do MXFP4
     experts.
     """
-    names: Names = {}
+    loading = _Loading(mover, on_host, streamed)
     with ExitStack() as stack:
-        stack.enter_context(upstream.replaced("open_weights", lambda stock: _open(stock, names)))
-        materialize = partial(_materialize, mover=mover, names=names, on_host=on_host, streamed=streamed)
-        stack.enter_context(upstream.replaced("materialize_weight", materialize))
-        stack.enter_context(upstream.replaced("load_state_dict", lambda stock: _load_state_dict(stock, names)))
+        stack.enter_context(upstream.replaced("open_weights", partial(partial, loading.open)))
+        stack.enter_context(upstream.replaced("materialize_weight", partial(partial, loading.materialize)))
+        stack.enter_context(upstream.replaced("load_state_dict", partial(partial, loading.load)))
         if on_host:
             yield
             return
-        stack.enter_context(upstream.replaced("set_weight", lambda stock: _set_weight(stock, mover, streamed)))
+        stack.enter_context(upstream.replaced("set_weight", partial(partial, loading.set_weight)))
         if streamed is not None or packed:
             stack.enter_context(upstream.replaced("reserve_memory", lambda stock: lambda *_: None))
-        stack.enter_context(upstream.replaced("conversion_errors", _raise_shortage))
+        stack.enter_context(upstream.replaced("conversion_errors", lambda stock: lambda *given, **more: nullcontext()))
         stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
         stack.enter_context(upstream.replaced("unquantised_layers", _and_routers))
         stack.enter_context(upstream.replaced("quantised_weights", _or_experts))
@@ -68,85 +62,66 @@ def verified_loading(
         yield
 
 
+class _Loading:
+    """What stands in the place of transformers' functions during a load; each is given the ``stock`` one first."""
+
+    def __init__(self, mover: Mover, on_host: bool, streamed: Streamed | None) -> None:
+        self._mover, self._on_host, self._streamed = mover, on_host, streamed
+        self._names: dict[int, tuple[str, str | None]] = {}  # and files, by the id of a lazy checkpoint tensor
+
+    def open(self, stock: Callable[..., Any], filename: str, framework: str, *given: Any, **more: Any) -> Any:
+        if "backend" not in more:  # not for `_load_pretrained_model`, but for DeepSpeed's sharded loading
+            return stock(filename, framework, *given, **more)
+        mapped = MappedFile(filename)
+        self._names.update((id(tensor), (name, os.fspath(filename))) for name, tensor in mapped.tensors.items())
+        return mapped
+
+    def materialize(
+        self, stock: Callable[..., torch.Tensor], tensor: Any, device: Any = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        name, file = self._names.get(id(tensor), ("a checkpoint tensor", None))
+        mover, streamed = self._mover, self._streamed
+        stays = streamed is not None and streamed.from_files and streamed.has(name)
+        if not (self._on_host or stays or device is None) and mover.serves(torch.device(device)):
+            return mover.move_to(torch.device(device), tensor[...], name=name, source=file, dtype=dtype)
+        loaded = stock(tensor, "cpu" if stays else device, dtype)
+        if file is not None and loaded.device.type == "cpu" and mover.settings.verify != "off":
+            mover.read_from(file, name, known := digest(tensor))
+            remember_read(loaded, Read(known, file, name) if loaded.data_ptr() == tensor.data_ptr() else None)
+        return loaded
+
+    def load(self, stock: Callable[..., Any], model: Any, state_dict: Any, load_config: Any, **more: Any) -> Any:
+        for key, value in state_dict.items():
+            self._names.setdefault(id(value), (key, None))  # not from a safetensors file
+        try:
+            result = stock(model, state_dict, load_config, **more)
+        finally:
+            self._names.clear()  # ids are valid only while the checkpoint's tensors live
+        rows = sorted(result[0].mismatched_keys)
+        if rows and not load_config.ignore_mismatched_sizes:
+            name, in_file, expected = rows[0]
+            raise UsageError(
+                f"model: {len(rows)} tensors have other shapes in the weight files than config.json says, {name} first "
+                f"({list(in_file)} instead of {list(expected)}): use the config.json that belongs to these weights"
+            )
+        return result
+
+    def set_weight(
+        self, stock: Callable[..., None], model: PreTrainedModel, target_name: str, *given: Any, **more: Any
+    ) -> None:
+        """Cast, fused and quantised weights get their digest immediately, before the next weight is loaded."""
+        stock(model, target_name, *given, **more)
+        if self._streamed is None or not self._streamed.has(target_name):
+            mark_loaded(model, target_name, self._mover)
+        elif not self._streamed.from_files:  # else it is on the host
+            mark_loaded(model, target_name, self._mover)
+            leave_device(model, target_name, self._mover)
+
+
 def rewrites_base(peft_config: Any) -> bool:
     """Whether this adapter's initialisation may change the base weights too (PiSSA, OLoRA, LoftQ ...)."""
     scheme = getattr(peft_config, "init_lora_weights", True)
     return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
-
-
-def _open(stock: Callable[..., Any], names: Names) -> Callable[..., Any]:
-    def opened(filename: str, framework: str, *given: Any, **more: Any) -> Any:
-        if "backend" not in more:  # not for `_load_pretrained_model`, but for DeepSpeed's sharded loading
-            return stock(filename, framework, *given, **more)
-        mapped = MappedFile(filename)
-        names.update((id(tensor), (name, os.fspath(filename))) for name, tensor in mapped.tensors.items())
-        return mapped
-
-    return opened
-
-
-def _materialize(
-    stock: Callable[..., Any], *, mover: Mover, names: Names, on_host: bool, streamed: Streamed | None
-) -> Callable[..., Any]:
-    def materialize(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        name, file = names.get(id(tensor), ("a checkpoint tensor", None))
-        stays = streamed is not None and streamed.from_files and streamed.has(name)
-        if on_host or stays or device is None or not mover.serves(torch.device(device)):
-            loaded: torch.Tensor = stock(tensor, "cpu" if stays else device, dtype)
-            if file is not None and loaded.device.type == "cpu" and mover.settings.verify != "off":
-                mover.read_from(file, name, known := digest(tensor))
-                remember_read(loaded, Read(known, file, name) if loaded.data_ptr() == tensor.data_ptr() else None)
-            return loaded
-        source = tensor[...]
-        return mover.move_to(torch.device(device), source, name=name, source=file, dtype=dtype)
-
-    return materialize
-
-
-def _load_state_dict(stock: Callable[..., Any], names: Names) -> Callable[..., Any]:
-    def load(model: PreTrainedModel, state_dict: dict[str, Any], load_config: Any, *rest: Any, **more: Any) -> Any:
-        for key, value in state_dict.items():
-            names.setdefault(id(value), (key, None))  # not from a safetensors file
-        try:
-            result = stock(model, state_dict, load_config, *rest, **more)
-        finally:
-            names.clear()  # ids are valid only while the checkpoint's tensors live
-        _refuse_other_shapes(result[0].mismatched_keys, ignored=load_config.ignore_mismatched_sizes)
-        return result
-
-    return load
-
-
-def _set_weight(stock: Callable[..., Any], mover: Mover, streamed: Streamed | None) -> Callable[..., Any]:
-    """Cast, fused and quantised weights get their digest immediately, before the next weight is loaded."""
-
-    def set_weight(model: PreTrainedModel, target_name: str, param_value: Any, *rest: Any, **more: Any) -> None:
-        stock(model, target_name, param_value, *rest, **more)
-        if streamed is None or not streamed.has(target_name):
-            mark_loaded(model, target_name, mover)
-        elif not streamed.from_files:  # else it is on the host
-            mark_loaded(model, target_name, mover)
-            leave_device(model, target_name, mover)
-
-    return set_weight
-
-
-def _raise_shortage(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    @contextmanager
-    def log_conversion_errors(*given: Any, **more: Any) -> Iterator[None]:
-        shortage: RuntimeError | None = None
-        with stock(*given, **more):
-            try:
-                yield
-            except RuntimeError as error:
-                if device_shortage(error) is None:
-                    raise
-                shortage = error
-        if shortage is not None:
-            raise shortage
-
-    return log_conversion_errors
 
 
 def _and_routers(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -195,17 +170,6 @@ def _keep_mxfp4(mover: Mover) -> Callable[..., Any]:
         return {}
 
     return convert
-
-
-def _refuse_other_shapes(mismatched: Iterable[tuple[str, Any, Any]], *, ignored: bool) -> None:
-    rows = sorted(mismatched)
-    if ignored or not rows:
-        return
-    name, in_file, expected = rows[0]
-    raise UsageError(
-        f"model: {len(rows)} tensors have other shapes in the weight files than config.json says, {name} first "
-        f"({list(in_file)} instead of {list(expected)}): use the config.json that belongs to these weights"
-    )
 
 
 def _initialise_on_host(stock: Callable[..., Any]) -> Callable[..., Any]:

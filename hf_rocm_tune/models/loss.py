@@ -2,9 +2,8 @@
 
 TRL's fused head computes the logits tile by tile in forward and again in backward. Each token's log-probability is
 multiplied by one number in backward, so the gradient for a factor of 1 is computed while a tile of logits is there:
-two products with the head instead of three. Values agree with TRL's to rounding. Used only in a `one_pass_loss` block;
-left to TRL where the head is trained or is cast for the product, and in float16, in which small probabilities would be
-zero.
+two products with the head instead of three. Values agree with TRL's to rounding. Left to TRL where the head is trained
+or is cast for the product, and in float16, in which small probabilities would be zero.
 """
 
 from __future__ import annotations
@@ -26,13 +25,6 @@ from hf_rocm_tune.errors import SeamError, UsageError
 from hf_rocm_tune.models import products
 from hf_rocm_tune.transfer import triton_refusal
 
-_PLACES = {
-    "forward": (
-        "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
-        "logit_scale", "outputs",
-    ),
-    "backward": ("ctx", "grad_logprobs", "grad_entropy", "_"),
-}  # fmt: skip
 _HELPERS = (
     "OPTIONAL_OUTPUTS", "TOKEN_CHUNK_SIZE", "_BLOCK_SIZE", "_addmm_fp32", "_backward_tile", "_forward_tile",
     "_use_triton",
@@ -42,23 +34,24 @@ _WANTED: ContextVar[bool] = ContextVar("one_pass_loss", default=False)
 
 
 def is_known() -> bool:
-    stock = {name: getattr(upstream_head.ChunkedLogProbFunction, name) for name in _PLACES}
-    same = all(tuple(inspect.signature(stock[name]).parameters) == _PLACES[name] for name in _PLACES)
-    return same and all(hasattr(upstream_head, name) for name in _HELPERS)
+    """Whether TRL's head has the parameters that ours take, behind ``stock``, and the functions that ours call."""
+    head = upstream_head.ChunkedLogProbFunction
+    pairs: list[tuple[Any, Any]] = [(head.forward, _forward), (head.backward, _backward)]
+    names = [[list(inspect.signature(each).parameters) for each in pair] for pair in pairs]
+    return all(stock == ours[1:] for stock, ours in names) and all(hasattr(upstream_head, each) for each in _HELPERS)
 
 
 def install() -> None:
     """Let TRL's fused head heed `one_pass_loss`, in this process. A second call does nothing."""
     head = upstream_head.ChunkedLogProbFunction
-    stock = {name: getattr(head, name) for name in _PLACES}
     if not is_known():
         raise UsageError(f"--one_pass_loss does not know the fused head of TRL {trl.__version__}: give false")
-    if all(hasattr(each, "heeds_one_pass_loss") for each in stock.values()):
-        return
     for name, ours in (("forward", _forward), ("backward", _backward)):
-        replacement: Any = functools.wraps(stock[name])(partial(ours, stock[name]))
-        replacement.heeds_one_pass_loss = True
-        setattr(head, name, staticmethod(replacement))
+        stock = getattr(head, name)
+        if not hasattr(stock, "heeds_one_pass_loss"):
+            replacement: Any = functools.wraps(stock)(partial(ours, stock))
+            replacement.heeds_one_pass_loss = True
+            setattr(head, name, staticmethod(replacement))
 
 
 def fit_to(device: torch.device, *, compiled: bool) -> None:
@@ -204,12 +197,12 @@ def _forward(
 
 
 def _backward(
-    stock: Callable[..., Any], ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, *others: Any
+    stock: Callable[..., Any], ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
     if not ctx.one_pass:
-        return tuple(stock(ctx, of_log_probs, of_entropy, *others))
-    if of_entropy is not None:
+        return tuple(stock(ctx, grad_logprobs, grad_entropy, *_))
+    if grad_entropy is not None:
         raise NotImplementedError("--one_pass_loss computes no gradient of the entropy: turn it off for this loss")
     (gradient,) = ctx.saved_tensors
-    scaled = None if of_log_probs is None else (gradient * of_log_probs.float().unsqueeze(-1)).to(ctx.dtype)
+    scaled = None if grad_logprobs is None else (gradient * grad_logprobs.float().unsqueeze(-1)).to(ctx.dtype)
     return (scaled, *[None] * 8)

@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, listed
 from hf_rocm_tune.models.files import MappedFile, check_model_directory, hub_snapshot
@@ -61,27 +61,21 @@ LANDINGS: Registry[str] = Registry()
 
 
 def remember_read(tensor: Tensor, known: Read | None) -> None:
-    """Keeps the digest of a host tensor that was just read from a file, for `require_as_read`."""
+    """Keeps the digest of a host tensor that was just read from a file, for `read_as`."""
     _READ.put(tensor, known or Read(digest(storage_bytes(tensor))))
 
 
-def read_as(tensor: Tensor) -> Read | None:
-    """What `remember_read` knows of a tensor; once."""
-    if (known := _READ.get(tensor)) is not None:
-        del _READ.entries[tensor.untyped_storage()]
+def read_as(name: str, tensor: Tensor) -> Read | None:
+    """What `remember_read` knows of a host tensor, once; raises where that is no longer what it holds."""
+    if (known := _READ.get(tensor)) is None:
+        return None
+    del _READ.entries[tensor.untyped_storage()]
+    if digest(storage_bytes(tensor)) != known.digest:
+        raise MemoryFaultError(
+            f"weights changed in host memory after they were read: {name}",
+            "They were not used: start the same command again; if it happens again, test this machine's memory",
+        )
     return known
-
-
-def require_as_read(model: nn.Module) -> None:
-    """Compares host tensors that `remember_read` knows with what was read, once, before they are used or changed."""
-    for name, tensor in tensors_of(model):
-        if tensor.device.type != "cpu" or (known := read_as(tensor)) is None:
-            continue
-        if digest(storage_bytes(tensor)) != known.digest:
-            raise MemoryFaultError(
-                f"weights changed in host memory after they were read: {name}",
-                "They were not used: start the same command again; if it happens again, test this machine's memory",
-            )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -134,20 +128,63 @@ def findable_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Callabl
     """As `tensors_of`, each with a function that looks it up again (AttributeError: it no longer exists)."""
     reshard(model)
     seen: set[int] = set()
-    for name, module, path in _places(model):
-        find = partial(_find, module, path)
-        tensor = find()
+    for where in places_of(model):
+        tensor = where.find()
         key = tensor.untyped_storage()._cdata
         if key not in seen and LANDINGS.get(tensor) is None:
             seen.add(key)
-            yield name, tensor, find
+            yield where.name, tensor, where.find
 
 
-def _find(module: nn.Module, path: str) -> Tensor:
-    tensor: Tensor | None = attrgetter(path)(module)
-    if tensor is None:  # bitsandbytes moves an 8-bit weight's state to its layer at the first forward
-        tensor = attrgetter(f"state.{path.rpartition('.')[2]}")(module)
-    return local(tensor)
+class Place(NamedTuple):
+    name: str
+    module: nn.Module
+    path: str  # dotted attribute of the module
+
+    def find(self) -> Tensor:
+        tensor: Tensor | None = attrgetter(self.path)(self.module)
+        if tensor is None:  # bitsandbytes moves an 8-bit weight's state to its layer at the first forward
+            tensor = attrgetter(f"state.{self.path.rpartition('.')[2]}")(self.module)
+        return local(tensor)
+
+    def rebind(self, tensor: Tensor) -> Tensor:
+        """Puts a tensor in the place of one of the same shape and dtype; a parameter keeps its identity."""
+        owner_path, _, attribute = self.path.rpartition(".")
+        owner = attrgetter(owner_path)(self.module) if owner_path else self.module
+        if isinstance(known := getattr(owner, attribute), nn.Parameter):
+            known.data = tensor
+            return known
+        setattr(owner, attribute, tensor)
+        return tensor
+
+
+def places_of(model: nn.Module) -> Iterator[Place]:
+    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
+    for kind in ("_parameters", "_buffers"):
+        for prefix, module in modules:
+            held = getattr(module, kind).items()
+            yield from (Place(prefix + key, module, key) for key, each in held if each is not None)
+    for prefix, module in modules:
+        for key, parameter in module._parameters.items():
+            state, at = getattr(parameter, "quant_state", None), f"{key}.quant_state"
+            if state is None and key == "weight":  # a sharded 4-bit weight keeps it in its layer
+                state, at = getattr(module, "quant_state", None), "quant_state"
+            for suffix in quant_state_of(state):
+                yield Place(f"{prefix}{key}.quant_state.{suffix}", module, f"{at}.{suffix}")
+            for attribute in ("CB", "SCB"):
+                owners = (parameter, getattr(module, "state", None)) if hasattr(parameter, attribute) else ()
+                if any(isinstance(getattr(owner, attribute, None), torch.Tensor) for owner in owners):
+                    yield Place(f"{prefix}{key}.{attribute}", module, f"{key}.{attribute}")
+
+
+def quant_state_of(state: object) -> Iterator[str]:
+    """Names of the tensors in a 4-bit weight's quantisation state, nested state included."""
+    for attribute in ("absmax", "code", "offset"):
+        if isinstance(getattr(state, attribute, None), torch.Tensor):
+            yield attribute
+    nested = getattr(state, "state2", None)
+    if nested is not None:
+        yield from (f"state2.{attribute}" for attribute in quant_state_of(nested))
 
 
 def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
@@ -155,7 +192,7 @@ def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
 
     Parameters keep their identity, so optimizers and tied weights stay valid; buffers are rebound.
     """
-    require_as_read(model)
+    _require_as_read(model)
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         for name, parameter in module._parameters.items() if parameters else ():
@@ -167,6 +204,12 @@ def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
                 module._buffers[name] = mover.move(buffer, name=prefix + name, stage="weights")
 
 
+def _require_as_read(model: nn.Module) -> None:
+    for name, tensor in tensors_of(model):
+        if tensor.device.type == "cpu":
+            read_as(name, tensor)
+
+
 def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -176,7 +219,8 @@ def release_memory() -> None:
 def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
     """Marks a weight that was computed from verified checkpoint tensors, and its quantisation state, as derived."""
     path, _, key = name.rpartition(".")
-    for found, tensor in _named(model.get_submodule(path)):
+    for where in places_of(model.get_submodule(path)):
+        found, tensor = where.name, where.find()
         if found != key and not found.startswith(f"{key}."):
             continue
         if found.endswith(".code") and mover.device.type != "cpu":
@@ -197,12 +241,18 @@ def mark_computed(model: nn.Module, mover: Mover) -> None:
     """
     if mover.device.type == "cpu":
         return
-    for name, original, copied in _saved_copies(model):
-        if mover.provenance(copied) is None and digest(original.to(copied.dtype)) != digest(copied):
-            raise CorruptionError(
-                f"the device's copy of {name} for modules_to_save differs from the original: a fault of the card's "
-                "arithmetic or memory, not of a transfer. It was not used; run hf-rocm-tune doctor --full"
-            )
+    for name, module in model.named_modules():
+        copies = getattr(module, "modules_to_save", None)
+        if not isinstance(copies, nn.ModuleDict):  # on the PeftModel itself it is a set of names
+            continue
+        originals = dict(module.original_module.named_parameters())
+        for part, copied in (row for each in copies.values() for row in each.named_parameters()):
+            original = originals[part]
+            if mover.provenance(copied) is None and digest(original.to(copied.dtype)) != digest(copied):
+                raise CorruptionError(
+                    f"the device's copy of {name}.{part} for modules_to_save differs from the original: a fault of the "
+                    "card's arithmetic or memory, not of a transfer. It was not used; run hf-rocm-tune doctor --full"
+                )
     tensors = [tensor for _, tensor in tensors_of(model) if tensor.device.type == mover.device.type]
     tainted = any(mover.provenance(tensor) == "unverified" for tensor in tensors)
     for tensor in tensors:
@@ -212,18 +262,6 @@ def mark_computed(model: nn.Module, mover: Mover) -> None:
             mover.mark_unverified(tensor, UNSURE)
         else:
             mover.mark_derived(tensor, "computed on the device from verified tensors")
-
-
-def _saved_copies(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Parameters that PEFT copied on the device: name, original and copy."""
-    for name, module in model.named_modules():
-        copies = getattr(module, "modules_to_save", None)
-        if not isinstance(copies, nn.ModuleDict):  # on the PeftModel itself it is a set of names
-            continue
-        originals = dict(module.original_module.named_parameters())
-        for copied in copies.values():
-            for part, tensor in copied.named_parameters():
-                yield f"{name}.{part}", originals[part], tensor
 
 
 def digests_before(model: nn.Module, mover: Mover) -> dict[str, Digest]:
@@ -253,7 +291,6 @@ def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover)
 
 
 def file_name(name: str) -> str:
-    """A tensor's name without PEFT's prefixes."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
 
@@ -262,7 +299,9 @@ def coverage(model: nn.Module, mover: Mover) -> Coverage:
     verified = total = 0
     unverified: list[dict[str, str]] = []
     verified_by: Counter[str] = Counter()
-    for name, tensor in chain(tensors_of(model), _landings_of(model)):
+    found = (where.find() for where in places_of(model))
+    landings = {name: storage_bytes(tensor) for tensor in found if (name := LANDINGS.get(tensor)) is not None}
+    for name, tensor in chain(tensors_of(model), landings.items()):
         size = tensor.numel() * tensor.element_size()
         total += size
         origin = mover.provenance(tensor)
@@ -275,63 +314,8 @@ def coverage(model: nn.Module, mover: Mover) -> Coverage:
     return Coverage(verified_bytes=verified, device_bytes=total, unverified=unverified, verified_by=dict(verified_by))
 
 
-def _landings_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    found = {name: tensor for _, tensor in _named(model) if (name := LANDINGS.get(tensor)) is not None}
-    return ((name, storage_bytes(tensor)) for name, tensor in found.items())
-
-
 def _on_host_unknown(tensor: Tensor, mover: Mover) -> bool:
     return tensor.device.type == "cpu" and mover.provenance(tensor) is None
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, _find(module, path)) for name, module, path in _places(model))
-
-
-def places_of(layer: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """As `_places`, with the tensors, for `rebind`."""
-    return [(name, module, path, _find(module, path)) for name, module, path in _places(layer)]
-
-
-def rebind(module: nn.Module, path: str, tensor: Tensor) -> Tensor:
-    """Puts a tensor in the place of one of the same shape and dtype; a parameter keeps its identity. Returns it."""
-    owner_path, _, attribute = path.rpartition(".")
-    owner = attrgetter(owner_path)(module) if owner_path else module
-    if isinstance(known := getattr(owner, attribute), nn.Parameter):
-        known.data = tensor
-        return known
-    setattr(owner, attribute, tensor)
-    return tensor
-
-
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """For each tensor its name, its module and its dotted attribute in that module."""
-    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
-    for prefix, module in modules:
-        yield from ((prefix + key, module, key) for key, each in module._parameters.items() if each is not None)
-    for prefix, module in modules:
-        yield from ((prefix + key, module, key) for key, each in module._buffers.items() if each is not None)
-    for prefix, module in modules:
-        for key, parameter in module._parameters.items():
-            state, at = getattr(parameter, "quant_state", None), f"{key}.quant_state"
-            if state is None and key == "weight":  # a sharded 4-bit weight keeps it in its layer
-                state, at = getattr(module, "quant_state", None), "quant_state"
-            for suffix in quant_state_of(state):
-                yield f"{prefix}{key}.quant_state.{suffix}", module, f"{at}.{suffix}"
-            for attribute in ("CB", "SCB"):
-                owners = (parameter, getattr(module, "state", None)) if hasattr(parameter, attribute) else ()
-                if any(isinstance(getattr(owner, attribute, None), torch.Tensor) for owner in owners):
-                    yield f"{prefix}{key}.{attribute}", module, f"{key}.{attribute}"
-
-
-def quant_state_of(state: object) -> Iterator[str]:
-    """Names of the tensors in a 4-bit weight's quantisation state, nested state included."""
-    for attribute in ("absmax", "code", "offset"):
-        if isinstance(getattr(state, attribute, None), torch.Tensor):
-            yield attribute
-    nested = getattr(state, "state2", None)
-    if nested is not None:
-        yield from (f"state2.{attribute}" for attribute in quant_state_of(nested))
 
 
 # ---- models that were created or loaded elsewhere: their content is compared with their files -----
@@ -341,14 +325,13 @@ def quant_state_of(state: object) -> Iterator[str]:
 # files, tensors that loading fuses or renames, and weights changed since.
 
 
-def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
+def attest(model: nn.Module, mover: Mover) -> None:
     """Compares the tensors that a given model already has on the mover's device with its files.
 
     A tensor equal to its file (or to its recomputed table) counts as verified from here on; on the host backend every
-    other one does too, on an accelerator it is marked unverified, with a reason. Returns how many are verified, and
-    looked at.
+    other one does too, on an accelerator it is marked unverified, with a reason.
     """
-    require_as_read(model)
+    _require_as_read(model)
     unknown: dict[str, Tensor] = {}
     for name, tensor in tensors_of(model):
         if tensor.device.type == mover.device.type and mover.provenance(tensor) is None:
@@ -356,7 +339,6 @@ def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
                 mover.mark_derived(tensor, TRAINED)
             else:
                 unknown[name] = tensor
-    looked_at = len(unknown)
     files, why_not = _files_of(model)
     why: dict[str, str] = {}
     for file in files:
@@ -383,7 +365,6 @@ def attest(model: nn.Module, mover: Mover) -> tuple[int, int]:
         else:
             reason = why.get(name) or why_not or "no file holds a tensor of this name"
             mover.mark_unverified(tensor, f"was on the device before training; {reason}")
-    return looked_at - len(unknown), looked_at
 
 
 def _quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) -> dict[str, Tensor]:
@@ -430,7 +411,8 @@ def is_recomputed(model: nn.Module, name: str, tensor: Tensor, mover: Mover) -> 
     if module is None:
         return False  # a quantisation state's tensor
     expected = [fresh for found, fresh in _recomputed(model) if found == name]
-    expected += _rotary_tables(module, attribute)
+    if attribute.endswith("inv_freq"):
+        expected += _rotary_tables(module, attribute.removesuffix("inv_freq"))
     with mover.fetched(tensor.detach(), name=name, stage="weights") as found:
         held = found.host
         close = 0.0 if tensor.device.type == "cpu" else 4 * torch.finfo(torch.float32).eps
@@ -440,22 +422,15 @@ def is_recomputed(model: nn.Module, name: str, tensor: Tensor, mover: Mover) -> 
         )
 
 
-def _rotary_tables(module: nn.Module, attribute: str) -> Iterator[Tensor]:
+def _rotary_tables(module: Any, prefix: str) -> Iterator[Tensor]:
     """Tables that transformers' `dynamic_rope_update` may have set: for the length so far, and for long inputs."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = getattr(module, "config", None)
-    prefix = attribute.removesuffix("inv_freq")
-    layer_type = prefix.removesuffix("_") or None
-    kind = getattr(module, "rope_type", None)
+    layer_type, kind = prefix.removesuffix("_") or None, getattr(module, "rope_type", None)
     kind = kind.get(layer_type) if isinstance(kind, dict) else kind
-    if config is None or not attribute.endswith("inv_freq") or kind not in ROPE_INIT_FUNCTIONS:
-        return
     lengths = [getattr(module, f"{prefix}max_seq_len_cached", None), getattr(module, "original_max_seq_len", None)]
-    for length in (each for each in lengths if each is not None):
-        for seen in (length, length + 1):
-            with torch.device("cpu"), suppress(TypeError, ValueError, KeyError, AttributeError):
-                yield ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seen, layer_type=layer_type)[0]
+    for seen in (each + more for each in lengths if each is not None for more in (0, 1)):
+        with torch.device("cpu"), suppress(TypeError, ValueError, KeyError, AttributeError):
+            make = ROPE_INIT_FUNCTIONS[kind]
+            yield make(module.config, torch.device("cpu"), seq_len=seen, layer_type=layer_type)[0]
 
 
 def _is_equal(expected: Tensor, on_device: Tensor, mover: Mover, reason: str) -> bool:

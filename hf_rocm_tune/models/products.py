@@ -1,9 +1,8 @@
 """How the gradient of the loss is multiplied on a Radeon card: timed once a process and card, then chosen.
 
-The fused head adds ``tile @ head`` to a float32 sum, of bfloat16 factors. rocBLAS has no tuned kernel for that on
-gfx1100, only one without matrix instructions; hipBLASLt has one. With a bfloat16 result the product is tuned in both,
-and is rounded once more: used only over the whole vocabulary, where nothing is summed after it, and only where it is
-`WORTH_ROUNDING` times as fast.
+The fused head adds ``tile @ head`` to a float32 sum, of bfloat16 factors, for which rocBLAS has no tuned kernel on
+gfx1100, but hipBLASLt has. A bfloat16 result is tuned in both, and is rounded once more: used only over the whole
+vocabulary, where nothing is summed after it, and only where it is `WORTH_ROUNDING` times as fast.
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ ON_HOST = ("oneDNN", "BLAS")
 
 
 def current_library(device: torch.device) -> str:
-    """Which library torch prefers for products on a device."""
     if device.type == "cpu":
         return ON_HOST[not torch.backends.mkldnn.enabled]
     return "hipBLASLt" if "Lt" in str(torch.backends.cuda.preferred_blas_library()) else "rocBLAS"

@@ -38,15 +38,13 @@ def _settings(config: Any) -> dict[str, Any]:
 def checkpoint_bits(config: Any, name: str, *, on_card: bool) -> int | None:
     """How a checkpoint's weights are quantised: 4 bits (MXFP4: experts only) or 8; None: not quantised once loaded."""
     values = _settings(config)
-    if not values:
-        return None
-    if has_mxfp4(config):
-        return 4
     method = str(values.get("quant_method"))
-    if values.get("load_in_4bit") or values.get("load_in_8bit"):
-        return 4 if values.get("load_in_4bit") else 8
-    if method in _DEQUANTISED and (values.get("dequantize") or not on_card):
+    if not values or (method in _DEQUANTISED and not has_mxfp4(config) and (values.get("dequantize") or not on_card)):
         return None
+    if has_mxfp4(config) or values.get("load_in_4bit"):
+        return 4
+    if values.get("load_in_8bit"):
+        return 8
     more = " (`dequantize: true` in its quantization_config loads it as bfloat16)" if method in _DEQUANTISED else ""
     raise UsageError(
         f"model {name}: its weights are quantised by {method}, which cannot be trained here{more}: give the model "
@@ -54,11 +52,7 @@ def checkpoint_bits(config: Any, name: str, *, on_card: bool) -> int | None:
     )
 
 
-BIAS_CAST = "cast by bitsandbytes from a verified tensor"
-
-
 def require_bitsandbytes(device: torch.device, flag: str) -> None:
-    """Checks that bitsandbytes has a native library for this device."""
     try:
         importlib.import_module("bitsandbytes")
         cextension = importlib.import_module("bitsandbytes.cextension")
@@ -76,7 +70,6 @@ def require_bitsandbytes(device: torch.device, flag: str) -> None:
 
 
 def require_quantised(model: nn.Module, name: str) -> None:
-    """Refuses a model whose configuration claims bitsandbytes over plain weights."""
     marks = {"Linear4bit": "quant_state", "Linear8bitLt": "CB"}
     for path, module in model.named_modules():
         mark = marks.get(type(module).__name__)
@@ -87,20 +80,17 @@ def require_quantised(model: nn.Module, name: str) -> None:
             )
 
 
-def keep_trainable_on_cpu(model: nn.Module) -> int:
+def keep_trainable_on_cpu(model: nn.Module) -> None:
     """Stops bitsandbytes from repacking 4-bit weights on a CPU with AVX512-BF16.
 
     One evaluation under ``no_grad`` would repack them in place, lossily, and later training steps would use a kernel
     without autograd (tried with bitsandbytes 0.50.2: 26 of 28 adapter gradients changed by more than 1 %).
     """
-    changed = 0
     for module in model.modules():
         weight = getattr(module, "weight", None)
         on_cpu = isinstance(weight, torch.Tensor) and weight.device.type == "cpu"
         if on_cpu and hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # a plain flag, not a parameter
-            changed += 1
-    return changed
 
 
 def follow_bias_casts(model: nn.Module, mover: Mover) -> None:
@@ -121,7 +111,7 @@ class _BiasCast:
     def __call__(self, module: Any, *_: Any) -> None:
         if module.bias.dtype != self._dtype:
             self._dtype = module.bias.dtype
-            self._mover.mark_derived(module.bias, BIAS_CAST)
+            self._mover.mark_derived(module.bias, "cast by bitsandbytes from a verified tensor")
 
 
 _ELEMENTS = 1 << 20  # of a weight, widened at once: they stay in the processor's cache
@@ -137,7 +127,8 @@ def host_weight(
     weight = module.weight
     state, scales = getattr(weight, "quant_state", None), getattr(module, "state", None)
     if state is not None:
-        yield from _from_4_bit(copy(weight), state, copy)
+        rows, columns = state.shape
+        yield from rows_of_4_bit(copy(weight), state, copy, _parts(rows, columns, multiple=state.blocksize))
     elif scales is not None:
         rows = scales.CB if scales.CB is not None else weight.CB
         scale = copy(scales.SCB if scales.SCB is not None else weight.SCB).float()[:, None] / 127
@@ -149,14 +140,9 @@ def host_weight(
 
 
 def _parts(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
+    """Slices of rows; with ``multiple`` rows each begins with a block of that many values."""
     step = max(1, _ELEMENTS // columns // multiple) * multiple
     return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
-
-
-def _from_4_bit(packed: Tensor, state: Any, copy: Callable[[Tensor], Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    rows, columns = state.shape
-    parts = _parts(rows, columns, multiple=state.blocksize)  # so that each part begins with a block
-    return rows_of_4_bit(packed, state, copy, parts)
 
 
 def rows_of_4_bit(
@@ -188,17 +174,11 @@ def dequantised(module: Any) -> Tensor:
     return found
 
 
-def on_dequantised(weight: Any, look: Callable[..., None]) -> _Removable:
+def on_dequantised(weight: Any, look: Callable[..., None]) -> Watch:
     """Have what is dequantised from this weight looked at, before it is multiplied with; of packed experts each one."""
     if weight.quant_state.quant_type != "mxfp4":
         upstream.replace_for_good("dequantise", _looked_at)
-    return watched(weight.quant_state, look)
-
-
-def watched(holder: Any, look: Callable[..., None]) -> _Removable:
-    """Have what is computed with a weight given to ``look``, until the result is removed."""
-    holder.look = look
-    return _Removable(holder)
+    return Watch(weight.quant_state, look)
 
 
 def _looked_at(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -211,9 +191,12 @@ def _looked_at(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return dequantize_4bit
 
 
-class _Removable:
-    def __init__(self, holder: Any) -> None:
+class Watch:
+    """Has what is computed with a weight given to ``look``, until it is removed."""
+
+    def __init__(self, holder: Any, look: Callable[..., None]) -> None:
         self._holder = holder
+        holder.look = look
 
     def remove(self) -> None:
         self._holder.look = None

@@ -1,11 +1,8 @@
-"""Activation recomputation per layer.
+"""Activation recomputation per layer: the first layers whole, the next ones selectively, the others not at all.
 
-    whole        a layer keeps its input only and recomputes everything
-    selective    results of matrix products and of attention are kept, the cheap rest is recomputed
-    the others   keep all activations
-
-The first layers are recomputed whole, the next ones selectively: their backward comes last, when there is memory.
-Needs transformers' ``GradientCheckpointingLayer``. Kernels that are not torch operators are always recomputed.
+Selectively: results of matrix products and of attention are kept, the cheap rest is recomputed; their backward comes
+before that of the first layers, when there is memory. Needs transformers' ``GradientCheckpointingLayer``. Kernels that
+are not torch operators are always recomputed.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ are made on the device, as they were there before). Not covered: 4-bit weights s
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -29,52 +28,99 @@ CUT = "cut on the device from a verified tensor"
 
 
 def shard(model: nn.Module, accelerator: Any, mover: Mover) -> None:
-    """Shards a model in place. Collective; it may be called once."""
-    _Fsdp2(model, mover, accelerator).run()
+    """Shards a model in place by FSDP2. Collective; it may be called once."""
+    quantised = bool(getattr(model, "is_loaded_in_4bit", False))
+    place(model, mover, parameters=quantised)
+    parts = _Parts(model, mover)
+    if quantised:
+        parts.remember(model.named_parameters())
+
+    def fill(accelerator: Any, model: nn.Module, full_sd: dict[str, Tensor], cpu_offload: bool = False) -> None:
+        """In place of accelerate's broadcast: this rank's rows of each weight, verified on their way."""
+        del accelerator, cpu_offload
+        meta = model.state_dict()
+        parts.remember((name, full_sd[name]) for name, each in meta.items() if isinstance(each, DTensor))
+        placed: dict[str, Tensor] = {}
+        moved: dict[tuple[int, Any], Tensor] = {}  # a tied weight is one tensor of two names
+        for name, like in meta.items():
+            whole = full_sd[name]
+            if not isinstance(like, DTensor):
+                placed[name] = whole  # a buffer, which is on its device
+                continue
+            key = whole.data_ptr(), whole.shape
+            if key not in moved:
+                moved[key] = parts.send(name, own_part(whole.detach(), like))
+            placed[name] = as_shard(moved[key], like)
+        model.load_state_dict(placed, assign=True)
+
+    plugin = accelerator.state.fsdp_plugin
+    _, _, prepare = upstream.resolve("fsdp2_prepare")
+    with upstream.replaced("fsdp2_load", lambda _: fill), _kept_with_the_root(model):
+        # Shards on the meta device and then calls `fill`; the environment keeps every rank reading the files.
+        plugin.cpu_ram_efficient_loading = not quantised
+        try:
+            prepare(accelerator, model)
+        finally:
+            plugin.cpu_ram_efficient_loading = False
+    assert is_sharded(model)
+    parts.check()
 
 
 def cut(model: nn.Module, mesh: DeviceMesh, mover: Mover, dims: Mapping[str, int | None]) -> None:
     """Cuts weights of a model in place and brings the rest to the device whole. Collective; it may be called once."""
-    _TensorParallel(model, mover, mesh, dims).run()
+    place(model, mover, parameters=False)
+    parts = _Parts(model, mover)
+    wholes = {name: model.get_parameter(name) for name in dims}
+    parts.remember({**dict(model.named_parameters()), **wholes}.items())  # those that stay whole, too
+    for name, dim in dims.items():
+        whole = wholes[name].detach()
+        part = DTensor.from_local(
+            parts.send(name, part_of(whole, dim, mesh)),
+            mesh,
+            [Replicate() if dim is None else Shard(dim)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._parameters[leaf] = nn.Parameter(part, wholes[name].requires_grad)
+    place(model, mover)
+    setattr(model, TENSOR_PARALLEL, mesh.size())
+    parts.check()
 
 
-class _Sharding(ABC):
+class _Parts:
+    """What each rank sends of a model's parameters, whose buffers are on their device; nothing with ``verify="off"``.
+
+    Every method but `send` is collective.
+    """
+
     def __init__(self, model: nn.Module, mover: Mover) -> None:
         self._model, self._mover = model, mover
-        self._quantised = bool(getattr(model, "is_loaded_in_4bit", False))
+        self._verifies = mover.settings.verify != "off"
         self._trainable = {name for name, each in model.named_parameters() if each.requires_grad}
         self._wholes: dict[str, Digest] = {}
         self._sources: dict[str, Tensor] = {}  # this rank's rows on the host, to send them again
+        self._buffers = {name: digest(buffer) for name, buffer in model.named_buffers()} if self._verifies else {}
 
-    def run(self) -> None:
-        verified = self._mover.settings.verify != "off"
-        place(self._model, self._mover, parameters=self._quantised)
-        buffers = {name: digest(buffer) for name, buffer in self._model.named_buffers()} if verified else {}
-        if self._quantised and verified:
-            self._remember(self._model.named_parameters())
-        self._prepare()
-        if verified:
-            self._make_right()
-            self._mark(buffers)
-        self._sources.clear()
+    def _stage(self, name: str) -> str:
+        return "adapter" if name in self._trainable else "weights"
 
-    @abstractmethod
-    def _prepare(self) -> None:
-        """Shard the parameters."""
+    def send(self, name: str, part: Tensor) -> Tensor:
+        self._sources[name] = part
+        return self._mover.move(part, name=name, stage=self._stage(name))
 
-    def _send(self, name: str) -> Tensor:
-        stage = "adapter" if name in self._trainable else "weights"
-        return self._mover.move(self._sources[name], name=name, stage=stage)
-
-    def _remember(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def remember(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Digests of whole tensors, each by two ranks: what one has read wrong is held against the view of another."""
+        if not self._verifies:
+            return
         group = host_group()
         mine = {
             name: digest(tensor.detach()).hex()
             for number, (name, tensor) in enumerate(tensors)
             if (group.rank() - number) % group.size() < 2
         }
-        for theirs in _told(mine):
+        for theirs in told(mine):
             for name, text in theirs.items():
                 if self._wholes.setdefault(name, Digest.from_hex(text)) != Digest.from_hex(text):
                     raise CorruptionError(
@@ -82,20 +128,38 @@ class _Sharding(ABC):
                         "happens again, test this machine's memory and disk"
                     )
 
-    def _make_right(self) -> None:
-        wrong = self._wrong()
-        if not wrong:
+    def check(self) -> None:
+        """Sends wrong parts again; raises where the parts still do not add up. Marks those that do as verified."""
+        if not self._verifies:
             return
-        differing = _told(self._differing(wrong))
-        at = {name: [rank for rank, names in enumerate(differing) if name in names] for name in wrong}
-        still = wrong
+        if wrong := self._wrong():
+            self._make_right(wrong)
+        sharded = dict(self._shards())
+        for name, tensor in tensors_of(self._model):
+            if self._mover.provenance(tensor) is not None:
+                continue
+            if name in sharded or (name in self._buffers and digest(tensor) == self._buffers[name]):
+                self._mover.mark_derived(tensor, CUT)
+
+    def _make_right(self, wrong: list[str]) -> None:
+        shards = dict(self._shards())
+        mine = [
+            name
+            for name in wrong
+            if name in self._sources and digest(local(shards[name]).detach()) != digest(self._sources[name])
+        ]
+        everyone, still = told(dict.fromkeys(mine, "")), wrong
+        at = {name: [rank for rank, theirs in enumerate(everyone) if name in theirs] for name in wrong}
         if self._mover.settings.on_corruption == "recover":
-            for name in self._differing(wrong):
-                part = local(dict(self._shards())[name]).detach()
-                part.copy_(self._send(name))  # device: from this device's memory to itself
+            for name in mine:
+                part = local(shards[name]).detach()
+                part.copy_(self.send(name, self._sources[name]))  # device: from this device's memory to itself
             still = self._wrong()
-        for name in wrong:
-            self._tell(name, at[name], "stopped" if name in still else "recovered")
+        for name in wrong if host_group().rank() == 0 else ():
+            stage, outcome = self._stage(name), "stopped" if name in still else "recovered"
+            self._mover.report.add(stage, mismatches=1, recovered=int(outcome == "recovered"))
+            row = {"step": 0, "stage": stage, "tensor": name, "kind": "wrong shard", "ranks": at[name]}
+            self._mover.report.incident({**row, "outcome": outcome})
         if still:
             name = still[0]
             more = f" and {len(still) - 1} more" if len(still) > 1 else ""
@@ -106,101 +170,15 @@ class _Sharding(ABC):
             )
 
     def _wrong(self) -> list[str]:
-        """Names of parameters whose parts do not add up. Collective."""
-        everyone = _told({name: shard_digest(each).hex() for name, each in self._shards()})
+        everyone = told({name: shard_digest(each).hex() for name, each in self._shards()})
         return [
             name
             for name in everyone[0]
             if combine(Digest.from_hex(theirs[name]) for theirs in everyone) != self._wholes[name]
         ]
 
-    def _differing(self, names: Iterable[str]) -> dict[str, str]:
-        """Those of the names whose part on this device is not what this rank has read."""
-        shards = dict(self._shards())
-        return {
-            name: ""
-            for name in names
-            if name in self._sources and digest(local(shards[name]).detach()) != digest(self._sources[name])
-        }
-
-    def _tell(self, name: str, ranks: list[int], outcome: str) -> None:
-        stage = "adapter" if name in self._trainable else "weights"
-        if host_group().rank() == 0:
-            self._mover.report.add(stage, mismatches=1, recovered=int(outcome == "recovered"))
-            self._mover.report.incident(
-                {"step": 0, "stage": stage, "tensor": name, "kind": "wrong shard", "ranks": ranks, "outcome": outcome}
-            )
-
     def _shards(self) -> Iterator[tuple[str, DTensor]]:
         return ((name, each) for name, each in self._model.named_parameters() if isinstance(each, DTensor))
-
-    def _mark(self, buffers: dict[str, Digest]) -> None:
-        sharded = {name for name, _ in self._shards()}
-        for name, tensor in tensors_of(self._model):
-            if self._mover.provenance(tensor) is not None:
-                continue
-            if name in sharded or (name in buffers and digest(tensor) == buffers[name]):
-                self._mover.mark_derived(tensor, CUT)
-
-
-class _Fsdp2(_Sharding):
-    def __init__(self, model: nn.Module, mover: Mover, accelerator: Any) -> None:
-        super().__init__(model, mover)
-        self._accelerator = accelerator
-
-    def _prepare(self) -> None:
-        plugin = self._accelerator.state.fsdp_plugin
-        _, _, prepare = upstream.resolve("fsdp2_prepare")
-        with upstream.replaced("fsdp2_load", lambda _: self._fill), _kept_with_the_root(self._model):
-            # Shards on the meta device and then calls `_fill`; the environment keeps every rank reading the files.
-            plugin.cpu_ram_efficient_loading = not self._quantised
-            try:
-                prepare(self._accelerator, self._model)
-            finally:
-                plugin.cpu_ram_efficient_loading = False
-        assert is_sharded(self._model)
-
-    def _fill(self, accelerator: Any, model: nn.Module, full_sd: dict[str, Tensor], cpu_offload: bool = False) -> None:
-        """In place of accelerate's broadcast: this rank's rows of each weight, verified on their way."""
-        del accelerator, cpu_offload
-        meta = model.state_dict()
-        if self._mover.settings.verify != "off":
-            self._remember((name, full_sd[name]) for name, each in meta.items() if isinstance(each, DTensor))
-        placed: dict[str, Tensor] = {}
-        moved: dict[tuple[int, Any], Tensor] = {}  # a tied weight is one tensor of two names
-        for name, like in meta.items():
-            whole = full_sd[name]
-            if not isinstance(like, DTensor):
-                placed[name] = whole  # a buffer, which is on its device
-                continue
-            key = whole.data_ptr(), whole.shape
-            if key not in moved:
-                self._sources[name] = own_part(whole.detach(), like)
-                moved[key] = self._send(name)
-            placed[name] = as_shard(moved[key], like)
-        model.load_state_dict(placed, assign=True)
-
-
-class _TensorParallel(_Sharding):
-    def __init__(self, model: nn.Module, mover: Mover, mesh: DeviceMesh, dims: Mapping[str, int | None]) -> None:
-        super().__init__(model, mover)
-        self._mesh, self._dims = mesh, dims
-
-    def _prepare(self) -> None:
-        wholes = {name: self._model.get_parameter(name) for name in self._dims}
-        if self._mover.settings.verify != "off":
-            self._remember({**dict(self._model.named_parameters()), **wholes}.items())  # those that stay whole, too
-        for name, dim in self._dims.items():
-            whole = wholes[name].detach()
-            self._sources[name] = part_of(whole, dim, self._mesh)
-            placement = Replicate() if dim is None else Shard(dim)
-            shard = DTensor.from_local(
-                self._send(name), self._mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-            path, _, leaf = name.rpartition(".")
-            self._model.get_submodule(path)._parameters[leaf] = nn.Parameter(shard, wholes[name].requires_grad)
-        place(self._model, self._mover)
-        setattr(self._model, TENSOR_PARALLEL, self._mesh.size())
 
 
 @contextmanager
@@ -211,21 +189,18 @@ def _kept_with_the_root(model: nn.Module) -> Iterator[None]:
     itself, by a collective that nothing checks (trl 1.16.0, ``trainer/utils.py``).
     """
     given, made = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
-    tied = made is not None and given is not None and given.weight is made.weight
-    with nullcontext() if tied or made is None else _hidden(model):
-        yield
-
-
-@contextmanager
-def _hidden(model: nn.Module) -> Iterator[None]:
-    model.__dict__["get_output_embeddings"] = lambda: None
+    hides = made is not None and (given is None or given.weight is not made.weight)
+    if hides:
+        model.__dict__["get_output_embeddings"] = lambda: None
     try:
         yield
     finally:
-        del model.__dict__["get_output_embeddings"]
+        if hides:
+            del model.__dict__["get_output_embeddings"]
 
 
-def _told(mine: dict[str, str]) -> list[dict[str, str]]:
+def told(mine: dict[str, str]) -> list[dict[str, str]]:
+    """The texts of each rank. Collective, over gloo."""
     group = host_group()
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)

@@ -31,7 +31,6 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether each rank has only a part of this model's weights."""
     return isinstance(model, FSDPModule) or TENSOR_PARALLEL in model.__dict__
 
 

@@ -11,7 +11,7 @@ import itertools
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
@@ -28,7 +29,6 @@ from hf_rocm_tune.transfer.raw_bytes import named_tensors
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedConfig, PreTrainedModel
 
 FLAG = "--split_layers"
@@ -53,14 +53,8 @@ class LayerSplit:
         return next(card for card, layers in enumerate(self.ranges) if layer in layers)
 
     def card_of(self, name: str) -> int:
-        """The card of a parameter or module, by its name in the model, wrapped by PEFT or not."""
         found = re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)(?:\.|$)", name)
         return self.card_of_layer(int(found[1])) if found else 0
-
-    def device_map(self, devices: Sequence[torch.device]) -> dict[str, torch.device]:
-        """For ``from_pretrained``: everything on the first device, but for the layers of the other cards."""
-        others = zip(self.ranges[1:], devices[1:], strict=True)
-        return {"": devices[0]} | {f"{self.stack}.{layer}": device for layers, device in others for layer in layers}
 
 
 def parse(text: str) -> tuple[int, ...] | None:
@@ -96,7 +90,6 @@ def find_layers(model: nn.Module, text: PreTrainedConfig) -> tuple[str, nn.Modul
 
 
 def layer_stack(model: nn.Module, config: PreTrainedConfig, flag: str = FLAG) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers and its name."""
     if (found := find_layers(model, config.get_text_config())) is None:
         raise UsageError(f"{flag}: its layers could not be told in {type(model).__name__}: leave it out")
     return found[:2]
@@ -104,8 +97,6 @@ def layer_stack(model: nn.Module, config: PreTrainedConfig, flag: str = FLAG) ->
 
 def stack_of(config: Any, flag: str = FLAG, *, trust_remote_code: bool) -> tuple[str, int]:
     """Name of the list of layers and their number, from the configuration alone."""
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -133,23 +124,11 @@ class CardReport(TransferReport):
         self._whole.incident({**row, "card": self._card})
 
 
-def _by_first_card(name: str) -> Callable[..., Any]:
-    """A method that the mover of the first card answers: of batches, and of whatever else is no layer's."""
-    return lambda self, *arguments, **keywords: getattr(self.cards[0], name)(*arguments, **keywords)
-
-
-def _by_knower(name: str) -> Callable[..., Any]:
-    """A method that whichever card knows the tensor answers; the first where none does."""
-
-    def method(self: SplitMover, tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        knower = next((mover for mover in self.cards if mover.provenance(tensor) is not None), self.cards[0])
-        return getattr(knower, name)(tensor, *arguments, **keywords)
-
-    return method
-
-
 class SplitMover(Mover):
-    """Has the methods of a mover, and hands each call to the mover of the card that it concerns."""
+    """The mover of the first card for batches, and of the card that a name or a device belongs to for all else.
+
+    What the movers of the cards know of tensors, and what was read from files, is one record, its own.
+    """
 
     def __init__(
         self,
@@ -159,24 +138,17 @@ class SplitMover(Mover):
         settings: TransferSettings | None = None,
         faults: FaultSpec | None = None,
     ) -> None:
-        super().__init__(devices[0], settings=settings)  # its ring is allocated at the first use: never
+        report = TransferReport()
         self.split = split
-        self.card_reports = tuple(CardReport(self.report, card) for card in range(len(split.counts)))
+        self.card_reports = tuple(CardReport(report, card) for card in range(len(split.counts)))
         self.cards = tuple(
-            Mover(device, settings=self.settings, report=report, faults=faults)
-            for device, report in zip(devices, self.card_reports, strict=True)
+            Mover(device, settings=settings, report=own, faults=faults)
+            for device, own in zip(devices, self.card_reports, strict=True)
         )
+        super().__init__(devices[0], settings=settings, report=report, backend=self.cards[0]._backend)
         for mover in self.cards:
-            mover.loaded = self.loaded  # one record of what was read from files
+            mover._registry, mover.loaded = self._registry, self.loaded
         self.logical = len({mover.device for mover in self.cards}) == 1
-
-    begin, settle, inject, pack = (_by_first_card(name) for name in ("begin", "settle", "inject", "pack"))
-    require_unchanged, changed = _by_first_card("require_unchanged"), _by_first_card("changed")
-    host_source, is_pending = _by_first_card("host_source"), _by_first_card("is_pending")
-    mark, another_fetcher, landing = (_by_first_card(name) for name in ("mark", "another_fetcher", "landing"))
-    provenance, reason, digest_of = (_by_knower(name) for name in ("provenance", "reason", "digest_of"))
-    verdict_of, mark_derived = _by_knower("verdict_of"), _by_knower("mark_derived")
-    mark_trained, mark_unverified = _by_knower("mark_trained"), _by_knower("mark_unverified")
 
     def move(self, tensor: Tensor, *, name: str, **more: Any) -> Tensor:
         """As `Mover.move`, to the card that the name belongs to."""
@@ -197,10 +169,11 @@ class SplitMover(Mover):
 
     @property
     def step(self) -> int | None:
-        return self.cards[0].step
+        return self._session.step
 
     @step.setter
     def step(self, value: int | None) -> None:
+        self._session.step = value
         for mover in self.cards:
             mover.step = value
 
@@ -209,16 +182,17 @@ class SplitMover(Mover):
         return {**found[0], "injected": sum(row["injected"] for row in found)} if found else None
 
     def close(self) -> None:
-        super().close()
+        self._closed = True
         for mover in self.cards:
-            mover.close()
+            mover.close()  # the first one's backend is this one's, too
 
 
 def device_map(mover: Mover) -> dict[str, torch.device]:
     """What ``from_pretrained`` is told: one device, or the cards of a split."""
-    if isinstance(mover, SplitMover) and not mover.logical:
-        return mover.split.device_map([card.device for card in mover.cards])
-    return {"": mover.device}
+    if not isinstance(mover, SplitMover) or mover.logical:
+        return {"": mover.device}
+    stack, others = mover.split.stack, zip(mover.split.ranges[1:], mover.cards[1:], strict=True)
+    return {"": mover.device} | {f"{stack}.{layer}": card.device for layers, card in others for layer in layers}
 
 
 @contextmanager
@@ -242,7 +216,7 @@ class _Pass(threading.local):
         # The first of the two is held, so that no other tensor gets its identity meanwhile.
         self.carried: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.is_under_way = False
-        self.flight: Any = None  # `cards.pipeline._Flight`: a micro-batch that crosses while others compute
+        self.flight: Any = None  # `cards.split._Flight`: a micro-batch that crosses while others compute
 
 
 class Hops:
@@ -261,24 +235,21 @@ class Hops:
         self._elsewhere: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._pass = _Pass()
 
-    @contextmanager
-    def flying(self, flight: Any) -> Iterator[None]:
-        """Within the block what this thread computes is a flight."""
+    def fly(self, flight: Any) -> None:
+        """From now on what this thread computes is a flight."""
         self._pass.flight = flight
-        try:
-            yield
-        finally:
-            self._pass.flight = None
 
-    def install(self, backbone: nn.Module, layers: nn.ModuleList) -> list[RemovableHandle]:
-        hooks = [backbone.register_forward_pre_hook(self._begin), backbone.register_forward_hook(self._end)]
+    def install(self, backbone: nn.Module, layers: nn.ModuleList) -> None:
+        backbone.register_forward_pre_hook(self._begin)
+        backbone.register_forward_hook(self._end)
         for number, layer in enumerate(layers):
             card = self._mover.split.card_of_layer(number)
-            hooks.append(layer.register_forward_pre_hook(self._fetch_arguments(number, card), with_kwargs=True))
-            if self._mover.logical:
-                hooks += [module.register_forward_hook(partial(self._made_on, card)) for module in layer.modules()]
-        name, stage = f"layers.{len(layers) - 1}.output", len(self._mover.cards)
-        return [*hooks, layers[-1].register_forward_hook(lambda *given: self._home(given[-1], name, stage))]
+            fetch = partial(self._fetch_arguments, f"layers.{number}", card)
+            layer.register_forward_pre_hook(fetch, with_kwargs=True)
+            for module in layer.modules() if self._mover.logical else ():
+                module.register_forward_hook(partial(self._made_on, card))
+        last, stage = f"layers.{len(layers) - 1}.output", len(self._mover.cards)
+        layers[-1].register_forward_hook(lambda *given: self._home(given[-1], last, stage))
 
     def _home(self, output: Any, name: str, stage: int) -> Any:
         return self._all_to(0, output, [(name, output)], stage)
@@ -294,12 +265,8 @@ class Hops:
         self._pass.is_under_way = False
         return home
 
-    def _fetch_arguments(self, number: int, card: int) -> Callable[..., Any]:
-        def before(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            name = f"layers.{number}"
-            return self._all_to(card, (arguments, keywords), [(name, arguments), (name, keywords)], card)
-
-        return before
+    def _fetch_arguments(self, name: str, card: int, module: nn.Module, arguments: Any, keywords: Any) -> Any:
+        return self._all_to(card, (arguments, keywords), [(name, arguments), (name, keywords)], card)
 
     def _made_on(self, card: int, module: nn.Module, arguments: Any, output: Any) -> None:
         for _, tensor in named_tensors(output):
@@ -340,11 +307,12 @@ class Hops:
 
 
 class Crossing:
+    """One way of a tensor through the host, and of its gradient back. A flight has fetchers and marks of its own."""
+
     def __init__(self, mover: SplitMover, *, source: int, target: int, name: str) -> None:
         self._mover, self.source, self.target, self._name = mover, source, target, name
 
     def forward(self, tensor: Tensor, fetcher: Fetcher | None = None, mark: Any = None) -> Tensor:
-        """The tensor on the target card. A flight has a fetcher of its own, and a mark behind the tensor."""
         return self._carry(tensor, self.source, self.target, f"forward.{self._name}", fetcher, mark)
 
     def backward(self, gradient: Tensor, fetcher: Fetcher | None = None, mark: Any = None) -> Tensor:

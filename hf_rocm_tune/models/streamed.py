@@ -38,6 +38,5 @@ class Streamed:
     from_files: bool = True  # their weights are used as they are in the files, and need not be quantised on the card
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of that name, in the model or the files, is one of a streamed layer."""
         found = re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)\.", name)
         return found is not None and int(found[1]) in self.layers

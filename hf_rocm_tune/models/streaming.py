@@ -1,13 +1,9 @@
 """Weight streaming: frozen decoder layers that live in host memory and visit the card while they compute.
 
 The matrices of some layers (packed ones with their scales too) are views of one of a few landings, device memory that
-is filled through the engine ahead of the layer's use. On the host they are views of the mapped weight file where the
-bytes are the file's. A visit is copied through the ring, digested on the card and compared with the digest from the
-load; after use it is digested once more, when the next layer takes its place. A hook in front of the layer waits for
-it, also before a recomputation, and one on the gradient of its output, before which nothing of its backward runs.
-
-Streamed layer k always lands in landing ``k % n`` of its card, so autograd's references to views of the landing hold
-that layer again in backward. A thread packs what is fetched ahead, so the training thread waits only for verdicts.
+is filled through the engine ahead of the layer's use: a visit is digested on the card, and once more when the next
+layer takes its place. Streamed layer k always lands in landing ``k % n`` of its card, so autograd's references to views
+of the landing hold that layer again in backward. A thread packs what is fetched ahead.
 """
 
 from __future__ import annotations
@@ -23,10 +19,10 @@ from torch import Tensor, nn
 
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.models.files import MappedFile
-from hf_rocm_tune.models.placement import LANDINGS, places_of, read_as, rebind
+from hf_rocm_tune.models.placement import LANDINGS, Place, places_of, read_as
 from hf_rocm_tune.models.split import SplitMover, layer_stack
 from hf_rocm_tune.models.streamed import FLAG, LANDING_COUNT, Streamed
-from hf_rocm_tune.transfer import Digest, combine, tree_tensors
+from hf_rocm_tune.transfer import combine, tree_tensors
 from hf_rocm_tune.transfer.copies import ALIGNMENT, Segment
 from hf_rocm_tune.transfer.digest import digest_range
 from hf_rocm_tune.transfer.landing import ADVICE, Content, Landing
@@ -37,7 +33,6 @@ if TYPE_CHECKING:
 
     from hf_rocm_tune.transfer import Mover
 
-_PIECE_BYTES = 4 << 20
 _ATTRIBUTE = "_hf_rocm_tune_streamer"  # of the list of layers
 
 
@@ -71,8 +66,10 @@ class Streamer:
             where.append(placed)
         self.landings: list[Landing] = []
         self._landing_of: list[int] = []  # of each streamed layer
-        for card, own in _by_card(self.layers, mover):
+        one = [(mover, range(len(stack)))]
+        for card, there in zip(mover.cards, mover.split.ranges, strict=True) if isinstance(mover, SplitMover) else one:
             first = len(self.landings)
+            own = [layer for layer in self.layers if layer in there]
             for at in range(min(LANDING_COUNT, len(own))):
                 nbytes = max(self.contents[self.layers.index(layer)].nbytes for layer in own[at::LANDING_COUNT])
                 self.landings.append(card.landing(nbytes))
@@ -80,7 +77,7 @@ class Streamer:
             self._landing_of += [first + at % LANDING_COUNT for at in range(len(own))]
         for at, (layer, placed) in enumerate(zip(self.layers, where, strict=True)):
             self._bind(at, placed)
-            stack[layer].register_forward_pre_hook(partial(self._before_forward, at))
+            stack[layer].register_forward_pre_hook(partial(self._enter, at))
             stack[layer].register_forward_hook(partial(self._after_forward, at))
         self._holds: list[int | None] = [None] * len(self.landings)
         self._sent: list[Future[None] | None] = [None] * len(self.landings)
@@ -91,39 +88,29 @@ class Streamer:
     def landing_bytes(self) -> int:
         return sum(landing.memory.nbytes for landing in self.landings)
 
-    def _take(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-        """The tensors of a layer that will be streamed: name, module and attribute, and the bytes on the host."""
+    def _take(self, layer: nn.Module) -> Iterator[tuple[Place, Tensor]]:
         seen: dict[int, Tensor] = {}
-        for name, module, path, tensor in places_of(layer):
-            if not is_streamed(name, tensor):
+        for where in places_of(layer):
+            if not is_streamed(where.name, tensor := where.find()):
                 continue
             key = tensor.untyped_storage()._cdata
             if key not in seen:
-                seen[key] = self._on_host(name, tensor)
-            yield name, module, path, seen[key]
+                on_host = tensor.device.type == "cpu" and self._mover.provenance(tensor) is None
+                seen[key] = tensor.detach().contiguous() if on_host else to_host(tensor, where.name, self._mover)
+            yield where, seen[key]
 
-    def _on_host(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu" and self._mover.provenance(tensor) is None:
-            return tensor.detach().contiguous()
-        return to_host(tensor, name, self._mover)
-
-    def _content(self, layer: str, placed: Sequence[tuple[str, nn.Module, str, Tensor]]) -> Content:
+    def _content(self, layer: str, placed: Sequence[tuple[Place, Tensor]]) -> Content:
         """The layer as it is sent. Each tensor is compared with what was read from its file, and digested again."""
         segments: list[Segment] = []
         by_source: set[int] = set()
-        for name, _, _, source in placed:
+        for where, source in placed:
             if id(source) in by_source:
                 continue
             by_source.add(id(source))
             offset = -(-segments[-1].end // ALIGNMENT) * ALIGNMENT if segments else 0
-            segment = Segment(f"{layer}.{name}", source, offset)
-            known = read_as(source)
-            as_read, segment.digest = _two_digests(source, offset)
-            if known is not None and as_read != known.digest:
-                raise MemoryFaultError(
-                    f"weights changed in host memory after they were read: {segment.name}",
-                    "They were not used: start the same command again; if it happens again, test this machine's memory",
-                )
+            segment = Segment(f"{layer}.{where.name}", source, offset)
+            known = read_as(segment.name, source)
+            segment.digest = digest_range(source, 0, source.nbytes, word_offset=offset // 4)
             if known is not None and known.file is not None:
                 segment.file = known.file
                 segment.read_again = partial(_read, known.file, known.name)
@@ -131,27 +118,21 @@ class Streamer:
             segments.append(segment)
         return Content(layer, segments, combine(each.digest for each in segments if each.digest is not None))
 
-    def _bind(self, at: int, placed: Sequence[tuple[str, nn.Module, str, Tensor]]) -> None:
+    def _bind(self, at: int, placed: Sequence[tuple[Place, Tensor]]) -> None:
         memory = self.landings[self._landing_of[at]].memory
         segments = {id(segment.source): segment for segment in self.contents[at].segments}
-        for _, module, path, source in placed:
+        for where, source in placed:
             segment = segments[id(source)]
-            bound = rebind(module, path, typed_view(memory, segment.offset, source.dtype, source.shape))
+            bound = where.rebind(typed_view(memory, segment.offset, source.dtype, source.shape))
             self._segments[id(bound)] = bound, segment
-
-    def _before_forward(self, at: int, module: nn.Module, arguments: Any) -> None:
-        self._enter(at)
 
     def _after_forward(self, at: int, module: nn.Module, arguments: Any, output: Any) -> Any:
         if torch.is_grad_enabled() and not _in_backward():
             for tensor in tree_tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, at))
+                    tensor.register_hook(partial(self._enter, at))
 
-    def _before_backward(self, at: int, gradient: Tensor) -> None:
-        self._enter(at)
-
-    def _enter(self, at: int) -> None:
+    def _enter(self, at: int, *_: Any) -> None:
         """The layer's weights are in its landing when this returns, and the next ones are on their way.
 
         Whatever other layers have launched so far is all that they will launch until they enter again.
@@ -243,25 +224,16 @@ class Streamer:
         }
 
 
-def _by_card(layers: Sequence[int], mover: Mover) -> Iterator[tuple[Mover, list[int]]]:
-    """The mover of each card of a split, or the only one, with the streamed layers there."""
-    if not isinstance(mover, SplitMover):
-        yield mover, list(layers)
-        return
-    for card, own in zip(mover.cards, mover.split.ranges, strict=True):
-        yield card, [layer for layer in layers if layer in own]
-
-
 def leave_device(model: nn.Module, name: str, mover: Mover) -> None:
     path, _, key = name.rpartition(".")
-    owner = model.get_submodule(path)
     moved: dict[int, Tensor] = {}  # 8-bit data has two names
-    for found, module, attribute, tensor in places_of(owner):
-        if found.split(".")[0] == key and is_streamed(found, tensor) and mover.provenance(tensor) is not None:
+    for where in places_of(model.get_submodule(path)):
+        tensor = where.find()
+        if where.name.split(".")[0] == key and is_streamed(where.name, tensor) and mover.provenance(tensor) is not None:
             storage = tensor.untyped_storage()._cdata
             if storage not in moved:
-                moved[storage] = to_host(tensor, f"{path}.{found}", mover)
-            rebind(module, attribute, moved[storage])
+                moved[storage] = to_host(tensor, f"{path}.{where.name}", mover)
+            where.rebind(moved[storage])
 
 
 def to_host(tensor: Tensor, name: str, mover: Mover) -> Tensor:
@@ -276,13 +248,3 @@ def _in_backward() -> bool:
 
 def _read(file: str, name: str) -> Tensor:
     return MappedFile(file).tensors[name].clone()
-
-
-def _two_digests(tensor: Tensor, offset: int) -> tuple[Digest, Digest]:
-    """The tensor's digest, and that of it at a byte offset, while each piece is in the processor's caches."""
-    plain, placed = [], []
-    for start in range(0, tensor.nbytes, _PIECE_BYTES):
-        stop = min(start + _PIECE_BYTES, tensor.nbytes)
-        plain.append(digest_range(tensor, start, stop, word_offset=start // 4))
-        placed.append(digest_range(tensor, start, stop, word_offset=(offset + start) // 4))
-    return combine(plain), combine(placed)

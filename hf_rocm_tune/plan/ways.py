@@ -244,10 +244,10 @@ def _for_all(plan: Plan) -> Plan:
 def _layered(plan: Plan) -> list[CardsWay]:
     """A split whose cards compute one after the other, and a pipeline.
 
-    The cards of a pipeline idle for (p - 1) / (m + p - 1) of a step. For each micro-batch that `cards.pipeline` has
+    The cards of a pipeline idle for (p - 1) / (m + p - 1) of a step. For each micro-batch that `cards.split` has
     in flight, all activations kept for backward are counted, an upper bound.
     """
-    from hf_rocm_tune.cards.pipeline import IN_FLIGHT  # imports torch
+    from hf_rocm_tune.cards.split import IN_FLIGHT  # imports torch
 
     cards, plan = plan.request.cards, _for_all(plan)
     found = split_plan(plan, cards=[plan.card] * cards)

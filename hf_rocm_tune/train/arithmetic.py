@@ -54,7 +54,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models import experts, loss, products
-from hf_rocm_tune.models.quantised import dequantised, host_weight, on_dequantised, watched
+from hf_rocm_tune.models.quantised import Watch, dequantised, host_weight, on_dequantised
 from hf_rocm_tune.models.shards import local, rows_of
 from hf_rocm_tune.models.streaming import Streamer
 from hf_rocm_tune.transfer import Mover, digest, host_copy
@@ -497,7 +497,7 @@ class ArithmeticChecks:
             if layer.experts or layer.cut:
                 within[layer.module].append(layer)
             elif layer.module is self._head:
-                self._handles.append(watched(layer.weight, partial(self._check_head, layer)))
+                self._handles.append(Watch(layer.weight, partial(self._check_head, layer)))
             else:
                 self._handles.append(layer.module.register_forward_pre_hook(self._branch))
                 self._handles.append(layer.module.register_forward_hook(partial(self._after_linear, layer)))

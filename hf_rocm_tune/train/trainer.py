@@ -529,7 +529,7 @@ class VerifiedTransferMixin(_Base):
             inputs = self._prepare_inputs(inputs)
         result = super().prediction_step(model, inputs, *arguments, **keywords)
         self._sentinel.look_at_batches()
-        self.way.check_evaluation(step=self.state.global_step)
+        self.way.check(step=self.state.global_step, synced=False)
         return result
 
     @override
@@ -641,7 +641,6 @@ class VerifiedTransferMixin(_Base):
             "streaming": None if self.streamer is None else self.streamer.describe(),
             "crash_injection": self._crashes.text,
             "arithmetic": {**self._arithmetic.describe(), **self._replays.describe()},
-            "shard_seconds": self.way.seconds,
         }
 
     # ---- for the objects that the trainer owns --------------------------------------------------------------

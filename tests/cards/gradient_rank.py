@@ -209,7 +209,7 @@ def one_average(compression: Compression, rank: int) -> float:
     truth, magnitude = (sum(each.double() for each in rows) / 2 for rows in (everyone, [g.abs() for g in everyone]))
     with Mover(CPU) as mover:
         averaging = HostAveraging(mover, SyncSettings(way="host", compression=compression))
-        average = averaging.begin(local, name="one", number=0, is_last=True).wait()
+        average = averaging.begin(local, name="one", number=0).wait()
     return float(((average.double() - truth).abs() / magnitude).max())
 
 
@@ -223,7 +223,7 @@ def main(rank: int, store: str) -> None:
         print(json.dumps({"case": f"average {compression}", "worst": one_average(compression, rank)}), flush=True)
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # as in `fsdp_rank`: gloo's threads outlive the group, and the interpreter's end was seen to abort
+    os._exit(0)  # gloo's threads outlive the group, and the interpreter's end was seen to abort
 
 
 def die(rank: int, store: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_rocm_tune.cards.preflight import PairTrial, Preflight
+from hf_rocm_tune.cards.preflight import Preflight, Trial
 from hf_rocm_tune.doctor import pairs
 from hf_rocm_tune.doctor.diagnose import MEASURED, run_measured
 from hf_rocm_tune.doctor.findings import Finding
@@ -17,10 +17,9 @@ WRONG = {"cases": 9, "wrong": 2, "problems": [{"case": "cold"}], "staged_wrong":
 
 def judged(result: dict[str, Any] | None, **outcome: Any) -> Finding:
     status = outcome.pop("status", "done")
-    trial = PairTrial(
-        source="cuda:0", destination="cuda:1", outcomes=(Outcome(status=status, result=result, **outcome),)
-    )
-    return pairs.judge_pair(trial, "1 right", "copies")
+    outcomes = (Outcome(status=status, result=result, **outcome),)
+    trial = Trial(subject="cuda:0 -> cuda:1", what="copies", outcomes=outcomes)
+    return pairs.judge_pair("cuda:0", "cuda:1", trial, "1 right", "copies")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from hf_rocm_tune import cli
 from tests.e2e.conftest import Job, MakeJob, done, flags, report_of
-from tests.e2e.test_fsdp import FSDP2
+from tests.e2e.test_ranks import FSDP2
 
 LENGTH, STEPS, BATCH, MICRO = 16, 3, 8, 2
 

@@ -47,7 +47,7 @@ def the_line(results: list[Result]) -> str:
 
 def assert_stopped(results: list[Result], output: Path) -> None:
     line = the_line(results)
-    assert "the average of the gradients in bucket" in line and "was not used" in line
+    assert "the average of the gradients of " in line and "was not used" in line
     assert json.loads(output.with_suffix(".exit.json").read_text())["code"] == 3
     assert not (output / ADAPTER).exists()
 
@@ -76,26 +76,6 @@ def test_a_wrong_average_on_one_rank_is_made_again(job: Job, tmp_path: Path) -> 
     assert report["gradients"]["mismatches"] == 0 and report["incidents"] == []
     output = both_done(job, tmp_path / "out", ("", "kind=flip,stage=gradients,first=2,count=1"))
     assert_recovered(output, clean, mismatches=1)
-
-
-@pytest.mark.long
-def test_clipping_does_not_pass_for_a_wrong_average_nor_hide_one(job: Job, tmp_path: Path) -> None:
-    plain = job.clean(ranks=2, max_grad_norm=1e-3)
-    assert report_of(plain)["gradients"]["mismatches"] == 0
-    harmed = both_done(job, tmp_path / "out", ("kind=zero_range,stage=gradients,count=2",) * 2, max_grad_norm=1e-3)
-    assert_recovered(harmed, plain, mismatches=2)
-
-
-@pytest.mark.long
-def test_through_the_launcher_an_average_that_is_wrong_alike_on_both_ranks_is_made_again(
-    job: Job, tmp_path: Path
-) -> None:
-    output = tmp_path / "out"
-    launched = job.launched("cpu_dual", output, {"HF_ROCM_TUNE_FAULT": "kind=zero,stage=gradients,first=2,count=1"})
-    assert launched.returncode == 0, launched.stderr[-3000:]
-    assert_recovered(output, job.clean(ranks=2), mismatches=1)
-    assert report_of(output)["fault_injection"]["injected"] == 1
-    assert "averages of gradients checked (2 wrong, 2 recovered)" in launched.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param("one", marks=pytest.mark.long), "both"])
@@ -135,15 +115,7 @@ def test_faults_on_the_way_to_the_host_and_back_leave_no_trace_in_the_adapter(jo
     said = [sync[name] for name in ("way", "judged", "process_group", "averages")]
     assert said == ["host", "projections", "gloo", STEPS]
     assert sync["bytes_to_host_and_back_per_step"] == 2 * sync["bytes_between_ranks_per_step"] > 0
-    assert sync["wait_seconds"] > 0
     assert report_of(job.clean(ranks=2))["grad_sync"]["way"] == "ddp"
-
-
-@pytest.mark.long
-def test_a_fault_that_stays_stops_all_ranks_and_the_run_goes_on_over_the_other_way(job: Job, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    assert_stopped(both(job, output, ("", f"{TO_HOST},kind=zero,first=5,persist=1"), grad_sync="host"), output)
-    assert_same(both_done(job, output), job.clean(ranks=2))
 
 
 @pytest.mark.long

@@ -21,8 +21,8 @@ from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.train.report import closing_line
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import ADAPTER, Job, MakeJob, assert_covered, done, report_of
-from tests.e2e.test_fsdp import FSDP2
 from tests.e2e.test_methods import rows_of
+from tests.e2e.test_ranks import FSDP2
 
 METHODS: dict[str, list[str]] = {
     "lora": [],

@@ -18,38 +18,20 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.command import TIMEOUT, CommandServer, Result
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.command import TIMEOUT, Result
+from tests.e2e.conftest import ADAPTER, MakeJob, done, flags, report_of
 
-ADAPTER = "adapter_model.safetensors"
 COMPARED = ("loss", "grad_norm", "learning_rate", "num_tokens", "entropy", "mean_token_accuracy", "eval_loss", "epoch")
-STEPS = 50
+STEPS = 16
 
 
 @pytest.fixture
-def command(
-    server: CommandServer, model_of: Callable[[str], Path], messages: Path, tmp_path: Path
-) -> Callable[..., Result]:
+def command(make_job: MakeJob, model_of: Callable[[str], Path], tmp_path: Path) -> Callable[..., Result]:
     """Runs one job of a tiny model into ``tmp_path / name``."""
+    job = make_job("split", train=48, test=9, max_steps=4, lora_dropout=0.0, doctor="off")
 
-    def run(
-        name: str, arch: str = "llama3", *more: str, fault: str = "", env: dict[str, str] | None = None, **settings: Any
-    ) -> Result:
-        wanted = {
-            "model_name_or_path": model_of(arch),
-            "dataset_name": messages,
-            "output_dir": tmp_path / name,
-            "max_steps": 4,
-            "per_device_train_batch_size": 2,
-            "max_length": 64,
-            "learning_rate": 0.01,
-            "lora_dropout": 0.0,
-            "logging_steps": 1,
-            "disable_tqdm": True,
-            "doctor": "off",
-        } | settings
-        harmed = {"HF_ROCM_TUNE_FAULT": fault} if fault else {}
-        return server.run(*flags(**wanted), *more, env=harmed | (env or {}))
+    def run(name: str, arch: str = "llama3", **settings: Any) -> Result:
+        return job.run(tmp_path / name, model_name_or_path=model_of(arch), **settings)
 
     return run
 
@@ -59,10 +41,6 @@ def trajectory(output: Path) -> list[dict[str, float]]:
     newest = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return [{name: row[name] for name in COMPARED if name in row} for row in history]
-
-
-def assert_done(result: Result) -> None:
-    assert result.code == 0, result.stderr[-3000:]
 
 
 def assert_equal(one: Path, other: Path, *, steps: int) -> None:
@@ -109,10 +87,10 @@ MATRIX = [
 def test_the_trajectory_is_that_of_one_card(
     arch: str, settings: dict[str, Any], command: Callable[..., Result], tmp_path: Path
 ) -> None:
-    """Fifty steps, with an evaluation; then the adapters are the same bytes."""
+    """With an evaluation; then the adapters are the same bytes."""
     both = settings | {"max_steps": STEPS, "eval_strategy": "steps", "eval_steps": STEPS, "save_steps": STEPS}
-    assert_done(command("one", arch, **both))
-    assert_done(result := command("split", arch, **both, split_layers="auto"))
+    done(command("one", arch, **both))
+    result = done(command("split", arch, **both, split_layers="auto"))
     assert_equal(tmp_path / "one", tmp_path / "split", steps=STEPS)
     report = report_of(tmp_path / "split")
     assert report["coverage"]["unverified"] == []
@@ -134,28 +112,28 @@ def test_faults_on_hops_are_healed_and_a_run_goes_on_where_it_was_stopped(
     command: Callable[..., Result], tmp_path: Path
 ) -> None:
     """Faults forward; a run on one card resumed as a split, with faults backward: always the adapter of one card."""
-    both = {"max_steps": 6, "save_steps": 3, "num_train_epochs": 1, "gradient_accumulation_steps": 2}
-    assert_done(command("one", **both))
+    both = {"max_steps": 4, "save_steps": 2, "num_train_epochs": 1, "gradient_accumulation_steps": 2}
+    done(command("one", **both))
     fault = "kind=zero,stage=activations,tensor=forward.layers.1.0.*,rate=0.5,seed=4"
-    assert_done(done := command("two", **both, split_layers="1", pipeline="auto", fault=fault))
-    assert "split: planned with the activations of 2 micro-batches in flight" in done.stdout
+    told = done(command("two", **both, split_layers="1", pipeline="auto", fault=fault))
+    assert "split: planned with the activations of 2 micro-batches in flight" in told.stdout
     assert_equal_adapters(tmp_path / "one", tmp_path / "two")
     first = report_of(tmp_path / "two")
     assert first["activations"]["mismatches"] == first["activations"]["recovered"] > 2
     assert first["split"]["micro_batches_in_flight"] == 4
     assert {row["card"] for row in first["incidents"]} == {0, 1}
-    # What the run on one card would have left if it had died after step 3; it goes on as a split.
+    # What the run on one card would have left if it had died after step 2; it goes on as a split.
     again = shutil.copytree(tmp_path / "one", tmp_path / "again")
-    shutil.rmtree(again / "checkpoint-6")
+    shutil.rmtree(again / "checkpoint-4")
     for name in (ADAPTER, "integrity.json"):
         (again / name).unlink()
     record = again / "run.json"
     record.write_text(record.read_text().replace('"finished"', '"running"'))
     fault = "kind=flip,stage=activations,tensor=backward*,rate=0.5,seed=1"
-    assert_done(command("again", **both, split_layers="1,1", fault=fault))
+    done(command("again", **both, split_layers="1,1", fault=fault))
     # TRL counts tokens from zero again when it resumes; all else goes on.
     learned = [[(row["loss"], row["grad_norm"]) for row in trajectory(each)] for each in (tmp_path / "one", again)]
-    assert learned[0] == learned[1] and len(learned[0]) == 6
+    assert learned[0] == learned[1] and len(learned[0]) == 4
     assert_equal_adapters(tmp_path / "one", again)
     report = report_of(again)
     assert report["activations"]["mismatches"] == report["activations"]["recovered"] > 1
@@ -165,16 +143,16 @@ def test_faults_on_hops_are_healed_and_a_run_goes_on_where_it_was_stopped(
 
 def test_a_run_that_is_killed_between_its_micro_batches_goes_on(command: Callable[..., Result], tmp_path: Path) -> None:
     both = {
-        "max_steps": 6,
+        "max_steps": 4,
         "save_steps": 2,
         "gradient_accumulation_steps": 4,
         "split_layers": "auto",
         "pipeline": "auto",
     }
-    assert_done(command("whole", **both))
+    done(command("whole", **both))
     killed = command("killed", **both, env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
     assert killed.code == -signal.SIGKILL
-    assert_done(command("killed", **both))
+    done(command("killed", **both))
     assert_equal_adapters(tmp_path / "whole", tmp_path / "killed")
     assert report_of(tmp_path / "killed")["split"]["micro_batches_in_flight"] == 4
 
@@ -193,9 +171,9 @@ def test_a_fault_that_stays_ends_the_run_with_code_3(
     way: str, first: int, command: Callable[..., Result], tmp_path: Path
 ) -> None:
     fault = f"kind=flip,stage=activations,tensor={way}*to?,first={first},persist=1"
-    done = command("out", split_layers="auto", save_strategy="no", fault=fault)
-    assert done.code == 3 and len(done.error_lines) == 1
-    assert f"activations tensor '{way}.layers.1" in done.error_lines[0] and "It was not used" in done.stderr
+    ended = command("out", split_layers="auto", save_strategy="no", fault=fault)
+    assert ended.code == 3 and len(ended.error_lines) == 1
+    assert f"activations tensor '{way}.layers.1" in ended.error_lines[0] and "It was not used" in ended.stderr
     assert not (tmp_path / "out" / ADAPTER).exists()
     report = report_of(tmp_path / "out")
     assert report["incidents"][-1]["outcome"] == "failed"
@@ -203,8 +181,7 @@ def test_a_fault_that_stays_ends_the_run_with_code_3(
 
 def test_a_step_that_runs_out_of_memory_is_done_again_in_parts(command: Callable[..., Result], tmp_path: Path) -> None:
     out_of_memory = {"HF_ROCM_TUNE_STEP_FAULT": "kind=oom,rows=1,count=1,where=backward"}
-    done = command("out", "qwen3", split_layers="auto", max_steps=2, save_strategy="no", env=out_of_memory)
-    assert_done(done)
+    done(command("out", "qwen3", split_layers="auto", max_steps=2, save_strategy="no", env=out_of_memory))
     report = report_of(tmp_path / "out")
     assert report["memory"]["micro_batch_divisor"] == 2 and report["memory"]["recovered"] == 1
     assert report["activations"]["mismatches"] == 0
@@ -216,7 +193,7 @@ def test_several_processes_and_a_split_are_refused(
 ) -> None:
     line = [sys.executable, "-m", "hf_rocm_tune", "sft", "--accelerate_config", "cpu_dual"]
     line += flags(model_name_or_path=model_of("llama3"), dataset_name=messages, output_dir=tmp_path / "out")
-    done = subprocess.run(
+    ended = subprocess.run(
         [*line, "--split_layers", "auto"], capture_output=True, text=True, check=False, timeout=TIMEOUT
     )
-    assert done.returncode == 2 and "a split runs in one process" in done.stderr
+    assert ended.returncode == 2 and "a split runs in one process" in ended.stderr

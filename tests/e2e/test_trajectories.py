@@ -1,6 +1,6 @@
 """However the work is shared out, the training is the same: losses, gradient norms and adapter over 50 steps.
 
-All of it is `long`: the normal suite has DDP (`test_two_processes`), FSDP2 (`test_fsdp`), splits (`test_split`). What
+All of it is `long`: the normal suite has DDP and FSDP2 (`test_ranks`), splits (`test_split`). What
 differs between ways is the order of float sums, how far a batch is padded, and the dtype in which adapters of a 4-bit
 model are averaged.
 
@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import ADAPTER, Job, MakeJob, done
-from tests.e2e.test_fsdp import FSDP2
+from tests.e2e.test_ranks import FSDP2
 
 STEPS = 50
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags, losses_of, report_of
+from tests.e2e.conftest import ADAPTER, done, flags, losses_of, report_of
 
-ADAPTER = "adapter_model.safetensors"
 PART = "{%- if part['type'] == 'image' %}{{- '<image>' }}{%- else %}{{- part['text'] }}{%- endif %}"
 CONTENT = (
     "{%- if message['content'] is string %}{{- message['content'] }}{%- else %}"
@@ -103,12 +102,8 @@ def train(server: CommandServer, model: Path, pictures: Path, base_flags: list[s
     return run
 
 
-def done(result: Result) -> Result:
-    assert result.code == 0, result.stderr[-3000:]
-    return result
-
-
 def test_pictures_are_trained_on_verified_and_as_stock_trl_does(train: Train, tmp_path: Path) -> None:
+    """And harmed pixels are found, a killed run goes on."""
     done(train("ours"))
     report = report_of(tmp_path / "ours")
     assert report["coverage"]["unverified"] == [] and report["incidents"] == []
@@ -116,6 +111,14 @@ def test_pictures_are_trained_on_verified_and_as_stock_trl_does(train: Train, tm
     assert report["batches"]["bytes"] > 4 * 2 * 3 * 28 * 28 * 4  # the pixels of 4 batches of 2, in float32
     weights = load_file(tmp_path / "ours" / ADAPTER)
     assert {name.split(".")[3] for name in weights} >= {"vision_tower", "language_model"}
+
+    fault = {"HF_ROCM_TUNE_FAULT": "kind=zero,tensor=pixel_values,persist=0,count=2"}
+    assert train("harmed", env={**fault, "HF_ROCM_TUNE_CRASH": "step=4,kind=kill"}).code < 0
+    done(train("harmed", env=fault))
+    counts = report_of(tmp_path / "harmed")["batches"]
+    assert counts["mismatches"] == counts["recovered"] == 2
+    assert {row["tensor"] for row in report_of(tmp_path / "harmed")["incidents"]} == {"pixel_values"}
+    assert (tmp_path / "ours" / ADAPTER).read_bytes() == (tmp_path / "harmed" / ADAPTER).read_bytes()
 
     settings = yaml.safe_load(done(train("trl", "--print_config")).stdout)
     for own in (*dataclasses.fields(TuneArguments), *dataclasses.fields(RanksArguments)):
@@ -127,19 +130,6 @@ def test_pictures_are_trained_on_verified_and_as_stock_trl_does(train: Train, tm
     assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "trl")
     for name, tensor in load_file(tmp_path / "trl" / ADAPTER).items():
         assert torch.equal(tensor, weights[name]), name
-
-
-def test_harmed_pixels_are_found_and_a_killed_run_goes_on(train: Train, tmp_path: Path) -> None:
-    done(train("clean"))
-    done(train("harmed", env={"HF_ROCM_TUNE_FAULT": "kind=zero,tensor=pixel_values,persist=0,count=2"}))
-    counts = report_of(tmp_path / "harmed")["batches"]
-    assert counts["mismatches"] == counts["recovered"] == 2
-    assert {row["tensor"] for row in report_of(tmp_path / "harmed")["incidents"]} == {"pixel_values"}
-    killed = train("killed", env={"HF_ROCM_TUNE_CRASH": "step=4,kind=kill"})
-    assert killed.code < 0
-    done(train("killed"))
-    clean = (tmp_path / "clean" / ADAPTER).read_bytes()
-    assert clean == (tmp_path / "harmed" / ADAPTER).read_bytes() == (tmp_path / "killed" / ADAPTER).read_bytes()
 
 
 def test_the_plan_says_that_pictures_are_not_counted(server: CommandServer, model: Path) -> None:

@@ -17,7 +17,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.models.placement import IN_PLACE, Coverage, attest, coverage, mark_loaded, place, tensors_of
+from hf_rocm_tune.models.placement import (
+    IN_PLACE,
+    Coverage,
+    attest,
+    coverage,
+    file_name,
+    mark_loaded,
+    place,
+    tensors_of,
+)
 from hf_rocm_tune.transfer import FaultSpec, TransferSettings, digest
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
@@ -126,8 +135,7 @@ def none_attested(model: Any, mover: Any) -> bool:
 @pytest.mark.parametrize("arch", ["llama3", "qwen3", "gpt2"])
 def test_weights_equal_to_their_files_are_attested(model_of: Any, mover: Any, arch: str, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_of(arch, shards=2), dtype=dtype)
-    equal, looked_at = attest(model, mover)
-    assert equal == looked_at == len(list(tensors_of(model)))
+    attest(model, mover)
     assert unexplained(model, mover) == set()
     assert mover.moved == []
 
@@ -141,21 +149,12 @@ def test_a_weight_that_was_changed_since_is_not_attested(model_of: Any, mover: A
     assert unexplained(model, mover) == {"model.layers.1.mlp.up_proj.weight"}
 
 
-def test_a_rotary_table_that_was_changed_since_is_not_attested(model_of: Any, mover: Any, flip: Any) -> None:
-    """No file holds it: it is compared with what the configuration gives."""
-    model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
-    flip(model.model.rotary_emb.inv_freq)
-    attest(model, mover)
-    assert unexplained(model, mover) == {"model.rotary_emb.inv_freq"}
-
-
 def test_a_model_with_an_adapter_is_attested_below_it(model_of: Any, mover: Any) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
-    known = len(list(tensors_of(base)))
+    below = {file_name(name) for name, _ in tensors_of(base)}
     model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    assert attest(model, mover)[0] == known
-    assert unexplained(model, mover)
-    assert all("lora_" in name for name in unexplained(model, mover))
+    attest(model, mover)
+    assert (left := unexplained(model, mover)) and not below & {file_name(name) for name in left}
 
 
 def test_tensors_without_files_are_digested_where_they_lie(model_of: Any, mover: Any) -> None:
@@ -182,9 +181,3 @@ def test_quantised_and_fused_weights_are_not_attested(model_of: Any, mover: Any,
     packed = [name for name, tensor in tensors_of(model) if tensor.dtype in (torch.uint8, torch.int8)]
     assert packed and set(packed) <= left
     assert "model.norm.weight" not in left
-
-
-def test_fused_experts_are_not_attested(model_of: Any, mover: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_of("qwen3_moe"))
-    attest(model, mover)
-    assert any("experts" in name for name in unexplained(model, mover))

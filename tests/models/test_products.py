@@ -21,6 +21,7 @@ loss.fit_to(card, compiled=False)
 assert head._addmm_fp32 is stock and not head._use_triton(card), "a card of another maker; Triton does not compile"
 assert head.TOKEN_CHUNK_SIZE == 1024
 torch.version.hip = "7.2.0"
+products._SHAPES = products._SHAPES[:1]
 measured = products.measure(card)
 assert set(measured) >= {"rocBLAS", products.ROUNDED} and all(rate > 0 for rate in measured.values()), measured
 

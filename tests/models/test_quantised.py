@@ -54,7 +54,7 @@ def evaluate(model: Any) -> None:
 
 def test_gradients_after_an_evaluation_equal_those_before_bit_for_bit(make_model: Any) -> None:
     model = make_model()
-    assert keep_trainable_on_cpu(model) > 0
+    keep_trainable_on_cpu(model)
     before = gradients(model)
     evaluate(model)
     after = gradients(model)

@@ -120,8 +120,10 @@ def test_optimizer_state_is_placed_with_its_parameter(trainer: Callable[..., Ver
         names = {id(parameter): name for name, parameter in made.model.named_parameters()}
         parameters = [each for group in made.optimizer.param_groups for each in group["params"]]
         for number, parameter in enumerate(parameters):
+            counted = mover.card_reports[SPLIT.card_of(names[id(parameter)])]
+            before = counted.to_dict()["optimizer"]["tensors"]
             moved = made.place_tensor(torch.ones(3), name=f"optimizer.state.{number}.exp_avg", stage="optimizer")
-            assert mover.cards[SPLIT.card_of(names[id(parameter)])].provenance(moved) == "transferred"
+            assert mover.provenance(moved) == "transferred" and counted.to_dict()["optimizer"]["tensors"] == before + 1
 
 
 def test_a_model_on_two_accelerators_is_neither_moved_nor_replicated(trainer: Callable[..., VerifiedPlain]) -> None:

@@ -51,7 +51,7 @@ def main() -> None:
     seen["threads"] = contexts()
     local = torch.randn(5000, device=CARD)
     averaging = HostAveraging(mover, SyncSettings())
-    average = averaging.begin(local, name="bucket", number=0, is_last=True).wait()
+    average = averaging.begin(local, name="bucket", number=0).wait()
     assert torch.equal(average.cpu(), local.cpu()), averaging.failure(0)
     averaging.check()
     seen["averaging"] = contexts()
