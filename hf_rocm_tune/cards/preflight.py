@@ -28,8 +28,6 @@ Verdict = Literal["right", "wrong", "hung", "died", "untried"]
 """``untried``: a child was still importing torch at the deadline, or ended with an exception that does not come from a
 device (a broken installation, no memory): no statement about the cards."""
 FAILED: frozenset[Verdict] = frozenset({"wrong", "hung", "died"})
-Way = Literal["rccl", "rccl_without_p2p", "gloo"]
-"""How ranks sum: over RCCL (or NCCL) as the environment has it, with NCCL_P2P_DISABLE=1, or over gloo."""
 
 DEVICE_ERRORS = ("RuntimeError", "AcceleratorError", "CorruptionError", "Dist")
 """Prefixes of the names of exceptions that a device, its driver or RCCL causes."""
@@ -60,21 +58,21 @@ class Trial:
         return "wrong" if any((outcome.result or {}).get("wrong") for outcome in self.outcomes) else "right"
 
     @property
-    def telling_rank(self) -> int:
+    def _telling(self) -> tuple[int, Outcome]:
         """The child with the most informative outcome: the first to die, by a signal rather than a lost connection."""
 
-        def rank(child: int) -> tuple[int, bool, float]:
-            each = self.outcomes[child]
+        def rank(child: tuple[int, Outcome]) -> tuple[int, bool, float]:
+            each = child[1]
             if each.status in ("died", "garbage"):
                 return 0, bool(each.error), each.seconds
             return 1 if each.status == "timeout" else 2 if (each.result or {}).get("wrong") else 3, False, 0.0
 
-        return min(range(len(self.outcomes)), key=rank)
+        return min(enumerate(self.outcomes), key=rank)
 
     @property
     def reason(self) -> str:
-        telling, several = self.outcomes[self.telling_rank], len(self.outcomes) > 1
-        who = f"rank {self.telling_rank}" if several else "the trial"
+        (number, telling), several = self._telling, len(self.outcomes) > 1
+        who = f"rank {number}" if several else "the trial"
         if telling.result is None:
             return f"{self.subject}: {who} {telling.how}"
         wrong, cases = telling.result["wrong"], telling.result["cases"]
@@ -85,7 +83,7 @@ class Trial:
 
     def told(self) -> str:
         """The outcome, the first wrong bytes if any, and the time of the slowest child, including imports."""
-        problems, instead = (self.outcomes[self.telling_rank].result or {}).get("problems"), ""
+        problems, instead = (self._telling[1].result or {}).get("problems"), ""
         if problems and (damage := problems[0].get("damage")):
             instead = (
                 f"; {damage['wrong']:,} of {damage['nbytes']:,} bytes ({damage['kind']}) from offset "
@@ -112,35 +110,33 @@ def try_pair(
 
 
 def try_all_reduce(
-    devices: Sequence[Mapping[str, Any]],
-    way: Way,
-    *,
-    deadline_s: float,
-    largest: int = (64 << 20),
-    repeats: int = 5,
-    fault: PreflightFault | None = None,
+    devices: Sequence[Mapping[str, Any]], way: SyncWay, *, deadline_s: float, fault: PreflightFault | None = None
 ) -> Trial:
+    """Sum over one rank per device, each rank in a new process."""
     # One thread per process, as torchrun sets it; RCCL's own warnings, such as those on the IOMMU, are evidence.
     ours = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN"}
     variables = {name: value for name, value in ours.items() if name not in os.environ}
-    if way == "rccl_without_p2p":
+    if way == "ddp_without_p2p":
         variables[P2P_VARIABLE] = "1"
+    on_cards = any(device["device"] != "cpu" for device in devices)
+    backend = "nccl" if on_cards and way != "host" else "gloo"
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-ranks-", ignore_cleanup_errors=True) as folder:
         shared = {
             "world": len(devices),
-            "backend": "gloo" if way == "gloo" else "nccl",
+            "backend": backend,
             "store": str(Path(folder) / "store"),
             "timeout_s": 2 * deadline_s,  # the parent kills the children before, and knows their last step
-            "largest": largest,
-            "repeats": repeats,
+            "largest": _LARGEST if on_cards else _LARGEST_ON_CPU,
+            "repeats": _REPEATS,
         }
         requests = [{**device, **shared, "rank": rank} for rank, device in enumerate(devices)]
-        if fault is not None:  # an ending comes after something was tried
+        if fault is not None and fault.trial == way:  # an ending comes after something was tried
             victim = requests[-1 if fault.rank is None else fault.rank]
             victim["fault"] = {"kind": fault.kind, "where": "summing"}
         tasks = [Task(module=_MODULE, request=each, environ=variables) for each in requests]
         found = run_together(tasks, deadline_s=deadline_s)
-    return Trial(subject=f"all-reduce over {way}", what="sums", outcomes=tuple(found))
+    over = {"gloo": "gloo", "nccl": "RCCL"}[backend] + " without peer copies" * (way == "ddp_without_p2p")
+    return Trial(subject=f"all-reduce over {over}", what="sums", outcomes=tuple(found))
 
 
 def _measure(request: dict[str, Any]) -> dict[str, Any]:
@@ -312,20 +308,19 @@ def try_machine(
     """Try the cards of this machine and choose how to average. Imports no torch."""
     if len(devices) < 2:
         return _unknown(asked, "one rank on this machine: no pair to try")
-    on_cards = any(device["device"] != "cpu" for device in devices)
-    over: dict[SyncWay, Way] = {"host": "gloo"} if on_cards or asked == "host" else {"ddp": "gloo", "host": "gloo"}
-    if on_cards and asked != "host":
-        over["ddp"] = "rccl"
+    ways: list[SyncWay] = ["host"]
+    if asked != "host" and any(device["device"] != "cpu" for device in devices):
+        ways.append("ddp")
         if not environ.get(P2P_VARIABLE, "").strip():  # else the user has decided
-            over["ddp_without_p2p"] = "rccl_without_p2p"
-    more: dict[str, Any] = {"largest": _LARGEST if on_cards else _LARGEST_ON_CPU, "repeats": _REPEATS}
+            ways.append("ddp_without_p2p")
+    elif asked != "host":
+        ways.insert(0, "ddp")  # over gloo, too
     ends_at = time.monotonic() + limit_s
     sums: dict[SyncWay, Trial] = {}
-    for left, (way, backend) in zip(range(len(over), 0, -1), over.items(), strict=True):
+    for left, way in zip(range(len(ways), 0, -1), ways, strict=True):
         deadline_s = (ends_at - time.monotonic()) / left - _KILLING_S  # leaves time for those that may have to follow
         if deadline_s >= _SHORTEST_S:
-            injected = fault if fault is not None and fault.trial == way else None
-            sums[way] = try_all_reduce(devices, backend, deadline_s=deadline_s, fault=injected, **more)
+            sums[way] = try_all_reduce(devices, way, deadline_s=deadline_s, fault=fault)
             if (sums[way].verdict in FAILED) == (way == "host"):
                 break  # nothing works without gloo; and what was not shown to fail needs no other way
     return choose(sums, asked)

@@ -9,7 +9,6 @@ give wrong sums: each rank contributes small whole numbers, whose sums are exact
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_rocm_tune.machine.child import device_of, step
-from hf_rocm_tune.transfer import gb_per_s
 from hf_rocm_tune.transfer.damage import (
     PIECE_WORDS,
     POISON,
@@ -186,19 +184,14 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
     limit = timedelta(seconds=request["timeout_s"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     problems: list[dict[str, Any]] = []
-    rates: list[float] = []
-    cases, repeated_bytes = 0, 0
+    cases = 0
     for cases, (case, count, dtype) in enumerate(_sums_to_try(request["largest"], request["repeats"]), 1):
         words = f"{case} over {backend}"
         step(f"summing {words}")
         summed = _numbers(cases, rank, count, dtype, world, device)
         wait_for(summed)
-        began = time.perf_counter()
         dist.all_reduce(summed)
         wait_for(summed)
-        if words.startswith("repeat"):
-            repeated_bytes = summed.nbytes
-            rates.append(gb_per_s(summed.nbytes, time.perf_counter() - began))
         if request.get("fault"):
             summed[summed.numel() // 2] += 1
         right = torch.zeros_like(summed)
@@ -209,9 +202,7 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
     step(f"leaving the process group over {backend}")
     dist.barrier()
     dist.destroy_process_group()
-    rate = sorted(rates)[len(rates) // 2] if rates else None
-    found = {"cases": cases, "wrong": len(problems), "problems": problems[:_KEPT]}
-    return found | {"repeated_bytes": repeated_bytes, "gb_per_s": rate}
+    return {"cases": cases, "wrong": len(problems), "problems": problems[:_KEPT]}
 
 
 def _sums_to_try(largest: int, repeats: int) -> Iterator[tuple[str, int, torch.dtype]]:

@@ -91,9 +91,9 @@ def test_ways_are_tried_in_turn_and_the_fastest_that_was_shown_to_work_is_taken(
     way: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = scripted(monkeypatch, {"gloo": gloo, "rccl": rccl, "rccl_without_p2p": without})
+    told = scripted(monkeypatch, {"host": gloo, "ddp": rccl, "ddp_without_p2p": without})
     chosen = try_machine(CARDS, environ=environ)
-    assert (chosen.way, told) == (way, ["gloo", "rccl", "rccl_without_p2p"][:tried])
+    assert (chosen.way, told) == (way, ["host", "ddp", "ddp_without_p2p"][:tried])
     assert chosen.shown == (way != "one_card") and len(chosen.evidence) == tried
     assert "\n" not in chosen.reason
 
@@ -105,10 +105,10 @@ def test_ways_are_tried_in_turn_and_the_fastest_that_was_shown_to_work_is_taken(
 def test_on_the_cpu_and_where_the_host_is_asked_for_only_gloo_is_tried(
     asked: Any, gloo: Verdict, way: str, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = scripted(monkeypatch, {"gloo": gloo})
+    told = scripted(monkeypatch, {"ddp": gloo, "host": gloo})
     devices = CARDS if asked == "host" else [{"device": "cpu", "address": None}] * 2
     chosen = try_machine(devices, asked=asked, environ={})
-    assert (chosen.way, chosen.shown, told) == (way, shown, ["gloo"])
+    assert (chosen.way, chosen.shown, told) == (way, shown, [way])
 
 
 def test_where_nothing_could_be_tried_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
