@@ -98,17 +98,13 @@ class HostAveraging:
         averages_group()  # created here, on every rank, not in the middle of a step
         self._fetcher: Fetcher | None = None
         self._worker: _Worker | None = None
-        self._failures: dict[int, str] = {}
+        self.failures: dict[int, str] = {}  # of this step on this rank, by the number of the bucket
         self._error: BaseException | None = None
         self.between = self.crossed = 0  # bytes given to collectives; copied to the host and back
 
     def step_begins(self) -> None:
-        self._failures.clear()
+        self.failures.clear()
         self._error = None
-
-    def failure(self, number: int) -> str | None:
-        """The error of a bucket of this step on this rank, after backward; None without one."""
-        return self._failures.get(number)
 
     def check(self) -> None:
         """Called after backward, before averages are used."""
@@ -133,16 +129,16 @@ class HostAveraging:
             try:
                 fetched.settle()
             except CorruptionError as failure:
-                self._failures[number] = str(failure)
+                self.failures[number] = str(failure)
             group, host = averages_group(), fetched.host
             summed = host.to(self._settings.wire_dtype(host.dtype)).div_(group.size())
             self.between += summed.nbytes
             self.crossed += host.nbytes + summed.nbytes
             dist.all_reduce(summed, group=group)
-            if number not in self._failures and self._error is None:
+            if number not in self.failures and self._error is None:
                 average = self._mover.move(summed, name=f"{name} to device", stage=STAGE).to(local.dtype)
         except CorruptionError:  # the mover has reported the incident
-            self._failures[number] = f"the average could not be copied back to {self._mover.device}"
+            self.failures[number] = f"the average could not be copied back to {self._mover.device}"
         except BaseException as error:  # `check` raises it where it can end the run: this thread must continue
             self._error = self._error or error
         fetched.release()

@@ -141,7 +141,7 @@ class AverageJudge:
         host = self.through_host
         host.step_begins()
         average = host.begin(record.sent, name=record.name, number=record.number).wait()
-        failure = host.failure(record.number)
+        failure = host.failures.get(record.number)
         try:
             host.check()
         except RuntimeError as error:
@@ -291,8 +291,7 @@ class GradientCheck:
         if self._short_of_memory:
             raise torch.OutOfMemoryError("no memory for a copy of the gradients to be averaged")
         if self._pending:
-            failed = [self._host.failure(bucket.number) is not None for bucket in self._pending]
-            self._packed = packed(self._pending, failed)
+            self._packed = packed(self._pending, [bucket.number in self._host.failures for bucket in self._pending])
 
     def settle(self, *, step: int) -> None:
         """Check the averages of this step and compute wrong ones again. Collective; afterwards they may be used."""

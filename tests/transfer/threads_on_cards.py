@@ -52,7 +52,7 @@ def main() -> None:
     local = torch.randn(5000, device=CARD)
     averaging = HostAveraging(mover, SyncSettings())
     average = averaging.begin(local, name="bucket", number=0).wait()
-    assert torch.equal(average.cpu(), local.cpu()), averaging.failure(0)
+    assert torch.equal(average.cpu(), local.cpu()), averaging.failures
     averaging.check()
     seen["averaging"] = contexts()
     assert not wrong, wrong
