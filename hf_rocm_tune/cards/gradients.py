@@ -208,15 +208,11 @@ class GradientCheck:
         self._group = None if settings.way == "host" else GroupAveraging(model, settings)
         self._copies = self._group is not None or model.gradient_as_bucket_view  # else buckets keep what was sent
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        self._pending: list[Average] = []
+        self.pending: list[Average] = []
         self._packed: Tensor | None = None
         self._short_of_memory = False
         self._backwards = self._recorded = 0
         model.register_comm_hook(self, _record_and_average)
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._pending)
 
     def describe(self) -> dict[str, Any]:
         steps, averaging = max(self._backwards, 1), self._group or self._host
@@ -233,7 +229,7 @@ class GradientCheck:
 
     def before_averaging(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._pending.clear()  # another backward of the same step: its average includes the earlier one
+            self.pending.clear()  # another backward of the same step: its average includes the earlier one
             self._packed, self._short_of_memory = None, False
             self._host.step_begins()
             self._backwards += 1
@@ -280,7 +276,7 @@ class GradientCheck:
             write=partial(_write, parameters),
             row={"tensor": where, "bucket": index, "length": sent.nbytes},
         )
-        self._pending.append(record)
+        self.pending.append(record)
 
     def collect(self) -> None:
         """Collect this rank's evidence on the averages of this step. Not collective.
@@ -290,22 +286,22 @@ class GradientCheck:
         self._host.check()
         if self._short_of_memory:
             raise torch.OutOfMemoryError("no memory for a copy of the gradients to be averaged")
-        if self._pending:
-            self._packed = packed(self._pending, [bucket.number in self._host.failures for bucket in self._pending])
+        if self.pending:
+            self._packed = packed(self.pending, [bucket.number in self._host.failures for bucket in self.pending])
 
     def settle(self, *, step: int) -> None:
         """Check the averages of this step and compute wrong ones again. Collective; afterwards they may be used."""
         if not self.judging:
             self.collect()
             return
-        if not (self._pending or self._short_of_memory):
+        if not (self.pending or self._short_of_memory):
             raise SeamError(
                 "cannot verify: DistributedDataParallel averaged no gradients in a step that ends with the optimizer; "
                 "use the library versions that this package was tested with, or report the trainer that does this"
             )
         if self._packed is None:
             self.collect()
-        buckets, self._pending = self._pending, []
+        buckets, self.pending = self.pending, []
         mine, self._packed = self._packed, None
         assert mine is not None
         self._mover.report.count(STAGE, buckets=len(buckets))
