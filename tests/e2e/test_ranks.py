@@ -41,7 +41,12 @@ COMPARED = ("loss", "learning_rate", "num_tokens", "eval_loss", "epoch")
 @pytest.fixture(scope="module")
 def job(make_job: MakeJob) -> Job:
     sizes = {"max_steps": STEPS, "save_steps": STEPS // 2, "eval_strategy": "steps", "eval_steps": STEPS // 2}
-    sizes |= {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 1, "lora_dropout": 0.0}
+    sizes |= {
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": 1,
+        "lora_dropout": 0.0,
+        "sentinel_every": 8,
+    }
     return make_job("ranks", train=2 * BATCH * STEPS, test=EVAL_ROWS, **sizes)
 
 
