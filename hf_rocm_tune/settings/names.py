@@ -194,26 +194,23 @@ def _check_values(method: Method, given: Mapping[str, Any]) -> None:
 def _require_on_hub(model: str, revision: str | None) -> None:
     """Refuses a model of which not even the configuration can be had. Other answers of the Hub are for the loader."""
     from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import logging
 
+    said = {  # by type: a gated model is one of the first as well
+        RepositoryNotFoundError: "the Hub has no model of this name, or none that your token may read",
+        LocalEntryNotFoundError: "the Hub cannot be reached, and the model is not in its cache",
+    }
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
         hf_hub_download(model, "config.json", revision=revision, local_files_only=offline)
-        return
-    except GatedRepoError:
-        return
-    except RepositoryNotFoundError:
-        what = "the Hub has no model of this name, or none that your token may read"
-    except LocalEntryNotFoundError:
-        what = "the Hub cannot be reached, and the model is not in its cache"
-    except (HfHubHTTPError, OSError, ValueError):
-        return
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        if what := said.get(type(error)):
+            raise UsageError(f"model {model}: {what}; {HUB_FIX}") from error
     finally:
         logging.set_verbosity(verbosity)
-    raise UsageError(f"model {model}: {what}; {HUB_FIX}")
 
 
 def _first_row(file: Path, split: str) -> dict[str, Any] | None:
