@@ -96,8 +96,7 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
                    read=[filters] if filters else ())  # fmt: skip
         return
     seen = ", ".join(f"{one.name} ({one.arch}, {one.total_bytes / (1 << 30):.1f} GiB)" for one in software.devices)
-    rocm = f"ROCm {software.torch_rocm_version}, " if software.torch_rocm_version else ""
-    text = f"a ROCm build ({rocm}HIP {software.hip_version}); it sees {seen}"
+    text = f"a ROCm build (HIP {software.hip_version}); it sees {seen}"
     yield ok("torch_rocm", f"torch {version}", text, "pytorch hip.rst")
     known = [gpu for _, gpu in evidence.joined if gpu is not None]
     cards = [gpu for gpu in known if gpu in evidence.cards]

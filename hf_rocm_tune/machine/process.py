@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import socket
@@ -120,20 +121,15 @@ def enact(choice: CardChoice, environ: MutableMapping[str, str]) -> None:
 
 def visible_nodes(nodes: Sequence[GpuNode], environ: Mapping[str, str]) -> tuple[GpuNode, ...] | None:
     """The nodes that pass the filters, in HIP's order; None if one is empty or has other entries than indices."""
-    hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES")
-    seen = list(nodes)
-    for listed in (environ.get("ROCR_VISIBLE_DEVICES"), hip or None):
-        if listed is None:
-            continue
-        kept: list[GpuNode] = []
-        for entry in (part.strip() for part in listed.split(",")):
-            if not re.fullmatch(r"-?[0-9]{1,9}", entry):
-                return None
-            if not 0 <= int(entry) < len(seen):  # an invalid index ends the list, in HIP and in CUDA
-                break
-            kept.append(seen[int(entry)])
-        seen = kept
-    return tuple(seen)
+    hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES") or None
+    seen = tuple(nodes)
+    for listed in (one for one in (environ.get("ROCR_VISIBLE_DEVICES"), hip) if one is not None):
+        if not re.fullmatch(r"\s*-?[0-9]{1,9}\s*(,\s*-?[0-9]{1,9}\s*)*", listed):
+            return None
+        # An invalid index ends the list, in HIP and in CUDA.
+        valid = itertools.takewhile(range(len(seen)).__contains__, map(int, listed.split(",")))
+        seen = tuple(seen[index] for index in valid)
+    return seen
 
 
 def visible_archs(topology: Topology, environ: Mapping[str, str]) -> tuple[tuple[str, ...] | None, str]:

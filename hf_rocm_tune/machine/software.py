@@ -53,7 +53,6 @@ class Software:
 
     torch_version: str | None = None  # with its local part: 2.13.0+rocm7.2
     hip_version: str | None = None  # None where torch is no ROCm build
-    torch_rocm_version: str | None = None  # older builds do not have it
     cuda_version: str | None = None
     arch_list: tuple[str, ...] | None = None  # of torch's kernels; empty for a CPU build
     devices: tuple[TorchDevice, ...] | None = None
@@ -82,7 +81,6 @@ def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -
     return Software(
         torch_version=known["torch_version"],
         hip_version=stated.get("hip"),
-        torch_rocm_version=stated.get("rocm"),
         cuda_version=stated.get("cuda"),
         arch_list=None if known["arch_list"] is None else tuple(known["arch_list"]),
         devices=None if known["devices"] is None else tuple(TorchDevice(**one) for one in known["devices"]),
@@ -150,8 +148,7 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     build = torch.version
-    versions = {"__version__": str(torch.__version__), "hip": build.hip, "rocm": getattr(build, "rocm", None)}
-    versions["cuda"] = build.cuda
+    versions = {"__version__": str(torch.__version__), "hip": build.hip, "cuda": build.cuda}
     found: dict[str, Any] = {"versions": versions, "arch_list": torch.cuda.get_arch_list()}
     step("asking torch for its devices")
     try:

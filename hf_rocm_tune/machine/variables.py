@@ -51,14 +51,14 @@ def package_directory(package: str) -> Path | None:
 
 
 def read_torch_file() -> tuple[dict[str, str | None], str]:
-    """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``rocm``, ``cuda``; or nothing, and why."""
+    """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``cuda``; or nothing, and why."""
     if (directory := package_directory("torch")) is None:
         return {}, "torch is not installed"
     try:
         text = (directory / "version.py").read_text("utf-8", errors="replace")
     except OSError as error:
         return {}, f"torch/version.py: {error.strerror}"
-    stated = re.findall(r"^(__version__|hip|rocm|cuda)\b[^=\n]*(?:=\s*['\"]([^'\"]+)['\"])?", text, re.MULTILINE)
+    stated = re.findall(r"^(__version__|hip|cuda)\b[^=\n]*(?:=\s*['\"]([^'\"]+)['\"])?", text, re.MULTILINE)
     found = {name: value or None for name, value in stated}
     return (found, "") if found.get("__version__") else ({}, "torch/version.py has another form than expected")
 
