@@ -39,7 +39,7 @@ ENTRIES = frozenset(get_args(Method))
 DEATHS_TO_SKIP, DEATHS_TO_STOP, EXCEPTIONS_TO_STOP = 2, 4, 2
 
 _PACKAGE = "hf_rocm_tune"
-_LOOK_SECONDS, _LONGEST_LOOK_SECONDS, _SAME_PRESS_SECONDS = 0.2, 1.0, 1.0
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.2, 1.0
 _KILL_SECONDS = 30.0
 """How long SIGKILL may take: the kernel first releases the process's resources."""
 _LONGEST_WAIT_SECONDS = 300.0
@@ -366,14 +366,10 @@ def _asked_to_end() -> Iterator[list[int]]:
     """The signals to the supervisor within the block: the first one and further Ctrl-Cs. Of these the first two are
     passed on, the third kills."""
     asked: list[int] = []
-    last = -_SAME_PRESS_SECONDS
 
     def hear(number: int, _frame: FrameType | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if not asked or (number == signal.SIGINT and now - last > _SAME_PRESS_SECONDS):
+        if not asked or number == signal.SIGINT:
             asked.append(number)
-            last = now
 
     with handling(ENDING_SIGNALS, hear):
         yield asked

@@ -164,10 +164,7 @@ def _until(happened: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-LONG = [pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGINT, signal.SIGTERM)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, *LONG])
+@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_is_passed_on_once_and_the_checkpoint_is_waited_for(place: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         supervisor(*words(place, {"step": 3, "end": "wait"})), stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -192,7 +189,7 @@ def test_the_third_ctrl_c_ends_a_job_that_does_not_react(place: Path) -> None:
     _until((place / "ready").exists)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
-        time.sleep(1.2)
+        time.sleep(0.5)
         assert process.poll() is None
     assert json.loads((place / "heard").read_text()) == [signal.SIGINT] * 2
     process.send_signal(signal.SIGINT)

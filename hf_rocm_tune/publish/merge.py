@@ -68,8 +68,8 @@ def merge(
     out = out.resolve()
     if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
-    for line in clean_leftovers(out.parent) if os.path.isdir(out.parent) else ():
-        say(f"{line} (left by a killed process)")
+    if os.path.isdir(out.parent):
+        clean_leftovers(out.parent)
     adapter = open_adapter(adapter_name)
     say(adapter.described)
     named = base_of(adapter, base_name)

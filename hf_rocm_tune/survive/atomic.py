@@ -123,12 +123,11 @@ def read_plain(path: Path) -> bytes:
         return file.read()
 
 
-def clean_leftovers(parent: Path) -> list[str]:
+def clean_leftovers(parent: Path) -> None:
     """Remove what killed processes left in ``parent``, and restore a directory that was being replaced.
 
     Names of live writers and all other names are kept.
     """
-    done = []
     for path in sorted(parent.iterdir()):
         match = _LEFTOVER.match(path.name)
         if match is None or is_alive(int(match["pid"]), int(match["start"])):
@@ -136,11 +135,10 @@ def clean_leftovers(parent: Path) -> list[str]:
         final = parent / match["final"]
         if match["kind"] == "_replaced" and not final.exists():
             path.rename(final)
-            done.append(f"{path.name}: restored as {final.name}")
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            done.append(f"{path.name}: removed")
-    return done
+            path.unlink(missing_ok=True)
 
 
 def flush_tree(directory: Path) -> None:

@@ -330,8 +330,8 @@ class _Start:
         value = str(resume or False).strip().lower()
         self._newest_wanted = value in ("true", "yes", "1")
         self._named = None if self._newest_wanted or value in ("false", "no", "0", "") else Path(str(resume))
-        left = clean_leftovers(directory)
-        self._notes = [f"{directory}: {line} (left by a process that was killed)" for line in left]
+        self._notes: list[str] = []
+        clean_leftovers(directory)
 
     def decide(self, overwrite: bool, restarted: bool) -> StartPlan:
         directory, record = self._directory, read_record(self._directory)
