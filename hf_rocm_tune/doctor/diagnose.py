@@ -31,6 +31,7 @@ MEASURED = (
     Check("round_trip", "transfers", "copies to the card and back, by size, dtype and kind, cold and warm",
           measure="transfers.round_trip", deadline_s=300, options={"largest": 64 * _MIB, "repeats": 20},
           full={"largest": 256 * _MIB, "repeats": 100}, again={"HSA_ENABLE_SDMA": "0"}),
+    Check("casts", "transfers", "casts on the card, compared with the CPU", measure="transfers.casts"),
     Check("bandwidth", "transfers", "speed of page-locked copies, compared with the rate of the link",
           measure="transfers.bandwidth", options={"mib": 256}),
     # 144: the cycle in which the RX 7900 XT of ROCm/ROCm#6603 failed

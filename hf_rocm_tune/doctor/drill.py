@@ -4,7 +4,7 @@ they are detected.
 The transfers use the same mover, ring, digests and ladder as a run; faults are injected into copies, at the backend.
 What arrived is compared byte by byte, in memory that was poisoned before: allocators reuse memory, so memory that was
 never written may hold the correct bytes of an earlier transfer. Not covered: the libraries above the mover (real runs
-under ``HF_ROCM_TUNE_FAULT``), speed (``benchmarks/transfer.py``), memory at rest (``doctor``).
+under ``HF_ROCM_TUNE_FAULT``), speed (``benchmarks/transfer.py``), casts and memory at rest (``doctor``).
 """
 
 from __future__ import annotations

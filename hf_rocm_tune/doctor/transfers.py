@@ -1,5 +1,6 @@
-"""Measured transfers and memory of one card: copies to it and back, the rate of the link, and memory that must not
-change while other memory is allocated and freed. Casts of weights are compared by every run, see `Mover`."""
+"""Measured transfers and memory of one card: copies to it and back, casts, the rate of the link, and memory that must
+not change while other memory is allocated and freed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from hf_rocm_tune.doctor.links import LinkRate
 from hf_rocm_tune.machine.child import device_of, step
 from hf_rocm_tune.machine.gpus import read_upward
 from hf_rocm_tune.machine.sysfs import Files
-from hf_rocm_tune.transfer import digest, gb_per_s
+from hf_rocm_tune.transfer import Mover, digest, gb_per_s
 from hf_rocm_tune.transfer.damage import (
     POISON,
     Copies,
@@ -201,6 +202,62 @@ class _RoundTrip:
 
 def _typed(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     return typed_view(buffer, 0, dtype, (buffer.numel() // dtype.itemsize,))
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+_VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda tensor: tensor,
+    lambda tensor: tensor[1:-2],
+    lambda tensor: tensor[: tensor.numel() // 7 * 7].view(7, -1).t(),
+)
+
+
+def casts(request: Mapping[str, Any]) -> list[Finding]:
+    """Casts on the device, as of weights after they were verified, compared with those of the CPU, bit for bit.
+
+    Every 16-bit pattern is cast, and float32 with every exponent and sign. NaN are equal whatever their payload, which
+    differs between processors. Not covered: copies that cast on their way, which this package never makes.
+    """
+    device, name = device_of(request), request["device"]
+    elements, wrong, example = 0, 0, ""
+    with Mover(device) as mover:
+        for source, target in itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2):
+            step(f"casting {source} to {target} on {device}")
+            values = _all_values(source)
+            arrived = mover.move(values, name=f"{source} values")
+            for view in _VIEWS:
+                found, expected = cast(view(arrived), target).cpu(), view(values).to(target)
+                bits = torch.int32 if target is torch.float32 else torch.int16
+                same = found.contiguous().view(bits) == expected.contiguous().view(bits)
+                differs = ~(same | (found.isnan() & expected.isnan()))
+                elements, wrong = elements + expected.numel(), wrong + int(differs.sum())
+                if not example and bool(differs.any()):
+                    example = (
+                        f"{source} to {target}: {float(found[differs][0])} instead of {float(expected[differs][0])}"
+                    )
+    read, issues = [f"{elements:,} elements cast, {wrong:,} differ"], "pytorch#16448; torch Copy.cu"
+    if not wrong:
+        text = f"between float32, bfloat16 and float16 on {name}, as on the CPU"
+        return [ok("casts_right", "casts", text, issues, subject=name, read=read)]
+    return [fail("casts_wrong", "A cast on the card differs from the CPU's",
+                 f"a cast between float32, bfloat16 and float16 on {name} is wrong",
+                 "use another torch build, and report it: no such fault of gfx1100 is known", issues, name,
+                 [*read, f"the first: {example}"])]  # fmt: skip
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype)
+
+
+def _all_values(dtype: torch.dtype) -> Tensor:
+    """Every 16-bit pattern, for float32 as the upper half, with lower halves that decide the rounding and others."""
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    if dtype is not torch.float32:
+        return bits.to(torch.int16).view(dtype)
+    lower = torch.randint(0, 1 << 16, (4, 1 << 16), generator=torch.Generator().manual_seed(0)).int()
+    edges = torch.tensor([[0], [0x7FFF], [0x8000], [0x8001]], dtype=torch.int32).expand(4, 1 << 16)
+    return (bits << 16 | torch.cat((lower, edges))).flatten().view(dtype)
 
 
 # ---- the rate of the link --------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from tests.doctor.together import together
 LATE = 240.0
 SMALL: dict[str, dict[str, Any]] = {
     "round_trip": {"largest": 65_536, "repeats": 4},
+    "casts": {},
     "bandwidth": {"mib": 1},
     "canaries": {"cycles": 3, "seconds": 60},
     "gemm": {"seconds": 0.01},
@@ -198,6 +199,20 @@ def test_what_is_no_constant_fault_of_the_way_is_told_apart(
     monkeypatch.setattr(transfers, "Copies", lambda: Scripted(harm))
     (finding,) = found("round_trip")
     assert finding.row == f"round_trip_{row}"
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_wrong_cast_is_found(strided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding that cuts instead, as of a kernel that looks at the upper half alone; where ``strided``, of a view."""
+
+    def cut(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if (tensor.dtype, dtype) != (torch.float32, torch.bfloat16) or strided is tensor.is_contiguous():
+            return tensor.to(dtype)
+        return tensor.contiguous().view(torch.bfloat16).view(*tensor.shape, 2)[..., 1]
+
+    monkeypatch.setattr(transfers, "cast", cut)
+    (finding,) = found("casts")
+    assert finding.row == "casts_wrong" and "torch.float32 to torch.bfloat16" in finding.read[1]
 
 
 @pytest.mark.parametrize(("kind", "words"), [("zeros", "100 % zeros"), ("flip", "100 % differ in one bit")])
