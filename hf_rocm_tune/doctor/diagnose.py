@@ -43,7 +43,7 @@ MEASURED = (
           full={"largest": 1024 * _MIB, "repeats": 100}),
     Check("all_reduce", "pairs", "sums over all cards by RCCL, and alternatives if it fails",
           measure="pairs.all_reduce", deadline_s=120, needs_cards=2),
-    Check("gemm", "compute", "a matrix product repeated, bit for bit, and its speed",
+    Check("gemm", "compute", "a matrix product repeated under load, bit for bit, and its speed",
           measure="arithmetic.gemm", deadline_s=900, options={"seconds": 0.4}, full={"seconds": 30}),
     Check("model", "compute", "a small model forward and backward, plain, padded and packed, compared with float64",
           measure="arithmetic.model"),

@@ -16,6 +16,7 @@ from hf_rocm_tune.machine.variables import (
     Decision,
     MachineFacts,
     announce,
+    covers,
     evaluate,
     explain,
     read_facts,
@@ -109,6 +110,12 @@ def test_an_error_is_none_without_rocm_and_softer_where_something_is_not_known(n
     (decision,) = evaluate({name: value}, NO_TORCH)
     assert decision.action == "warn" and "uncertain" in decision.reason and "torch is gone" in decision.reason
     assert "no kernel files" in explain([decision])
+
+
+def test_a_recipe_may_set_real_names_and_nothing_that_loads_code() -> None:
+    real = ("NCCL_DEBUG", "OMP_NUM_THREADS", "HSA_ENABLE_SDMA", "HIP_VISIBLE_DEVICES")
+    assert all(map(covers, real))
+    assert not any(map(covers, ("LD_PRELOAD", "NCCL_NET_PLUGIN", "HSA_TOOLS_LIB", "PYTHONPATH", "NCCL", "")))
 
 
 def said(capsys: pytest.CaptureFixture[str], environ: dict[str, str]) -> list[str]:
