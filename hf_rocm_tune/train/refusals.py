@@ -127,20 +127,6 @@ def check_rows(trainer: Trainer) -> None:
                 f"no {split} row is left: within --max_length {getattr(args, 'max_length', None)} none has a token to "
                 "learn from; give a larger one, or other rows"
             )
-    found, batch = trainer.train_dataset, args.per_device_train_batch_size
-    answers = getattr(args, "num_generations", 1)  # GRPO's batches count those
-    if args.dataloader_drop_last and isinstance(found, Sized) and len(found) * answers < batch:
-        raise UsageError(
-            f"--dataloader_drop_last: {len(found)} rows make no batch of {batch}: give a smaller "
-            "--per_device_train_batch_size, or leave it out"
-        )
-
-
-def check_fused_head(model: Any) -> None:
-    """Refuse PEFT's CPT in TRL's SFTTrainer: its loss needs the logits, which TRL's fused head does not compute."""
-    if any(each.peft_type == "CPT" for each in getattr(model, "peft_config", {}).values()):
-        fix = "train it with VerifiedTransferMixin in front of transformers' Trainer, or choose another method"
-        raise UsageError(f"PEFT's CPT computes its loss from the logits, which TRL's SFTTrainer does not build: {fix}")
 
 
 def check_compiled(args: TrainingArguments) -> None:

@@ -63,7 +63,6 @@ from hf_rocm_tune.train.oom import OutOfMemoryRecovery, evaluated
 from hf_rocm_tune.train.refusals import (
     OptimizerTablesCallback,
     as_usage_errors,
-    check_fused_head,
     new_mover,
     own_arguments,
     with_offloads,
@@ -207,8 +206,6 @@ class VerifiedTransferMixin(_Base):
         # `redirected`: PEFT moves new adapters to the device itself.
         with verified_loading(self.mover), redirected(self.mover, stage="adapter"):
             super().__init__(*arguments, **keywords)
-        if isinstance(self, SFTTrainer):
-            check_fused_head(self.model)
         self.way.connect(self, one_by_one=step_faults is not None)
         self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
