@@ -26,6 +26,7 @@ _PAGES = {
     "rocr flag.h": f"{_SYSTEMS}rocr-runtime/runtime/hsa-runtime/core/util/flag.h",
     "pytorch hip.rst": "https://docs.pytorch.org/docs/stable/notes/hip.html",
     "torch CUDAAllocatorConfig.h": "https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDAAllocatorConfig.h",
+    "torch Copy.cu": "https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/Copy.cu",
     "PyTorch: previous versions": "https://pytorch.org/get-started/previous-versions/",
     "PyTorch README: Docker image": "https://github.com/pytorch/pytorch#docker-image",
     "unsloth install.sh": "https://github.com/unslothai/unsloth/blob/main/install.sh",
