@@ -11,17 +11,15 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
-from dataclasses import fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import TuneError, UsageError, checked
 from hf_rocm_tune.publish import export, say
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.publish.generate import Answer, Loaded, Messages, Prompt, Sampling
+    from hf_rocm_tune.publish.generate import Answer, Loaded, Messages, Prompt
 
-T = TypeVar("T")
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -78,11 +76,6 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python code")
 
 
-def _chosen(kind: type[T], wanted: argparse.Namespace) -> T:
-    """A dataclass whose fields are named like flags."""
-    return kind(**{one.name: getattr(wanted, one.name) for one in fields(kind)})  # type: ignore[arg-type]
-
-
 def _ready(prepare: Callable[[], None]) -> None:
     """Import what loads models; off a terminal it shows no progress bars."""
     prepare()
@@ -124,31 +117,32 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
 def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     prompts = read_prompts(wanted.prompt, wanted.file, sys.stdin)
     _ready(prepare)
-    from hf_rocm_tune.publish.generate import LoadSettings, Sampling, answer, loaded_model, render
+    from hf_rocm_tune.publish.generate import Settings, answer, loaded_model, render
 
-    sampling = _chosen(Sampling, wanted)
-    with loaded_model(_chosen(LoadSettings, wanted), say, compare=wanted.compare) as loaded:
+    del wanted.prompt, wanted.file
+    as_json = vars(wanted).pop("json")
+    with loaded_model(Settings(**vars(wanted)), say) as loaded:
         if not loaded.tokenizer.chat_template and not wanted.raw:
-            say(f"the tokenizer of {loaded.name} has no chat template: prompts are taken as plain text")
+            say(f"the tokenizer of {wanted.model} has no chat template: prompts are taken as plain text")
         names = {"base": f"base {loaded.base}"} if wanted.compare else {}
-        names["completion"] = f"adapter {loaded.name}"
+        names["completion"] = f"adapter {wanted.model}"
         for number, prompt in enumerate(prompts, start=1):
-            ids = render(loaded, prompt, system=wanted.system, raw=wanted.raw)
+            ids = render(loaded, prompt)
             row: dict[str, Any] = {"prompt": prompt, "prompt_tokens": len(ids)}
-            if len(prompts) > 1 and not wanted.json:
+            if len(prompts) > 1 and not as_json:
                 print(f"=== prompt {number} of {len(prompts)}", flush=True)
             for key, name in names.items():
-                if wanted.compare and not wanted.json:
+                if wanted.compare and not as_json:
                     print(f"--- {name}", flush=True)
                 with loaded.model.disable_adapter() if key == "base" else nullcontext():
-                    given = answer(loaded, ids, sampling) if wanted.json else _stream(loaded, ids, sampling, [])
+                    given = answer(loaded, ids) if as_json else _stream(loaded, ids, [])
                 row |= {key: given.text, "tokens": given.tokens, "complete": given.complete}
-            if wanted.json:
+            if as_json:
                 print(json.dumps(row, ensure_ascii=False), flush=True)
     return 0
 
 
-def _stream(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str]) -> Answer:
+def _stream(loaded: Loaded, ids: list[int], pieces: list[str]) -> Answer:
     """Print an answer as it is generated; its pieces are in the list even where Ctrl-C stops it."""
     from hf_rocm_tune.publish.generate import answer
 
@@ -157,7 +151,7 @@ def _stream(loaded: Loaded, ids: list[int], sampling: Sampling, pieces: list[str
         print(text, end="", flush=True)
 
     try:
-        given = answer(loaded, ids, sampling, show)
+        given = answer(loaded, ids, show)
     except KeyboardInterrupt:
         print(flush=True)
         raise
@@ -209,12 +203,12 @@ HELP = "/reset clears the conversation, exit ends it; Ctrl-C stops an answer"
 
 def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     _ready(prepare)
-    from hf_rocm_tune.publish.generate import LoadSettings, Sampling, loaded_model
+    from hf_rocm_tune.publish.generate import Settings, loaded_model
 
-    with loaded_model(_chosen(LoadSettings, wanted), say) as loaded:
+    with loaded_model(Settings(**vars(wanted)), say) as loaded:
         if not loaded.tokenizer.chat_template:
             raise UsageError(
-                f"the tokenizer of {loaded.name} has no chat template, which chat needs: "
+                f"the tokenizer of {wanted.model} has no chat template, which chat needs: "
                 "hf-rocm-tune generate takes plain text"
             )
         lines: Iterable[str] = sys.stdin
@@ -224,11 +218,11 @@ def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
                 import readline  # noqa: F401 - gives `input` its editing and history
             lines = iter(lambda: input("> "), None)
         with suppress(EOFError):
-            talk(loaded, _chosen(Sampling, wanted), lines, system=wanted.system)
+            talk(loaded, lines)
     return 0
 
 
-def talk(loaded: Loaded, sampling: Sampling, lines: Iterable[str], *, system: str | None = None) -> Messages:
+def talk(loaded: Loaded, lines: Iterable[str]) -> Messages:
     """Answer line after line until there is none, or ``exit``; gives the conversation."""
     from hf_rocm_tune.publish.generate import render
 
@@ -245,7 +239,7 @@ def talk(loaded: Loaded, sampling: Sampling, lines: Iterable[str], *, system: st
         elif text:
             asked, pieces = [*messages, {"role": "user", "content": text}], list[str]()
             try:
-                _stream(loaded, render(loaded, asked, system=system), sampling, pieces)
+                _stream(loaded, render(loaded, asked), pieces)
             except UsageError as refused:  # no room in the context, or roles that the template refuses
                 say(f"{refused}; /reset starts over")
                 continue

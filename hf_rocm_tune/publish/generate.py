@@ -31,8 +31,8 @@ Prompt = str | Messages
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadSettings:
-    """What to load, and how; the fields are named like the flags."""
+class Settings:
+    """What to load, and how to answer; the fields are named like the flags. None: as the model says."""
 
     model: str
     base: str | None = None
@@ -40,24 +40,21 @@ class LoadSettings:
     dtype: str = "auto"
     load_in_4bit: bool = False
     trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling; the fields are named like the flags. None: by the model's generation settings."""
-
+    compare: bool = False
     max_new_tokens: int = 256
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int = 0
+    system: str | None = None
+    raw: bool = False
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A model that is ready."""
 
-    name: str  # as the user gave it
+    settings: Settings
     model: Any  # in evaluation mode, a `PeftModel` where there is an adapter
     tokenizer: PreTrainedTokenizerBase  # the adapter's where it has one, else the base's
     mover: Mover  # moves inputs to the device
@@ -72,13 +69,13 @@ class Loaded:
 
 
 @contextmanager
-def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare: bool = False) -> Iterator[Loaded]:
+def loaded_model(settings: Settings, say: Callable[[str], None]) -> Iterator[Loaded]:
     """Load, report what was verified, and close the mover at the end."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     adapter = None
     if (directory := find_adapter(settings.model, settings.revision)) is not None:
         adapter = read_adapter(settings.model, directory)
-    elif settings.base or compare:
+    elif settings.base or settings.compare:
         flag = f"--base {settings.base}" if settings.base else "--compare"
         raise UsageError(f"{flag}: {settings.model} is a whole model, not an adapter: leave it out")
     source = _source(settings, adapter)
@@ -113,13 +110,13 @@ def loaded_model(settings: LoadSettings, say: Callable[[str], None], *, compare:
             f"bytes on the device verified{f' (not: {missing})' if missing else ''}; weight files attested "
             f"{records.attested}, not attested {len(records.unknown)}"
         )
-        yield Loaded(settings.model, model, _tokenizer(source, adapter), mover, source.name, covered)
+        yield Loaded(settings, model, _tokenizer(source, adapter), mover, source.name, covered)
         for stage, sent in mover.report.to_dict().items():
             if isinstance(sent, dict) and sent.get("mismatches"):
                 say(f"{stage}: {sent['mismatches']} arrived wrong, {sent.get('recovered', 0)} of them were recovered")
 
 
-def _source(settings: LoadSettings, adapter: Adapter | None) -> ModelSource:
+def _source(settings: Settings, adapter: Adapter | None) -> ModelSource:
     base = base_of(adapter, settings.base) if adapter else None
     dtype, quantization = settings.dtype, None
     if settings.load_in_4bit:
@@ -176,16 +173,19 @@ class Answer(NamedTuple):
     complete: bool  # the model ended it; False: it reached a limit
 
 
-def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
+def render(loaded: Loaded, prompt: Prompt) -> list[int]:
     """Token ids of a prompt, with the generation prompt of the assistant where there is a chat template."""
     from jinja2 import TemplateError
 
     tokenizer: Any = loaded.tokenizer
+    system, raw = loaded.settings.system, loaded.settings.raw
     plain = raw or not tokenizer.chat_template
     if plain and system:
         raise UsageError(f"--system needs a chat template, and {'--raw leaves it out' if raw else 'there is none'}")
     if plain and not isinstance(prompt, str):
-        raise UsageError(f"the prompt is a conversation, but the tokenizer of {loaded.name} has no chat template")
+        raise UsageError(
+            f"the prompt is a conversation, but the tokenizer of {loaded.settings.model} has no chat template"
+        )
     try:
         if plain:
             ids = tokenizer(prompt)["input_ids"]
@@ -200,15 +200,13 @@ def render(loaded: Loaded, prompt: Prompt, *, system: str | None = None, raw: bo
     return [int(token) for token in ids]
 
 
-def answer(
-    loaded: Loaded, ids: Sequence[int], sampling: Sampling, write: Callable[[str], None] = lambda _: None
-) -> Answer:
+def answer(loaded: Loaded, ids: Sequence[int], write: Callable[[str], None] = lambda _: None) -> Answer:
     """Generate from token ids. KeyboardInterrupt is raised; the text written so far stays."""
-    config = _config(loaded, sampling, len(ids))
+    config = _config(loaded, len(ids))
     tokens = torch.tensor([list(ids)])
     inputs = loaded.place({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
     stream = _Stream(loaded.tokenizer, write)
-    set_seed(sampling.seed)
+    set_seed(loaded.settings.seed)
     advice = "shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"
     with shortage_advice(advice), torch.inference_mode():
         made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
@@ -216,16 +214,17 @@ def answer(
     return Answer("".join(stream.pieces), len(new), complete=new[-1:] != [] and new[-1] in (config.eos_token_id or []))
 
 
-def _config(loaded: Loaded, sampling: Sampling, prompt_tokens: int) -> GenerationConfig:
+def _config(loaded: Loaded, prompt_tokens: int) -> GenerationConfig:
+    settings = loaded.settings
     length = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-    room = min(sampling.max_new_tokens, length - prompt_tokens) if length else sampling.max_new_tokens
+    room = min(settings.max_new_tokens, length - prompt_tokens) if length else settings.max_new_tokens
     if room <= 0:
-        raise UsageError(f"the prompt has {prompt_tokens} tokens, and {loaded.name} takes {length}: shorten it")
+        raise UsageError(f"the prompt has {prompt_tokens} tokens, and {settings.model} takes {length}: shorten it")
     config: GenerationConfig = deepcopy(loaded.model.generation_config)
     config.max_length, config.max_new_tokens = None, room
     names = ("temperature", "top_p", "top_k")
-    given = {name: value for name in names if (value := getattr(sampling, name)) is not None}
-    if sampling.temperature == 0:  # the likeliest token each time
+    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    if settings.temperature == 0:  # the likeliest token each time
         config.do_sample = False
         config.temperature = config.top_p = config.top_k = config.min_p = None
     elif given:

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.utils import _http as upstream_http
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-from hf_rocm_tune.publish.generate import Loaded, LoadSettings, loaded_model
+from hf_rocm_tune.publish.generate import Loaded, Settings, loaded_model
 from tests import tiny
 from tests.e2e.command import CommandServer
 from tests.publish.hub_server import LoopbackHub, loopback_hub, use
@@ -41,7 +41,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer
 @pytest.fixture(scope="module")
 def loaded(made: dict[str, Path]) -> Iterator[Loaded]:
     """The adapter of `made`, loaded."""
-    with loaded_model(LoadSettings(model=str(made["adapter"])), lambda _: None) as model:
+    with loaded_model(Settings(model=str(made["adapter"]), max_new_tokens=6, temperature=0), lambda _: None) as model:
         yield model
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.publish.commands import talk
-from hf_rocm_tune.publish.generate import Loaded, LoadSettings, Sampling, answer, loaded_model, render
+from hf_rocm_tune.publish.generate import Loaded, Settings, answer, loaded_model, render
 from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.publish.hub_server import USER, LoopbackHub
@@ -167,13 +168,13 @@ def test_what_is_attached_is_what_stock_peft_attaches(name: str, made: dict[str,
     case = ATTACHED[name]
     base = build_base(case, made["scratch"])
     adapter = write_adapter(case, base, made["scratch"] / "attached" / name)
-    with loaded_model(LoadSettings(model=str(adapter)), lambda _: None) as loaded:
+    with loaded_model(Settings(model=str(adapter)), lambda _: None) as loaded:
         alone, wanted = reference(base, adapter)
         assert torch.equal(logits(loaded.model), wanted)
         with loaded.model.disable_adapter():
             assert torch.equal(logits(loaded.model), alone)
         assert loaded.covered.unverified == []
-    with loaded_model(LoadSettings(model=str(adapter), dtype="bfloat16"), lambda _: None) as half:
+    with loaded_model(Settings(model=str(adapter), dtype="bfloat16"), lambda _: None) as half:
         found = logits(half.model)  # whole modules of float32 in a bfloat16 model too
         assert float((found - wanted).abs().max()) < 0.1 * float(wanted.abs().max())
 
@@ -226,7 +227,7 @@ def test_a_model_that_makes_no_text_is_refused(classifier: Path, run: Any) -> No
 
 @pytest.mark.gpu
 def test_on_an_accelerator_all_of_it_is_there_verified_and_says_the_same(made: dict[str, Path]) -> None:
-    with loaded_model(LoadSettings(model=str(made["adapter"])), lambda _: None) as loaded:
+    with loaded_model(Settings(model=str(made["adapter"])), lambda _: None) as loaded:
         assert {value.device.type for value in loaded.model.parameters()} == {"cuda"}
         assert loaded.covered.verified_bytes == loaded.covered.device_bytes > 0
         placed = loaded.place({"input_ids": ids()})
@@ -296,17 +297,14 @@ def test_an_adapter_answers_by_its_id_and_is_merged_by_it(
 # ---- chat: a conversation through a pipe and on a terminal; Ctrl-C stops an answer only ---------------------
 
 
-SHORT = Sampling(max_new_tokens=6, temperature=0)
-
-
-def reply(loaded: Loaded, *turns: str, system: str | None = None) -> str:
+def reply(loaded: Loaded, *turns: str) -> str:
     """What the model says to turns that alternate between user and assistant."""
     messages = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
-    return answer(loaded, render(loaded, messages, system=system), SHORT).text
+    return answer(loaded, render(loaded, messages)).text
 
 
 def test_each_turn_sees_what_was_said_before(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
-    found = talk(loaded, SHORT, iter(["one\n", "\n", "two\n"]))
+    found = talk(loaded, iter(["one\n", "\n", "two\n"]))
     first = reply(loaded, "one")
     second = reply(loaded, "one", first, "two")
     assert [message["content"] for message in found] == ["one", first, "two", second]
@@ -315,8 +313,9 @@ def test_each_turn_sees_what_was_said_before(loaded: Loaded, capsys: pytest.Capt
 
 def test_commands_of_a_conversation(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
     lines = ["/hlep", "one", "/reset", "two", "word " * 400, "exit", "never said"]
-    found = talk(loaded, SHORT, iter(lines), system="Be brief")
-    assert [message["content"] for message in found] == ["two", reply(loaded, "two", system="Be brief")]
+    brief = replace(loaded, settings=replace(loaded.settings, system="Be brief"))
+    found = talk(brief, iter(lines))
+    assert [message["content"] for message in found] == ["two", reply(brief, "two")]
     told = [line.removeprefix("hf-rocm-tune: ") for line in capsys.readouterr().err.splitlines()]
     told = [line for line in told if not line.startswith("stopped after")]
     assert told[0].startswith("/reset clears") and told[1] == "the conversation is cleared"
@@ -336,7 +335,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
             return len(text)
 
     monkeypatch.setattr(sys, "stdout", Output())
-    found = talk(loaded, SHORT, iter(["one", "two"]))
+    found = talk(loaded, iter(["one", "two"]))
     monkeypatch.undo()
     assert "hf-rocm-tune: stopped\n" in capsys.readouterr().err
     assert found[1]["content"] == pieces[0]  # what was said until then stays

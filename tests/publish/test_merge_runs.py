@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.publish.generate import LoadSettings, loaded_model
+from hf_rocm_tune.publish.generate import Settings, loaded_model
 from hf_rocm_tune.publish.merge import merge
 from hf_rocm_tune.survive import manifest
 from tests import tiny
@@ -165,7 +165,7 @@ def test_a_4bit_run_is_merged_into_the_original_weights(
 
 def test_loaded_in_4_bit_the_model_is_the_one_that_was_trained(run: dict[str, Path]) -> None:
     lines: list[str] = []
-    with loaded_model(LoadSettings(model=str(run["out"]), load_in_4bit=True), lines.append) as loaded:
+    with loaded_model(Settings(model=str(run["out"]), load_in_4bit=True), lines.append) as loaded:
         assert torch.equal(probe.logits(loaded.model), torch.load(run["live"]))
         assert loaded.covered.verified_bytes == loaded.covered.device_bytes > 0
     assert any("100 % of the bytes on the device verified" in line for line in lines)
@@ -173,7 +173,7 @@ def test_loaded_in_4_bit_the_model_is_the_one_that_was_trained(run: dict[str, Pa
 
 def test_loaded_as_it_is_the_difference_is_said(run: dict[str, Path]) -> None:
     lines: list[str] = []
-    with loaded_model(LoadSettings(model=str(run["out"])), lines.append) as loaded:
+    with loaded_model(Settings(model=str(run["out"])), lines.append) as loaded:
         wanted = reference(run["base"], run["out"])[1]
         assert float((logits(loaded.model) - wanted).abs().max()) < 1e-5
     assert any("--load_in_4bit" in line for line in lines)
