@@ -332,14 +332,14 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
         return verdict("unknown", "The transfer report does not have the expected form, so it is no evidence.")
     if wrong:
         return verdict("bad", f"Wrong bytes were found that could not be recovered: {'; '.join(wrong[:3])}.")
-    share, wrong_once = coverage(report), mismatches(report)
+    share, found = coverage(report), mismatches(report)
     if share is None or text(report, "verify") == "off":
         return verdict("unknown", "Transfers were not verified in this run.")
-    times = "once" if wrong_once == 1 else f"{wrong_once:,} times"
-    found = f". Corruption was found {times} and recovered before it was used."
-    complete = finished and share >= 100 and text(report, "verify") == "full" and not wrong_once
-    end = found if wrong_once else ", and none of them was wrong."
-    return verdict("good" if complete else "note", f"{share:g} % of the bytes on the device were verified{end}")
+    complete = finished and share >= 100 and text(report, "verify") == "full" and not found
+    times = "once" if found == 1 else f"{found:,} times"
+    recovered = f". Corruption was found {times} and recovered before it was used"
+    end = recovered if found else ", and none of them was wrong"
+    return verdict("good" if complete else "note", f"{share:g} % of the bytes on the device were verified{end}.")
 
 
 def _unrecovered(report: Mapping[str, Any]) -> list[str]:
@@ -355,11 +355,10 @@ def _unrecovered(report: Mapping[str, Any]) -> list[str]:
 
 def coverage(report: Mapping[str, Any]) -> float | None:
     """Verified bytes of those on the device in percent, never rounded up to 100; None where that is unknown."""
-    if number(report, "coverage", "verified_bytes") is None or number(report, "coverage", "device_bytes") is None:
+    verified, there = (find(report, "coverage", name) for name in ("verified_bytes", "device_bytes"))
+    if not isinstance(verified, int) or not isinstance(there, int) or there <= 0:
         return None
-    # Whole numbers: as floats, all but one byte of an exabyte would be everything.
-    verified, there = int(find(report, "coverage", "verified_bytes")), int(find(report, "coverage", "device_bytes"))
-    return verified * 10**6 // there / 1e4 if there > 0 else None
+    return verified * 10**6 // there / 1e4  # as floats, all but one byte of an exabyte would be everything
 
 
 def mismatches(report: Mapping[str, Any]) -> int:
