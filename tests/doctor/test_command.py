@@ -115,19 +115,21 @@ def test_a_terminal_without_the_letters_of_a_name_and_a_reader_that_goes_away(tm
     built.write(tmp_path)
     code = (
         "import sys; from pathlib import Path; from unittest import mock\n"
-        "from hf_rocm_tune import cli\nfrom hf_rocm_tune.doctor import command\n"
-        "from tests.machines.case import stack\nfrom hf_rocm_tune.doctor.findings import Evidence\n"
-        "from hf_rocm_tune.machine.survey import survey\n"
-        f"known = Evidence(machine=survey(Path({str(tmp_path)!r})), software=stack(), environ={{}})\n"
+        "from hf_rocm_tune import cli\nfrom hf_rocm_tune.doctor import command, findings\n"
+        "from tests.machines.case import stack\n"
+        f"machine = findings.survey(Path({str(tmp_path)!r}))\n"
+        "known = findings.Evidence(machine=machine, software=stack(), environ={})\n"
         "with mock.patch.object(command, 'read_here', return_value=known):\n"
         "    sys.exit(cli.main(['doctor', '-v', '--only', 'access', 'kernel']))\n"
     )
     environ = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
-    assert "Proc\\xe9sseur \\u7b97" in done.stdout and done.stderr == ""
-    line = f"'{sys.executable}' -c \"{code}\" | head -n 1"
-    gone = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, env=environ)
-    assert gone.stdout.startswith("hf-rocm-tune doctor") and gone.stderr == ""
+    line = f"'{sys.executable}' -c \"{code}\""
+    whole, cut = (
+        subprocess.run(line + end, shell=True, capture_output=True, text=True, timeout=60, env=environ)
+        for end in ("", " | head -n 1")
+    )
+    assert "Proc\\xe9sseur \\u7b97" in whole.stdout and whole.stderr == ""
+    assert cut.stdout.startswith("hf-rocm-tune doctor") and cut.stderr == ""
 
 
 # ---- running the checks ----------------------------------------------------------------------------------------------

@@ -30,17 +30,16 @@ class Chip:
     device: int
     revision: int
     gfx_target_version: int
-    simd_count: int
     vram_bytes: int
     cap_w: int = 0
     pcie: tuple[float, int] = (16.0, 16)
 
 
-XT = Chip(device=0x744C, revision=0xCC, gfx_target_version=110000, simd_count=168, vram_bytes=20464 * MIB, cap_w=315)
-XTX = Chip(device=0x744C, revision=0xC8, gfx_target_version=110000, simd_count=192, vram_bytes=24560 * MIB, cap_w=355)
+XT = Chip(device=0x744C, revision=0xCC, gfx_target_version=110000, vram_bytes=20464 * MIB, cap_w=315)
+XTX = Chip(device=0x744C, revision=0xC8, gfx_target_version=110000, vram_bytes=24560 * MIB, cap_w=355)
 XT_9070 = replace(XT, device=0x7550, revision=0xC0, gfx_target_version=120001, vram_bytes=16304 * MIB, pcie=(32.0, 16))
-RAPHAEL = Chip(device=0x164E, revision=0xC8, gfx_target_version=100306, simd_count=4, vram_bytes=512 * MIB)
-STRIX_HALO = Chip(device=0x1586, revision=0xC1, gfx_target_version=110501, simd_count=80, vram_bytes=512 * MIB)
+RAPHAEL = Chip(device=0x164E, revision=0xC8, gfx_target_version=100306, vram_bytes=512 * MIB)
+STRIX_HALO = Chip(device=0x1586, revision=0xC1, gfx_target_version=110501, vram_bytes=512 * MIB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +82,11 @@ def metrics_v2_1() -> bytes:
 
 def aer_files(place: str, counts: Mapping[str, int]) -> dict[str, str]:
     """The error counters of a device, with the counts of ``correctable``, ``nonfatal`` and ``fatal`` errors."""
-    totals = {kind: counts.get(kind, 0) for kind in ("correctable", "nonfatal", "fatal")}
-    names = {"correctable": ("RxErr", "BadTLP", "COR"), "nonfatal": ("DLP", "TLP", "NONFATAL")}
-    names["fatal"] = ("DLP", "TLP", "FATAL")
-    return {
-        f"{place}/aer_dev_{kind}": f"{names[kind][0]} 0\n{names[kind][1]} {count}\nTOTAL_ERR_{names[kind][2]} {count}\n"
-        for kind, count in totals.items()
+    names = {"correctable": "COR", "nonfatal": "NONFATAL", "fatal": "FATAL"}
+    lines = {
+        kind: f"TLP {counts.get(kind, 0)}\nTOTAL_ERR_{name} {counts.get(kind, 0)}\n" for kind, name in names.items()
     }
-
-
-def rebar_bytes(vram_bytes: int) -> int:
-    """A resizable BAR is a power of two (PCI Express: Resizable BAR capability)."""
-    return 1 << (vram_bytes - 1).bit_length()
+    return {f"{place}/aer_dev_{kind}": f"DLP 0\n{text}" for kind, text in lines.items()}
 
 
 DEVICES = "sys/bus/pci/devices"
@@ -187,7 +179,7 @@ class Built:
         self._device(down, ids=(0x1002, 0x1479), kind=0x060400, link=chip.pcie, able=chip.pcie)
         self._device(gpu, ids=(0x1002, chip.device), revision=chip.revision, link=chip.pcie, able=chip.pcie)
         self._hang(chain)
-        self._amd_function(gpu, chip, readings, bar_bytes or rebar_bytes(chip.vram_bytes), driver, kfd=kfd)
+        self._amd_function(gpu, chip, readings, bar_bytes or 1 << (chip.vram_bytes - 1).bit_length(), driver, kfd=kfd)
         return self
 
     def igpu(self, chip: Chip = RAPHAEL, *, driver: str | None = "amdgpu", kfd: bool = True) -> Built:
@@ -261,9 +253,8 @@ class Built:
         return [root, self._chipset, port]
 
     def _take_buses(self, count: int) -> int:
-        first = self._bus
         self._bus += count
-        return first
+        return self._bus - count
 
     def _device(
         self,
@@ -341,10 +332,10 @@ class Built:
             self.files[f"{hwmon}/power1_average"] = f"{int(readings.power * 1_000_000)}\n"
         if chip.cap_w:
             self.files[f"{hwmon}/power1_cap"] = f"{chip.cap_w * 1_000_000}\n"
-        for name, value in (("gpu_busy_percent", readings.busy), ("mem_info_vram_used", readings.vram_used)):
+        sizes = {"gpu_busy_percent": readings.busy, "mem_info_vram_used": readings.vram_used}
+        for name, value in {**sizes, "mem_info_vram_total": chip.vram_bytes}.items():
             if value is not None:
                 self.files[f"{place}/{name}"] = f"{value}\n"
-        self.files[f"{place}/mem_info_vram_total"] = f"{chip.vram_bytes}\n"
         content = metrics if readings.throttle is None else metrics_v1_3(readings.throttle)
         if content is not None:
             self.binary[f"{place}/gpu_metrics"] = content
@@ -354,7 +345,7 @@ class Built:
             self._write_node({"cpu_cores_count": 16, "simd_count": 0, "gfx_target_version": 0}, (0, 64 * GIB))
             self.nodes["dev/kfd"] = True
         bus, device, function = (int(part, 16) for part in address.replace(".", ":").split(":")[1:])
-        properties = {"cpu_cores_count": 0, "simd_count": chip.simd_count, "vendor_id": 0x1002, "domain": 0}
+        properties = {"cpu_cores_count": 0, "simd_count": 168, "vendor_id": 0x1002, "domain": 0}
         properties |= {"gfx_target_version": chip.gfx_target_version, "location_id": bus << 8 | device << 3 | function}
         self._write_node(properties, (1, chip.vram_bytes))
 

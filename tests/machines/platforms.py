@@ -93,7 +93,7 @@ PLATFORMS: dict[str, Case] = {
     ),
     "chip_of_no_table": case(
         Built("a card that this project's table does not have").card(
-            type(XT)(device=0x9999, revision=0, gfx_target_version=120100, simd_count=192, vram_bytes=XT.vram_bytes)
+            type(XT)(device=0x9999, revision=0, gfx_target_version=120100, vram_bytes=XT.vram_bytes)
         ),
         software=stack(devices=[device(name="AMD Radeon Graphics", arch="gfx1210")]),
         fail=("arch_missing",),
