@@ -40,13 +40,13 @@ def can_be_file(path: Path) -> bool:
         return False
 
 
-def answers(address: str, patience: float = 3.0) -> bool:
+def answers(address: str) -> bool:
     """Whether a server can be reached, as the Hub, whose client would retry for half a minute; True behind a proxy."""
     if urllib.request.getproxies():
         return True
     parts = urllib.parse.urlsplit(address)
     try:
-        socket.create_connection((parts.hostname or "", parts.port or 443), timeout=patience).close()
+        socket.create_connection((parts.hostname or "", parts.port or 443), timeout=3.0).close()
     except OSError:
         return False
     return True

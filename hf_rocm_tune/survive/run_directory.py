@@ -117,15 +117,12 @@ def skip_step(directory: Path, step: int) -> None:
         write_record(directory, replace(record, skipped_steps=tuple(sorted({*record.skipped_steps, step}))))
 
 
-def deciding_settings(settings: Mapping[str, Any], *, by_content: bool = True) -> dict[str, Any]:
-    """The settings that are not `IGNORED`, as JSON represents them, without secrets; ``by_content``: local files are
-    named by what is in them, not by their path."""
+def deciding_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not `IGNORED`, as JSON represents them, without secrets; local files by their content."""
     kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
     if not kept.get("packing"):  # how the rows are divided over processes decides how they are packed
         kept.pop("dataset_num_proc", None)
-    if by_content:
-        kept |= {name: _content(kept[name]) for name in _READ if isinstance(kept.get(name), str)}
-
+    kept |= {name: _content(kept[name]) for name in _READ if isinstance(kept.get(name), str)}
     # NaN equals itself only as text.
     text = json.dumps(without_secrets(kept), default=lambda each: sorted(each) if isinstance(each, set) else str(each))
     found: dict[str, Any] = json.loads(text, parse_constant=str)
