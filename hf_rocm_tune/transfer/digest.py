@@ -29,6 +29,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -267,8 +268,16 @@ def triton_refusal(device: torch.device) -> str:
     return "" if method.name == "triton" else method.reason
 
 
-@cache
+_trying = threading.Lock()
+
+
 def _chosen(device: torch.device) -> tuple[Sums, DigestMethod]:
+    with _trying:  # several threads load weights, and Triton starts in one
+        return _tried(device)
+
+
+@cache
+def _tried(device: torch.device) -> tuple[Sums, DigestMethod]:
     if device.type != "cuda":
         return _plain(f"Triton has no kernels for {device.type}")
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
