@@ -133,6 +133,14 @@ def test_a_large_tensor_in_many_chunks_names_the_offset_of_a_flip() -> None:
     assert (int(row["found"], 16) ^ int(source[row["first_offset"]])).bit_count() == 1
 
 
+def test_stop_raises_at_the_first_mismatch() -> None:
+    settings = TransferSettings(on_corruption="stop")
+    with Mover(CPU, settings=settings, faults=FaultSpec(kind="flip")) as mover:
+        with pytest.raises(CorruptionError, match="stop"):
+            send(mover, "weights", 0)
+        assert [row["outcome"] for row in mover.report.incidents] == ["stopped"]
+
+
 @pytest.mark.parametrize("stage", ["batches", "weights"])
 def test_a_source_that_changed_is_named_so(stage: str) -> None:
     source = torch.arange(1000)
