@@ -112,11 +112,6 @@ def base_without(name: str) -> Callable[[Path], None]:
 
 HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
     "a flipped bit in the adapter": (flip, [], [WEIGHTS, "changed", "differs from what its run wrote"]),
-    "a configuration that was edited": (
-        lambda here: edit(here / "adapter" / "adapter_config.json", lora_alpha=99),
-        [],
-        ["adapter_config.json", "differs from what its run wrote"],
-    ),
     "weights that the manifest does not list": (
         lambda here: manifest.write(
             here / "adapter", run_id="run", step=1, status="final", files=["adapter_config.json"]
