@@ -279,38 +279,33 @@ def _chosen(device: torch.device) -> tuple[Sums, DigestMethod]:
 @cache
 def _tried(device: torch.device) -> tuple[Sums, DigestMethod]:
     if device.type != "cuda":
-        return _plain(f"Triton has no kernels for {device.type}")
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        return _plain("TRITON_INTERPRET=1 would run the kernel on the host")
-    try:
-        from hf_rocm_tune.transfer.digest_triton import triton_sums
-    except ImportError as error:
-        return _plain(f"Triton cannot be imported: {error}")
-    try:
-        differs = _differs(triton_sums, device)
-    # Triton can raise anything (no C compiler, no headers, an unknown architecture, no driver): plain torch gives the
-    # same digest, and the reason is kept; of the error its end, where a failed command says how it ended.
-    except Exception as error:
-        why = missing_for_triton() or f"{type(error).__name__} ... {' '.join(str(error).split())[-160:]}"
-        return _plain(f"Triton cannot run a kernel: {why}")
-    if differs:
-        return _plain(f"the Triton kernel gave other sums than plain torch {differs}")
+        reason = f"Triton has no kernels for {device.type}"
+    elif os.environ.get("TRITON_INTERPRET", "0") == "1":
+        reason = "TRITON_INTERPRET=1 would run the kernel on the host"
+    else:
+        try:
+            from hf_rocm_tune.transfer.digest_triton import triton_sums
+
+            reason = _differs(triton_sums, device)
+        # Triton can raise anything (absent, no C compiler, an unknown architecture, no driver): plain torch gives the
+        # same digest, and the reason is kept; of the error its end, where a failed command says how it ended.
+        except Exception as error:
+            why = missing_for_triton() or f"{type(error).__name__} ... {' '.join(str(error).split())[-160:]}"
+            reason = f"Triton cannot run a kernel: {why}"
+    if reason:
+        return torch_sums, DigestMethod(name="torch", reason=reason)
     return triton_sums, DigestMethod(name="triton", reason="gives the same sums as plain torch on this device")
 
 
-def _plain(reason: str) -> tuple[Sums, DigestMethod]:
-    return torch_sums, DigestMethod(name="torch", reason=reason)
-
-
 def _differs(sums: Sums, device: torch.device) -> str:
-    """A case in which `sums` and plain torch differ on `device`; empty if they agree. Waits for the device."""
+    """In which case `sums` and plain torch differ on `device`; empty if they agree. Waits for the device."""
     data = place_weights(device).view(torch.uint8)
     for start, stop, offset in ((0, data.numel() - 5, 0), (16, 4003, 70001), (3, 1000, 0)):
         found = torch.zeros(2, 2, dtype=torch.int64, device=device)
         for method, row in zip((sums, torch_sums), found, strict=True):
             method(data[start:stop], offset, row)
         if not torch.equal(*found):
-            return f"for {stop - start} bytes at word {offset}"
+            return f"the Triton kernel gave other sums than plain torch for {stop - start} bytes at word {offset}"
     return ""
 
 
