@@ -121,7 +121,7 @@ def before_loading(
     wanted = demand(arguments)
     if recorded is not None:
         choice = Choice.from_record(recorded)
-        say(f"auto-fit: {describe(choice)}, as this run began (run.json)")
+        say(f"auto-fit: {describe(vars(choice))}, as this run began (run.json)")
     else:
         budget = _budget(training.device, tune.auto_fit_gib, libraries)
         if budget is None:
@@ -163,7 +163,7 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
     found = plan.nearest
     if plan.choice is None:
         raise OutOfMemoryError(
-            f"{flag}: nothing fits by estimate: {describe(found.case)} needs {_gib(found.total)} GiB, and "
+            f"{flag}: nothing fits by estimate: {describe(vars(found.case))} needs {_gib(found.total)} GiB, and "
             f"{_gib(budget)} GiB are free ({missing(found)}): {advice(plan, training=True)}"
         )
     names = ("micro_batch", "accumulation", "checkpointing", "recompute", "eval_batch", "streamed")
@@ -174,7 +174,7 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
 def _why(choice: Choice, wanted: Demand, arguments: Arguments) -> list[str]:
     effective = wanted.each * arguments.training.world_size
     lines = [
-        f"auto-fit: {describe(choice)} for {effective} sequences a step, fastest by estimate",
+        f"auto-fit: {describe(vars(choice))} for {effective} sequences a step, fastest by estimate",
         f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB of {_gib(choice.budget_bytes)} GiB available",
     ]
     flags = ("torch_compile", "use_liger_kernel", "activation_offloading")

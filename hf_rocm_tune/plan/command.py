@@ -17,7 +17,7 @@ from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, che
 from hf_rocm_tune.machine.software import missing_for_triton
 from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.models.streamed import FLAG as STREAM
-from hf_rocm_tune.plan.estimate import GIB, LINK, CardMemory, Case, Estimate, host, missing
+from hf_rocm_tune.plan.estimate import GIB, LINK, CardMemory, Case, Estimate, describe, host, missing
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
     METHODS,
@@ -212,7 +212,7 @@ def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
         verdict = f"DOES NOT FIT: {lacks} missing ({of})"
     name = found["model"] or found["architecture"]
     yield f"{verdict}: {name}, {found['parameters'] / 1e9:.3g} billion parameters, on {card['name']}"
-    case = f"{choice['method']}, {_case(choice)}, effective batch {request['effective_batch']}"
+    case = f"{choice['method']}, {describe(choice)}, effective batch {request['effective_batch']}"
     case = case if request["trainer"] == "sft" else f"{request['trainer']}, {case}"
     if found["fits"]:
         yield from ("", f"  {found['command']}", "", case)
@@ -266,22 +266,13 @@ def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
     others += [(each, f"{each['name']}, {each['method']}", f" ({each['flags']})") for each in ways]
     for other, name, flags in others:
         ratio = other["estimated_tokens_per_second"] / choice["estimated_tokens_per_second"]
-        yield f"also fits: {_gib(other['total'])} GiB, {ratio:.2f} of the speed: {name}, {_case(other)}{flags}"
+        yield f"also fits: {_gib(other['total'])} GiB, {ratio:.2f} of the speed: {name}, {describe(other)}{flags}"
     if longest := ", ".join(f"{method} {most:,}" for method, most in found.get("longest", {}).items() if most):
         yield f"longest sequence, one row at a time, recomputed: {longest} tokens"
 
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f}"
-
-
-def _case(case: dict[str, Any]) -> str:
-    packed = " packed" if case["packing"] else ""
-    how = f"activations {'recomputed' if case['checkpointing'] else 'kept'}"
-    if case["recompute"] is not None:
-        counts = zip(case["recompute"], ("whole", "selectively"), strict=True)
-        how = " and ".join(f"{count} layers recomputed {kind}" for count, kind in counts if count)
-    return f"{case['micro_batch']}{packed} x {case['length']} tokens x {case['accumulation']} accumulated, {how}"
 
 
 def _details(found: dict[str, Any]) -> Iterator[str]:
@@ -310,6 +301,10 @@ def _largest_table(found: dict[str, Any]) -> Iterator[str]:
 # ---- flags ------------------------------------------------------------------------------------------------------
 
 
+def _gib_from(least: int) -> Callable[[str], Any]:
+    return checked(float, lambda gib: least <= gib <= 1024, f"from {least} to 1024 GiB")
+
+
 def _parser() -> argparse.ArgumentParser:
     what = "Memory that a training job needs on the card, and the fastest settings that fit."
     parser = CommandParser(prog=f"{_PROGRAM} plan", description=what)
@@ -319,11 +314,15 @@ def _parser() -> argparse.ArgumentParser:
 
     for each in fields(PlanRequest):
         if each.metadata:
-            own = {name: value for name, value in each.metadata.items() if name not in ("names", "least")}
+            own = {name: value for name, value in each.metadata.items() if name != "names"}
             parser.add_argument(*each.metadata["names"], dest=each.name, default=None, **own)
     flag("--gpu", "a card by name, as rx7900xt (default: the card in this machine, else rx7900xt)")
-    flag("--vram", "plan for a card of this size", type=float, metavar="GIB")
-    flag("--desktop_gib", "memory of other processes (default: read from the card, else 1; headless: 0)", type=float)
+    flag("--vram", "plan for a card of this size", type=_gib_from(1), metavar="GIB")
+    flag(
+        "--desktop_gib",
+        "memory of other processes (default: read from the card, else 1; headless: 0)",
+        type=_gib_from(0),
+    )
     flag("--method", "default: the faster of lora and qlora that fits", choices=METHODS)
     flag("--host_gib", "memory of the host (default: of this machine, with its card)", type=float, metavar="GIB")
     link = "from host memory to the card, as `hf-rocm-tune doctor --full` measures it (13, assumed)"

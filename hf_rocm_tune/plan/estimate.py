@@ -414,12 +414,13 @@ class Case:
         return replace(self, micro_batch=size, checkpointing=False, recompute=None, evaluation=True)
 
 
-def describe(of: Any) -> str:
-    on = "on" if of.checkpointing else "off"
-    if of.recompute is not None:
-        on = "of {} layers whole and of {} but for products and attention".format(*of.recompute)
-    streams = f", {of.streamed} layers streamed" if of.streamed else ""
-    return f"micro-batch {of.micro_batch} x {of.accumulation} accumulated, activation checkpointing {on}{streams}"
+def describe(case: Mapping[str, Any]) -> str:
+    """A `Case`, by the names of its fields."""
+    how = f"activations {'recomputed' if case['checkpointing'] else 'kept'}"
+    if case["recompute"] is not None:
+        how = "{} layers recomputed whole and {} selectively".format(*case["recompute"])
+    streams = f", {case['streamed']} layers streamed" if case["streamed"] else ""
+    return f"micro-batch {case['micro_batch']} x {case['accumulation']} accumulated, {how}{streams}"
 
 
 @dataclass(frozen=True, kw_only=True)

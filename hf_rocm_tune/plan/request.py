@@ -8,10 +8,10 @@ import warnings
 from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import UsageError, checked
 from hf_rocm_tune.machine.cards import CARDS, Card
 from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.models.streamed import FLAG, parse
@@ -32,8 +32,10 @@ _WHOLE = "--modules_to_save --lora_modules_to_save"
 
 def _flag(default: Any, names: str, meaning: str, *, least: int | None = None, **more: Any) -> Any:
     """A field that is a flag of ``hf-rocm-tune plan``; ``more``: for argparse."""
-    kind = {"action": "store_true"} if default is False else {"type": type(default)} if type(default) is int else {}
-    return field(default=default, metadata={"names": names.split(), "least": least, "help": meaning, **kind, **more})
+    if least is not None:
+        more["type"] = checked(int, lambda value: value >= least, f"{least} or more")
+    kind = {"action": "store_true"} if default is False else {}
+    return field(default=default, metadata={"names": names.split(), "help": meaning, **kind, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class PlanRequest:
     length: int = _flag(2048, "--seq --max_length --max_seq_length", "tokens of a row (2048, or the limit)", least=2)
     effective_batch: int = _flag(16, "--effective_batch", "sequences per step, over all cards (16)", least=1)
     micro_batch: int | None = _flag(None, _MICRO_BATCH, "sequences at a time on a card (default: fastest)", type=int)
-    eval_batch: int | None = _flag(None, _EVAL_BATCH, "rows at a time in evaluation", type=int, least=1)
+    eval_batch: int | None = _flag(None, _EVAL_BATCH, "rows at a time in evaluation", least=1)
     evaluates: bool = True
     cards: int = _flag(1, "--cards", "with several, all ways over them are compared (1)", least=1)
     rows: int = _flag(0, "--rows", "rows to count hours for; without --dataset each has --seq tokens (1000)", least=0)
@@ -77,17 +79,13 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         faults = []
-        for each in fields(self):
-            value, low, known = getattr(self, each.name), each.metadata.get("least"), each.metadata.get("choices")
-            name = each.metadata["names"][0] if each.metadata else ""
-            if low is not None and value is not None and value < low:
-                faults.append(f"{name} must be {low} or more, got {value}")
-            if known is not None and value is not None and value not in known:
-                faults.append(f"{name} {value} is not known to the planner; it knows {', '.join(known)}")
+        for name, known in (("optim", OPTIMIZERS), ("dtype", DTYPES), ("trainer", TRAINERS)):
+            if (value := getattr(self, name)) is not None and value not in known:
+                faults.append(f"--{name} {value} is not known to the planner; it knows {', '.join(known)}")
         batch, full = self.effective_batch, "full" in self.methods
         if batch > _LARGEST_BATCH:
             faults.append(f"--effective_batch must be {_LARGEST_BATCH} or less, got {batch}")
-        if not faults and batch % self.cards:
+        if batch % self.cards:
             faults.append(f"--effective_batch {batch} cannot be divided evenly over {self.cards} cards")
         if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
             faults.append(f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card")
@@ -193,9 +191,6 @@ def card_memory(
     """
     if name is not None and vram_gib is not None:
         raise UsageError("--gpu and --vram exclude each other; keep one")
-    for flag, given, least in (("--vram", vram_gib, 1), ("--desktop_gib", desktop_gib, 0)):
-        if given is not None and not least <= given <= 1024:
-            raise UsageError(f"{flag} must be from {least} to 1024 GiB, got {given:g}")
     described = [gpu for gpu in (machine or survey()).gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
     here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes or 0, default=None)
     here_gib = (here.sensors.vram_total_bytes or 0) / GIB if here else 0.0
