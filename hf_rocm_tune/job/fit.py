@@ -192,14 +192,11 @@ def _budget(device: torch.device, gib: float | None, libraries: int) -> int | No
 
     On a CPU only the user's figure counts.
     """
-    bounds = [] if gib is None else [int(gib * GIB)]
+    bounds, to_come = [] if gib is None else [int(gib * GIB)], 0
     if device.type == "cuda":
         bounds.append(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-    if not bounds:
-        return None
-    # kernels and workspaces that a step will still load
-    still_to_come = max(0, CONTEXT_BYTES - libraries) if device.type == "cuda" else 0
-    return -highest([still_to_come - min(bounds)])[0]
+        to_come = max(0, CONTEXT_BYTES - libraries)  # kernels and workspaces that a step will still load
+    return -highest([to_come - min(bounds)])[0] if bounds else None
 
 
 def _platform(device: torch.device) -> str:
@@ -266,7 +263,11 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
     wanted = counts_for(given, layers) if (given := parse(text)) else None
     devices = _devices(training.device, len(wanted) if wanted else None, layers)
     training._n_gpu = 1  # with several cards visible transformers would count a batch for each of them
-    counts = _planned_counts(arguments, config, devices, wanted, layers, say)
+    counts = wanted or even_counts(layers, len(devices))
+    try:
+        counts = _planned_counts(arguments, config, devices, wanted, say)
+    except UsageError as error:
+        say(f"split: {_shared(counts)}; the memory of each card could not be planned ({error})")
     return SplitMover(LayerSplit(stack, counts), devices, settings=settings, faults=faults)
 
 
@@ -286,37 +287,26 @@ def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch
 
 
 def _planned_counts(
-    arguments: Arguments,
-    config: Any,
-    devices: Sequence[torch.device],
-    wanted: tuple[int, ...] | None,
-    layers: int,
-    say: Say,
+    arguments: Arguments, config: Any, devices: Sequence[torch.device], wanted: tuple[int, ...] | None, say: Say
 ) -> tuple[int, ...]:
-    """The number of layers on each card; prints the planned memory of each."""
-    cards = [_memory_of(device) for device in devices]
-    logical = devices[0].type != "cuda"
-    try:
-        request = replace(
-            from_training(arguments.resolved(), platform=_platform(devices[0])),
-            triton=not triton_refusal(devices[0]),
-            micro_batch=arguments.training.per_device_train_batch_size,
-            checkpointing=bool(arguments.training.activation_checkpointing),
-            stream=0,
-        )
-        flights = IN_FLIGHT * len(cards) if arguments.ranks.pipeline == "auto" else 1
-        whole = plan_for(request, card=cards[0], config=config)
-        plan = split_plan(whole, cards=cards, counts=wanted, flights=flights)
-    except UsageError as error:
-        counts = wanted or even_counts(layers, len(cards))
-        say(f"split: {_shared(counts)}; the memory of each card could not be planned ({error})")
-        return counts
-    where = f"{len(devices)} logical cards on the CPU" if logical else f"{len(devices)} cards"
+    """The number of layers on each card; prints the planned memory of each. UsageError: it cannot be planned."""
+    training, on_cards, cards = arguments.training, devices[0].type == "cuda", [_memory_of(each) for each in devices]
+    request = replace(
+        from_training(arguments.resolved(), platform=_platform(devices[0])),
+        triton=not triton_refusal(devices[0]),
+        micro_batch=training.per_device_train_batch_size,
+        checkpointing=bool(training.activation_checkpointing),
+        stream=0,
+    )
+    flights = IN_FLIGHT * len(cards) if arguments.ranks.pipeline == "auto" else 1
+    whole = plan_for(request, card=cards[0], config=config)
+    plan = split_plan(whole, cards=cards, counts=wanted, flights=flights)
+    where = f"{len(devices)} cards" if on_cards else f"{len(devices)} logical cards on the CPU"
     say(f"split: {_shared(plan.counts)} on {where}; transfers between them go through the host, verified")
     if (flights := plan.estimates[0].case.flights) > 1:
         say(f"split: planned with the activations of {flights} micro-batches in flight")
     say(*(f"split: planned {line}" for line in plan.lines()))
-    if not logical and not plan.fits:
+    if on_cards and not plan.fits:
         say("split: by this plan it does not fit; `hf-rocm-tune plan --cards 2` searches for settings that do")
     return plan.counts
 

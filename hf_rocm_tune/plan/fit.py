@@ -138,7 +138,6 @@ class Plan:
     card: CardMemory  # the memory that is planned for
     grid: tuple[Estimate, ...]  # every case
     recordings: dict[str, Recordings]  # by method
-    limit: int | None  # tokens that the model was made for, or None
     notes: tuple[str, ...]  # for the reader
 
     @property
@@ -187,7 +186,7 @@ class Plan:
         if max(len(each.events) for each in recordings.recorded.values()) > _MANY_EVENTS:
             return None
         with suppress(UsageError):
-            lengths = range(LENGTH_STEP, max(LENGTH_STEP, self.limit or LONGEST) + 1, LENGTH_STEP)
+            lengths = range(LENGTH_STEP, max(LENGTH_STEP, longest_position(self.config) or LONGEST) + 1, LENGTH_STEP)
             return LENGTH_STEP * bisect_left(lengths, True, key=full) or None
         return None
 
@@ -227,8 +226,8 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, with
         notes.append("planned without Triton's kernels, which do not run here: see `hf-rocm-tune doctor`")
     notes += [f"{name}: {why}" for name, why in refused.items()]
     notes += dict.fromkeys(note for each in recordings.values() for note in each.sample.notes)
-    result: dict[str, Any] = {"request": request, "config": config, "card": card, "limit": limit}
-    return Plan(**result, grid=tuple(cases), recordings=recordings, notes=tuple(notes))
+    made: dict[str, Any] = {"request": request, "config": config, "card": card, "recordings": recordings}
+    return Plan(grid=tuple(cases), notes=tuple(notes), **made)
 
 
 def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[str]]:

@@ -290,6 +290,10 @@ def cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     return out, flops
 
 
+def _described(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _empty(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
@@ -307,23 +311,14 @@ def _outputs(outputs: Any, given: object) -> list[Any] | None:
 
     Some operators return a view although their schema does not say so. A result without tensors depends on content.
     """
-    if not _tensors_in(outputs):
+    tensors = _tensors_in(outputs)
+    storages = {id(each.untyped_storage()) for each in tensors}
+    new = storages.isdisjoint(id(each.untyped_storage()) for each in _tensors_in(given))
+    dense = all(each.is_meta and each.nbytes == each.untyped_storage().nbytes() for each in tensors)
+    plain = all(isinstance(each, Tensor | int | float | None) for each in outputs)
+    if not (tensors and new and dense and plain and len(storages) == len(tensors)):
         return None
-    seen = {id(tensor.untyped_storage()) for tensor in _tensors_in(given)}
-    found: list[Any] = []
-    for each in outputs:
-        if isinstance(each, Tensor):
-            storage, described = each.untyped_storage(), (each.shape, each.stride(), each.dtype)
-            dense = each.is_meta and _empty(*described).untyped_storage().nbytes() == storage.nbytes()
-            if id(storage) in seen or not dense:
-                return None
-            seen.add(id(storage))
-            found.append(described)
-        elif isinstance(each, int | float | None):
-            found.append(each)
-        else:
-            return None
-    return found
+    return [_described(each) if isinstance(each, Tensor) else each for each in outputs]
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

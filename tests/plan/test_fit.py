@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import Machine, survey
-from hf_rocm_tune.models.factory import ModelSource, read_config
 from hf_rocm_tune.plan import fit
 from hf_rocm_tune.plan.command import command
 from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, Weights, estimate
@@ -296,18 +294,6 @@ def test_the_shape_has_the_published_number_of_parameters(model: PublicModel) ->
 def test_only_a_name_of_the_same_shape_is_taken_for_it(name: str, expected: str | None) -> None:
     found = public_model(name)
     assert (found.name if found else None) == expected
-
-
-@pytest.mark.parametrize(
-    "content", ["{", "[]", "{}", '{"model_type": "nobody"}', '{"model_type": "llama", "hidden_size": "wide"}', None]
-)
-def test_a_configuration_that_is_none_is_one_line(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UsageError) as refused:
-        read_config(ModelSource(name=str(tmp_path)))
-    assert str(tmp_path) in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

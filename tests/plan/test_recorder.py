@@ -196,15 +196,6 @@ def test_eager_attention_keeps_scores_with_the_square_of_the_length() -> None:
     assert any(shape == (2, 4, 96, 96) for shape, _ in kept)
 
 
-def test_checkpointing_keeps_less_and_computes_more() -> None:
-    sample = sample_of(LLAMA)
-    off, on = (record(sample, replace(PLAIN, checkpointing=way), 2, 512) for way in (False, True))
-    assert _kept(on) < _kept(off) / 8
-    flops = [sum(each.flops for each in tape.segments if each.role in ("forward", "backward")) for tape in (off, on)]
-    # a frozen model computes twice the forward pass; with recomputation three times
-    assert flops[1] / flops[0] == pytest.approx(1.5, rel=0.1)
-
-
 @pytest.mark.parametrize(("one_pass", "products"), [(False, (1, 2)), (True, (2, 0))])
 @pytest.mark.parametrize("vocabulary", [640, 100_000])  # one tile, and more
 def test_the_products_of_the_head_are_counted(one_pass: bool, products: tuple[int, int], vocabulary: int) -> None:
@@ -219,12 +210,6 @@ def test_the_loss_of_a_card_without_triton_has_tiles_of_its_own() -> None:
     fields, tile = {**LLAMA, "vocab_size": 32768}, 32768 * 1022
     largest = [max(record(sample_of(fields, triton=each), PLAIN, 2, 512).sizes) for each in (True, False)]
     assert largest == [2 * tile, 4 * tile]  # bfloat16, and float32 beside it
-
-
-def _kept(tape: Tape) -> int:
-    """Bytes that are there when the backward pass begins."""
-    loss = next(index for index, segment in enumerate(tape.segments) if segment.role == "loss")
-    return sum(tape.sizes[storage] * sign for segment, storage, sign in tape.events if segment < loss)
 
 
 def test_a_window_makes_masks_as_soon_as_the_sequence_is_longer() -> None:
