@@ -18,7 +18,7 @@ from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.plan import recorder as shapes_device
 from hf_rocm_tune.plan.estimate import Case, Step, Tape, Weights
-from hf_rocm_tune.plan.recorder import DeviceMode, Recorder, autocast_flags, cached, record
+from hf_rocm_tune.plan.recorder import DeviceMode, Recorder, autocast_flags, record
 from hf_rocm_tune.plan.request import PlanRequest, config_of
 from hf_rocm_tune.plan.sample import Sample, build
 from tests.small_models import EXPERTS, SMALL
@@ -34,11 +34,6 @@ MOE = {**EXPERTS, **SIZES, "moe_intermediate_size": 64, "mlp_only_layers": [0, 2
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "gpt2": GPT2, "qwen3_moe": MOE}
 PLAIN = Case(micro_batch=1, length=2, checkpointing=False)
 PADDED = Case(micro_batch=2, length=2, checkpointing=False)
-aten: Any = torch.ops.aten
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def sample_of(fields: dict[str, Any], method: str = "lora", *, whole: bool = False, **settings: Any) -> Sample:
@@ -274,19 +269,3 @@ def test_a_step_is_recorded_alike_with_and_without_what_earlier_ones_left(arch: 
         assert shapes_device.RESULTS
         shapes_device.RESULTS.clear()
         assert remembering == record(sample, case, 2, 64)
-
-
-@pytest.mark.parametrize(
-    ("func", "args"),
-    [
-        (aten.view.default, ([4, 2],)),
-        (aten._unsafe_view.default, ([4, 2],)),  # a view, whatever its schema says
-        (aten.detach.default, ()),
-        (aten.add_.Tensor, (1,)),
-    ],
-)
-def test_what_shares_the_memory_that_was_given_still_does(func: Any, args: tuple[Any, ...]) -> None:
-    for _ in range(3):
-        tensor = meta(8)
-        out, _ = cached(func, (tensor, *args), {})
-        assert out.untyped_storage()._cdata == tensor.untyped_storage()._cdata
