@@ -104,6 +104,15 @@ def test_where_not_all_activations_fit_as_few_as_needs_be_are_recomputed(plan: P
         assert each.tokens_per_second >= best
 
 
+def test_the_longest_sequence_fits_and_the_next_does_not(plan: Plan) -> None:
+    longest = plan.longest("lora")
+    assert longest is not None
+    case = Case(micro_batch=1, length=longest, checkpointing=True, accumulation=8)
+    variant = plan.variants["lora"]
+    fits = [estimate(variant, replace(case, length=longest + more), CARD).fits for more in (0, 128)]
+    assert fits == [True, False]
+
+
 def test_the_command_line_of_a_mix_is_one_flag_that_a_job_asks_with_again(plan: Plan) -> None:
     mix = next(each for each in plan.grid if each.case.recompute)
     line = command(plan.request, mix, "d")
