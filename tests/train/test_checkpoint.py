@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.manifest import Manifest
 from tests.train.trainers import Make, VerifiedPlain, files, names
@@ -170,3 +170,7 @@ def test_whole_models_and_a_plain_trainer_are_verified_too(model_path: Path, tmp
                 save_file(part, checkpoint / f"model-0000{number}-of-00002.safetensors", metadata={"format": "pt"})
             (checkpoint / "model.safetensors").unlink()
             (checkpoint / manifest.MANIFEST_NAME).unlink()
+    del part[next(iter(part))]
+    save_file(part, checkpoint / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CorruptionError, match=r"values differ from .* after loading"):
+        build("lacks one").train(resume_from_checkpoint=str(checkpoint))
