@@ -258,22 +258,20 @@ def _refusal(columns: list[str], method: Method, text_field: str, split: str) ->
     found = ", ".join(f"'{column}'" for column in columns)
     accepted = _ACCEPTED[method].format(text=text_field)
     names = {*_PROMPTS, *_ANSWERS, *_CHATS, "chosen", "rejected", "label", text_field}
-    missing, foreign = sorted(names - {*columns}), [column for column in columns if column not in names]
-    near = [(column, match[0]) for column in foreign if (match := difflib.get_close_matches(column, missing, n=1))]
-    hint = ", ".join(f"rename '{column}' to '{match}'?" for column, match in near)
-    if not hint and method == "sft":
-        hint = "rename the columns, or name the column of plain text with --dataset_text_field NAME"
-        hint = "'prompt' without 'completion' cannot be trained on" if "prompt" in columns else hint
-    hint = hint or "rename the columns"
+    missing = sorted(names - {*columns})
+    near = {column: difflib.get_close_matches(column, missing, n=1) for column in columns if column not in names}
+    hint = ", ".join(f"rename '{column}' to '{match[0]}'?" for column, match in near.items() if match)
+    if not hint:
+        text = ", or name the column of plain text with --dataset_text_field NAME" if method == "sft" else ""
+        hint = f"rename the columns{text}"
     return f"the columns of the '{split}' split fit no format of {method}: found {found}; accepted {accepted}; {hint}"
 
 
 def _check_flags(layout: FormatInfo, columns: list[str], completion_only_loss: bool | None, split: str) -> None:
     if layout.needs_assistant and not layout.messages:
-        anyway = ", of which only the completion counts anyway" if layout.kind == "prompt_completion" else ""
         raise UsageError(
-            f"--assistant_only_loss needs conversations, but the '{split}' rows are "
-            f"{layout.kind.replace('_', '/')}{anyway}: drop the flag, or give rows with 'messages'"
+            f"--assistant_only_loss needs conversations, but the '{split}' rows are {layout.kind.replace('_', '/')}: "
+            "drop the flag, or give rows with 'messages'"
         )
     masked = layout.kind == "prompt_completion" or (layout.kind == "tokenized" and "completion_mask" in columns)
     if completion_only_loss and not masked:

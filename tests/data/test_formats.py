@@ -73,7 +73,6 @@ def test_tokens_and_a_text_column_of_another_name_are_recognised() -> None:
         (["a", "b"], ["found 'a', 'b'", "'messages'", "'instruction' and 'output'", "--dataset_text_field NAME"]),
         (["question", "output", "answer"], ["found 'question', 'output', 'answer'; accepted"]),
         (["message"], ["rename 'message' to 'messages'?"]),
-        (["prompt", "n"], ["'prompt' without 'completion'"]),
     ],
 )
 def test_wrong_columns_are_listed_beside_the_accepted_ones(columns: list[str], parts: list[str]) -> None:
