@@ -260,6 +260,7 @@ class StartPlan:
     lock: RunLock  # held by this process until `close`
     damaged: tuple[Path, ...] = ()  # checkpoints of this run that fail verification; `commit` renames them
     overwritten: tuple[Path, ...] = ()  # what `commit` deletes
+    made: tuple[Path, ...] = ()  # directories that were created for the run, the innermost first
 
     @property
     def run_id(self) -> str:
@@ -282,8 +283,9 @@ class StartPlan:
             raise _unusable(self.directory, error) from error
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, and remove empty directories that were created for a run that never began."""
         self.lock.release()
+        _remove_empty(self.made)
 
 
 def prepare_output_dir(
@@ -299,7 +301,7 @@ def prepare_output_dir(
     ``restarted``: a launcher started this command again, so that ``overwrite`` and a named checkpoint have been applied
     already; that our supervisor did is seen here.
     """
-    directory, lock = Path(path), None
+    directory, lock, made = Path(path), None, tuple[Path, ...]()
     try:
         _refuse_inputs(directory, settings)
         there = directory.is_dir() and read_record(directory) is None and os.listdir(directory)
@@ -308,15 +310,23 @@ def prepare_output_dir(
                 f"{directory} is not empty, and no run of hf-rocm-tune has written what is in it "
                 f"({listed(names, 6)}): choose another --output_dir, or move that elsewhere"
             )
+        made = tuple(each for each in (directory, *directory.parents) if not each.exists())
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
-        return _Start(directory, settings, lock, resume).decide(overwrite, restarted)
+        return replace(_Start(directory, settings, lock, resume).decide(overwrite, restarted), made=made)
     except BaseException as error:
         if lock is not None:
             lock.release()
+        _remove_empty(made)
         if isinstance(error, OSError | ValueError):
             raise _unusable(directory, error) from error
         raise
+
+
+def _remove_empty(made: tuple[Path, ...]) -> None:
+    for path in made:
+        with suppress(OSError):
+            path.rmdir()
 
 
 class _Start:

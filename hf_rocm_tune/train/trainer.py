@@ -411,6 +411,7 @@ class VerifiedTransferMixin(_Base):
         step = self.state.global_step + 1
         if step in self.skip_steps:
             self._prepare_inputs(inputs)
+            self._zero_missing_gradients()
             return torch.zeros((), device=self.args.device)
         self._crashes.crash_if_due(step, directory=Path(self.args.output_dir), run_id=self.run_id)
         stock = super().training_step
@@ -758,6 +759,15 @@ class VerifiedTransferMixin(_Base):
             "and without .to()), so that the trainer moves and verifies it; or consent with --consent_unverified "
             "(consent_unverified=True)"
         )
+
+    def _zero_missing_gradients(self) -> None:
+        """The gradient scaler of fp16 refuses a step without gradients; with zeros only the moments decay."""
+        if self.accelerator.scaler is None:
+            return
+        self.accelerator.scaler.scale(torch.zeros((), device=self.args.device))  # creates its scale at the first step
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):

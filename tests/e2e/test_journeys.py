@@ -92,10 +92,10 @@ def test_own_data(user: User) -> None:
     (user.place / "chats.jsonl").write_text("\n".join([*lines[:4], lines[4][:-2], *lines[5:]]) + "\n")
     wrong = user.train("out")
     assert wrong.code == 2 and len(wrong.error_lines) == 1 and "line 5" in wrong.stderr
-    assert not any((user.place / "out").glob("*"))
+    assert not (user.place / "out").exists()
     (user.place / "chats.jsonl").write_text("\n".join(lines) + "\n")
     preview = done(user.train("out", "--assistant_only_loss", "--dry_run", "json"))
-    assert not any((user.place / "out").glob("*"))
+    assert not (user.place / "out").exists()
     (seen,) = json.loads(preview.stdout)["summaries"]  # nothing else on stdout
     done(user.train("out", "--assistant_only_loss"))
     (trained,) = report_of(user.place / "out")["data"]

@@ -23,7 +23,6 @@ from trl import SFTTrainer
 
 from hf_rocm_tune import was_verified
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
-from hf_rocm_tune.models.quantised import BIAS_CAST
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
 from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT
 
@@ -85,6 +84,13 @@ def test_predict_alone_sees_every_sample_once(make: Make, tokens: Dataset) -> No
     assert (found.label_ids == expected.label_ids).all()
     assert (found.predictions == expected.predictions).all()
     assert found.metrics["test_loss"] == expected.metrics["test_loss"]
+
+
+def test_a_first_step_that_is_left_out_does_not_stop_the_gradient_scaler(make: Make) -> None:
+    trainer = make(VerifiedSFT, extra={"skip_steps": {1}})
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # as --fp16 has one on a card
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps > 0
 
 
 def test_persistent_evaluation_loaders_stay_verified(make: Make) -> None:
@@ -199,7 +205,7 @@ def test_biases_that_bitsandbytes_casts_in_forward_stay_verified_and_watched(
     trainer.train()
     bias = model.model.layers[0].self_attn.o_proj.bias
     assert bias.dtype == torch.bfloat16
-    assert trainer.mover.reason(bias) == BIAS_CAST
+    assert trainer.mover.reason(bias) == "cast by bitsandbytes from a verified tensor"
     assert trainer.weight_coverage().complete
     bias.data[0] += 1
     with pytest.raises(MemoryFaultError, match=r"o_proj\.bias"):
