@@ -36,6 +36,8 @@ def check_model_directory(directory: Path) -> list[Path]:
     if not (directory / "config.json").is_file():
         raise UsageError(f"model: {directory} has no config.json: give the directory that save_pretrained wrote")
     _read_json(directory / "config.json")
+    if (directory / "generation_config.json").is_file():
+        _read_json(directory / "generation_config.json")
     files = _weight_files(directory)
     for file in files:
         check_safetensors(file)
