@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,6 @@ from hf_rocm_tune.models.streaming import leave_device
 from hf_rocm_tune.transfer import digest, redirected
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
     from hf_rocm_tune.transfer import Mover
 
@@ -51,7 +50,7 @@ def verified_loading(
         stack.enter_context(upstream.replaced("set_weight", partial(partial, loading.set_weight)))
         if streamed is not None or packed:
             stack.enter_context(upstream.replaced("reserve_memory", lambda stock: lambda *_: None))
-        stack.enter_context(upstream.replaced("conversion_errors", lambda stock: lambda *given, **more: nullcontext()))
+        stack.enter_context(upstream.replaced("conversion_errors", _errors_as_they_come))
         stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
         stack.enter_context(upstream.replaced("unquantised_layers", _and_routers))
         stack.enter_context(upstream.replaced("quantised_weights", _or_experts))
@@ -107,10 +106,10 @@ class _Loading:
         return result
 
     def set_weight(
-        self, stock: Callable[..., None], model: PreTrainedModel, target_name: str, *given: Any, **more: Any
+        self, stock: Callable[..., None], model: Any, target_name: str, param_value: Any, *rest: Any, **more: Any
     ) -> None:
         """Cast, fused and quantised weights get their digest immediately, before the next weight is loaded."""
-        stock(model, target_name, *given, **more)
+        stock(model, target_name, param_value, *rest, **more)
         if self._streamed is None or not self._streamed.has(target_name):
             mark_loaded(model, target_name, self._mover)
         elif not self._streamed.from_files:  # else it is on the host
@@ -122,6 +121,10 @@ def rewrites_base(peft_config: Any) -> bool:
     """Whether this adapter's initialisation may change the base weights too (PiSSA, OLoRA, LoftQ ...)."""
     scheme = getattr(peft_config, "init_lora_weights", True)
     return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
+
+
+def _errors_as_they_come(stock: Callable[..., Any]) -> Callable[..., Any]:
+    return wraps(stock)(lambda *given, **more: nullcontext())
 
 
 def _and_routers(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
