@@ -26,7 +26,6 @@ from hf_rocm_tune.models.streaming import leave_device
 from hf_rocm_tune.transfer import digest, redirected
 
 if TYPE_CHECKING:
-
     from hf_rocm_tune.transfer import Mover
 
 
