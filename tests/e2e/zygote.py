@@ -205,6 +205,8 @@ def _import() -> None:
 
     # What every command would do again, a third of its time: imports of single functions, tables, fonts, templates.
     upstream.check_all()
+    for name in [each for each in sys.modules if each.partition(".")[0] == "trackio"]:
+        del sys.modules[name]  # it reads its directory from the environment when it is imported
     get_checkpoint_conversion_mapping("llama")
     software._read_wheels = functools.cache(software._read_wheels)
     software._read_wheels()
