@@ -69,7 +69,11 @@ def test_a_host_too_small_and_a_slow_link_count() -> None:
     [
         (["--cards", "2"], 2, "--stream_weights is planned for one card (of several, each streams for itself)"),
         (["--method", "full"], 2, "--stream_weights"),
-        (["--host_gib", "1"], 5, "GiB of host memory for streamed weights are missing"),
+        (
+            ["--host_gib", "1", "--method", "lora", "--micro_batch", "1"],
+            5,
+            "GiB of host memory for streamed weights are missing",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_line(
