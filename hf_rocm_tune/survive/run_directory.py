@@ -185,6 +185,9 @@ class RunLock:
                 raise UsageError(
                     f"{directory} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
                 ) from error
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                    raise  # some network file systems have no locks
             # Permission bits do not show whether a disk takes this (quotas, read-only mounts).
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
