@@ -149,7 +149,7 @@ EVALUATED = ["--eval_strategy", "steps", "--eval_steps", "1"]
     ("more", "says"),
     [
         (["--assistant_only_loss", "--max_length", "8"], "no training row is left: within --max_length 8"),
-        (["--dataloader_drop_last", "--per_device_train_batch_size", "64"], "8 rows make no batch of 64"),
+        (["--dataloader_drop_last", "--per_device_train_batch_size", "64"], "no batch could be made"),
         (["--embedding_learning_rate", "1e-3"], "neither embeddings nor output head are trained"),
         (["--optim", "muon"], "muon"),
         (["--eos_token", "nowhere"], "vocabulary"),
