@@ -19,14 +19,14 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
 
 from hf_rocm_tune.cards.averaging import SyncSettings
-from hf_rocm_tune.cards.preflight import Asked, Preflight
+from hf_rocm_tune.cards.preflight import Asked, GradSync, Preflight
 from hf_rocm_tune.cards.way import CardSettings, Way, is_on
 from hf_rocm_tune.cards.ways import choose
 from hf_rocm_tune.data.formats import Method
@@ -178,7 +178,8 @@ class RanksArguments:
     def sync(self, found: str | None) -> SyncSettings:
         """How gradients are averaged: as the user set it, else as the preflight ``found``; None: none ran."""
         wanted = found if self.grad_sync == "auto" else self.grad_sync
-        return SyncSettings(way="host" if wanted == "host" else "ddp", compression=self.grad_compression)
+        way: GradSync = next((each for each in get_args(GradSync) if each == wanted), "ddp")
+        return SyncSettings(way=way, compression=self.grad_compression)
 
 
 class Difference(NamedTuple):
