@@ -140,6 +140,14 @@ def test_weights_equal_to_their_files_are_attested(model_of: Any, mover: Any, ar
     assert mover.moved == []
 
 
+def test_a_rotary_table_that_was_changed_since_is_not_attested(model_of: Any, mover: Any, flip: Any) -> None:
+    """No file holds it: it is compared with what the configuration gives."""
+    model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
+    flip(model.model.rotary_emb.inv_freq)
+    attest(model, mover)
+    assert unexplained(model, mover) == {"model.rotary_emb.inv_freq"}
+
+
 def test_a_weight_that_was_changed_since_is_not_attested(model_of: Any, mover: Any, flip: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_of("llama3"))
     weight = model.model.layers[1].mlp.up_proj.weight

@@ -340,3 +340,31 @@ class TestMover:
             assert [part["recovered"] for part in parts] == [0, 1] and whole["weights"]["recovered"] == 1
             assert [row["card"] for row in whole["incidents"]] == [1]
             assert mover.fault_injection() is not None and mover.fault_injection()["injected"] == 1  # type: ignore[index]
+
+
+@pytest.mark.gpu
+def test_between_two_accelerators(model_of: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two accelerators, and torch sees one")
+    devices = [torch.device("cuda", index) for index in range(2)]
+    whole = model_of("qwen3").to(devices[0])
+    right = step_on(whole, devices[0])
+    model = model_of("qwen3")
+    placement = LayerSplit("model.layers", (2, 2))
+    model.to(devices[0])
+    for layer in placement.ranges[1]:
+        model.model.layers[layer].to(devices[1])
+    with SplitMover(placement, devices) as mover:
+        Hops(mover).install(model.base_model, model.model.layers)
+        loss, gradients = step_on(model, devices[0])
+        assert mover.report.to_dict()["activations"]["mismatches"] == 0
+    torch.testing.assert_close(loss, right[0])
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient.cpu(), right[1][name].cpu(), rtol=1e-3, atol=1e-5)
+
+
+def step_on(model: Any, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    inputs = {name: value.to(device) for name, value in batch().items()}
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}

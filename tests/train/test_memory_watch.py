@@ -163,3 +163,13 @@ def test_a_rotary_table_that_follows_the_length_is_explained_and_a_damaged_one_i
     trainer.add_callback(At(lambda model: model.get_buffer(table).view(torch.int32)[3:4].bitwise_xor_(1 << 20)))
     with pytest.raises(MemoryFaultError, match="inv_freq"):
         trainer.train()
+
+
+def test_an_initialisation_that_rewrites_base_weights_is_recorded_weight_by_weight(make: Make) -> None:
+    for scheme, expected in (("pissa", 14), (True, 0)):
+        trainer = make(lora={"init_lora_weights": scheme})
+        rows = trainer.transfer_report.to_dict()["rebaselined"]
+        assert len(rows) == expected
+        assert all(row["tensor"].endswith(".base_layer.weight") and "initialisation" in row["reason"] for row in rows)
+        trainer.train()
+        assert trainer.transfer_report.to_dict()["frozen"]["mismatches"] == 0

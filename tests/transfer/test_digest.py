@@ -149,6 +149,27 @@ def test_any_swap_of_two_different_words_is_caught(words: list[int], draw: st.Da
     assert same == (words == swapped)
 
 
+def test_what_simple_checksums_miss_is_caught() -> None:
+    mask = torch.ones(8, 64, dtype=torch.int64)
+    assert digest(mask) != digest(torch.zeros_like(mask))  # the XOR of an even number of ones is that of zeros
+    outer, inner = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 1, 1, 0])
+    assert digest(outer) != digest(inner)  # equal plain and equal position-weighted sums
+    tokens = torch.randint(0, 1000, (2, 512))
+    assert digest(tokens) != digest(tokens.roll(1))
+    assert digest(tokens) != digest(tokens.flip(0))
+    assert digest(tokens) != digest(torch.randint(0, 1000, (2, 512)))
+    zeroed = tokens.clone()
+    zeroed.view(-1)[100:140] = 0
+    assert digest(tokens) != digest(zeroed)
+    assert digest(torch.zeros(4)) != digest(torch.zeros(5))
+
+
+def test_swapped_blocks_of_equal_sum_are_caught() -> None:
+    first = torch.randint(0, 2, (BLOCK,), dtype=torch.int32)
+    second = first[torch.randperm(BLOCK)]
+    assert digest(torch.cat((first, second))) != digest(torch.cat((second, first)))
+
+
 def test_hex_round_trip_and_bad_text() -> None:
     value = digest(torch.randn(100))
     assert Digest.from_hex(value.hex()) == value
