@@ -90,6 +90,8 @@ SEAMS = (
          why="adds an adapter's product to the experts' weights: to packed ones it is not added"),
     Seam("dequantise", "bitsandbytes.functional", "dequantize_4bit", "A quant_state", patched=True,
          why="dequantises a 4-bit weight for backward: it is checked there"),
+    Seam("packed_sequences", "transformers.masking_utils", "find_packed_sequence_indices", "position_ids", patched=True,
+         why="tells where packed examples begin: a model that never asks would let them see each other"),
     Seam("vllm_weights", "trl.generation.vllm_generation", "VLLMGeneration._iter_named_params", "self", patched=True,
          why="merges the adapter into the frozen weights to send them to vLLM, and takes it out again with a rounding"),
     Seam("dispatch", "transformers.modeling_utils", "accelerate_dispatch",

@@ -20,6 +20,7 @@ import torch
 import trl
 from torch import Tensor
 from trl.kernels import chunked_logprob as upstream_head
+from trl.trainer import utils as upstream_losses
 
 from hf_rocm_tune.errors import SeamError, UsageError
 from hf_rocm_tune.models import products
@@ -55,7 +56,7 @@ def install() -> None:
 
 
 def fit_to(device: torch.device, *, compiled: bool) -> None:
-    """Let TRL's fused head compute in a way that runs, and runs fast, on this device, in this process.
+    """Let TRL's losses compute in a way that runs, and runs fast, on this device, in this process.
 
     TRL asks whether Triton can be imported, which it can where its driver does not compile: there it gets plain torch.
     On an AMD card its float32 sums are computed by the faster library (`products`), but not in a `compiled` graph.
@@ -68,6 +69,9 @@ def fit_to(device: torch.device, *, compiled: bool) -> None:
         upstream_head.TOKEN_CHUNK_SIZE = min(upstream_head.TOKEN_CHUNK_SIZE, PLAIN_TOKENS)
         if upstream_head._use_triton(device):
             raise SeamError(f"the fused head of TRL {trl.__version__} no longer heeds `_TRITON_AVAILABLE`")
+        if not hasattr(upstream_losses, "is_triton_available"):
+            raise SeamError(f"the losses of TRL {trl.__version__} no longer ask `is_triton_available`")
+        upstream_losses.is_triton_available = lambda: False  # log-probabilities of whole logits, as in ORPO
     if (choice := products.choose(device)) is not None and not compiled:
         stock = getattr(upstream_head._addmm_fp32, "stock", upstream_head._addmm_fp32)
 

@@ -87,6 +87,8 @@ def split_plan(
         return max(near, key=lambda each: each.least_spare)
 
     found = [best(option) for option in whole.grid if option.case.recompute is None]  # a mix is what fits one card
+    if not found:
+        raise UsageError("a mix of recomputed layers is planned for one card only")
     if roomy := [each for each in found if each.least_spare >= cards[0].margin]:
         top = max(each.option.tokens_per_second for each in roomy)
         found = [each for each in roomy if each.option.tokens_per_second >= top * (1 - NEAR)]

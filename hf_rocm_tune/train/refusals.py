@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import TrainerCallback, get_scheduler
+from torch import nn
+from transformers import TrainerCallback, get_scheduler, masking_utils
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 
@@ -127,6 +128,46 @@ def check_rows(trainer: Trainer) -> None:
                 f"no {split} row is left: within --max_length {getattr(args, 'max_length', None)} none has a token to "
                 "learn from; give a larger one, or other rows"
             )
+
+
+def require_isolation(model: nn.Module, args: Any) -> None:
+    """Have the first packed forward refused where its examples would see each other: masks that ignore positions.
+
+    Without FlashAttention transformers makes the mask of packed examples from ``position_ids``, if the model's own code
+    hands them on; that of gpt-oss, Falcon and OPT in 5.23 does not. Wrapped rows are not meant to be isolated.
+    """
+    if getattr(args, "packing", False) and getattr(args, "packing_strategy", "") == "wrapped":
+        return
+    packed = getattr(args, "packing", False) or getattr(args, "padding_free", False)
+    if not packed or args.torch_compile:  # whose graph would hold the hooks
+        return
+    stock, heeded = masking_utils.find_packed_sequence_indices, list[bool]()
+
+    def heeds(*arguments: Any, **keywords: Any) -> Any:
+        heeded.append(True)
+        return stock(*arguments, **keywords)
+
+    def before(*_: Any) -> None:
+        masking_utils.find_packed_sequence_indices = heeds
+
+    def after(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+        masking_utils.find_packed_sequence_indices = stock
+        positions = keywords.get("position_ids")
+        if output is None or positions is None or not (positions[:, 1:] == 0).any():
+            return  # it failed, or held one example
+        for each in handles:
+            each.remove()
+        config: Any = module.config
+        if not (heeded or "flash" in str(config._attn_implementation)):
+            raise UsageError(
+                f"packed examples see each other in {config.architectures[0]} with {config._attn_implementation} "
+                "attention, whose masks ignore where an example begins: give --packing false"
+            )
+
+    handles = [
+        model.register_forward_pre_hook(before),
+        model.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
 
 
 def check_compiled(args: TrainingArguments) -> None:

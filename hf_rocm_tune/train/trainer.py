@@ -65,6 +65,7 @@ from hf_rocm_tune.train.refusals import (
     as_usage_errors,
     new_mover,
     own_arguments,
+    require_isolation,
     with_offloads,
 )
 from hf_rocm_tune.train.replay import Replays
@@ -212,6 +213,7 @@ class VerifiedTransferMixin(_Base):
         mark_rewritten(self.model, before, self.mover)
         mark_computed(self.model, self.mover)
         share_inputs(self.model)
+        require_isolation(self.model, self.args)
         self._place(self.model)
         if before and plain_lora:
             self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))

@@ -115,7 +115,8 @@ def test_a_rank_that_stops_while_summands_of_a_backward_pass_are_added_up(
     ended = two_cards.ranks(tmp_path / "out", each=({}, {"STOPS_IN_SUM": "75"}), **settings)
     assert [result.code for result in ended] == [4, -signal.SIGKILL], [each.stderr[-2000:] for each in ended]
     (line,) = ended[0].error_lines
-    assert "is stopped (state T)" in line and "waits for it in all_gather" in line
+    where = "all_gather" if by == "server" else "the backward pass"
+    assert "is stopped (state T)" in line and f"waits for it in {where}" in line
 
 
 @WAYS
