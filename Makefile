@@ -5,8 +5,8 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 GPU_ARGS ?=
 VENV := .venv/bin/python
-# Three workers, since tests wait for processes and disks; a file each at a time: session fixtures (models, a server of forked commands) are built once a worker.
-WORKERS := -n 3 --dist loadfile
+# Two workers, a file each at a time: session fixtures (models, a server of forked commands) are built once a worker.
+WORKERS := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 ROOM ?= transfer
