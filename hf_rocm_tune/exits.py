@@ -151,14 +151,24 @@ def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], 
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP raise ``KeyboardInterrupt`` instead of killing the process.
+    """Within the block SIGTERM and SIGHUP raise ``KeyboardInterrupt`` instead of killing the process, as Ctrl-C does.
 
     The trainer replaces this during training, so that a checkpoint is written. It has no effect on a signal that is
     already handled or ignored.
     """
-    deadly = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
-    with handling(deadly, _interrupt):
+    stock = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    _asked.clear()
+    with handling([each for each, handler in stock.items() if signal.getsignal(each) is handler], _interrupt):
         yield
+
+
+_asked: list[int] = []  # signals that `_interrupt` got
+
+
+def interrupt_if_asked() -> None:
+    """Raise what a signal has raised before: Python drops it in a weak reference's callback and in ``__del__``."""
+    if _asked:
+        _interrupt(_asked[0], None)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -166,6 +176,9 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    _asked.append(number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     kind = KeyboardInterrupt if number == signal.SIGHUP else _Terminated
     raise kind(f"stopped by {signal.Signals(number).name}")
 

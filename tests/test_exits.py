@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -217,3 +219,16 @@ def test_sigterm_that_the_launcher_was_sent_is_an_interruption(
     assert exits.run_guarded(terminated, environ=environ) == 130
     assert "stopped by SIGTERM" in capsys.readouterr().err
     assert exits.run_guarded(lambda: 0, environ=environ | {"TORCHELASTIC_RESTART_COUNT": "1"}) == 130
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_whose_exception_python_drops_still_ends_the_run(number: int) -> None:
+    thing = threading.Event()
+    with exits.sigterm_as_interrupt():
+        exits.interrupt_if_asked()
+        kept = weakref.ref(thing, lambda _: signal.raise_signal(number))
+        del thing
+        assert kept() is None
+        with pytest.raises(KeyboardInterrupt):
+            exits.interrupt_if_asked()

@@ -224,6 +224,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     job.guard.watch(trainer, facts, job.plan.directory)
     job.files = announce.RunOutputs(arguments=job.arguments, data=job.data, trainer=trainer, facts=facts)
     try:
+        exits.interrupt_if_asked()
         with trainer.stop_requests.installed():  # so that Ctrl-C does not interrupt the final save
             _train(job, trainer)
             if not job.arguments.training.push_to_hub:
