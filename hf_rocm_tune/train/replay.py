@@ -285,14 +285,15 @@ def _outcome(model: nn.Module, loss: Tensor) -> Figures:
     rows: dict[torch.device, list[Tensor]] = defaultdict(list)
     for each in (loss, *(each.grad for each in model.parameters() if each.grad is not None)):
         rows[each.device].append(each.detach())
-    digests = QueuedDigests([each for row in rows.values() for each in row]).result()
+    digests = QueuedDigests([each for row in rows.values() for each in row])
     figures: list[tuple[float, float]] = []
     for row in rows.values():
         norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in row]
         numbers = torch.stack([*norms, *(each.sum(dtype=torch.float32) for each in row)]).tolist()  # one wait
         for each, norm, total in zip(row, numbers, numbers[len(row) :], strict=False):
             figures += [(norm, norm), (total, norm * math.sqrt(each.numel()))]
-    return Figures(tuple(each.hex() for each in digests), tuple(figures))
+    # The figures were read from the same streams after them: the digests are there.
+    return Figures(tuple(each.hex() for each in digests.result()), tuple(figures))
 
 
 def _compare(
