@@ -52,7 +52,7 @@ def _flag(default: float, meaning: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Limits:
     """The flags of ``hf-rocm-tune run``."""
 
     max_restarts: int = _flag(8, "restarts without a new checkpoint between them")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     """``hf-rocm-tune run``."""
     what = "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"
     parser = CommandParser(prog=f"{PROGRAM} run", description=what, usage="%(prog)s [flags] -- COMMAND ...")
-    for each in fields(Settings):
+    for each in fields(Limits):
         kind = checked(type(each.default), lambda value: value >= 0, "0 or more")
         parser.add_argument(f"--{each.name}", type=kind, default=each.default, help=each.metadata["help"])
     split = list(argv).index("--") if "--" in argv else len(argv)
@@ -75,10 +75,10 @@ def main(argv: Sequence[str]) -> int:
     if stray or split == len(argv):
         got = f"; got {stray[0]}" if stray else ""
         raise UsageError(f"give the training command after `--`: `{PROGRAM} run -- accelerate launch ...`{got}")
-    return supervise(argv[split + 1 :], Settings(**vars(wanted)))
+    return supervise(argv[split + 1 :], Limits(**vars(wanted)))
 
 
-def supervise(words: Sequence[str], settings: Settings) -> int:
+def supervise(words: Sequence[str], settings: Limits) -> int:
     """Run a training command to its end, through crashes and stalls."""
     argv = to_start(words)
     with TemporaryDirectory(prefix=f"{PROGRAM}-run-") as directory, _asked_to_end() as asked:
@@ -142,7 +142,7 @@ class RestartDecision(NamedTuple):
     wait_seconds: float = 0.0  # before the restart
 
 
-def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Settings) -> RestartDecision:
+def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Limits) -> RestartDecision:
     """The decision after the last of these deaths (oldest first). Codes 0, 2, 3 and 130 are not deaths.
 
     Rules, in this order: died in the upload: stop, the result is complete; the second exception (code 1) before the
@@ -205,13 +205,13 @@ def _marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-class Watch:
+class PulseWatch:
     """Progress of one attempt, from the files that it writes into ``directory``; those of an earlier one are deleted.
 
     Time counts only while this process looks: a job may be stopped as a whole, with its supervisor.
     """
 
-    def __init__(self, directory: Path, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, directory: Path, settings: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._settings, self._clock = directory, settings, clock
         for name in (heartbeat.PULSE_FILE, heartbeat.BEGUN_FILE):
             (directory / name).unlink(missing_ok=True)
@@ -246,7 +246,7 @@ class _End(NamedTuple):
 
 
 class _Supervision:
-    def __init__(self, argv: list[str], settings: Settings, directory: Path, asked: list[int]) -> None:
+    def __init__(self, argv: list[str], settings: Limits, directory: Path, asked: list[int]) -> None:
         self._argv, self._settings, self._directory, self._asked = argv, settings, directory, asked
         self._begun: Begun | None = None  # the last attempt that has
         self._deaths: list[Death] = []
@@ -254,7 +254,7 @@ class _Supervision:
     def run(self, command: str) -> int:
         while True:
             _say(f"start {len(self._deaths) + 1}: {command}")
-            watch = Watch(self._directory, self._settings)
+            watch = PulseWatch(self._directory, self._settings)
             end = self._see_through(watch)
             is_death = not self._asked and end.code not in {0, INTERRUPTED, *FINAL_CODES}
             decision = self._judge(end.code, watch.pulse) if is_death else None
@@ -289,7 +289,7 @@ class _Supervision:
                 _say("not restarted, as requested; the same command continues from the newest checkpoint")
                 return INTERRUPTED
 
-    def _see_through(self, watch: Watch) -> _End:
+    def _see_through(self, watch: PulseWatch) -> _End:
         """Start the job and wait for its end, or end it where it stalls or the user insists."""
         record, limits, stalled, passed_on = self._directory / "exit.json", self._settings, None, 0
         record.unlink(missing_ok=True)
@@ -316,7 +316,7 @@ class _Supervision:
             return _End(StallError.exit_code, f"no heartbeat for {stalled:.0f} s")
         return self._ending(process.wait(), record)
 
-    def _look(self, watch: Watch) -> None:
+    def _look(self, watch: PulseWatch) -> None:
         known = watch.begun
         watch.look()
         if (begun := watch.begun) is not None and known is None:

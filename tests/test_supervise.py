@@ -17,11 +17,11 @@ import pytest
 
 from hf_rocm_tune import supervisor as supervision
 from hf_rocm_tune.errors import StallError
-from hf_rocm_tune.supervisor import Settings
+from hf_rocm_tune.supervisor import Limits
 from hf_rocm_tune.survive import heartbeat
 from hf_rocm_tune.survive.run_directory import read_record
 
-QUICK = Settings(backoff_seconds=0, stall_seconds=2, start_seconds=30, grace_seconds=0.3)
+QUICK = Limits(backoff_seconds=0, stall_seconds=2, start_seconds=30, grace_seconds=0.3)
 STUB = Path(__file__).with_name("stub_job.py")
 
 
@@ -51,7 +51,7 @@ def words(place: Path, *story: dict[str, Any]) -> list[str]:
     return [str(place / "python-stub"), "-m", "hf_rocm_tune.sft"]
 
 
-def run(place: Path, *story: dict[str, Any], settings: Settings = QUICK) -> int:
+def run(place: Path, *story: dict[str, Any], settings: Limits = QUICK) -> int:
     """Supervises the story and returns the code."""
     return supervision.supervise(words(place, *story), settings)
 

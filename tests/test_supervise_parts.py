@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.supervisor import (
     Death,
+    Limits,
+    PulseWatch,
     RestartDecision,
-    Settings,
-    Watch,
     decide,
     main,
     to_start,
@@ -70,7 +70,7 @@ def test_a_token_on_the_command_line_is_never_shown(flag: str) -> None:
 
 # ---- after a death -----------------------------------------------------------------------------------------------
 
-SETTINGS = Settings()
+SETTINGS = Limits()
 
 
 def death(
@@ -79,7 +79,7 @@ def death(
     return Death(code=code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=checkpoint)  # type: ignore[arg-type]
 
 
-def decisions(deaths: list[Death], settings: Settings = SETTINGS) -> list[RestartDecision]:
+def decisions(deaths: list[Death], settings: Limits = SETTINGS) -> list[RestartDecision]:
     """The decision after each of them, until it is to stop; steps are left out as decided."""
     made: list[RestartDecision] = []
     for count in range(1, len(deaths) + 1):
@@ -117,17 +117,17 @@ def test_between_steps_the_last_ones_kernels_may_have_been_running() -> None:
 
 def test_a_new_checkpoint_begins_the_counts_again() -> None:
     deaths = [death(10 * n + 3, checkpoint=10 * n) for n in range(50)]
-    assert all(each.restart and each.skip is None for each in decisions(deaths, Settings(max_restarts=1)))
+    assert all(each.restart and each.skip is None for each in decisions(deaths, Limits(max_restarts=1)))
     waits = [each.wait_seconds for each in decisions(deaths)]
     assert set(waits) == {SETTINGS.backoff_seconds}
 
 
 def test_only_a_few_steps_may_be_left_out() -> None:
     deaths = [death(step, checkpoint=step // 2) for step in (6, 6, 8, 8, 10, 10, 12, 12)]
-    made = decisions(deaths, Settings(max_skips=3))
+    made = decisions(deaths, Limits(max_skips=3))
     assert [each.skip for each in made] == [None, 7, None, 9, None, 11, None, None]
     assert not made[-1].restart and "steps skipped already: 3" in made[-1].reason
-    refused = decisions([death()] * 2, Settings(max_skips=0))[-1]
+    refused = decisions([death()] * 2, Limits(max_skips=0))[-1]
     assert not refused.restart and "steps skipped already: 0" in refused.reason
 
 
@@ -155,11 +155,11 @@ def test_without_steady_progress_it_always_ends(places: list[tuple[int, str | No
 
 
 def test_restarts_are_limited_and_wait_longer_and_longer_but_not_for_ever() -> None:
-    made = decisions([death(step) for step in range(4, 40)], Settings(max_restarts=20, backoff_seconds=5))
+    made = decisions([death(step) for step in range(4, 40)], Limits(max_restarts=20, backoff_seconds=5))
     assert len(made) == 21 and "20 restarts without a new checkpoint" in made[-1].reason
     waits = [each.wait_seconds for each in made[:-1]]
     assert waits[:4] == [5, 10, 20, 40] and max(waits) == 300 and all(each.skip is None for each in made)
-    for each in fields(Settings):
+    for each in fields(Limits):
         with pytest.raises(UsageError, match=f"--{each.name}"):
             main([f"--{each.name}=-1", "--", "hf-rocm-tune", "sft"])
 
@@ -168,7 +168,7 @@ def test_silence_counts_while_it_is_watched_and_an_upload_may_take_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    watch = Watch(tmp_path, Settings(start_seconds=100, stall_seconds=10), lambda: now[0])
+    watch = PulseWatch(tmp_path, Limits(start_seconds=100, stall_seconds=10), lambda: now[0])
     told = heartbeat.Supervised(directory=str(tmp_path), start_seconds=100, stall_seconds=10).to_json()
     monkeypatch.setenv(heartbeat.VARIABLE, told)
 
