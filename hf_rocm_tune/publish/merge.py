@@ -33,6 +33,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model
 from hf_rocm_tune.models.files import check_model_directory
 from hf_rocm_tune.publish.adapter import NAME, TOKENIZER, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
+from hf_rocm_tune.publish.leftovers import Leftovers, add_leftovers, leftovers_of
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import clean_leftovers, staged_directory
 from hf_rocm_tune.survive.manifest import FileEntry
@@ -100,6 +101,9 @@ def merge(
             records = attest_files(source, mover)
             attested = f"{records.attested}, not attested {len(records.unknown)}"
             say(f"base {named.name}: {nbytes / 1e9:.3g} GB loaded, every tensor as in its file; attested {attested}")
+            leftovers = leftovers_of(directory, mover.loaded)
+            for line in leftovers.lines(reward=adapter.is_reward):
+                say(line)
         merged, count, untied = _merged(model, adapter, getattr(torch, dtype) if dtype else None)
         if untied:
             say("lm_head.weight is no longer tied: the adapter changed the two sides differently")
@@ -113,7 +117,8 @@ def merge(
         with staged_directory(out) as staging:
             texts = dict(_texts(directory, adapter))
             texts["README.md"] = merged_readme(named.hub_id, adapter.method, reward=adapter.is_reward).encode()
-            stored = _write(merged, staging, texts, max_shard_size, adapter.written, origin)
+            copied = None if adapter.is_reward or not leftovers.tensors else leftovers
+            stored = _write(merged, staging, texts, max_shard_size, adapter.written, origin, copied)
     except (OSError, SafetensorError) as error:  # safetensors has the system's error in words only
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"{out} cannot be written: {why}; nothing is left there") from error
@@ -247,14 +252,18 @@ def _write(
     max_shard_size: int | str,
     trained: manifest.Manifest | None,
     origin: Mapping[str, Any],
+    copied: Leftovers | None,
 ) -> int:
     """Write and seal the merged model: bytes of its tensors. Every entry of the manifest is of compared bytes."""
     model.generation_config = GenerationConfig()  # the base's own file follows, as it is
     model.save_pretrained(staging, max_shard_size=max_shard_size)
-    found = saved_state.compare_model(staging, model)
+    if copied is not None:
+        add_leftovers(staging, copied)
+    found = saved_state.compare_model(staging, model, copied=copied.tensors if copied else None)
     wrong = [label for one in found.values() for label in one.differing]
     digests = {label: value for one in found.values() for label, value in one.digests.items()}
     nbytes = sum(each.nbytes for each in {each.data_ptr(): each for each in model.state_dict().values()}.values())
+    nbytes += copied.nbytes if copied is not None else 0
     config = model.config.to_json_string(use_diff=True)
     written = {**texts, "config.json": config.encode()}
     if len(found) > 1:

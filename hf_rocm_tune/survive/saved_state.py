@@ -84,8 +84,12 @@ def compare_model(
     model: nn.Module,
     trained: Mapping[str, Tensor] | None = None,
     plain: Mapping[str, Tensor] | None = None,
+    copied: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Readback]:
-    """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model."""
+    """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model.
+
+    ``copied``: tensors of a full model's files that are not the model's, by their names there.
+    """
     found = {}
     if hasattr(model, "peft_config"):
         for adapter in cast("PeftModel", model).peft_config:
@@ -96,7 +100,9 @@ def compare_model(
     for file in files:
         with suppress(SafetensorError, OSError), safe_open(directory / file, framework="pt", device="cpu") as opened:
             stored |= set(opened.keys())  # without them the comparison reports it
-    live, required = _live_model(model, stored)
+    beside = dict(copied or {})
+    live, required = _live_model(model, stored - beside.keys())
+    live, required = {**live, **beside}, required | (beside.keys() - stored)
     found = {file: _compare_tensors(directory, file, live, required) for file in files}
     return found or {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,6 +20,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.publish.merge import merge, merged_readme
 from hf_rocm_tune.survive import manifest
 from tests import tiny
@@ -238,3 +240,59 @@ def test_what_is_stored_under_other_names_is_merged(name: str, tmp_path: Path) -
     if more:
         config = config_of(tmp_path / "out")
         assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
+
+
+# ---- tensors of the base that its loaded model has no place for ----------------------------------------------
+
+
+@pytest.mark.parametrize("shard", ["5GB", 150_000])
+def test_tensors_that_transformers_does_not_load_are_in_the_merged_files(shard: int | str, tmp_path: Path) -> None:
+    """In bytes and dtype as in the base; the model itself is the one that is merged without them."""
+    base = build_base(lora("qwen3"), tmp_path)
+    embeddings = load_file(base / "model.safetensors")
+    unknown = {
+        "mtp.layers.0.proj.weight": torch.arange(12, dtype=torch.bfloat16).view(3, 4),
+        "drafter.norm.weight": torch.full((5,), 0.25, dtype=torch.float16),
+        "drafter.codes": torch.arange(7, dtype=torch.uint8),
+        "drafter.lm_head.weight": torch.ones(2, 3),
+    }
+    tied = {"lm_head.weight": embeddings["model.embed_tokens.weight"].clone()}  # loaded, and tied: not a leftover
+    save_file({**embeddings, **unknown, **tied}, base / "model.safetensors", metadata={"format": "pt"})
+    save_file({"weight": torch.ones(1)}, base / "consolidated.safetensors")
+    adapter = write_adapter(lora("qwen3"), base, tmp_path / "adapter")
+    lines: list[str] = []
+    merge(str(adapter), tmp_path / "out", base_name=str(base), max_shard_size=shard, say=lines.append)
+
+    stored = {
+        name: value for file in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    assert stored_names(tmp_path / "out") == stored.keys() == embeddings.keys() | unknown.keys()
+    for name, tensor in unknown.items():
+        assert stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor), name
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == stored.keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in stored.values())
+    assert {*index["weight_map"].values()} == {file.name for file in (tmp_path / "out").glob("*.safetensors")}
+    assert manifest.inspect(tmp_path / "out").problems == []
+    assert furthest(base, adapter, tmp_path / "out")[0] < EXACT
+    told = next(line for line in lines if "copied as they are" in line)
+    assert "4 tensors" in told and "drafter.codes" in told
+    assert any("consolidated.safetensors" in line for line in lines)
+
+
+def test_a_copied_tensor_that_is_read_back_wrong_ends_the_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_rocm_tune.publish import leftovers
+
+    def harmed(tensors: dict[str, Any], file: Path, **more: Any) -> None:
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, file, **more)
+
+    monkeypatch.setattr(leftovers, "save_file", harmed)
+    base = build_base(lora("llama3"), tmp_path)
+    content = load_file(base / "model.safetensors")
+    save_file({**content, "mtp.fc.weight": torch.ones(4)}, base / "model.safetensors", metadata={"format": "pt"})
+    adapter = write_adapter(lora("llama3"), base, tmp_path / "adapter")
+    with pytest.raises(CorruptionError, match=r"mtp\.fc\.weight"):
+        merge(str(adapter), tmp_path / "out", base_name=str(base), say=lambda _: None)
+    assert not (tmp_path / "out").exists()
