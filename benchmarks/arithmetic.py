@@ -235,8 +235,8 @@ WAYS: dict[str, Figures] = {
     "int8": {"load_in_8bit": True},
     "dropout": {"lora_dropout": 0.2},
     "packing": {"packing": True},
-    "checkpointing": {"activation_checkpointing": True},
-    "recomputation": {"activation_checkpointing": True, "recompute_layers": "1,1"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "recomputation": {"gradient_checkpointing": True, "recompute_layers": "1,1"},
     "streaming": {"stream_weights": 1},
     "outliers": {"packing": True, "max_length": 256, "per_device_train_batch_size": 4},
 }

@@ -45,7 +45,7 @@ LEAST_SECONDS = 20.0  # with less than this left a part is not begun
 METHODS: dict[str, tuple[str, ...]] = {
     "LoRA, float32": ("--dtype", "float32", "--bf16", "false"),
     "QLoRA, NF4": ("--load_in_4bit", "true"),
-    "LoRA, bf16, recomputation, fused AdamW": ("--activation_checkpointing", "true", "--optim", "adamw_torch_fused"),
+    "LoRA, bf16, recomputation, fused AdamW": ("--gradient_checkpointing", "true", "--optim", "adamw_torch_fused"),
     "full fine-tuning": ("--use_peft", "false"),
     "LoRA, 8-bit": ("--load_in_8bit", "true"),
     "DoRA": ("--use_dora", "true"),

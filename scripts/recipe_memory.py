@@ -42,7 +42,7 @@ def updated(text: str, memory: str, case: Case) -> str:
         "per_device_train_batch_size": case.micro_batch,
         "per_device_eval_batch_size": case.eval_batch,
         "gradient_accumulation_steps": case.accumulation,
-        "activation_checkpointing": str(case.checkpointing).lower(),
+        "gradient_checkpointing": str(case.checkpointing).lower(),
     }
     for name, value in settings.items():
         text = re.sub(rf"^{name}:.*$", f"{name}: {value}", text, flags=re.MULTILINE)

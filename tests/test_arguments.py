@@ -16,6 +16,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, T
 from trl.scripts._hf_argparser import string_to_bool
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments, TuneArguments, build_parser, parse
 
@@ -152,7 +153,7 @@ def test_defaults_on_a_machine_without_a_gpu(base: list[str]) -> None:
     assert found.model.lora_target_modules == "all-linear"
     assert found.training.report_to == []
     assert not found.training.dataloader_pin_memory
-    assert found.training.gradient_checkpointing is found.training.activation_checkpointing is True
+    assert found.training.gradient_checkpointing is getattr(found.training, recompute.SETTING) is True
     assert found.training.seed == SFTConfig.seed
     assert read(*base, "--dtype", "bfloat16", "--bf16", "true").training.bf16
 

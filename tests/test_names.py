@@ -55,7 +55,6 @@ def test_the_screen_shows_what_a_run_on_a_card_would_use(verb: Method) -> None:
     defaults = arguments._flags(verb).defaults
     ours = {each.name: each.ours for each in arguments.differences({}, **asked)}
     real = {**defaults, **ours}
-    real["activation_checkpointing"] = real["gradient_checkpointing"]
     assert {"lr", "lora_r", "use_peft", "verify", *(["batch_size"] if verb != "grpo" else [])} <= shown.keys()
     for name, text in shown.items():
         value = real[names.ALIASES.get(name, name)]

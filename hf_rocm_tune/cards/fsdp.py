@@ -173,7 +173,7 @@ def check_plugin(plugin: Any) -> None:
 
 
 def _faults(version: object, ram_efficient: bool, offload: bool, checkpointing: bool) -> list[tuple[bool, str]]:
-    more = "is not supported: set it to false and use --activation_checkpointing instead"
+    more = "is not supported: set it to false and use --gradient_checkpointing instead"
     return [
         (str(version) != "2", f"fsdp_version {version} is not supported: use fsdp_version: 2, as in {CONFIGURATION}"),
         (

@@ -42,7 +42,7 @@ class Sharded(Way):
     _accelerator: Any
     excludes: ClassVar[Mapping[str, str]] = {
         "--auto_fit": "it does not support shards; set --per_device_train_batch_size yourself",
-        "--recompute_layers": "all layers are recomputed, or none; use --activation_checkpointing",
+        "--recompute_layers": "all layers are recomputed, or none; use --gradient_checkpointing",
         "--init_lora_weights": "the part that moves into the adapter is computed from full weights",
         "--adapter_name_or_path": "the adapter is read after the weights are cut; merge it into the base first",
         "--use_peft false": "it is for adapters here; train with LoRA",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from torch import Tensor, nn
-from transformers.distributed.tensor_parallel import ColwiseParallel, LocalParamsParallel, RowwiseParallel
+from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
 from typing_extensions import override
 
 from hf_rocm_tune.cards.fsdp import CONFIGURATION
@@ -199,6 +199,14 @@ def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[
         yield module, (2 if recomputed else 1) * (layer.out_features + ways) if by_columns else layer.in_features + ways
 
 
+class _Local(TensorParallelLayer):
+    """Computes with a module's own weights as plain tensors; transformers has it since 5.23."""
+
+    @override
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+
 def install(model: nn.Module, mesh: Any, reductions: Reductions) -> None:
     for name, module, by_columns in planned(model, mesh.size()):
         layer = getattr(module, "base_layer", module)
@@ -207,7 +215,7 @@ def install(model: nn.Module, mesh: Any, reductions: Reductions) -> None:
         part, whole = ("lora_A", "lora_B") if by_columns else ("lora_B", "lora_A")
         for adapter in getattr(module, part, ()):
             style(reductions, f"{name}.{part}").install_forward(getattr(module, part)[adapter], mesh)
-            LocalParamsParallel().install_forward(getattr(module, whole)[adapter], mesh)
+            _Local().install_forward(getattr(module, whole)[adapter], mesh)
 
 
 _PACKED = (

@@ -76,7 +76,7 @@ def demand(arguments: Arguments) -> Demand:
             raise UsageError(
                 f"--effective_batch {tune.effective_batch} on {ranks} rank(s) cannot be made with {flags}: drop one"
             )
-    checkpointing = bool(training.activation_checkpointing) if _CHECKPOINTING & {*arguments.given} else None
+    checkpointing = recompute.is_chosen(training) if _CHECKPOINTING & {*arguments.given} else None
     return Demand(each, kept, checkpointing if tune.recompute is None else True)
 
 
@@ -135,7 +135,7 @@ def before_loading(
         say(*_why(choice, wanted, arguments))
     training.per_device_train_batch_size = choice.micro_batch
     training.gradient_accumulation_steps = choice.accumulation
-    training.activation_checkpointing = training.gradient_checkpointing = choice.checkpointing
+    recompute.choose(training, choice.checkpointing)
     if choice.eval_batch is not None:
         training.per_device_eval_batch_size = choice.eval_batch
     return choice
@@ -238,7 +238,7 @@ def streamed_layers(
         if (budget := _budget(training.device, None, libraries)) is None:
             say(f"{streamed.FLAG} auto: there is no card, so nothing is streamed")
             return None
-        size, on = training.per_device_train_batch_size, bool(training.activation_checkpointing)
+        size, on = training.per_device_train_batch_size, recompute.is_chosen(training)
         wanted = Demand(size * training.gradient_accumulation_steps, size, on)
         planned = on_main_process(lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto"))
         count = planned.streamed
@@ -295,7 +295,7 @@ def _planned_counts(
         from_training(arguments.resolved(), platform=_platform(devices[0])),
         triton=not triton_refusal(devices[0]),
         micro_batch=training.per_device_train_batch_size,
-        checkpointing=bool(training.activation_checkpointing),
+        checkpointing=recompute.is_chosen(training),
         stream=0,
     )
     flights = IN_FLIGHT * len(cards) if arguments.ranks.pipeline == "auto" else 1

@@ -19,6 +19,7 @@ from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.cards.way import is_on
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.machine.child import pci_address
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.experts import has_experts
 from hf_rocm_tune.models.quantised import has_mxfp4
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
@@ -46,8 +47,9 @@ USES: Mapping[str, Callable[[Arguments], object]] = {
     "FSDP2 or --tensor_parallel": lambda job: job.way().on_host,
     "--init_lora_weights": lambda job: job.tune.rewrites_base,
     "the CPU": lambda job: job.training.device.type == "cpu",
-    "its `offload`": lambda job: (job.training.activation_checkpointing_kwargs or {}).get("offload"),
-    "--activation_checkpointing_kwargs": lambda job: {*_CHECKPOINTING} & job.given,
+    "its `offload`": lambda job: recompute.options_of(job.training).get("offload"),
+    "--gradient_checkpointing_kwargs": lambda job: {*_CHECKPOINTING} & job.given,
+    "--gradient_checkpointing false": lambda job: not recompute.is_chosen(job.training),
     "--packing_strategy wrapped": lambda job: (
         getattr(job.training, "packing", False) and job.training.packing_strategy == "wrapped"
     ),
@@ -98,12 +100,12 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "quantised weights are not trained, LoRA on them is"),
     },
     "--activation_offloading": {"the CPU": "it moves activations from a card to the host"},
-    "--activation_checkpointing_kwargs": {"its `offload`": "it is not listed as unverified"},
+    "--gradient_checkpointing_kwargs": {"its `offload`": "it is not listed as unverified"},
     "--mask_thinking": {"--packing_strategy wrapped": "it cuts examples"},
     "--one_pass_loss": {"--torch_compile": "it was never tried"},
     "--recompute_layers": {
-        "--activation_checkpointing false": "it recomputes nothing",
-        "--activation_checkpointing_kwargs": "they apply to all layers",
+        "--gradient_checkpointing false": "it recomputes nothing",
+        "--gradient_checkpointing_kwargs": "they apply to all layers",
         "--torch_compile": "it was never tried",
     },
     "--sample_every": dict.fromkeys(

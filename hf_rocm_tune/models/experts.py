@@ -181,7 +181,7 @@ def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     rows = _linear(self, first, hidden[order // chosen], sizes, by_expert)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
     rows = _linear(self, last, rows, sizes, by_expert)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # since transformers 5.20
         rows = self.post_expert_norm(rows)
     rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -212,8 +212,7 @@ def _linear(experts: Any, name: str, rows: Tensor, sizes: Sequence[int], by_expe
     out = multiply(rows, weight, sizes, transposed and state.quant_type != "mxfp4")
     if experts.has_bias:
         out = out + getattr(experts, f"{name}_bias")[by_expert]
-    for left, right, scaling in vars(experts).get(_ADAPTERS, {}).get(name, ()):
-        one, two = (left, right) if transposed else (right.mT, left.mT)
+    for one, two, scaling in vars(experts).get(_ADAPTERS, {}).get(name, ()):
         ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
         grouped = torch.ops.transformers.grouped_mm_fallback
         out = out + scaling * grouped(grouped(rows, one, ends), two, ends)
@@ -322,10 +321,20 @@ def _beside(stock: Callable[..., AbstractContextManager[None]]) -> Callable[...,
                 yield
             return
         held = vars(experts).setdefault(_ADAPTERS, {})
-        held[self.parameter_name] = [self.get_delta_factors(each) for each in active_adapters if each in self.lora_A]
+        held[self.parameter_name] = [_factors(self, each) for each in active_adapters if each in self.lora_A]
         try:
             yield
         finally:
             del held[self.parameter_name]
 
     return activate
+
+
+def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
+    """An adapter's A (experts, inputs, rank) and B (experts, rank, outputs) in the weights' dtype, and its scaling."""
+    state: Any = getattr(wrapper.get_base_layer(), wrapper.parameter_name).quant_state
+    experts = state.shape[0]
+    down, up = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    one = down.reshape(experts, -1, down.shape[-1]).mT
+    two = up.reshape(up.shape[0], -1, experts).permute(2, 1, 0)
+    return one.to(state.dtype), two.to(state.dtype), wrapper.scaling[adapter]

@@ -145,7 +145,8 @@ def load_model(
             "initialised at random: download or copy it again, or give the model that this configuration belongs to"
         )
     require_quantised(model, source.name)
-    if mxfp4:  # transformers 5.23 would save what it has made of the blocks under the names of the blocks
+    # transformers before 5.24 would save what it has made of the blocks under the names of the blocks
+    if mxfp4 and hasattr(model, "_weight_conversions"):
         kept = [each for each in model._weight_conversions if not str(each.source_patterns[0]).endswith("_blocks")]
         model._weight_conversions = kept
     use_packed(model)

@@ -9,6 +9,7 @@ or is cast for the product, and in float16, in which small probabilities would b
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor
-from trl.kernels import chunked_logprob as upstream_head
 from trl.trainer import utils as upstream_losses
 
 from hf_rocm_tune.errors import SeamError, UsageError
@@ -31,11 +31,27 @@ _HELPERS = (
     "_use_triton",
 )  # fmt: skip
 PLAIN_TOKENS = 1024
+
+
+def _fused_head() -> Any:
+    """TRL's module of the fused head; None before TRL 1.15, whose losses multiply with the head in another way."""
+    try:
+        return importlib.import_module("trl.kernels.chunked_logprob")
+    except ModuleNotFoundError as error:
+        if error.name not in ("trl.kernels", "trl.kernels.chunked_logprob"):
+            raise
+        return None
+
+
+upstream_head = _fused_head()
+_OTHER_TRL = "install TRL 1.16, or a C compiler and Python's headers for Triton"
 _WANTED: ContextVar[bool] = ContextVar("one_pass_loss", default=False)
 
 
 def is_known() -> bool:
     """Whether TRL's head has the parameters that ours take, behind ``stock``, and the functions that ours call."""
+    if upstream_head is None:
+        return False
     head = upstream_head.ChunkedLogProbFunction
     pairs: list[tuple[Any, Any]] = [(head.forward, _forward), (head.backward, _backward)]
     names = [[list(inspect.signature(each).parameters) for each in pair] for pair in pairs]
@@ -44,9 +60,9 @@ def is_known() -> bool:
 
 def install() -> None:
     """Let TRL's fused head heed `one_pass_loss`, in this process. A second call does nothing."""
-    head = upstream_head.ChunkedLogProbFunction
     if not is_known():
         raise UsageError(f"--one_pass_loss does not know the fused head of TRL {trl.__version__}: give false")
+    head = upstream_head.ChunkedLogProbFunction
     for name, ours in (("forward", _forward), ("backward", _backward)):
         stock = getattr(head, name)
         if not hasattr(stock, "heeds_one_pass_loss"):
@@ -64,14 +80,9 @@ def fit_to(device: torch.device, *, compiled: bool) -> None:
     if device.type == "cpu":
         return
     if triton_refusal(device):
-        upstream_head._TRITON_AVAILABLE = False
-        # plain torch holds up to seven float32 copies of a tile: 0.9 instead of 3.5 GiB, nearer to what is planned
-        upstream_head.TOKEN_CHUNK_SIZE = min(upstream_head.TOKEN_CHUNK_SIZE, PLAIN_TOKENS)
-        if upstream_head._use_triton(device):
-            raise SeamError(f"the fused head of TRL {trl.__version__} no longer heeds `_TRITON_AVAILABLE`")
-        if not hasattr(upstream_losses, "is_triton_available"):
-            raise SeamError(f"the losses of TRL {trl.__version__} no longer ask `is_triton_available`")
-        upstream_losses.is_triton_available = lambda: False  # log-probabilities of whole logits, as in ORPO
+        _avoid_triton(device)
+    if upstream_head is None or not hasattr(upstream_head, "_addmm_fp32"):
+        return
     if (choice := products.choose(device)) is not None and not compiled:
         stock = getattr(upstream_head._addmm_fp32, "stock", upstream_head._addmm_fp32)
 
@@ -83,6 +94,25 @@ def fit_to(device: torch.device, *, compiled: bool) -> None:
 
         add.stock = stock  # type: ignore[attr-defined]
         upstream_head._addmm_fp32 = add
+
+
+def _avoid_triton(device: torch.device) -> None:
+    """Lets TRL's losses compute with plain torch on this device; SeamError: they would not."""
+    if upstream_head is not None:
+        if not hasattr(upstream_head, "_TRITON_AVAILABLE"):
+            raise SeamError(f"the fused head of TRL {trl.__version__} cannot be computed without Triton: {_OTHER_TRL}")
+        upstream_head._TRITON_AVAILABLE = False
+        # plain torch holds up to seven float32 copies of a tile: 0.9 instead of 3.5 GiB, nearer to what is planned
+        upstream_head.TOKEN_CHUNK_SIZE = min(upstream_head.TOKEN_CHUNK_SIZE, PLAIN_TOKENS)
+        if upstream_head._use_triton(device):
+            raise SeamError(f"the fused head of TRL {trl.__version__} ignores `_TRITON_AVAILABLE`: {_OTHER_TRL}")
+    # log-probabilities of whole logits, as in ORPO
+    if hasattr(upstream_losses, "is_triton_available"):
+        upstream_losses.is_triton_available = lambda: False
+    elif hasattr(upstream_losses, "_fused_logprob_entropy"):  # TRL 1.14
+        upstream_losses._fused_logprob_entropy = None
+    elif importlib.util.find_spec("trl.kernels") is not None:
+        raise SeamError(f"the losses of TRL {trl.__version__} cannot be computed without Triton: {_OTHER_TRL}")
 
 
 @contextmanager

@@ -15,11 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_rocm_tune.errors import UsageError
 
 FLAG = "--recompute_layers"
+_NAMES = [
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+]
+#: transformers' name for recomputing activations: ``gradient_checkpointing`` before 5.23, where it became an alias that
+#: v6 removes. Settings and methods of models (`_enable`, `_disable`, `is_`) have it.
+SETTING = _NAMES[0]
 #: A product over fewer columns takes no longer than writing its result: 2 * 128 operations per element at 50e12 a
 #: second against 2 bytes at 640e9. Products with an adapter's second matrix and attention scores are recomputed.
 _CHEAP = 128
@@ -34,8 +43,38 @@ def parse(text: str) -> tuple[int, int]:
             "number to recompute except for products and attention, as 8 or 8,20"
         )
     if not sum(counts := (int(found[1]), int(found[2] or 0))):
-        raise UsageError(f"{FLAG} {text} recomputes nothing: give --activation_checkpointing false instead")
+        raise UsageError(f"{FLAG} {text} recomputes nothing: give --gradient_checkpointing false instead")
     return counts
+
+
+def is_chosen(training: Any) -> bool:
+    """Whether training arguments ask for activations to be recomputed."""
+    return bool(getattr(training, SETTING))
+
+
+def options_of(training: Any) -> dict[str, Any]:
+    """How they ask for it: ``gradient_checkpointing_kwargs``."""
+    return getattr(training, f"{SETTING}_kwargs") or {}
+
+
+def choose(training: Any, on: bool) -> None:
+    """Sets whether activations are recomputed, under each name that these transformers have."""
+    for name in _NAMES:
+        setattr(training, name, on)
+
+
+def is_enabled(model: Any) -> bool:
+    """Whether a transformers model recomputes its activations."""
+    return bool(getattr(model, f"is_{SETTING}"))
+
+
+def enable(model: Any, **options: Any) -> None:
+    """Lets a transformers model recompute its activations, with options of ``torch.utils.checkpoint``."""
+    getattr(model, f"{SETTING}_enable")(**{f"{SETTING}_kwargs": options or None})
+
+
+def disable(model: Any) -> None:
+    getattr(model, f"{SETTING}_disable")()
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:

@@ -154,8 +154,8 @@ def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> l
 
 def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -> None:
     """As ``transformers.Trainer`` does, which makes the embeddings' output require a gradient."""
-    if base.is_activation_checkpointing:
-        base.activation_checkpointing_disable()
+    if recompute.is_enabled(base):
+        recompute.disable(base)
         base.disable_input_require_grads()
     if mode is None:
         return
@@ -164,8 +164,7 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
         first, second = recompute.contexts() if selective else (nullcontext(), nullcontext())
         return first, mode.again(second)
 
-    how = {"use_reentrant": False, "context_fn": contexts}
-    base.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    recompute.enable(base, use_reentrant=False, context_fn=contexts)
 
 
 # ---- storages --------------------------------------------------------------------------------------------------------

@@ -282,9 +282,10 @@ def parse(
     half = accelerator and bf16_supported
     different = differences(given, method=method, accelerator=accelerator, bf16_supported=half)
     values = {each.name: each.ours for each in different} | given
-    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+    for more in ("", "_kwargs"):
         # transformers warns about its old name even if only TRL's default set it.
-        values.setdefault(old.replace("gradient", "activation"), values.get(old, flags.defaults[old]))
+        old = f"gradient_checkpointing{more}"
+        values.setdefault(f"{recompute.SETTING}{more}", values.get(old, flags.defaults[old]))
     tune, ranks, script, config, model, mixture = (
         functools.partial(_build, owner, owners=flags.owners, values=values) for owner in flags.types
     )

@@ -306,7 +306,7 @@ steps:
 
 memory:
   --auto_fit off|plan             choose batch and checkpointing [off]
-  --activation_checkpointing BOOL recompute activations [true]
+  --gradient_checkpointing BOOL   recompute activations [true]
   --stream_weights auto|off|N     layers in host memory, fetched in use [off]
   --split_layers auto|N,N         one model over several cards
   --on_oom step_down|stop         smaller passes, or exit code 5 [step_down]

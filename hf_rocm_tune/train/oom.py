@@ -382,7 +382,7 @@ class OutOfMemoryRecovery:
             why = part.layout.reason or "the micro-batch cannot be made smaller"
             raise OutOfMemoryError(
                 f"{what}, and {why} ({said}): lower --max_length (it is {getattr(args, 'max_length', None)}), turn "
-                "--activation_checkpointing on, add --load_in_4bit, or see what fits with `hf-rocm-tune plan`"
+                "--gradient_checkpointing on, add --load_in_4bit, or see what fits with `hf-rocm-tune plan`"
             )
         if not fewer:
             self.divisor *= 4 if several else 2  # with several ranks each further shortage costs a restart

@@ -30,7 +30,7 @@ from hf_rocm_tune.cards.ways import way_of
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.models import loss
+from hf_rocm_tune.models import loss, recompute
 from hf_rocm_tune.models.adapter import LearningRates, keep_weights_from_vllm, share_inputs
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
@@ -47,7 +47,6 @@ from hf_rocm_tune.models.quantised import (
     keep_trainable_on_cpu,
     running_statistics,
 )
-from hf_rocm_tune.models.recompute import recompute
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.models.streaming import streamer_of
 from hf_rocm_tune.survive.checkpoint import Checkpoints
@@ -276,9 +275,8 @@ class VerifiedTransferMixin(_Base):
         self._place(model)
 
     @override
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, *_: Any, **__: Any) -> None:
         """Upstream creates the repository here; the publisher does that."""
-        del token, private
         self.hub_model_id = self.args.hub_model_id
 
     def _prepare_in_place(
@@ -702,8 +700,8 @@ class VerifiedTransferMixin(_Base):
     # ---- details --------------------------------------------------------------------------------------------
 
     def _choose_recomputed(self) -> None:
-        if self.recompute_layers is not None and self.args.activation_checkpointing:
-            recompute(self.model, self.recompute_layers)
+        if self.recompute_layers is not None and recompute.is_chosen(self.args):
+            recompute.recompute(self.model, self.recompute_layers)
 
     @contextmanager
     def _keep_checkpointing_choice(self) -> Iterator[None]:
@@ -712,7 +710,7 @@ class VerifiedTransferMixin(_Base):
         Each time the choice of layers would be lost, and one more hook left at the embeddings.
         """
         model: Any = self.model
-        if isinstance(self, SFTTrainer) or (self.args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        if isinstance(self, SFTTrainer) or recompute.options_of(self.args).get("use_reentrant"):
             yield
             return
         model.gradient_checkpointing_disable = model.gradient_checkpointing_enable = lambda *_, **__: None

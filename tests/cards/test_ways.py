@@ -56,7 +56,7 @@ def test_without_mixed_precision_any_float_may_hold_4_bit_weights(storage: str) 
         ({"env": {"FSDP_VERSION": "1"}}, "use fsdp_version: 2"),
         ({"env": {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}}, "broadcast every weight"),
         ({"env": {"FSDP_OFFLOAD_PARAMS": "true"}}, "fsdp_offload_params"),
-        ({"env": {"FSDP_ACTIVATION_CHECKPOINTING": "true"}}, "--activation_checkpointing"),
+        ({"env": {"FSDP_ACTIVATION_CHECKPOINTING": "true"}}, "--gradient_checkpointing"),
         ({"args": {"world_size": 1}}, "--num_processes 2"),
         ({"args": {"optim": "paged_adamw_8bit"}}, "adamw_torch_fused"),
         ({"args": {"fsdp": "full_shard"}}, "dual_rx7900xt_fsdp2"),

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from trl import DPOConfig, DPOTrainer, SFTConfig
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models import recompute
 
 PATH, OUT = sys.argv[1:3]
 ROWS = Dataset.from_list([{"text": f"this is the text of row {number}"} for number in range(8)])
@@ -47,7 +48,7 @@ SETTINGS: dict[str, Any] = {
     "logging_steps": 1,
     "per_device_train_batch_size": 2,
     "bf16": False,
-    "activation_checkpointing": False,
+    recompute.SETTING: False,
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,

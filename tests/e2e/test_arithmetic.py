@@ -14,7 +14,7 @@ from tests.e2e.conftest import ADAPTER, Job, MakeJob, done, report_of, sampled
 
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", "bf16": False},
-    "bf16": {"bf16": True, "activation_checkpointing": True, "packing": True},
+    "bf16": {"bf16": True, "gradient_checkpointing": True, "packing": True},
     "nf4": {"load_in_4bit": True},
     "int8": {"load_in_8bit": True},
     "streamed": {"stream_weights": 2},

@@ -41,7 +41,7 @@ def job(make_job: MakeJob) -> Job:
 def given(job: Job, micro_batch: int, steps: int, checkpointing: bool, **changed: object) -> Path:
     """A run to which the way was given."""
     way = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": steps}
-    return job.clean(**(way | {"activation_checkpointing": checkpointing, "one_pass_loss": True} | changed))
+    return job.clean(**(way | {"gradient_checkpointing": checkpointing, "one_pass_loss": True} | changed))
 
 
 def adapter_of(output: Path) -> dict[str, torch.Tensor]:
@@ -133,7 +133,7 @@ def test_a_step_down_goes_on_with_the_same_mix(job: Job, tmp_path: Path) -> None
     short = {VARIABLE: "kind=oom,rows=2,count=1"}
     job.done(tmp_path / "out", env=short, recompute_layers="1,1", **asked)
     assert report_of(tmp_path / "out")["memory"]["shortages"] == 1
-    job.done(tmp_path / "given", env=short, activation_checkpointing=False, **asked)
+    job.done(tmp_path / "given", env=short, gradient_checkpointing=False, **asked)
     assert_same(tmp_path / "out", tmp_path / "given")
 
 

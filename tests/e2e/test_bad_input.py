@@ -123,7 +123,7 @@ def the_line(result: Result) -> str:
         (["--report_to", "nobody"], "--report_to nobody: unknown or not installed"),
         (["--lora_target_modules", "no_such"], "no_such match no module of LlamaForCausalLM; it has q_proj, k_proj"),
         (["--lora_modules_to_save", "lm_heads"], "--lora_modules_to_save: lm_heads match no module of LlamaFor"),
-        (["--activation_checkpointing_kwargs", '{"offload": true}'], "its `offload` (it is not listed"),
+        (["--gradient_checkpointing_kwargs", '{"offload": true}'], "its `offload` (it is not listed"),
         (["--resume_from_checkpoint", "true"], "holds no intact checkpoint of this run; leave the flag out"),
         (["--use_liger_kernel"], "--use_liger_kernel needs"),
         (["--tensor_parallel"], "it takes 2 processes, and there are 1"),

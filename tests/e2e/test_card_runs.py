@@ -94,7 +94,7 @@ class Method:
 
 
 FLOAT32 = {"dtype": "float32", "bf16": False}
-BF16 = {"bf16": True, "activation_checkpointing": True, "optim": "adamw_torch_fused"}
+BF16 = {"bf16": True, "gradient_checkpointing": True, "optim": "adamw_torch_fused"}
 METHODS = {
     "lora": Method(settings={**FLOAT32, "gradient_accumulation_steps": 2, "eval_strategy": "steps"}),
     "bf16": Method(settings={**BF16, "packing": True}, tolerance=1e-2),

@@ -32,6 +32,7 @@ from transformers import BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
@@ -196,7 +197,7 @@ def _arguments(output: Path) -> SFTConfig:
         report_to="none",
         use_cpu=True,
         bf16=False,
-        activation_checkpointing=False,
+        **{recompute.SETTING: False},
         disable_tqdm=True,
     )
 

@@ -18,7 +18,7 @@ def test_compiled_layers_train_as_those_that_are_not(
     server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path, checkpointing: bool
 ) -> None:
     settings: dict[str, Any] = {"model_name_or_path": model_of("llama3"), "logging_steps": 1, "lora_dropout": 0.0}
-    settings |= {"activation_checkpointing": checkpointing, "save_strategy": "steps", "save_steps": 4}
+    settings |= {"gradient_checkpointing": checkpointing, "save_strategy": "steps", "save_steps": 4}
     for name, more in (("plain", {}), ("compiled", {"torch_compile": True})):
         result = server.run(*base_flags, *flags(**settings, **more, output_dir=tmp_path / name))
         assert result.code == 0, result.stderr[-3000:]

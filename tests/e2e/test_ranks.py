@@ -293,7 +293,7 @@ def test_windows_and_architectures_like_one_process(
     way: str, arch: str, window: dict[str, object], job: Job, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     more = {"model_name_or_path": model_of(arch), "max_steps": 8, "save_steps": 8, "eval_steps": 4, **window}
-    more |= {"activation_checkpointing": way == "fsdp2"}
+    more |= {"gradient_checkpointing": way == "fsdp2"}
     job.done(tmp_path / "one", **more | {"per_device_train_batch_size": 2 * BATCH})
     for each in job.ranks(tmp_path / "two", each=[WAYS[way][0]] * 2, **more | WAYS[way][1]):
         done(each)

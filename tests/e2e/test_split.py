@@ -55,7 +55,7 @@ SAMPLE = [
     # what differs from LoRA of llama3 with checkpointing, as the default is
     pytest.param(
         "llama3",
-        {"gradient_accumulation_steps": 2, "activation_checkpointing": False},
+        {"gradient_accumulation_steps": 2, "gradient_checkpointing": False},
         id="lora-accumulated",
         marks=pytest.mark.long,
     ),
@@ -67,7 +67,7 @@ MATRIX = [
     pytest.param(
         arch,
         {
-            "activation_checkpointing": checkpointing,
+            "gradient_checkpointing": checkpointing,
             "gradient_accumulation_steps": accumulation,
             "packing": packing,
             **({"load_in_4bit": True} if four_bit else {}),

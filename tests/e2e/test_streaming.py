@@ -20,10 +20,10 @@ from tests.simcard.log import Log
 LAYERS = 5
 STEPS = 2
 #: What the CPU of the machine computes must not decide over bits: one thread each, and the same operators.
-BF16 = {"dtype": "bfloat16", "bf16": True, "activation_checkpointing": True, "optim": "adamw_torch_fused"}
+BF16 = {"dtype": "bfloat16", "bf16": True, "gradient_checkpointing": True, "optim": "adamw_torch_fused"}
 METHODS: dict[str, dict[str, Any]] = {
     "lora": BF16,
-    "without recomputation": {**BF16, "activation_checkpointing": False},
+    "without recomputation": {**BF16, "gradient_checkpointing": False},
     "adapters in one place": {**BF16, "lora_target_modules": "q_proj", "load_in_4bit": True},
     "some layers recomputed": {**BF16, "recompute_layers": "2,3"},
     "qlora": {**BF16, "load_in_4bit": True, "use_bnb_nested_quant": True},

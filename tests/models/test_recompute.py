@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.recompute import contexts, layers_of, recompute
+from hf_rocm_tune.models.recompute import contexts, enable, layers_of, recompute
 from tests.small_models import SMALL
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_a_step_that_keeps_all(name: str, autocast: bool)
     model = _model(name)
     base: Any = model.get_base_model()
     loss, gradients, most = _step(model, autocast=autocast)
-    base.activation_checkpointing_enable()
+    enable(base)
     for counts in ((1, 1), (0, 3), (3, 0), (0, 1)):
         recompute(model, counts)
         again, others, kept = _step(model, autocast=autocast)

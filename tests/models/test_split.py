@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.split import Crossing, Hops, LayerSplit, SplitMover, counts_for, layer_stack, parse, stack_of
 from hf_rocm_tune.transfer import FaultSpec, Mover, digest
 from tests import tiny
@@ -150,7 +151,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(arch: str, checkpointin
     whole, parts = model_of(arch), model_of(arch)
     if checkpointing:
         for each in (whole, parts):
-            each.activation_checkpointing_enable()
+            recompute.enable(each)
     with split(parts, 1, 2, 1) as mover:
         assert_same(step(parts, passes=2), step(whole, passes=2))
         counted = carried(mover)
@@ -184,7 +185,7 @@ def names_of(model: Any, *counts: int) -> Counter[str]:
 def test_each_tensor_crosses_once_also_where_layers_are_recomputed(checkpointing: bool, model_of: Any) -> None:
     model = model_of("llama3")
     if checkpointing:
-        model.activation_checkpointing_enable()
+        recompute.enable(model)
     found = names_of(model, 2, 2)
     assert set(found.values()) == {1}
     forward = sorted(name for name in found if name.startswith("forward"))

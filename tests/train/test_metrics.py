@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTTrainer
 
 from hf_rocm_tune import VerifiedTransferMixin
+from hf_rocm_tune.models import recompute
 from tests import tiny
 from tests.train.trainers import VerifiedSFT, build, two_ranks
 
@@ -80,7 +81,7 @@ def test_the_log_is_trls(kind: str, model_path: Path, tmp_path: Path) -> None:
 
 
 def test_a_reference_leaves_the_choice_of_layers_and_the_embeddings_alone(model_path: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"activation_checkpointing": True, "max_steps": 2, "ours": {"recompute_layers": (1, 0)}}
+    options: dict[str, Any] = {recompute.SETTING: True, "max_steps": 2, "ours": {"recompute_layers": (1, 0)}}
     trainer = build(VerifiedDPO, model_path, Dataset.from_list(PAIRS), tmp_path / "out", config=DPOConfig, **options)
     trainer.train()
     model = trainer.model.get_base_model()

@@ -24,6 +24,7 @@ from hf_rocm_tune import VerifiedSFTTrainer
 from hf_rocm_tune.cards.split import Split
 from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.split import LayerSplit, SplitMover, tell_of_devices
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.fit import plan_for
@@ -80,7 +81,7 @@ class Runs:
             "use_cpu": not self._devices,
             "bf16": False,
             "disable_tqdm": True,
-            "activation_checkpointing": False,
+            recompute.SETTING: False,
         } | options
         with SplitMover(LayerSplit("model.layers", counts), devices, faults=faults) as mover:
             tell_of_devices(model, mover)
@@ -137,7 +138,7 @@ def assert_same(one: tuple[Losses, dict[str, Tensor]], other: tuple[Losses, dict
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"activation_checkpointing": True}, {"lora": False}, {"counts": (1, 2, 1)}, {"one_pass_loss": True}],
+    [{}, {recompute.SETTING: True}, {"lora": False}, {"counts": (1, 2, 1)}, {"one_pass_loss": True}],
     ids=["lora", "checkpointing", "all-weights", "three-cards", "one-pass-loss"],
 )
 def test_losses_and_weights_are_those_of_one_after_the_other(runs: Runs, settings: dict[str, Any]) -> None:
@@ -243,7 +244,7 @@ def main(place: Path) -> dict[str, Any]:
     os.environ |= {"SIMCARD_POISON": "1", "SIMCARD_DELAYS": "0,40,0,400"}
     sys.modules["simcard"].configure()
     runs = Runs(place, torch.device("cuda", 0), torch.device("cuda", 1))
-    results = [runs(pipeline=which, activation_checkpointing=True, max_steps=1) for which in (False, True)]
+    results = [runs(pipeline=which, **{recompute.SETTING: True}, max_steps=1) for which in (False, True)]
     differing = [name for name, each in results[0][1].items() if not torch.equal(each, results[1][1][name])]
     same = results[0][0] == results[1][0]
     return found | {"late": {"differ": differing, "losses": same, "mismatches": runs.crossed["mismatches"]}}

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 from trl import SFTConfig, SFTTrainer
 
 from hf_rocm_tune import VerifiedTransferMixin
+from hf_rocm_tune.models import recompute
 from tests.two_ranks import free_port
 
 STEPS = 4
@@ -66,7 +67,7 @@ def build(
         "save_strategy": "no",
         "use_cpu": True,
         "disable_tqdm": True,
-        **({"bf16": False, "activation_checkpointing": False} if of_trl else {}),
+        **({"bf16": False, recompute.SETTING: False} if of_trl else {}),
         **options,
     }
     peft_config = LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})})
