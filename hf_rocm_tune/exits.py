@@ -26,6 +26,7 @@ from hf_rocm_tune import redaction
 from hf_rocm_tune.errors import Interrupted, OutOfMemoryError, TuneError, device_shortage
 from hf_rocm_tune.machine.process import start_ticks
 from hf_rocm_tune.survive.atomic import write_text_atomic
+from hf_rocm_tune.upstream import failed_import
 
 PROGRAM = "hf-rocm-tune"
 INTERRUPTED = 130
@@ -86,6 +87,8 @@ def run_guarded(
         if type(error).__module__.startswith("torch.distributed.elastic") and hasattr(error, "sigval"):
             return 128 + int(error.sigval)  # `SignalException`: in a notebook the agent's handler raises it
         known = error if isinstance(error, TuneError) else None
+        if known is None:
+            known = failed_import(error)
         if known is None and (said := device_shortage(error)) is not None:
             known = OutOfMemoryError(f"{said}; {_OUT_OF_MEMORY_ADVICE}")
         # The communication backends raise RuntimeError for a lost peer.

@@ -1,8 +1,8 @@
 """The private places of upstream libraries on which verification depends.
 
 A place that upstream has moved is a `SeamError`, never a transfer that is silently not verified. Names and parameters
-do not show whether upstream still calls a place: `pyproject.toml` bounds the versions, and a run says which of them
-are newer than `TESTED`.
+do not show whether upstream still calls a place: `make drift` tries the versions of `TESTED` and a run says which of
+the installed ones are newer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import re
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,15 +41,16 @@ class Seam:
 
 
 TESTED = {
-    "torch": "2.13.0",
-    "transformers": "5.23.0",
-    "accelerate": "1.15.0",
-    "peft": "0.21.2",
-    "trl": "1.16.0",
-    "bitsandbytes": "0.50.2",
+    "torch": ("2.10.0", "2.14.1"),
+    "transformers": ("5.19.0", "5.24.0"),
+    "accelerate": ("1.13.0", "1.15.0"),
+    "peft": ("0.20.0", "0.21.2"),
+    "trl": ("1.13.0", "1.16.0"),
+    "bitsandbytes": ("0.50.0", "0.50.2"),
 }
-"""The version of each library with which all seams were read and tried."""
+"""The oldest and the newest version of each library with which runs were tried: docs/compatibility.md."""
 
+_PACKAGE = __name__.partition(".")[0]
 _TRAINER = "transformers.trainer"
 _LOADING = "transformers.core_model_loading"
 _FSDP = "accelerate.utils.fsdp_utils"
@@ -171,8 +174,7 @@ def check_overrides(trainer: type) -> None:
 
 def overrides(trainer: type) -> Iterator[tuple[type, str, list[type]]]:
     """(class of ours, method marked with ``@override``, classes behind it that define it), of a trainer's bases."""
-    package = __name__.partition(".")[0]
-    bases = [(base, base.__module__.partition(".")[0] == package) for base in trainer.__mro__]
+    bases = [(base, base.__module__.partition(".")[0] == _PACKAGE) for base in trainer.__mro__]
     for place, (base, is_ours) in enumerate(bases):
         for name, method in vars(base).items() if is_ours else ():
             if getattr(method, "__override__", False):
@@ -182,7 +184,45 @@ def overrides(trainer: type) -> Iterator[tuple[type, str, list[type]]]:
 def untested() -> list[str]:
     """Installed libraries newer than those the seams were checked with, such as "peft 0.22.0"."""
     found = {name: importlib.metadata.version(name).partition("+")[0] for name in TESTED}
-    return [f"{name} {version}" for name, version in found.items() if Version(version) > Version(TESTED[name])]
+    return [f"{name} {version}" for name, version in found.items() if Version(version) > Version(TESTED[name][1])]
+
+
+def is_tested(library: str) -> bool:
+    """Whether the installed version lies between the oldest and the newest that were tried."""
+    oldest, newest = map(Version, TESTED[library])
+    return oldest <= Version(importlib.metadata.version(library).partition("+")[0]) <= newest
+
+
+def failed_import(error: BaseException) -> SeamError | None:
+    """What to say where an upstream library is absent, or lacks a name that we or another of them import.
+
+    None for every other error, such as a failed import of ours.
+    """
+    chain = [error]
+    while chain[-1].__cause__ is not None:  # lazy modules of TRL and transformers raise another error from it
+        chain.append(chain[-1].__cause__)
+    failed = next((link for link in chain if isinstance(link, ImportError)), None)
+    if failed is None:
+        return None
+    library = (failed.name or "").partition(".")[0]
+    importer, purpose = "", ""
+    for frame, _ in traceback.walk_tb(failed.__traceback__):
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith("importlib"):
+            importer, purpose = name, (frame.f_globals.get("__doc__") or name).splitlines()[0]
+    user = importer.partition(".")[0]
+    if library not in TESTED or user == library or user not in (_PACKAGE, *TESTED):
+        return None
+    try:
+        versions = {name: importlib.metadata.version(name) for name in (library, *TESTED)}
+    except importlib.metadata.PackageNotFoundError as missing:
+        return SeamError(f"{missing.name} is not installed: pip install {missing.name}")
+    where = f'"{re.split("[:.]", purpose)[0]}" ({importer})' if user == _PACKAGE else f"{user} {versions[user]}"
+    oldest, newest = TESTED[library]
+    return SeamError(
+        f"{library} {versions[library]} does not have what {where} imports from it: {failed}. Install {library} "
+        f"{oldest} to {newest}, or report this"
+    )
 
 
 def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
@@ -191,7 +231,7 @@ def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _moved(where: str, what: str) -> SeamError:
-    known = ", ".join(f"{name} {version}" for name, version in TESTED.items())
+    known = ", ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
     return SeamError(f"cannot verify: upstream changed {where}: {what}. Checked with {known}: install these")
 
 

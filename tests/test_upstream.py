@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import re
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +55,11 @@ def test_it_is_named_when_the_attribute_is_gone(row: Seam, monkeypatch: pytest.M
     message = refusal(row)
     assert f"{row.module}.{row.attribute}" in message
     assert "is missing" in message
-    assert upstream.TESTED[row.module.partition(".")[0]] in message and row.why in message and "\n" not in message
+    assert (
+        " to ".join(upstream.TESTED[row.module.partition(".")[0]]) in message
+        and row.why in message
+        and "\n" not in message
+    )
 
 
 def put_in_its_place(row: Seam, parameters: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +101,10 @@ def test_whatever_hides_a_name_of_upstream_s_is_marked_as_an_override() -> None:
     assert {"_load_best_model", "_save_rng_state", "_get_output_dir"} <= {name for _, name in marked}
 
 
-def test_the_installed_versions_are_the_tested_ones() -> None:
+def test_the_installed_versions_are_tested_ones() -> None:
     upstream.check_overrides(VerifiedSFTTrainer)
     assert upstream.untested() == []
+    assert all(map(upstream.is_tested, upstream.TESTED))
 
 
 @pytest.mark.parametrize("name", sorted({name for _, name, _ in OVERRIDES}))
@@ -128,6 +138,66 @@ def test_a_trainer_is_not_even_made_without_what_it_overrides(monkeypatch: pytes
     monkeypatch.delattr(Trainer, "_load_best_model")
     with pytest.raises(SeamError, match="_load_best_model"):
         Verified()
+
+
+# ---- names that a library does not have ---------------------------------------------------------------------
+
+WITHOUT_A_NAME = """
+import importlib.abc, importlib.util, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "{module}":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), delattr(module, "{name}"))
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+IMPORTS_THE_TRAINER = """
+import sys
+from hf_rocm_tune.exits import run_guarded
+
+def main():
+    import hf_rocm_tune.settings.arguments
+    import hf_rocm_tune.train.trainer
+
+sys.exit(run_guarded(main))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "says"),
+    [
+        (
+            "trl.scripts._hf_argparser",
+            "string_to_bool",
+            r'trl [\d.]+ does not have what "The command line of a training job" \(hf_rocm_tune\.settings\.arguments\) '
+            r"imports from it: cannot import name 'string_to_bool'.* Install trl 1\.13\.0 to [\d.]+, or report this",
+        ),
+        (
+            "peft",
+            "PeftConfig",
+            r"peft [\d.]+ does not have what trl [\d.]+ imports from it: cannot import name 'PeftConfig'.* "
+            r"Install peft 0\.20\.0 to [\d.]+, or report this",
+        ),
+    ],
+)
+def test_a_name_that_a_library_does_not_have_is_one_line(module: str, name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_A_NAME.format(module=module, name=name))
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS_THE_TRAINER],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(rf"hf-rocm-tune: error: {says}\n", done.stderr), done.stderr
 
 
 # ---- what is replaced ---------------------------------------------------------------------------------------

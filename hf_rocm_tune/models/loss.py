@@ -31,6 +31,7 @@ _HELPERS = (
     "_use_triton",
 )  # fmt: skip
 PLAIN_TOKENS = 1024
+_OTHER_TRL = "install TRL 1.16, or Triton with a C compiler and Python's headers"
 
 
 def _fused_head() -> Any:
@@ -38,13 +39,12 @@ def _fused_head() -> Any:
     try:
         return importlib.import_module("trl.kernels.chunked_logprob")
     except ModuleNotFoundError as error:
-        if error.name not in ("trl.kernels", "trl.kernels.chunked_logprob"):
-            raise
-        return None
+        if error.name in ("trl.kernels", "trl.kernels.chunked_logprob"):
+            return None
+        raise SeamError(f"the fused head of TRL {trl.__version__} does not load ({error}): {_OTHER_TRL}") from error
 
 
 upstream_head = _fused_head()
-_OTHER_TRL = "install TRL 1.16, or a C compiler and Python's headers for Triton"
 _WANTED: ContextVar[bool] = ContextVar("one_pass_loss", default=False)
 
 
@@ -78,6 +78,8 @@ def fit_to(device: torch.device, *, compiled: bool) -> None:
     On an AMD card its float32 sums are computed by the faster library (`products`), but not in a `compiled` graph.
     """
     if device.type == "cpu":
+        if upstream_head is not None and not hasattr(upstream_head, "_use_triton"):
+            raise UsageError(f"the losses of TRL {trl.__version__} need Triton on every device, and there is no card")
         return
     if triton_refusal(device):
         _avoid_triton(device)

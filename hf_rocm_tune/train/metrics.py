@@ -2,13 +2,12 @@
 
 TRL's ``compute_loss`` gathers and reads each metric at once: several collectives and waits in each micro-step. Within
 `DeferredMetrics.deferring` gathers return a `Deferred`; `settle` evaluates all of them with TRL's own operations in its
-own order, so the values are bit-identical, with one gather and one read. Only for `TRAINERS` in the tested version of
+own order, so the values are bit-identical, with one gather and one read. Only for `TRAINERS` in tested versions of
 TRL: KTO and GRPO compute with what they gather.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import operator
 import sys
@@ -23,16 +22,11 @@ from torch.nn import functional
 from trl import DPOTrainer, RewardTrainer, SFTTrainer
 
 from hf_rocm_tune.train.sentinels import is_foreign
-from hf_rocm_tune.upstream import TESTED
+from hf_rocm_tune.upstream import is_tested
 
 TRAINERS = (SFTTrainer, DPOTrainer, RewardTrainer)
 _AT_MOST = 100
 """Micro-steps whose metrics may be outstanding; they are small tensors on the device."""
-
-
-def is_tried(library: str) -> bool:
-    """Whether the installed version is the one whose private names are used here."""
-    return importlib.metadata.version(library) == TESTED[library]
 
 
 class Deferred:
@@ -106,7 +100,7 @@ class DeferredMetrics:
 
     def __init__(self, trainer: Any, *, filters_losses: bool) -> None:
         self._trainer, self._filters_losses = trainer, filters_losses
-        tried = isinstance(trainer, TRAINERS) and is_tried("trl")
+        tried = isinstance(trainer, TRAINERS) and is_tested("trl")
         # User code may gather by itself, and read TRL's metrics.
         self._wanted = tried and not is_foreign(type(trainer)) and trainer.compute_loss_func is None
         self._micro_steps = 0
