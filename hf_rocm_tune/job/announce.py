@@ -30,7 +30,7 @@ from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.models import products
 from hf_rocm_tune.models.adapter import trainable_parameters
 from hf_rocm_tune.models.experts import experts_of, is_packed
-from hf_rocm_tune.publish import readme
+from hf_rocm_tune.publish import readme, vocabulary
 from hf_rocm_tune.publish.history import LOG_NAME, Run, write_log
 from hf_rocm_tune.publish.page import loss_panel, write_png
 from hf_rocm_tune.redaction import Private, local_paths, print_line
@@ -192,10 +192,12 @@ class RunOutputs:
     data: Splits
     trainer: VerifiedTransferMixin
     facts: report.RunFacts
+    tokenizer_base: Path | None = None  # where the base's tokenizer files are, for a whole model that was trained
     content: Mapping[str, Any] = field(default_factory=dict)  # of the final report
 
     def write_readme(self, directory: Path) -> None:
-        """Write the current ``README.md`` into a directory that is being saved."""
+        """Write the current ``README.md``, and what its code reads, into a directory that is being saved."""
+        self._write_generation(directory)
         with self._failures_reported("the model card"):
             own = readme.kept(self._output_dir / readme.README_NAME)
             if own is None:
@@ -218,7 +220,7 @@ class RunOutputs:
         if not self.trainer.is_world_process_zero():
             return []
         report.write(content, directory)
-        written, run = [report.FILE_NAME], self._run(content, finished=True)
+        written, run = [report.FILE_NAME, *self._write_texts(directory)], self._run(content, finished=True)
         with self._failures_reported(LOG_NAME):
             written.append(write_log(run).name)
         self.trainer.beat("save")  # the first picture takes seconds on a busy machine
@@ -237,6 +239,26 @@ class RunOutputs:
                 write_text_atomic(file, self._readme(run, picture))
             written.append(readme.README_NAME)
         return written
+
+    def _write_texts(self, directory: Path) -> list[str]:
+        """Write what other programs read: generation settings of an adapter, a whole model's complete tokenizer."""
+        written = self._write_generation(directory)
+        if self.tokenizer_base is None:
+            return written
+        trust = self.arguments.training.trust_remote_code
+        files = vocabulary.tokenizer_files(self.tokenizer_base, directory, trust_remote_code=trust)
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+        return [*written, *sorted(files)]
+
+    def _write_generation(self, directory: Path) -> list[str]:
+        """Write an adapter's ``generation_config.json``: a whole model's is written with the model."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
+        config = getattr(model.get_base_model(), "generation_config", None) if hasattr(model, "peft_config") else None
+        if config is None:
+            return []
+        write_text_atomic(directory / vocabulary.GENERATION_FILE, config.to_json_string())
+        return [vocabulary.GENERATION_FILE]
 
     @property
     def _output_dir(self) -> Path:

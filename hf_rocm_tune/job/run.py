@@ -52,6 +52,7 @@ from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.push import Publisher
+from hf_rocm_tune.publish.vocabulary import end_tokens, tokenizer_directory
 from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings.arguments import Arguments
@@ -222,7 +223,15 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
         tell_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed)
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
-    job.files = announce.RunOutputs(arguments=job.arguments, data=job.data, trainer=trainer, facts=facts)
+    job.files = announce.RunOutputs(
+        arguments=job.arguments,
+        data=job.data,
+        trainer=trainer,
+        facts=facts,
+        tokenizer_base=None
+        if job.arguments.model.use_peft
+        else on_main_process(partial(tokenizer_directory, job.source)),
+    )
     try:
         exits.interrupt_if_asked()
         with trainer.stop_requests.installed():  # so that Ctrl-C does not interrupt the final save
@@ -420,6 +429,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             rates=LearningRates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
             **extra,
         )
+    _learn_end_tokens(trainer)
     records = on_main_process(lambda: attest_files(job.source, job.mover))  # of models that TRL has loaded, too
     summaries = _rows_told(job, trainer)
     job.arguments = replace(job.arguments, training=trainer.args)  # the trainer's own, changed copy
@@ -437,6 +447,15 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         data=tuple(each.to_dict() for each in summaries.values()),
     )
     return trainer, facts
+
+
+def _learn_end_tokens(trainer: Any) -> None:
+    """Have a model that writes text stop, and be saved to stop, at the end tokens that it is trained with."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    config = getattr(model.get_base_model() if hasattr(model, "peft_config") else model, "generation_config", None)
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    if config is not None and tokenizer is not None:
+        config.eos_token_id = end_tokens(config.eos_token_id, tokenizer) or None
 
 
 def _adapted(job: Job, model: Any) -> tuple[Any, Any]:

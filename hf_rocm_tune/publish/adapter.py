@@ -22,6 +22,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.files import check_safetensors, sums
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.history import checkpoints, run_settings
+from hf_rocm_tune.publish.vocabulary import GENERATION_FILE, TOKENIZER_FILE
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.transfer import digest
 
@@ -37,10 +38,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 NAME = "default"
 """The name under which an adapter is attached."""
 
-TOKENIZER = re.compile(
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.model|.*\.tiktoken"
-    r"|chat_template.*|.*processor.*\.json"
-)
 _METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
 # PEFT 0.21.2: initialisations that subtract the adapter's start from the base weight.
 _REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -178,7 +175,8 @@ def read_adapter(name: str, directory: Path) -> Adapter:
     listed = written.files if written else {path.name: None for path in directory.iterdir() if path.is_file()}
     if stray := [each for each in (CONFIG_FILE, WEIGHTS_FILE) if each not in listed and (directory / each).exists()]:
         raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: another program wrote it")
-    used = [file for file in listed if file in (CONFIG_FILE, WEIGHTS_FILE) or TOKENIZER.fullmatch(file)]
+    named = (CONFIG_FILE, WEIGHTS_FILE, GENERATION_FILE)
+    used = [file for file in listed if file in named or TOKENIZER_FILE.fullmatch(file)]
     try:
         files = manifest.PrivateCopy(directory, used, written.files if written else None)
     except (OSError, ValueError) as error:

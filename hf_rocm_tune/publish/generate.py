@@ -19,6 +19,7 @@ from hf_rocm_tune.errors import UsageError, shortage_advice
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import Coverage, coverage, place
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, read_adapter
+from hf_rocm_tune.publish.vocabulary import end_tokens
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
@@ -229,10 +230,8 @@ def _config(loaded: Loaded, prompt_tokens: int) -> GenerationConfig:
         config.temperature = config.top_p = config.top_k = config.min_p = None
     elif given:
         config.update(**given, do_sample=True)
-    # The model's end tokens and the tokenizer's: an adapter is trained with the end of its own chat template.
-    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ends = [each for each in dict.fromkeys([*known, loaded.tokenizer.eos_token_id]) if each is not None]
-    config.eos_token_id = ends or None
+    # An adapter is trained with the end of its own tokenizer and chat template, which its base may not know.
+    config.eos_token_id = end_tokens(config.eos_token_id, loaded.tokenizer) or None
     config.pad_token_id = 0  # there is one row
     return config
 

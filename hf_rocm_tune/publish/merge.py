@@ -32,7 +32,8 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model
 from hf_rocm_tune.models.files import check_model_directory
-from hf_rocm_tune.publish.adapter import NAME, TOKENIZER, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
+from hf_rocm_tune.publish import vocabulary
+from hf_rocm_tune.publish.adapter import NAME, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
 from hf_rocm_tune.publish.leftovers import Leftovers, add_leftovers, leftovers_of
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import clean_leftovers, staged_directory
@@ -46,9 +47,7 @@ if TYPE_CHECKING:
 
 _SPARE_MEMORY = 2 << 30  # beside the weights: this process, the largest layer in float32
 _INDEX_FILE = "model.safetensors.index.json"
-_BESIDE = re.compile(
-    r"generation_config\.json|.*processor_config\.json|processor.*\.json|.*\.py|(LICENSE|NOTICE|USE_POLICY).*"
-)
+_BESIDE = re.compile(r".*processor_config\.json|processor.*\.json|.*\.py|(LICENSE|NOTICE|USE_POLICY).*")
 
 
 def merge(
@@ -115,7 +114,7 @@ def merge(
             "base_files_not_attested": len(records.unknown),
         }
         with staged_directory(out) as staging:
-            texts = dict(_texts(directory, adapter))
+            texts = _texts(directory, adapter, merged.config, trust_remote_code=trust_remote_code)
             texts["README.md"] = merged_readme(named.hub_id, adapter.method, reward=adapter.is_reward).encode()
             copied = None if adapter.is_reward or not leftovers.tensors else leftovers
             stored = _write(merged, staging, texts, max_shard_size, adapter.written, origin, copied)
@@ -270,8 +269,8 @@ def _write(
         files = {name: file for file, _, name in (label.partition(":") for label in sorted(digests))}
         index = {"metadata": {"total_size": nbytes}, "weight_map": files}
         written[_INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
-    if "generation_config.json" not in texts:
-        (staging / "generation_config.json").unlink(missing_ok=True)
+    if vocabulary.GENERATION_FILE not in texts:
+        (staging / vocabulary.GENERATION_FILE).unlink(missing_ok=True)
     for name, content in written.items():
         (staging / name).write_bytes(content)
     entries = {name: FileEntry(bytes=len(c), sha256=hashlib.sha256(c).hexdigest()) for name, c in written.items()}
@@ -295,13 +294,24 @@ def _write(
     return nbytes
 
 
-def _texts(base: Path, adapter: Adapter) -> Iterator[tuple[str, bytes]]:
-    """The tokenizer of the adapter, which may have new tokens, or of the base; and the base's other small files."""
-    own = adapter.directory if adapter.has_tokenizer else base
-    for source, pattern in ((base, _BESIDE), (own, TOKENIZER), (adapter.directory, re.compile(r"chat_template.*"))):
-        for path in source.iterdir():
-            if path.is_file() and pattern.fullmatch(path.name):
-                yield path.name, path.read_bytes()
+def _texts(base: Path, adapter: Adapter, config: Any, *, trust_remote_code: bool) -> dict[str, bytes]:
+    """The small files of the result: tokenizer, generation settings, and what lies beside the base's weights.
+
+    Special tokens that the run changed are changed in ``config``, the merged model's configuration, too.
+    """
+    files = {path.name: path.read_bytes() for path in base.iterdir() if path.is_file() and _BESIDE.fullmatch(path.name)}
+    files |= vocabulary.tokenizer_files(base, adapter.directory, trust_remote_code=trust_remote_code)
+    known = {place: vocabulary.has_tokenizer(place) for place in (base, adapter.directory)}
+    loaded = [vocabulary.tokenizer_in(place, trust_remote_code=trust_remote_code) for place in known if known[place]]
+    text_config = config.get_text_config()
+    if len(loaded) == 2:
+        for key, value in vocabulary.changed_roles(*loaded).items():
+            setattr(text_config, key, value)
+    speaks = loaded[-1] if loaded and not adapter.is_reward else None
+    given = vocabulary.generation_file(base, adapter.directory, speaks, fallback=text_config.eos_token_id)
+    if given is not None:
+        files[vocabulary.GENERATION_FILE] = given
+    return files
 
 
 def merged_readme(base_id: str | None, method: str, *, reward: bool = False) -> str:

@@ -1,0 +1,119 @@
+"""A model trained with another end than its base's stops: in plain transformers and PEFT, merged, and in `generate`.
+
+The base is a pretrained one: its end token is not the one with which its chat template ends a turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from hf_rocm_tune.survive import manifest
+from tests.e2e.command import CommandServer
+from tests.e2e.conftest import done, flags
+
+LIMIT = 24
+QUESTION, ANSWER = "What is a lantern?", "A small light."
+MEMORISED = {"max_steps": 60, "learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 4}
+MEMORISED |= {"warmup_steps": 0, "save_strategy": "no", "doctor": "off", "lora_target_modules": "all-linear"}
+RUNS = {
+    "full": {"use_peft": "false", "learning_rate": 0.003},
+    "full, eos_token": {"use_peft": "false", "learning_rate": 0.003, "eos_token": "<|im_end|>"},
+    "adapter": {"learning_rate": 0.01, "lora_modules_to_save": "lm_head"},
+}
+PLAIN = f"""
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+messages = [{{"role": "user", "content": {QUESTION!r}}}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+made = model.generate(**inputs, max_new_tokens={LIMIT}, do_sample=False)[0, inputs["input_ids"].shape[1]:]
+assert not any(name.startswith("hf_rocm_tune") for name in sys.modules)
+print(len(made), tokenizer.decode(made))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``base``, laid out as published ones are, and ``rows.jsonl``."""
+    place = tmp_path_factory.mktemp("ends")
+    base = shutil.copytree(model_of("llama3"), place / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.eos_token = tokenizer.unk_token
+    tokenizer.save_pretrained(base)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps(content | {"eos_token_id": tokenizer.unk_token_id}))
+    content = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(content | {"published": True}))
+    (base / "tokenizer.model").write_bytes(b"pieces")
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    (place / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"messages": turns}) + "\n")
+    return place
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest, server: CommandServer, place: Path) -> Path:
+    out = place / request.param.replace(", ", "-")
+    argv = flags(model="base", dataset="rows.jsonl", output_dir=out, **MEMORISED | RUNS[request.param])
+    done(server.run(*argv, cwd=place))
+    return out
+
+
+def plain(code: str, *argv: str, cwd: Path) -> tuple[int, str]:
+    """How many tokens plain libraries generate, and which: the last line that a script printed."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code, *argv]
+    finished = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    count, _, text = finished.stdout.splitlines()[-1].partition(" ")
+    return int(count), text
+
+
+def code_of_the_card(out: Path) -> str:
+    """The card's own code, with the question of the training and without sampling."""
+    blocks = re.findall(r"^```python\n(.*?)\n^```$", (out / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    asked = blocks[1].replace("What is a checksum?", QUESTION).replace("max_new_tokens=64", f"max_new_tokens={LIMIT}")
+    shown = 'made = generated[0, inputs["input_ids"].shape[1]:]\nprint(len(made), tokenizer.decode(made))'
+    return "\n".join([blocks[0], asked.replace("generate(", "generate(do_sample=False, "), shown])
+
+
+def test_it_stops_wherever_it_is_used(run: Path, place: Path, server: CommandServer) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    wanted = len(tokenizer(ANSWER)["input_ids"]) + 1
+    assert wanted < LIMIT
+    ask = ("--prompt", QUESTION, "--temperature", "0", "--max_new_tokens", str(LIMIT), "--json")
+    ours = json.loads(done(server.run(str(run), *ask, env={"VERB": "generate"}, cwd=place)).stdout.splitlines()[-1])
+    assert (ours["completion"], ours["tokens"], ours["complete"]) == (ANSWER, wanted, True)
+    assert set(GenerationConfig.from_pretrained(run).eos_token_id) == {tokenizer.unk_token_id, 3}
+    sealed = manifest.inspect(run)
+    assert sealed.manifest and not sealed.problems and "generation_config.json" in sealed.manifest.files
+    if "full" not in run.name:
+        (run / "base").symlink_to(place / "base")  # the card names the base, not where it lies
+    code = code_of_the_card(run)
+    assert plain(code, cwd=run) == (wanted, f"{ANSWER}<|im_end|>")
+    if "full" not in run.name:  # the card says why it has that line
+        (line,) = [line for line in code.splitlines() if line.startswith("model.generation_config = ")]
+        assert plain(code.replace(line, ""), cwd=run)[0] == LIMIT
+    (run / "base").unlink(missing_ok=True)
+    whole = run
+    if "full" not in run.name:
+        whole = place / "merged"
+        done(server.run(str(run), str(whole), env={"VERB": "merge"}, cwd=place))
+    assert plain(PLAIN, str(whole), cwd=place) == (wanted, f"{ANSWER}<|im_end|>")
+    config = json.loads((whole / "config.json").read_text())
+    assert config["eos_token_id"] == (3 if "eos" in run.name else tokenizer.unk_token_id)
+    # What other programs read of the base is there as it was, with the special token that the run changed.
+    assert (whole / "tokenizer.model").read_bytes() == b"pieces"
+    content = json.loads((whole / "tokenizer_config.json").read_text())
+    assert content["published"] and content["eos_token"] == ("<|im_end|>" if "eos" in run.name else "<|unk|>")
