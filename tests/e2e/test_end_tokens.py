@@ -39,7 +39,7 @@ messages = [{{"role": "user", "content": {QUESTION!r}}}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 made = model.generate(**inputs, max_new_tokens={LIMIT}, do_sample=False)[0, inputs["input_ids"].shape[1]:]
 assert not any(name.startswith("hf_rocm_tune") for name in sys.modules)
-print(len(made), tokenizer.decode(made))
+print(len(made), repr(tokenizer.decode(made)))
 """
 
 
@@ -84,7 +84,7 @@ def code_of_the_card(out: Path) -> str:
     """The card's own code, with the question of the training and without sampling."""
     blocks = re.findall(r"^```python\n(.*?)\n^```$", (out / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     asked = blocks[1].replace("What is a checksum?", QUESTION).replace("max_new_tokens=64", f"max_new_tokens={LIMIT}")
-    shown = 'made = generated[0, inputs["input_ids"].shape[1]:]\nprint(len(made), tokenizer.decode(made))'
+    shown = 'made = generated[0, inputs["input_ids"].shape[1]:]\nprint(len(made), repr(tokenizer.decode(made)))'
     return "\n".join([blocks[0], asked.replace("generate(", "generate(do_sample=False, "), shown])
 
 
@@ -101,7 +101,7 @@ def test_it_stops_wherever_it_is_used(run: Path, place: Path, server: CommandSer
     if "full" not in run.name:
         (run / "base").symlink_to(place / "base")  # the card names the base, not where it lies
     code = code_of_the_card(run)
-    assert plain(code, cwd=run) == (wanted, f"{ANSWER}<|im_end|>")
+    assert plain(code, cwd=run) == (wanted, repr(f"{ANSWER}<|im_end|>"))
     if "full" not in run.name:  # the card says why it has that line
         (line,) = [line for line in code.splitlines() if line.startswith("model.generation_config = ")]
         assert plain(code.replace(line, ""), cwd=run)[0] == LIMIT
@@ -110,7 +110,7 @@ def test_it_stops_wherever_it_is_used(run: Path, place: Path, server: CommandSer
     if "full" not in run.name:
         whole = place / "merged"
         done(server.run(str(run), str(whole), env={"VERB": "merge"}, cwd=place))
-    assert plain(PLAIN, str(whole), cwd=place) == (wanted, f"{ANSWER}<|im_end|>")
+    assert plain(PLAIN, str(whole), cwd=place) == (wanted, repr(f"{ANSWER}<|im_end|>"))
     config = json.loads((whole / "config.json").read_text())
     assert config["eos_token_id"] == (3 if "eos" in run.name else tokenizer.unk_token_id)
     # What other programs read of the base is there as it was, with the special token that the run changed.
