@@ -35,6 +35,7 @@ from hf_rocm_tune.exits import (
     handling,
     run_guarded,
 )
+from hf_rocm_tune.foreign import parse_yaml, read_text
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.redaction import print_line
 from hf_rocm_tune.settings import names
@@ -183,8 +184,8 @@ def _content(file: str | None) -> dict[str, Any]:
     from accelerate.commands.config.config_args import default_config_file
 
     try:
-        found = yaml.safe_load(Path(file or default_config_file).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        found = parse_yaml(read_text(Path(file or default_config_file)))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         if file:
             raise UsageError(f"accelerate config {file} cannot be read: {error}") from error
         found = None

@@ -43,7 +43,7 @@ _PAIR = re.compile(
     r"(?P<between>\\?[\"']?\s*[=:]\s*\\?(?P<quote>[\"'])?(?P<scheme>(?i:bearer|basic)\s+)?)"
     r"(?P<value>(?(quote)(?:(?!\\?(?P=quote)).)+|[^\s\"',;&)}\]\\]+))"
 )
-_FLAG = re.compile(r"(?P<name>--[\w-]+)(?P<between>[\s=]+)(?P<value>(?!-)[^\s\"']+)")
+_FLAG = re.compile(r"(?<![\w-])(?P<name>--[\w-]+)(?P<between>[\s=]+)(?P<value>(?!-)[^\s\"']+)")
 _remembered: set[str] = set()
 
 

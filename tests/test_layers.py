@@ -28,7 +28,7 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "version", "redaction"}),
-    frozenset({"configs", "host_group", "paths", "upstream"}),
+    frozenset({"configs", "foreign", "host_group", "paths", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
     frozenset({"data", "models"}),
@@ -41,10 +41,10 @@ ROOT = ENTRY + 1  # cli, __main__ and the package itself, whose lazy names point
 
 HUGGING_FACE = frozenset({"transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "huggingface_hub"})
 NO_HUGGING_FACE = frozenset(
-    {"errors", "version", "redaction", "paths", "configs", "host_group", "upstream", "machine", "transfer"}
+    {"errors", "version", "redaction", "paths", "configs", "foreign", "host_group", "upstream", "machine", "transfer"}
 )
 NO_TORCH = re.compile(
-    r"(errors|version|redaction|paths|configs)(\.\w+)*|cli|__main__|__init__"
+    r"(errors|version|redaction|paths|configs|foreign)(\.\w+)*|cli|__main__|__init__"
     r"|machine(\.(?!process|software|child)\w+)?"
     r"|plan\.(estimate|request|fit|candidates|command)"
 )

@@ -14,9 +14,17 @@ import transformers
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, Mxfp4Config
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+    Mxfp4Config,
+    PreTrainedConfig,
+)
 
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
+from hf_rocm_tune.foreign import check_counts, check_value
 from hf_rocm_tune.models.experts import use_packed
 from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
@@ -35,7 +43,7 @@ from hf_rocm_tune.paths import HUB_FIX, answers, expand_user, is_local_model, re
 
 if TYPE_CHECKING:
     import torch
-    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_rocm_tune.transfer import Mover
 
@@ -84,6 +92,9 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
     try:
         where = str(path) if source.is_local else name
         offline = not source.is_local and (constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT))
+        content = PreTrainedConfig.get_config_dict(where, local_files_only=offline, **how)[0]
+        check_value(content)
+        check_counts(content)
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=offline, **how)
     except StrictDataclassError as error:  # its first line does not say what was expected
         raise UsageError(f"model {name}: config.json: {error}; {fix}") from error

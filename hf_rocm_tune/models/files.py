@@ -24,6 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.foreign import checked_names, file_in, read_object
 from hf_rocm_tune.transfer import Digest, combine, digest
 
 if TYPE_CHECKING:
@@ -112,11 +113,13 @@ def _weight_files(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        files = [directory / name for name in _shard_names(index)]
-        missing = [file.name for file in files if not os.path.isfile(file)]  # Path's own raises on some names
-        if missing:
+        names = _shard_names(index)
+        if missing := [name for name in names if not os.path.lexists(directory / name)]:
             raise UsageError(f"model: {directory} lacks {', '.join(missing)}, which {index.name} names")
-        return files
+        try:
+            return [file_in(directory, name) for name in names]
+        except (OSError, ValueError) as error:
+            raise UsageError(f"model file {index}: {error}") from error
     if any(directory.glob("pytorch_model*.bin")):
         return []
     raise UsageError(f"model: {directory} has no model.safetensors and no model.safetensors.index.json")
@@ -127,22 +130,20 @@ def _shard_names(index: Path) -> list[str]:
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) and name for name in names):
         raise UsageError(f"model file {index}: has no weight_map of tensor to file name: download or copy it again")
-    outside = sorted({str(name) for name in names if Path(str(name)).name != name})
-    if outside:
-        raise UsageError(
-            f"model file {index}: names {outside[0]!r}, which is not a file beside it: do not use this model"
-        )
+    try:
+        checked_names(names)
+    except ValueError as error:
+        raise UsageError(f"model file {index}: {error}: do not use this model") from error
+    if folders := [name for name in names if "/" in name]:
+        raise UsageError(f"model file {index}: names {folders[0]!r}, which is not a file beside it: do not use it")
     return sorted(set(names))
 
 
 def _read_json(file: Path) -> dict[str, object]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(file)
+    except (OSError, ValueError) as error:
         raise UsageError(f"model file {file}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"model file {file}: expected a JSON object, got {type(content).__name__}")
-    return content
 
 
 def hub_snapshot(name: str, revision: str | None) -> Path | None:
@@ -209,7 +210,7 @@ def recorded_sha256(file: Path) -> str | None:
     if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
         return blob.name
     try:
-        entry = json.loads((file.parent / _MANIFEST).read_text(encoding="utf-8"))["files"][file.name]["sha256"]
+        entry = read_object(file.parent / _MANIFEST)["files"][file.name]["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return entry if isinstance(entry, str) and _SHA256.fullmatch(entry) else None
@@ -252,8 +253,7 @@ def _segments(file: Path) -> Iterator[tuple[str, int]]:
 
 def _read_memory(memory: Path) -> dict[str, dict[str, Any]]:
     try:
-        content = json.loads(memory.read_text(encoding="utf-8"))
-        return {file: row for file, row in content.items() if isinstance(row["tensors"], dict)}
+        return {file: row for file, row in read_object(memory).items() if isinstance(row["tensors"], dict)}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.foreign import bounded_patterns, check_printable, read_object
 from hf_rocm_tune.models.files import check_safetensors, sums
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.history import checkpoints, run_settings
@@ -172,11 +173,12 @@ def read_adapter(name: str, directory: Path) -> Adapter:
     if isinstance(found, manifest.FileProblem) and found.kind != "missing":
         raise UsageError(f"{name}: {found}: {advice}")
     written = found if isinstance(found, manifest.Manifest) else None
-    listed = written.files if written else {path.name: None for path in directory.iterdir() if path.is_file()}
+    listed = written.files if written else dict.fromkeys(path.name for path in directory.iterdir() if path.is_file())
     if stray := [each for each in (CONFIG_FILE, WEIGHTS_FILE) if each not in listed and (directory / each).exists()]:
         raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: another program wrote it")
     named = (CONFIG_FILE, WEIGHTS_FILE, GENERATION_FILE)
-    used = [file for file in listed if file in named or TOKENIZER_FILE.fullmatch(file)]
+    beside = [file for file in listed if "/" not in file]
+    used = [file for file in beside if file in named or TOKENIZER_FILE.fullmatch(file)]
     try:
         files = manifest.PrivateCopy(directory, used, written.files if written else None)
     except (OSError, ValueError) as error:
@@ -210,13 +212,13 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
     misfit = f"{adapter.name} does not fit {type(model).__name__} of {model.name_or_path or 'this base'}"
     fix = "give the model that it was trained on with --base"
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), bounded_patterns():
             warnings.simplefilter("ignore")  # of ties, and of patterns that PEFT itself adds
             peft_model = wrapper(model, adapter.config, NAME, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
-        # Assigned, not copied: PEFT would move (and cast) what it loads to where, and what, the base weight is.
-        peft_model.load_state_dict = partial(peft_model.load_state_dict, assign=True)
-        loaded = set_peft_model_state_dict(peft_model, placed, NAME)
-        del peft_model.load_state_dict
+            # Assigned, not copied: PEFT would move (and cast) what it loads to where, and what, the base weight is.
+            peft_model.load_state_dict = partial(peft_model.load_state_dict, assign=True)
+            loaded = set_peft_model_state_dict(peft_model, placed, NAME)
+            del peft_model.load_state_dict
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise UsageError(f"{misfit}: {_short(error)}; {fix}") from error
     there = {name for name, value in peft_model.named_parameters(remove_duplicate=False) if not value.is_meta}
@@ -265,6 +267,7 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fields of a newer PEFT; what they would change is refused by name
+            check_printable(read_object(directory / CONFIG_FILE))
             config = PeftConfig.from_pretrained(str(directory))
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{name}: {CONFIG_FILE} cannot be read by this PEFT ({_short(error)})") from error

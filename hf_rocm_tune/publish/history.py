@@ -21,6 +21,7 @@ import jinja2
 from rich.filesize import decimal as size
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.foreign import read_object
 from hf_rocm_tune.redaction import Private, scrub_json
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import write_text_atomic
@@ -95,10 +96,20 @@ def compiled(template: str, *, html: bool) -> jinja2.Template:
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 
+_LAST_STEP, _LEAST, _LARGEST = 1e15, 1e-100, 1e100
+
+
 def series(rows: Iterable[Row], key: str) -> list[tuple[float, float]]:
-    """(step, value) of one metric in the order of the steps; the newest of a step counts, NaN is a gap in a curve."""
-    values = ((number(row, "step"), number(row, key)) for row in rows if key in row)
-    return sorted({step: math.nan if value is None else value for step, value in values if step is not None}.items())
+    """(step, value) of one metric in the order of the steps; the newest of a step counts, NaN is a gap in a curve.
+
+    Left out are steps that no run reaches, and a value that cannot be drawn beside others is a gap.
+    """
+    known: dict[float, float] = {}
+    for row in rows:
+        step, value = number(row, "step"), number(row, key)
+        if key in row and step is not None and 0 <= step <= _LAST_STEP:
+            known[step] = math.nan if value is None or abs(value) > _LARGEST else 0.0 if abs(value) < _LEAST else value
+    return sorted(known.items())
 
 
 def last(rows: Iterable[Row], key: str) -> float | None:
@@ -231,10 +242,14 @@ def collect(directory: Path) -> Run:
     report, log = (read_json(directory / name, missing, run_id) for name in (REPORT_NAME, LOG_NAME))
     for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:  # of a user's script; of a killed run
         state = read_json(path, missing) if path.is_file() else {}
-        if count(state, "global_step") > count(log, "step"):
+        if count(state, "global_step") > max(count(log, "step"), 0):
             if path.parent == directory:
                 missing = [line for line in missing if not line.startswith(LOG_NAME)]
-            log |= {"max_steps": state.get("max_steps"), "step": state["global_step"], "log": state.get("log_history")}
+            log |= {
+                "max_steps": state.get("max_steps"),
+                "step": state.get("global_step"),
+                "log": state.get("log_history"),
+            }
     if not (found or sealed or record or report or log):
         raise UsageError(f"{directory} has no file of a training run: name the --output_dir of a run")
     # A README.md may be edited.
@@ -260,14 +275,12 @@ def collect(directory: Path) -> Run:
 def read_json(path: Path, missing: list[str] | None = None, run_id: str = "") -> dict[str, Any]:
     """A JSON object of this run, or nothing and a line about why."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
         other = text(content, "run_id")
-        if not isinstance(content, dict):
-            raise ValueError("no JSON object")
         if run_id and other and other != run_id:
             raise ValueError(f"it belongs to another run, {other}")
         return content
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         why = "it is missing" if isinstance(error, FileNotFoundError) else f"it is not used ({error})"
         if missing is not None:
             missing.append(f"{path.name}: {why}")

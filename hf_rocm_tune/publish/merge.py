@@ -30,6 +30,7 @@ from transformers import GenerationConfig
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.foreign import read_object
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model
 from hf_rocm_tune.models.files import check_model_directory
 from hf_rocm_tune.publish import vocabulary
@@ -136,7 +137,7 @@ def _check_base(directory: Path) -> int:
             f"{directory} has its weights as pickles (pytorch_model.bin), which are not loaded: load it with "
             "transformers and save it again (save_pretrained writes safetensors)"
         )
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_object(directory / "config.json")
     packed = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
     if config.get("quantization_config") and not packed:
         raise UsageError(

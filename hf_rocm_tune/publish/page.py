@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.errors import CommandParser, UsageError
+from hf_rocm_tune.foreign import read_bytes
 from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.publish import history, say
 from hf_rocm_tune.publish.history import Run, figure, items, number, plain, series, text
 from hf_rocm_tune.redaction import Private, local_paths, scrub_text
-from hf_rocm_tune.survive.atomic import create_staging, read_plain, write_text_atomic
+from hf_rocm_tune.survive.atomic import create_staging, write_text_atomic
 from hf_rocm_tune.version import __version__
 
 PAGE_NAME = "report.html"
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     alone = len(runs) == 1
     target = wanted.out or (runs[0].directory / PAGE_NAME if alone else Path("comparison.html"))
     try:
-        if os.path.lexists(target) and _GENERATOR not in read_plain(target):
+        if os.path.lexists(target) and _GENERATOR not in read_bytes(target):
             raise UsageError(
                 f"{target} exists and is not of an earlier `hf-rocm-tune report`: move it away, or name another file "
                 "with --out"

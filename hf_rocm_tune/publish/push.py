@@ -23,13 +23,13 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Re
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
+from hf_rocm_tune.foreign import parse_json, read_bytes
 from hf_rocm_tune.publish import say
 from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, judge, read_json, run_settings
 from hf_rocm_tune.publish.page import PAGE_NAME, page_of
 from hf_rocm_tune.publish.readme import README_NAME, clean_readme, is_hub_id, published_names
 from hf_rocm_tune.redaction import Private, find_private, local_paths, redact, remember, scrub_json, scrub_text
 from hf_rocm_tune.survive import manifest
-from hf_rocm_tune.survive.atomic import read_plain
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest, read_once
 from hf_rocm_tune.version import __version__
 
@@ -160,14 +160,15 @@ def _sealed(directory: Path) -> Manifest:
     return written
 
 
-def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | None) -> _Piece:
+def _piece(directory: Path, name: str, entry: FileEntry, private: Private, base_model_id: str | None) -> _Piece:
     """One file as it is published; an OSError or a ValueError if it cannot be read."""
-    if file.name == README_NAME:  # the only file that may differ from the manifest
+    file = directory / name
+    if name == README_NAME:  # the only file that may differ from the manifest
         if file.is_symlink() or not file.is_file():
             raise UsageError(f"{file} is a link or no plain file: replace it by the file")
-        return _Piece.of(clean_readme(read_plain(file).decode(), private, base_model_id=base_model_id).encode())
-    if problems := manifest.compare(file.parent, {file.name: entry}):
-        raise UsageError(f"{file.parent}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
+        return _Piece.of(clean_readme(read_bytes(file).decode(), private, base_model_id=base_model_id).encode())
+    if problems := manifest.compare(directory, {name: entry}):
+        raise UsageError(f"{directory}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
     is_json = file.suffix == ".json" and file.name not in _VOCABULARIES
     with file.open("rb") as opened:  # in large files names come first, then numbers
         begin = opened.read(-1 if is_json else _LARGE + 1)
@@ -178,11 +179,11 @@ def _piece(file: Path, entry: FileEntry, private: Private, base_model_id: str | 
         if found := find_private(begin, private):
             raise UsageError(f"{file} holds {found}, and files of this kind cannot be rewritten: remove it")
         return piece
-    given = json.loads(begin)
-    public = dict(given)
-    for key in _BASE_KEYS:
+    given = parse_json(begin)
+    public = given
+    for key in _BASE_KEYS if isinstance(given, dict) else ():
         if isinstance(base := given.get(key), str) and base and private.is_local(base):
-            public[key] = next(iter(published_names([base], private, base_model_id)), Path(base).name)
+            public = public | {key: next(iter(published_names([base], private, base_model_id)), Path(base).name)}
     public = scrub_json(public, private, names=file.name == REPORT_NAME)
     return piece if public == given else _Piece.of((json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode())
 
@@ -216,7 +217,7 @@ class _Repository:
                 for name, entry in sorted(written.files.items()):
                     deleted = name == README_NAME and not os.path.lexists(directory / name)
                     if name not in _LEFT_OUT and not deleted and (prefix or not name.startswith(_RESUME_ONLY)):
-                        own[name] = _piece(directory / name, entry, self._private, self._settings.base_model_id)
+                        own[name] = _piece(directory, name, entry, self._private, self._settings.base_model_id)
             except (OSError, ValueError) as error:
                 raise UsageError(f"{directory} cannot be read ({error}): nothing is sent") from error
             public = replace(written, files={name: piece.entry for name, piece in own.items()})
@@ -302,7 +303,7 @@ class _Repository:
 
 def _redact_record(record: logging.LogRecord) -> bool:
     """Remove secrets, and the query part of addresses (signatures of uploads), from a log record."""
-    record.msg, record.args = re.sub(r"(://[^\s?]*)\?\S*", r"\1", redact(record.getMessage())), ()
+    record.msg, record.args = re.sub(r"(://[^\s?]*)(?:\?\S*)?", r"\1", redact(record.getMessage())), ()
     return True
 
 

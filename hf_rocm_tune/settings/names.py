@@ -10,7 +10,6 @@ import csv
 import difflib
 import functools
 import importlib.util
-import json
 import math
 import os
 import re
@@ -26,6 +25,7 @@ from hf_rocm_tune.configs import RECIPES
 from hf_rocm_tune.data.formats import Method, recognise
 from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.foreign import parse_json, parse_yaml, read_text
 from hf_rocm_tune.machine import gpus, process, variables
 from hf_rocm_tune.paths import HUB_FIX, answers, expand_user, is_local_model, require_model
 from hf_rocm_tune.redaction import print_line, remember
@@ -222,7 +222,7 @@ def _first_row(file: Path, split: str) -> dict[str, Any] | None:
         with file.open(encoding="utf-8", newline="") as lines:
             if file.suffix.lower() == ".csv":
                 return next(csv.DictReader(lines), None)
-            row = json.loads(next(lines)) if file.suffix.lower() == ".jsonl" else None
+            row = parse_json(next(lines)) if file.suffix.lower() == ".jsonl" else None
     except (OSError, ValueError, StopIteration, csv.Error):
         return None
     return row if isinstance(row, dict) and row else None
@@ -449,8 +449,8 @@ def read_recipe(given: str | Path) -> RecipeFile:
             "`hf-rocm-tune recipes ls` lists"
         )
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_NoDuplicates)
-    except (OSError, UnicodeDecodeError) as error:
+        content = parse_yaml(read_text(path), _NoDuplicates)
+    except (OSError, ValueError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error

@@ -114,15 +114,6 @@ def _not_plain(path: Path) -> OSError:
     return OSError(errno.ELOOP, f"{path.name} is a link or not a plain file, which is not replaced: move it away")
 
 
-def read_plain(path: Path) -> bytes:
-    """The content of a plain file, or of one that a link names; never waits, as reading a pipe would."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, f"{path.name} is no plain file")
-        return file.read()
-
-
 def clean_leftovers(parent: Path) -> None:
     """Remove what killed processes left in ``parent``, and restore a directory that was being replaced.
 

@@ -17,8 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from hf_rocm_tune.foreign import parse_json, read_bytes
 from hf_rocm_tune.redaction import redact_json
-from hf_rocm_tune.survive.atomic import open_in_place, read_plain, write_text_atomic
+from hf_rocm_tune.survive.atomic import open_in_place, write_text_atomic
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -167,9 +168,9 @@ def journal_of(directory: Path, run_id: str) -> list[dict[str, Any]]:
     """The entries of one run, oldest first; none without a journal."""
     found = []
     with suppress(OSError):
-        for line in read_plain(directory / JOURNAL_FILE).decode("utf-8", "replace").splitlines():
+        for line in read_bytes(directory / JOURNAL_FILE).decode("utf-8", "replace").splitlines():
             with suppress(ValueError):
-                entry = json.loads(line)
+                entry = parse_json(line)
                 if isinstance(entry, dict) and entry.get("run_id") == run_id:
                     found.append(entry)
     return found

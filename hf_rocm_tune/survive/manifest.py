@@ -11,16 +11,16 @@ import fcntl
 import hashlib
 import json
 import os
-import stat
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Literal, NamedTuple
 
+from hf_rocm_tune.foreign import RefusedName, check_printable, checked_name, file_in, read_object
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
 MANIFEST_NAME = "integrity.json"
@@ -28,7 +28,6 @@ SCHEMA = 1
 Status = Literal["checkpoint", "final"]
 
 _CHUNK_BYTES = 1 << 20
-_LARGEST_MANIFEST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +97,13 @@ def write(
 
 def read(directory: Path) -> Manifest | FileProblem:
     """The manifest of ``directory``, or what is wrong with it. Never raises on its content."""
-    path = directory / MANIFEST_NAME
     try:
-        details = path.stat()
-        if not stat.S_ISREG(details.st_mode) or details.st_size > _LARGEST_MANIFEST_BYTES:
-            raise ValueError("not a manifest: no plain file, or far too large")
-        return _from_json(path.read_text(encoding="utf-8"))
+        return _from_json(read_object(file_in(directory, MANIFEST_NAME)))
     except FileNotFoundError:
         return FileProblem(MANIFEST_NAME, "missing", "the directory was never completed, or not by us")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except RefusedName as error:
+        return FileProblem(MANIFEST_NAME, "refused", str(error))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return FileProblem(MANIFEST_NAME, "damaged", f"{type(error).__name__}: {error}")
 
 
@@ -134,21 +131,17 @@ def verify(directory: Path) -> list[FileProblem]:
 
 
 def _check(directory: Path, name: str, entry: FileEntry) -> FileProblem | None:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
-        return FileProblem(name, "refused", "the manifest names a path outside of its directory")
-    path = directory / name
     try:
-        # A link is followed (the Hub's cache is made of links), but only to a plain file: a pipe would block for ever.
-        details = path.stat()
-        if not stat.S_ISREG(details.st_mode):
-            return FileProblem(name, "refused", "not a plain file")
-        if details.st_size != entry.bytes:
-            kind = "truncated" if details.st_size < entry.bytes else "changed"
-            return FileProblem(name, kind, f"{details.st_size} bytes, {entry.bytes} were written")
+        path = file_in(directory, name)
+        size = path.stat().st_size
+        if size != entry.bytes:
+            kind = "truncated" if size < entry.bytes else "changed"
+            return FileProblem(name, kind, f"{size} bytes, {entry.bytes} were written")
         found = _digest(path)
     except FileNotFoundError:
         return FileProblem(name, "missing", f"{entry.bytes} bytes were written")
+    except RefusedName as error:
+        return FileProblem(name, "refused", str(error))
     except (OSError, ValueError) as error:
         return FileProblem(name, "unreadable", str(error))
     if found != entry:
@@ -157,9 +150,18 @@ def _check(directory: Path, name: str, entry: FileEntry) -> FileProblem | None:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Names of the plain files below ``directory`` but its manifest, relative, in the order of folders and names."""
-    found = sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
-    return [path.as_posix() for path in found if path.as_posix() != MANIFEST_NAME]
+    """Names of the files below ``directory`` but its manifest, relative, in the order of folders and names; not of
+    links, pipes and files whose names a manifest may not have."""
+    names = sorted(path.relative_to(directory) for path in directory.rglob("*"))
+    return [path.as_posix() for path in names if path.as_posix() != MANIFEST_NAME and _is_listed(directory, path)]
+
+
+def _is_listed(directory: Path, name: Path) -> bool:
+    try:
+        file_in(directory, name.as_posix())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def entry_of(path: Path) -> FileEntry:
@@ -190,9 +192,7 @@ class PrivateCopy:
         self.directory = Path(self._open.enter_context(TemporaryDirectory(prefix="hf-rocm-tune-")))
         for name in names:
             wanted = (entries or {}).get(name)
-            if wanted is None and not (directory / name).is_file():
-                continue
-            copy, self.entries[name] = self._open.enter_context(read_once(directory / name))
+            copy, self.entries[name] = self._open.enter_context(read_once(file_in(directory, name)))
             if wanted not in (None, self.entries[name]):
                 raise ValueError(f"{name} is changed (its bytes are not those that were written)")
             (self.directory / name).symlink_to(copy)
@@ -225,8 +225,7 @@ def to_json(manifest: Manifest) -> str:
     return json.dumps(body | {"digest": _own_digest(body)}, indent=1)
 
 
-def _from_json(text: str) -> Manifest:
-    body = json.loads(text)
+def _from_json(body: dict[str, Any]) -> Manifest:
     recorded = body.pop("digest")
     if recorded != _own_digest(body):
         raise ValueError("its own digest does not match: the manifest was changed after it was written")
@@ -235,15 +234,21 @@ def _from_json(text: str) -> Manifest:
     status, step = body["status"], body["step"]
     if status not in ("checkpoint", "final") or not isinstance(step, int):
         raise ValueError(f"status {status!r} and step {step!r}")
+    run_id, created = str(body["run_id"]), str(body["created"])
+    check_printable([run_id, created])
     return Manifest(
-        run_id=str(body["run_id"]),
+        run_id=run_id,
         step=step,
         status=status,
-        created=str(body["created"]),
-        files={str(n): FileEntry(bytes=int(e["bytes"]), sha256=str(e["sha256"])) for n, e in body["files"].items()},
+        created=created,
+        files={checked_name(name): _entry(given) for name, given in body["files"].items()},
         tensors=dict(body["tensors"]),
         extra=dict(body["extra"]),
     )
+
+
+def _entry(given: Mapping[str, Any]) -> FileEntry:
+    return FileEntry(bytes=int(given["bytes"]), sha256=str(given["sha256"]))
 
 
 def _own_digest(body: Mapping[str, Any]) -> str:

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_rocm_tune.errors import UsageError, listed
+from hf_rocm_tune.foreign import check_printable, read_object
 from hf_rocm_tune.redaction import redact_json, without_secrets
 from hf_rocm_tune.survive import manifest
-from hf_rocm_tune.survive.atomic import clean_leftovers, delete_directory, open_in_place, read_plain, write_text_atomic
+from hf_rocm_tune.survive.atomic import clean_leftovers, delete_directory, open_in_place, write_text_atomic
 from hf_rocm_tune.survive.heartbeat import Supervised
 
 logger = logging.getLogger(__name__)
@@ -97,10 +98,11 @@ def read_record(directory: Path) -> RunRecord | None:
     """The record in ``directory``; None without one."""
     path = directory / RUN_FILE
     try:
-        body = json.loads(read_plain(path))
+        body = read_object(path)
         if body.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         record = RunRecord(**body)
+        check_printable([record.run_id, record.started])
         return replace(record, settings=dict(record.settings), skipped_steps=tuple(map(int, record.skipped_steps)))
     except FileNotFoundError:
         return None

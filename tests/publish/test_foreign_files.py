@@ -1,0 +1,361 @@
+"""A stranger's package, through every verb that reads it: one line, code 2, in time, and nothing outside is touched.
+
+Each attack spoils a copy of an adapter, a run or a model in one way. `DEADLINE` is far above what a refusal takes (one
+or two seconds) and far below what the hangs took; a run that passes it is killed, and fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hf_rocm_tune.survive import manifest
+from tests import tiny
+from tests.e2e.command import CommandServer, Result
+from tests.publish.hub_server import write_run
+
+DEADLINE = 120.0  # seconds, on a busy machine
+CONFIG = "adapter_config.json"
+ESCAPES = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m"
+DEEP = "[" * 5000 + "]" * 5000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
+    started = CommandServer(tmp_path_factory.mktemp("commands"))
+    yield started
+    started.close()
+
+
+class Place:
+    """A directory of a test: ``adapter``, ``base`` and ``rows`` in it may be spoilt, ``victim`` may not be touched."""
+
+    def __init__(self, made: dict[str, Path], server: CommandServer, room: Path) -> None:
+        self.server, self.room = server, room
+        self.adapter, self.base = room / "package" / "adapter", room / "package" / "base"
+        shutil.copytree(made["adapter"], self.adapter)
+        shutil.copytree(made["base"], self.base)
+        self.rows = tiny.write_messages_jsonl(room / "rows" / "train.jsonl", 8).parent
+        self.victim = room / "victim"
+        self.victim.mkdir()
+        (self.victim / "secret.model").write_text("private")
+        self.seal()
+
+    def seal(self, **more: Path) -> None:
+        """A manifest of the adapter that is right, and lists further files by any name."""
+        (self.adapter / manifest.MANIFEST_NAME).unlink(missing_ok=True)
+        entries = {name: manifest.entry_of(self.adapter / name) for name in manifest.list_files(self.adapter)}
+        entries |= {name: manifest.entry_of(file) for name, file in more.items()}
+        forge(self.adapter, entries)
+
+    def argv(self, verb: str) -> list[str]:
+        if verb == "generate":
+            flags = ["--base", self.base, "--prompt", "Hello", "--max_new_tokens", "3"]
+            return [str(part) for part in (self.adapter, *flags)]
+        if verb == "merge":
+            return [str(part) for part in (self.adapter, self.room / "merged", "--base", self.base)]
+        settings = {
+            "model_name_or_path": self.base,
+            "adapter_name_or_path": self.adapter,
+            "dataset_name": self.rows,
+            "output_dir": self.room / "out",
+            "max_steps": 1,
+            "max_length": 48,
+            "save_strategy": "no",
+            "doctor": "off",
+            "disable_tqdm": True,
+        }
+        return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+    def run(self, verb: str, *argv: str) -> Result:
+        env = {} if verb == "sft" else {"VERB": verb}
+        return self.server.start(*(argv or self.argv(verb)), env=env, cwd=self.room).wait(DEADLINE)
+
+    def refused(self, verb: str, *argv: str) -> str:
+        """What the one line says with which a command is refused; it leaves nothing."""
+        before = names(self.room)
+        done = self.run(verb, *argv)
+        assert done.code == 2, f"{done.code}: {done.stdout[-500:]}{done.stderr[-2000:]}"
+        assert "Traceback" not in done.stderr and len(done.error_lines) == 1, done.stderr[-2000:]
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", done.stderr + done.stdout)
+        assert names(self.room) == before, "a refused command leaves nothing"
+        return done.error_lines[0]
+
+
+def names(room: Path) -> dict[str, str]:
+    """What there is below a directory: links by where they lead, files by their bytes."""
+    found = {}
+    for path in room.rglob("*"):
+        kind = "directory"
+        if path.is_symlink():
+            kind = f"link to {os.readlink(path)}"
+        elif path.is_file():
+            kind = hashlib.sha256(path.read_bytes()).hexdigest()
+        found[path.relative_to(room).as_posix()] = kind
+    return found
+
+
+def forge(directory: Path, entries: dict[str, manifest.FileEntry]) -> None:
+    """A manifest that lists any names, with the digest that its content has."""
+    made = manifest.Manifest(run_id="run-1", step=3, status="final", created="2026-01-01T00:00:00+00:00", files=entries)
+    (directory / manifest.MANIFEST_NAME).write_text(manifest.to_json(made))
+
+
+def edit(file: Path, **changed: Any) -> None:
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | changed))
+
+
+@pytest.fixture
+def place(made: dict[str, Path], server: CommandServer, tmp_path: Path) -> Place:
+    return Place(made, server, tmp_path)
+
+
+READERS = ("generate", "merge", "sft")
+
+
+def by_verb(kinds: Iterable[Any], verbs: Sequence[str] = READERS, short: int = 99) -> list[Any]:
+    """Every kind with every verb; the first kinds with one verb each in the short suite, the rest in the long one."""
+    return [
+        pytest.param(verb, kind, marks=() if at % len(verbs) == turn and at < short else pytest.mark.long)
+        for at, kind in enumerate(kinds)
+        for turn, verb in enumerate(verbs)
+    ]
+
+
+NAMES = {
+    "relative": "../../victim/evil.model",
+    "from a folder": "sub/../../../victim/evil.model",
+    "absolute": "ROOM/victim/evil.model",
+    "not normal": ".//tokenizer.model",
+    "long": "a" * 300 + ".model",
+    "very long": "ab/" * 700 + "x.model",
+    "escapes": f"{ESCAPES}.model",
+    "backslashes": "..\\victim\\evil.model",
+    "surrogate": "\udcff.model",
+}
+
+
+@pytest.mark.parametrize(("verb", "kind"), by_verb(NAMES))
+def test_a_manifest_that_names_a_file_elsewhere(place: Place, verb: str, kind: str) -> None:
+    name = NAMES[kind].replace("ROOM", str(place.room))
+    place.seal(**{name: place.victim / "secret.model"})
+    assert "integrity.json" in place.refused(verb)
+
+
+@pytest.mark.parametrize(("verb", "listed"), by_verb([True, False]))
+def test_a_link_in_an_adapter(place: Place, verb: str, listed: bool) -> None:
+    (place.adapter / "own.model").symlink_to(place.victim / "secret.model")
+    if listed:
+        place.seal(**{"own.model": place.victim / "secret.model"})
+    else:
+        (place.adapter / manifest.MANIFEST_NAME).unlink()
+    assert "own.model is a link" in place.refused(verb)
+
+
+@pytest.mark.parametrize(
+    ("verb", "file"), by_verb(["integrity.json", CONFIG, "adapter_model.safetensors", "tokenizer.json"])
+)
+def test_a_pipe_in_an_adapter(place: Place, verb: str, file: str) -> None:
+    (place.adapter / file).unlink()
+    os.mkfifo(place.adapter / file)
+    assert file in place.refused(verb)
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_a_run_record_that_is_a_pipe_is_not_waited_for(place: Place, verb: str) -> None:
+    os.mkfifo(place.adapter / "run.json")
+    done = place.run(verb)
+    assert done.code == 0, done.stderr
+
+
+# Of catastrophic backtracking: each takes exponential time on names of modules.
+PATTERNS = {
+    "target_modules": r"((\w|\.)*)*\.no_such",
+    "exclude_modules": r"([a-z_.\d]+)+!",
+    "rank_pattern": {r"((\w+\.?)+)+\$": 4},
+    "alpha_pattern": {r"(.*|.*\.)*?(\w|\d|_|\.)*\$!": 4},
+    "modules_to_save": [r"(([a-z_0-9]+\.?)+)+!"],
+}
+
+
+@pytest.mark.parametrize(("verb", "field"), by_verb(PATTERNS, short=3))
+def test_regular_expressions_that_do_not_end(place: Place, verb: str, field: str) -> None:
+    edit(place.adapter / CONFIG, **{field: PATTERNS[field]})
+    place.seal()
+    assert "regular expressions take more than" in place.refused(verb)
+
+
+ODD = {
+    "targets": {"target_modules": [f"q_proj{ESCAPES}"]},
+    "base": {"base_model_name_or_path": f"org/{ESCAPES}"},
+    "task": {"task_type": ESCAPES},
+    "depth": {"megatron_config": json.loads(DEEP[4900:5100])},
+}
+
+
+@pytest.mark.parametrize(("verb", "kind"), by_verb(ODD))
+def test_an_adapter_configuration_with_escapes_or_depth(place: Place, verb: str, kind: str) -> None:
+    edit(place.adapter / CONFIG, **ODD[kind])
+    place.seal()
+    assert CONFIG in place.refused(verb)
+
+
+@pytest.mark.parametrize(
+    ("verb", "content"), by_verb([DEEP, '{"a":' * 5000 + "1" + "}" * 5000, '{"r": ' + "9" * 5000 + "}", "[]"])
+)
+def test_an_adapter_configuration_that_is_none(place: Place, verb: str, content: str) -> None:
+    (place.adapter / CONFIG).write_text(content)
+    place.seal()
+    assert CONFIG in place.refused(verb)
+
+
+# ---- runs that are shown or published ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def result(place: Place) -> Path:
+    return write_run(place.room / "package" / "result")
+
+
+def reseal(result: Path, **more: Path) -> None:
+    """The manifest of a result, with these files in it by any name."""
+    found = manifest.read(result)
+    assert isinstance(found, manifest.Manifest)
+    listed = {name: manifest.entry_of(result / name) for name in found.files if name not in more}
+    forge(result, listed | {name: manifest.entry_of(file) for name, file in more.items()})
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_what_a_forged_manifest_names_is_not_pushed(place: Place, result: Path, kind: str) -> None:
+    reseal(result, **{NAMES[kind].replace("ROOM", str(place.room)): place.victim / "secret.model"})
+    assert "integrity.json" in place.refused("push", str(result), "user/name")
+
+
+@pytest.mark.parametrize("where", ["tokenizer.json", "sub/tokenizer.json"])
+def test_a_link_in_a_result_is_not_pushed(place: Place, result: Path, where: str) -> None:
+    if "/" in where:
+        (result / "sub").symlink_to(place.victim)
+        (place.victim / "tokenizer.json").write_text("{}")
+    else:
+        (result / where).unlink()
+        (result / where).symlink_to(place.victim / "secret.model")
+    reseal(result, **{where: (result / where).resolve()})
+    assert "is a link" in place.refused("push", str(result), "user/name")
+
+
+@pytest.mark.parametrize("file", ["run.json", "transfer_report.json", "training_log.json", "integrity.json"])
+@pytest.mark.parametrize("verb", ["report", "push"])
+def test_a_pipe_in_a_run(place: Place, result: Path, verb: str, file: str) -> None:
+    (result / file).unlink(missing_ok=True)
+    os.mkfifo(result / file)
+    done = place.run(verb, str(result), *(["user/name"] if verb == "push" else []))
+    assert done.code in ((0,) if verb == "report" else (1, 2)), done.stderr  # 1: there is no Hub
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        {"step": 1e308, "max_steps": 1e308, "log": [{"step": 1e308, "loss": 1.0}, {"step": 1.0, "loss": 2.0}]},
+        {"step": 10**400, "log": [{"step": -1e308, "loss": 1e308}, {"step": 1e308, "loss": -1e308}]},
+        {"step": -5, "log": [{"step": 2**63, "loss": 5e-324}, {"step": 2**63 + 4096, "loss": 1e-320}]},
+        {"step": 3, "log": [{"step": step, "loss": 1e-300 * step} for step in range(4)]},
+    ],
+)
+def test_a_log_with_absurd_steps_and_figures_is_shown(place: Place, result: Path, log: dict[str, Any]) -> None:
+    (result / "training_log.json").write_text(json.dumps({"schema": 1, "run_id": "run-1", **log}))
+    done = place.run("report", str(result))
+    assert done.code == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("file", ["run.json", "training_log.json", "transfer_report.json"])
+@pytest.mark.parametrize(
+    "content", [DEEP, '{"a":' * 300 + "1" + "}" * 300, '{"run_id": "\\ud800"}', '"' + "x" * 10**7 + '"']
+)
+def test_a_run_whose_files_are_absurd_is_shown(place: Place, result: Path, file: str, content: str) -> None:
+    (result / file).write_text(content)
+    done = place.run("report", str(result))
+    assert done.code == 0 and f"{file}: it is not used" in done.stderr, done.stderr[-2000:]
+
+
+def test_escapes_in_a_run_do_not_reach_the_terminal(place: Place, result: Path) -> None:
+    for name in ("training_log.json", "transfer_report.json"):
+        text = re.sub(r'"(\w+)": "', lambda found: f'"{found[1]}": "{ESCAPES!r}'.replace("'", ""), '{"run_id": "x"}')
+        (result / name).write_text(text)
+    (result / "training_log.json").write_text(json.dumps({"run_id": f"{ESCAPES}", "log": []}))
+    done = place.run("report", str(result))
+    assert done.code == 0 and not re.search(r"[\x1b\x07\x9b]", done.stdout + done.stderr)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+SHARDS = {name: value for name, value in NAMES.items() if name not in ("surrogate",)}
+
+
+@pytest.mark.parametrize(("verb", "kind"), by_verb([*SHARDS, "link"]))
+def test_a_shard_index_that_names_a_file_elsewhere(place: Place, verb: str, kind: str) -> None:
+    tensors = load_file(place.base / "model.safetensors")
+    (place.base / "model.safetensors").unlink()
+    name = "model-00001-of-00001.safetensors"
+    save_file(tensors, place.victim / name, metadata={"format": "pt"})
+    named = name if kind == "link" else SHARDS[kind].replace("ROOM", str(place.room)).replace("evil.model", name)
+    if kind == "link":
+        (place.base / name).symlink_to(place.victim / name)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, named)}
+    (place.base / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model.safetensors.index.json" in place.refused(verb)
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "num_hidden_layers": {"num_hidden_layers": 10**9},
+    "heads": {"num_attention_heads": 10**9, "num_key_value_heads": 10**9},
+    "nested": {"rope_scaling": json.loads(DEEP[4900:5100])},
+    "experts": {"text_config": {"num_local_experts": 1e12}},
+}
+
+
+@pytest.mark.parametrize(("verb", "says"), by_verb(CONFIGURATIONS, (*READERS, "plan")))
+def test_a_model_configuration_that_no_model_has(place: Place, verb: str, says: str) -> None:
+    edit(place.base / "config.json", **CONFIGURATIONS[says])
+    argv = ["--model", str(place.base), "--method", "lora"] if verb == "plan" else []
+    assert says in place.refused(verb, *argv)
+
+
+# ---- redaction ------------------------------------------------------------------------------------------------------
+
+LONG: dict[str, Callable[[int], str]] = {
+    "dashes": lambda n: "-" * n,
+    "flags": lambda n: "--a" * n,
+    "words": lambda n: "token-" * n,
+    "spaces": lambda n: "token" + " " * n,
+    "quotes": lambda n: 'token:"' * n,
+    "addresses": lambda n: "://" * n,
+    "paths": lambda n: "/a" * n + " " + "/" * n + "~" * n,
+    "keys": lambda n: "hf_" * n + "sk-" * n,
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_redaction_takes_time_in_proportion(place: Place, kind: str) -> None:
+    """As in the message of a chat template's error; 20 s of CPU for 32,000 dashes before."""
+    text = LONG[kind](200_000)
+    script = place.room / "script.py"
+    script.write_text(
+        "import sys\nfrom hf_rocm_tune.redaction import Private, redact, scrub_text\n"
+        "text = open('text').read()\nredact(text)\nscrub_text(text, Private())\n"
+        "import logging\nfrom hf_rocm_tune.publish.push import _redact_record\n"
+        "_redact_record(logging.LogRecord('x', 20, 'x', 1, text.replace('%', ''), (), None))\n"
+    )
+    (place.room / "text").write_text(text)
+    done = place.server.start(env={"SCRIPT": str(script)}, cwd=place.room).wait(DEADLINE)
+    assert done.code == 0, done.stderr
