@@ -124,14 +124,17 @@ class HostAveraging:
         self, local: Tensor, fetched: Fetched, name: str, number: int, landed: torch.futures.Future[Tensor]
     ) -> None:
         """In the thread: verify what has arrived, average it, and copy the average to the device."""
-        average = local
+        average, host = local, fetched.host
+        wire = self._settings.wire_dtype(host.dtype)
         try:
+            group = averages_group()
             try:
-                fetched.settle()
-            except CorruptionError as failure:
-                self.failures[number] = str(failure)
-            group, host = averages_group(), fetched.host
-            summed = host.to(self._settings.wire_dtype(host.dtype)).div_(group.size())
+                summed = self._to_be_summed(fetched, number, wire, group.size())
+            except BaseException as error:  # `check` raises it where it can end the run
+                self._error = self._error or error
+                # This rank still takes part, with whatever these bytes are: the other ranks would add its next average
+                # to this one. No memory is needed for it.
+                summed = host.flatten().view(torch.uint8)[: host.numel() * wire.itemsize].view(wire)
             self.between += summed.nbytes
             self.crossed += host.nbytes + summed.nbytes
             dist.all_reduce(summed, group=group)
@@ -139,10 +142,18 @@ class HostAveraging:
                 average = self._mover.move(summed, name=f"{name} to device", stage=STAGE).to(local.dtype)
         except CorruptionError:  # the mover has reported the incident
             self.failures[number] = f"the average could not be copied back to {self._mover.device}"
-        except BaseException as error:  # `check` raises it where it can end the run: this thread must continue
+        except BaseException as error:  # likewise: this thread must continue
             self._error = self._error or error
         fetched.release()
         landed.set_result(average)
+
+    def _to_be_summed(self, fetched: Fetched, number: int, wire: torch.dtype, ranks: int) -> Tensor:
+        """This rank's summand, of dtype ``wire``. A bucket that arrived wrong is a failure, and is summed as it is."""
+        try:
+            fetched.settle()
+        except CorruptionError as failure:
+            self.failures[number] = str(failure)
+        return fetched.host.to(wire).div_(ranks)
 
 
 class _Worker:

@@ -19,7 +19,7 @@ from hf_rocm_tune.cards.averaging import Compression, HostAveraging, SyncSetting
 from hf_rocm_tune.cards.gradients import watch
 from hf_rocm_tune.cards.preflight import GradSync
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, digest
 
 CPU = torch.device("cpu")
 
@@ -213,6 +213,32 @@ def one_average(compression: Compression, rank: int) -> float:
     return float(((average.double() - truth).abs() / magnitude).max())
 
 
+class _NoMemory(TransferReport):
+    """Fails once, while the first bucket is on its way to the host, as a host without memory does."""
+
+    failed = False
+
+    def add(self, stage: str, **increments: float) -> None:
+        if stage == "buckets" and not self.failed:
+            self.failed = True
+            raise MemoryError("no memory for a bucket")
+        super().add(stage, **increments)
+
+
+def two_averages(compression: Compression, rank: int) -> tuple[float, str]:
+    """The second of two averages, the first of which fails on rank 1, and the error that `check` raises there."""
+    with Mover(CPU, report=_NoMemory() if rank else None) as mover:
+        averaging = HostAveraging(mover, SyncSettings(way="host", compression=compression))
+        values = ((10.0, 1.0), (7.0, 0.0))[rank]
+        both = [averaging.begin(torch.full((9,), value), name="one", number=at) for at, value in enumerate(values)]
+        average = both[1].wait()
+        try:
+            averaging.check()
+        except MemoryError as error:
+            return float(average.min()), str(error)
+    return float(average.min()), ""
+
+
 def main(rank: int, store: str) -> None:
     """Runs every case on this rank of two, and averages of one tensor."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -221,6 +247,8 @@ def main(rank: int, store: str) -> None:
     compressions: tuple[Compression, ...] = ("none", "fp16", "bf16")
     for compression in compressions:
         print(json.dumps({"case": f"average {compression}", "worst": one_average(compression, rank)}), flush=True)
+        second, error = two_averages(compression, rank)
+        print(json.dumps({"case": f"two averages {compression}", "second": second, "error": error}), flush=True)
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads outlive the group, and the interpreter's end was seen to abort

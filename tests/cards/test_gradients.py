@@ -160,6 +160,15 @@ def test_an_average_is_as_near_as_its_dtype_allows(outcomes: Outcomes, compressi
         assert worst <= 2 * spacing and (compression == "none" or worst > spacing / 16), "it was not cast"
 
 
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_an_average_that_fails_on_one_rank_is_not_replaced_by_its_next_one(
+    outcomes: Outcomes, compression: str
+) -> None:
+    healthy, failed = (rank[f"two averages {compression}"] for rank in outcomes)
+    assert (healthy["second"], healthy["error"]) == (0.5, "")
+    assert failed["error"] == "no memory for a bucket"
+
+
 @pytest.mark.long
 def test_a_rank_that_dies_in_a_step_leaves_no_other_waiting(tmp_path: Path, checkout: Path) -> None:
     (code, said, complaint), (killed, _, other) = run_both(tmp_path / "store", checkout, "dying")
