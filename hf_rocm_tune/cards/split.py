@@ -373,10 +373,15 @@ class Pipeline:
 
 
 def can_pipeline(trainer: Any) -> bool:
-    """Whether micro-batches may run concurrently: not with a router's auxiliary loss, or where buffers are written."""
+    """Whether micro-batches may run concurrently.
+
+    Not with a router's auxiliary loss, or where buffers are written; nor with a reference: TRL may compute it by the
+    same model with its adapters turned off, for all micro-batches at once.
+    """
     args, config = trainer.args, trainer.model.config
     return (
         args.gradient_accumulation_steps > 1
+        and not hasattr(trainer, "ref_model")
         and not getattr(args, "activation_offloading", False)
         and not getattr(config.get_text_config(), "output_router_logits", False)
         and not any(True for _ in running_statistics(trainer.model))

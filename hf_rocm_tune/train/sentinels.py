@@ -45,6 +45,8 @@ Found = tuple[str, Tensor, Callable[[], Tensor]]
 
 _BYTES_PER_UPDATE = 1 << 30
 """The most bytes of trained state that are checked between two updates."""
+_OUTSTANDING_BATCHES = 8
+"""Evaluated batches (their memories) whose check may be outstanding: the host need not wait for the device."""
 
 
 class Change(NamedTuple):
@@ -235,16 +237,17 @@ class TrainedSentinel:
                 looked_at.append(at)
         self._queued.append((groups, looked_at, before, QueuedDigests([groups[at].bytes for at in looked_at])))
 
-    def collect(self) -> list[Change]:
-        """What has changed between `take` and `look`; waits for the device."""
-        for groups, untouched, before, now in self._queued:
+    def collect(self, *, newest: int = 0) -> list[Change]:
+        """What has changed between `take` and `look`; waits for the device, but not for the ``newest`` comparisons."""
+        older = max(len(self._queued) - newest, 0)
+        queued, self._queued = self._queued[:older], self._queued[older:]
+        for groups, untouched, before, now in queued:
             self.checks += 1
             then = before.result()
             for at, found in zip(untouched, now.result(), strict=True):
                 # Checked once more: the digest itself may be wrong.
                 if found != then[at] and QueuedDigests([groups[at].bytes]).result() != [then[at]]:
                     self._changes.setdefault(groups[at].kind, "changed in memory")
-        self._queued = []
         changes, self._changes = self._changes, {}
         return [Change("trained", kind, how) for kind, how in changes.items()]
 
@@ -294,8 +297,10 @@ class BatchSentinel:
             if all(tensor._version == version for tensor, version in rows):
                 self._queued.append((name, known, QueuedDigests([storage_bytes(rows[0][0])])))
 
-    def collect(self) -> list[Change]:
-        queued, self._queued = self._queued, []
+    def collect(self, *, newest: int = 0) -> list[Change]:
+        """What has changed in the batches that were looked at; waits for all but the ``newest`` tensors of them."""
+        older = max(len(self._queued) - newest, 0)
+        queued, self._queued = self._queued[:older], self._queued[older:]
         changes = {}
         for name, known, now in queued:
             right = known if isinstance(known, Digest) else known.result()[0]
@@ -390,6 +395,7 @@ class SentinelCallback(TrainerCallback):
         self._scheduler: Any = None
         self._rates: Any = None
         self._explained: set[tuple[str, str]] = set()
+        self._checked_at = -1  # the step at which everything was checked last
 
     # ---- events ---------------------------------------------------------------------------------------------
 
@@ -423,6 +429,10 @@ class SentinelCallback(TrainerCallback):
             self._judge(self._sentinel.check_slice(), f"after step {step}", step)
             if step % self._every == 0 and (replicas := list(self._replicas())):
                 self.check_replicas(replicas, f"at step {step}")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if self._sentinel is not None and self._checked_at != state.global_step:  # nothing was saved at this step
+            self.check_all(state.global_step, "the training ends")
 
     # ---- checks ---------------------------------------------------------------------------------------------
 
@@ -460,6 +470,15 @@ class SentinelCallback(TrainerCallback):
         if self._sentinel is not None:
             self._judge(self._batches.collect(), f"at step {step}", step)
 
+    def settle_older(self, step: int) -> None:
+        """Settle what was queued some batches ago, so that in a long evaluation no more than that is outstanding."""
+        if self._sentinel is None:
+            return
+        changes = self._batches.collect(newest=_OUTSTANDING_BATCHES)
+        if self._trained is not None:
+            changes += self._trained.collect(newest=1)
+        self._judge(changes, f"in an evaluation after step {step}", step)
+
     def look(self) -> None:
         """Queue a check of the trained state before it is used or changed; `settle` reports the result."""
         if self._trained is not None:
@@ -495,6 +514,7 @@ class SentinelCallback(TrainerCallback):
         when = f"before {doing} at step {step}"
         self._judge(self._sentinel.check_all(), when, step)
         self.check_trained(when, step)
+        self._checked_at = step
 
     def _reshard(self) -> None:
         """FSDP2 leaves the outermost parameters gathered after an evaluation: not the tensor of the rank's own part."""

@@ -190,7 +190,9 @@ class VerifiedTransferMixin(_Base):
         self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
         self._arithmetic = ArithmeticChecks(check_arithmetic, self.mover)
         self._replays = Replays(self, self._arithmetic, on=check_arithmetic != "off")
+        self._keeping_checkpointing = 0  # micro-batches that are in their loss now: several in a pipeline
         self._num_items: Any = None  # label tokens of the current step
+        self._prepared: Any = None  # the batch that is being evaluated
         self._tr_loss: Tensor
         self._interrupts = InterruptCallback(self.stop_requests)
         self._prefetch_batches = prefetch_batches
@@ -435,6 +437,8 @@ class VerifiedTransferMixin(_Base):
     @override
     def _prepare_inputs(self, inputs: Batch) -> Batch:
         """The last check: every tensor is verified before ``forward`` sees it."""
+        if inputs is self._prepared:  # upstream prepares an evaluated batch once more
+            return inputs
         self.mover.step = self.state.global_step + 1
         self.mover.settle(inputs)
         unknown = {name: each for name, each in named_tensors(inputs) if self.mover.provenance(each) is None}
@@ -524,9 +528,11 @@ class VerifiedTransferMixin(_Base):
     def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; the weights that FSDP2 gathered for it are checked."""
         if not isinstance(inputs, list):  # TRL's ORPO does not prepare its inputs, GRPO's are a list
-            inputs = self._prepare_inputs(inputs)
+            self._prepared = inputs = self._prepare_inputs(inputs)
         result = super().prediction_step(model, inputs, *arguments, **keywords)
+        self._prepared = None
         self._sentinel.look_at_batches()
+        self._sentinel.settle_older(self.state.global_step)
         self.way.check(step=self.state.global_step, synced=False)
         return result
 
@@ -713,11 +719,14 @@ class VerifiedTransferMixin(_Base):
         if isinstance(self, SFTTrainer) or recompute.options_of(self.args).get("use_reentrant"):
             yield
             return
+        self._keeping_checkpointing += 1
         model.gradient_checkpointing_disable = model.gradient_checkpointing_enable = lambda *_, **__: None
         try:
             yield
         finally:
-            del model.gradient_checkpointing_disable, model.gradient_checkpointing_enable
+            self._keeping_checkpointing -= 1
+            if not self._keeping_checkpointing:
+                del model.gradient_checkpointing_disable, model.gradient_checkpointing_enable
 
     def _load_weights(self, checkpoint: str, stock: Callable[[], None]) -> None:
         directory = Path(checkpoint)

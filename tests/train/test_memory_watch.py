@@ -4,6 +4,7 @@ tables, an adapter's initialisation. The same without a purpose is a fault.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from trl import SFTTrainer
 
 from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
+from hf_rocm_tune.transfer import Mover, QueuedDigests
 from tests import tiny
 from tests.train.trainers import Make, VerifiedSFT, build
 
@@ -173,3 +175,63 @@ def test_an_initialisation_that_rewrites_base_weights_is_recorded_weight_by_weig
         assert all(row["tensor"].endswith(".base_layer.weight") and "initialisation" in row["reason"] for row in rows)
         trainer.train()
         assert trainer.transfer_report.to_dict()["frozen"]["mismatches"] == 0
+
+
+class Corrupts(TrainerCallback):
+    """Flips bits of a frozen weight at one of the trainer's events, behind torch's back."""
+
+    def __init__(self, event: str, at_step: int) -> None:
+        self._event, self._at_step = event, at_step
+
+    def _corrupt(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self._at_step:
+            base_weight(more["model"]).detach().view(torch.int32).numpy()[0, 0] ^= 1 << 20
+
+    def __getattribute__(self, name: str) -> Any:
+        wanted = name.startswith("on_") and name == object.__getattribute__(self, "_event")
+        return object.__getattribute__(self, "_corrupt" if wanted else name)
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_pre_optimizer_step"])
+def test_without_a_save_the_frozen_weights_are_checked_when_the_training_ends(make: Make, event: str) -> None:
+    trainer = make(save_strategy="no", ours={"sentinel_every": 1000})
+    trainer.add_callback(Corrupts(event, 4 if event == "on_step_end" else 3))
+    with pytest.raises(MemoryFaultError, match=r"changed in memory .*the training ends.*up_proj"):
+        trainer.train()
+
+
+# ---- evaluated batches ----------------------------------------------------------------------------------------
+
+
+class CountsWaits(Mover):
+    """Counts how often a batch is asked for its verdict."""
+
+    asked = 0
+
+    def settle(self, tree: Any) -> None:
+        self.asked += 1
+        super().settle(tree)
+
+
+class CountsDigests(TrainerCallback):
+    """After each evaluated batch: how many digests are still referred to."""
+
+    def __init__(self) -> None:
+        self.alive: list[int] = []
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self.alive.append(sum(isinstance(each, QueuedDigests) for each in gc.get_objects()))
+
+
+def test_evaluated_batches_are_prepared_once_and_their_checks_do_not_pile_up(make: Make) -> None:
+    counts = CountsDigests()
+    with CountsWaits(torch.device("cpu")) as mover:
+        rows = Dataset.from_list([{"text": text[:40]} for text in tiny.training_text()[:40]])
+        trainer = make(max_steps=1, per_device_eval_batch_size=1, ours={"mover": mover, "eval_dataset": rows})
+        trainer.train()
+        trainer.add_callback(counts)
+        asked = mover.asked
+        trainer.evaluate()
+    assert len(counts.alive) == 40
+    assert max(counts.alive) - counts.alive[0] < 20
+    assert mover.asked - asked == 40

@@ -17,10 +17,10 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, SFTConfig
 
-from hf_rocm_tune import VerifiedSFTTrainer
+from hf_rocm_tune import VerifiedSFTTrainer, VerifiedTransferMixin
 from hf_rocm_tune.cards.split import Split
 from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import CorruptionError
@@ -49,6 +49,7 @@ class Runs:
         self.attention = "sdpa"
         self.lengths = torch.randint(6, 16, (64,), generator=torch.Generator().manual_seed(2)).tolist()
         self.prepare: Callable[[Any], None] = lambda layers: None
+        self.row_of: Callable[[list[int]], dict[str, Any]] = lambda row: {"input_ids": row, "labels": row}
 
     def __call__(
         self,
@@ -58,6 +59,8 @@ class Runs:
         fault: str = "",
         lora: bool = True,
         one_pass_loss: bool = False,
+        kind: Any = VerifiedSFTTrainer,
+        config_class: Any = SFTConfig,
         **options: Any,
     ) -> tuple[Losses, dict[str, Tensor]]:
         """Losses and trained weights."""
@@ -85,15 +88,17 @@ class Runs:
         } | options
         with SplitMover(LayerSplit("model.layers", counts), devices, faults=faults) as mover:
             tell_of_devices(model, mover)
-            self.trainer = VerifiedSFTTrainer(
+            more: dict[str, Any] = {"one_pass_loss": one_pass_loss} if kind is VerifiedSFTTrainer else {}
+            if kind is not VerifiedPlainTrainer:
+                more["peft_config"] = LoraConfig(r=4, target_modules="all-linear") if lora else None
+            self.trainer = kind(
                 model=model,
-                args=SFTConfig(**settings),
-                train_dataset=Dataset.from_list([{"input_ids": row, "labels": row} for row in rows]),
+                args=config_class(**settings),
+                train_dataset=Dataset.from_list([self.row_of(row) for row in rows]),
                 processing_class=AutoTokenizer.from_pretrained(self._path),
-                peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
                 mover=mover,
                 way=Split(CardSettings(split=True, pipeline=pipeline)),
-                one_pass_loss=one_pass_loss,
+                **more,
                 # What crosses is compared: of a pipeline no micro-batch is computed twice.
                 check_arithmetic="sampled" if pipeline else "off",
             )
@@ -147,6 +152,33 @@ def test_losses_and_weights_are_those_of_one_after_the_other(runs: Runs, setting
     assert_same(runs(pipeline=True, **settings), one_by_one)
     assert runs.in_flight == 2 * len(settings.get("counts", (2, 2)))
     assert runs.crossed["tensors"] == crossed["tensors"] and runs.crossed["verified_bytes"] == crossed["bytes"]
+
+
+class VerifiedDPOTrainer(VerifiedTransferMixin, DPOTrainer):
+    """As a user would define it."""
+
+
+class VerifiedPlainTrainer(VerifiedTransferMixin, Trainer):
+    """Likewise."""
+
+
+@pytest.mark.parametrize("kind", [VerifiedPlainTrainer, VerifiedDPOTrainer])
+def test_of_other_trainers_micro_batches_are_side_by_side_where_they_do_not_turn_adapters_off(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """TRL computes DPO's reference by the model without its adapters: another micro-batch would compute without them"""
+    settings: dict[str, Any] = {"kind": kind, recompute.SETTING: True}
+    if kind is VerifiedDPOTrainer:
+        settings["config_class"] = DPOConfig
+        monkeypatch.setattr(
+            runs, "row_of", lambda row: {"prompt": "is this", "chosen": f" row {sum(row)}", "rejected": " not"}
+        )
+    else:
+        settings |= {"config_class": TrainingArguments, "lora": False}
+        monkeypatch.setattr(runs, "lengths", [9] * 64)
+    one_by_one = runs(pipeline=False, **settings)
+    assert_same(runs(pipeline=True, **settings), one_by_one)
+    assert runs.in_flight == (1 if kind is VerifiedDPOTrainer else 4)
 
 
 def test_a_second_micro_batch_begins_before_the_first_ends(runs: Runs) -> None:
