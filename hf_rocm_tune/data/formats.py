@@ -33,10 +33,21 @@ Method = Literal["sft", "dpo", "kto", "reward", "grpo", "orpo"]
 _PROMPTS = ("prompt", "instruction", "question", "query")
 _ANSWERS = ("completion", "output", "answer", "response")
 _MORE = ("input", "context")  # added to an instruction
-_BESIDE_IDS = ("labels", "completion_mask", "assistant_masks")
+_BESIDE_IDS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 _SYSTEM = "system"
+_HISTORY = "history"  # LLaMA-Factory's and ms-swift's: earlier questions and answers, in pairs
+_TURNS = (_SYSTEM, _HISTORY)
+_ASKED = ("user", "assistant")
+_FUNCTIONS = "functions"  # OpenAI's former name of ``tools``
 _KWARGS = "chat_template_kwargs"
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # ShareGPT's
+MARKS = ("weight", "train", "training", "loss")  # of a message, by OpenAI, Axolotl (both spellings) and ms-swift
+_STANDARD_ROLES = frozenset({"user", "assistant", "system", "tool", "developer"})
+#: Other names of roles, in lower case. ``function_call`` is handled where a message is converted.
+_ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "ai", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function"), "tool"),
+}
 _ACCEPTED: dict[Method, str] = {
     "sft": "'messages' (also with 'tools'), 'prompt' and 'completion', '{text}', 'conversations' (ShareGPT), "
     "'instruction' and 'output' (Alpaca, also with 'input'), 'question' and 'answer', or 'input_ids'",
@@ -49,21 +60,42 @@ _ACCEPTED: dict[Method, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowFinding:
+    """Something that the rows of a split say and that is not trained so, or that is trained and teaches nothing."""
+
+    what: str  # a phrase that follows "4 of 9 train rows:"
+    rows: int
+    first: int  # number of the first of these rows, from 1
+    by_design: bool = False  # upstream's intention, such as the thinking of earlier turns: told without "warning"
+
+    def line(self, split: str, total: int) -> str:
+        """One line; ``total``: rows of the split, or of those that were checked."""
+        begin = "" if self.by_design else "warning: "
+        return f"{begin}{self.rows:,} of {total:,} {split} rows: {self.what} (first: row {self.first:,})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class FormatInfo:
     """The format that all rows of a split must have, with the dataset's column names."""
 
     kind: Kind  # TRL's
     content: Mapping[str, str]  # TRL's name of each training column, and its name in the dataset
     messages: frozenset[str]  # those of them that hold lists of messages
-    more: tuple[str, ...]  # optional text that is added to the prompt
+    more: tuple[str, ...]  # optional text and earlier turns that go into the prompt
     dropped: tuple[str, ...]  # columns that TRL would misread
     beside: tuple[str, ...]  # further columns that are checked
     vocabulary: int | None  # size of the model's; None: unknown
     needs_assistant: bool  # every row needs an assistant turn
     role_key: str
     content_key: str
+    missing: str  # what a missing value is called
     conversational: bool = False  # a chat template is applied
     mapping: str | None = None  # the changes that `as_trl` makes; None if TRL reads the rows as they are
+    rows: int = 0  # that were checked
+    has_calls: bool = False  # a message has tool calls, whose arguments differ in their keys
+    marked: bool = False  # a message says whether it is in the loss
+    findings: tuple[RowFinding, ...] = ()
+    shapes: tuple[tuple[int, int], ...] = ()  # rows of unlike structure: index of the first, and how many are like it
 
     @property
     def columns(self) -> list[str]:
@@ -73,7 +105,8 @@ class FormatInfo:
     @property
     def description(self) -> str:
         """One phrase, such as ``messages (conversational, with tools)``."""
-        traits = ["conversational"] * self.conversational + ["with tools"] * ("tools" in self.beside)
+        has_tools = {"tools", _FUNCTIONS} & {*self.beside}
+        traits = ["conversational"] * self.conversational + ["with tools"] * bool(has_tools)
         return self.kind.replace("_", "/") + (f" ({', '.join(traits)})" if traits else "")
 
 
@@ -88,48 +121,209 @@ def check_format(
     model_name: str,
     split: str = "train",
     vocabulary: int | None = None,
+    missing: str = "nothing (null)",
 ) -> FormatInfo:
-    """Recognise the format of the rows and check them. Flags are TRL's; ``vocabulary``: number of token ids."""
+    """Recognise the format of the rows and check them.
+
+    Args:
+        dataset: rows of one split.
+        method, assistant_only_loss, completion_only_loss, dataset_text_field: the verb, and TRL's flags.
+        has_chat_template: of the tokenizer, or given.
+        model_name, split: for messages.
+        vocabulary: number of token ids of the model; None: unknown.
+        missing: what a missing value is called: a CSV file has none, but words that its reader takes for them.
+
+    Raises:
+        UsageError: the columns fit no format, or a row does not; it names the row.
+    """
     first = next(iter(dataset), None)
     if first is None:
         raise UsageError(f"the '{split}' split is empty: there are no rows to check or to train on")
     columns = list(dataset.column_names or first)
-    layout = _layout(columns, first, method, dataset_text_field, split, assistant_only_loss, vocabulary)
+    layout = _layout(columns, first, method, dataset_text_field, split, assistant_only_loss, vocabulary, missing)
     _check_flags(layout, columns, completion_only_loss, split)
-    roles = set[str]()
+    seen = _Seen()
     for number, row in enumerate(_rows(dataset, layout), start=1):
         if fault := _fault_in(row, layout):
             begins = repr({column: row[column] for column in layout.columns if column in row})[:120]
             raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {begins}")
-        roles.update(turn[layout.role_key] for column in layout.messages for turn in _turns(row[column]))
+        seen.note(row, number, layout)
     if layout.messages and not has_chat_template:
         raise UsageError(
             f"the '{split}' rows are conversations, but the tokenizer of '{model_name}' has no chat template: name a "
             "template file, or a model whose template to take, with --chat_template_path"
         )
+    unused = _unused(layout, columns, seen.count)
+    layout = replace(layout, more=tuple(name for name in layout.more if name not in _TURNS or name in seen.filled))
     renamed = any(name != column for name, column in layout.content.items()) and layout.kind != "text"
     mixed = bool(layout.messages) and len(layout.messages) < len(layout.content)
-    foreign = layout.dropped or layout.role_key == "from" or roles & {*_ROLES}
-    changed = renamed or mixed or foreign or any(isinstance(first[each], dict) for each in layout.messages)
-    conversational = bool(layout.messages) or (renamed and has_chat_template)
-    mapping = _in_words(layout, conversational, roles) if changed else None
-    return replace(layout, conversational=conversational, mapping=mapping)
+    foreign = layout.dropped or layout.role_key == "from" or any(_role(role) != role for role in seen.roles)
+    added = {*layout.more} & {*_TURNS}
+    calls = {"function_call", _FUNCTIONS, "padding", "bare tools"} & seen.traits
+    objects = any(isinstance(first[column], dict) for column in layout.messages)
+    changed = renamed or mixed or foreign or added or calls or objects
+    conversational = bool(layout.messages) or (bool(renamed or added) and has_chat_template)
+    return replace(
+        layout,
+        conversational=conversational,
+        mapping=_in_words(layout, conversational, seen) if changed else None,
+        rows=seen.count,
+        has_calls=bool({"tool_calls", "function_call"} & seen.traits),
+        marked="mark" in seen.traits,
+        findings=(*seen.findings(layout), *unused),
+        shapes=tuple((first, count) for first, count in seen.shapes.values()) if conversational else (),
+    )
+
+
+def _unused(layout: FormatInfo, columns: list[str], rows: int) -> list[RowFinding]:
+    """Columns that nothing reads: a warning for those that would be training data in another format."""
+    if layout.kind == "prompt":  # reward functions read them
+        return []
+    pictures = ("image", "images") if layout.messages else ()
+    unused = [name for name in columns if name not in (*layout.columns, *layout.dropped, *pictures)]
+    training = {*_PROMPTS, *_ANSWERS, *_MORE, *_CHATS, "text", "chosen", "rejected", *_TURNS, "tools", _FUNCTIONS}
+    parts = ([name for name in unused if (name in training) == trains] for trains in (True, False))
+    return [
+        RowFinding(
+            what=f"not used: column{'s' * (len(names) > 1)} {', '.join(map(repr, names))}",
+            rows=rows,
+            first=1,
+            by_design=not trains,
+        )
+        for names, trains in zip(parts, (True, False), strict=True)
+        if names
+    ]
+
+
+class _Seen:
+    """What the rows of a split have in common, gathered row by row."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.roles = set[str]()
+        self.filled = set[str]()  # columns of `_TURNS` that have a value
+        self.traits = set[str]()
+        self.labels = set[bool]()
+        self.shapes: dict[int, list[int]] = {}
+        self._empty: dict[str, list[int]] = {}
+
+    def note(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
+        self.count = number
+        shape: list[Any] = []
+        for column in layout.columns:
+            value = row.get(column)
+            if column in layout.messages:
+                for message in _turns(value):
+                    shape.append(self._shape(message, layout))
+            elif column in layout.more or column in ("tools", _FUNCTIONS):
+                shape.append((column, bool(value)))
+                if value and column in _TURNS:
+                    self.filled.add(column)
+                if value and column == _FUNCTIONS:
+                    self.traits.add(_FUNCTIONS)
+                if value and column == "tools" and _are_bare(value):
+                    self.traits.add("bare tools")
+            elif column == "label":
+                self.labels.add(bool(value))
+            elif column == "attention_mask" and 0 in (value or ()):
+                self.traits.add("padding")
+        place = self.shapes.setdefault(hash(tuple(shape)), [number - 1, 0])
+        place[1] += 1
+        self._note_empty(row, number, layout)
+
+    def _shape(self, message: Mapping[str, Any], layout: FormatInfo) -> tuple[Any, ...]:
+        """What a chat template can decide by: the role, keys that have a value, kinds of content, thinking."""
+        role, content = message[layout.role_key], message.get(layout.content_key)
+        self.roles.add(role)
+        keys = tuple(key for key, value in message.items() if value is not None and value != [])
+        if role == "function_call" or message.get("function_call"):
+            self.traits.add("function_call")
+        if "tool_calls" in keys:
+            self.traits.add("tool_calls")
+        if any(mark in keys for mark in MARKS):
+            self.traits.add("mark")
+        if isinstance(content, str):
+            thinking = ("<think>" in content) + 2 * ("</think>" in content)
+            return role, keys, bool(content.strip()), thinking
+        parts = tuple(part.get("type") for part in content) if isinstance(content, list) else ()
+        return role, keys, parts
+
+    def _note_empty(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
+        pair = [row.get(layout.content[name]) for name in ("chosen", "rejected") if name in layout.content]
+        if pair and pair[0] == pair[1]:
+            self._add("the chosen and the rejected answer are the same, which teaches nothing", number)
+        for name in ("completion", "chosen", "rejected", "messages"):
+            if name not in layout.content:
+                continue
+            value = row.get(layout.content[name])
+            if isinstance(value, str):
+                empty = not value.strip()
+            else:
+                answers = [turn for turn in _turns(value) if _role(turn[layout.role_key]) == "assistant"]
+                empty = any(_is_empty(turn, layout) for turn in answers)
+                if not answers and name in ("completion", "messages"):
+                    self._add("there is no answer of the assistant", number)
+            if empty:
+                self._add("an answer is empty", number)
+        if layout.kind == "text" and not row[layout.columns[0]].strip():
+            self._add("the text is empty", number)
+
+    def _add(self, what: str, number: int) -> None:
+        place = self._empty.setdefault(what, [number, 0])
+        place[1] += 1
+
+    def findings(self, layout: FormatInfo) -> tuple[RowFinding, ...]:
+        found = [RowFinding(what=what, rows=rows, first=first) for what, (first, rows) in self._empty.items()]
+        if layout.kind == "unpaired" and len(self.labels) == 1:
+            word = "good" if self.labels == {True} else "bad"
+            found.append(
+                RowFinding(what=f"all answers have the label {word}; KTO compares both", rows=self.count, first=1)
+            )
+        return tuple(found)
+
+
+def _is_empty(message: Mapping[str, Any], layout: FormatInfo) -> bool:
+    """Whether an assistant's turn has neither text nor a call."""
+    content = message.get(layout.content_key)
+    if message.get("tool_calls") or message.get("function_call"):
+        return False
+    if isinstance(content, list):
+        return not any(part.get("text") or part.get("type") != "text" for part in content)
+    return not (content or "").strip()
+
+
+# ---- in TRL's format ------------------------------------------------------------------------------------------------
 
 
 def as_trl(dataset: Rows, info: FormatInfo) -> Rows:
     """The rows with TRL's columns, in order; the same object if TRL reads them as they are."""
+    from datasets import Dataset, Features, Json, List, Value
+
     if info.mapping is None:
         return dataset
-    old = {*info.content.values(), *info.more, *info.dropped} - {*info.content}
+    read = {*info.content.values(), *info.more, *info.dropped}
+    read |= {_FUNCTIONS, "attention_mask"} & {*info.beside}
     dropped = {*info.dropped} & {*info.content}
-    return dataset.map(_converted, fn_kwargs={"layout": info}, remove_columns=sorted(old | dropped))
+    more: dict[str, Any] = {"remove_columns": sorted((read - {*info.content}) | dropped)}
+    if isinstance(dataset, Dataset) and info.conversational and info.has_calls:
+        # Arrow would give the arguments of each call the keys of all others
+        kept = {name: kind for name, kind in dataset.features.items() if name not in more["remove_columns"]}
+        tools = {"tools": Value("string")} if {"tools", _FUNCTIONS} & {*info.beside} else {}
+        more["features"] = Features({**kept, **dict.fromkeys(info.content, List(Json())), **tools})
+    return dataset.map(in_trls_format, fn_kwargs={"layout": info}, **more)
 
 
-def _converted(row: dict[str, Any], *, layout: FormatInfo) -> dict[str, Any]:
-    """One row in TRL's format."""
+def in_trls_format(row: Mapping[str, Any], *, layout: FormatInfo) -> dict[str, Any]:
+    """The columns of one row that TRL trains on, in its format.
+
+    Raises:
+        UsageError: a call in ShareGPT's form is no JSON.
+    """
+    if layout.kind == "tokenized":
+        return _without_padding(row, layout)
     new: dict[str, Any] = {}
-    added = [row[name] for name in layout.more if name != _SYSTEM and row[name]]
-    system = row[_SYSTEM] if _SYSTEM in layout.more else None
+    added = [row[name] for name in layout.more if name not in _TURNS and row[name]]
+    begins = "messages" if "messages" in layout.content else "prompt"
     for name, column in layout.content.items():
         value = row[column]
         if isinstance(value, str):
@@ -138,29 +332,75 @@ def _converted(row: dict[str, Any], *, layout: FormatInfo) -> dict[str, Any]:
             if layout.conversational:
                 value = [{"role": "user" if name == "prompt" else "assistant", "content": value}]
         else:
-            value = [_message(each, layout) for each in _turns(value)]
-        if system and name in ("prompt", "messages"):
-            if not layout.conversational:
-                value = f"{system}\n\n{value}"
-            elif value[0]["role"] != "system":
-                value = [{"role": "system", "content": system}, *value]
+            value = [_message(turn, layout) for turn in _turns(value)]
+        if name == begins or begins not in layout.content:
+            value = _with_earlier(value, row, layout)
         new[name] = value
+    tools = row.get("tools") or row.get(_FUNCTIONS)
+    if {"tools", _FUNCTIONS} & {*layout.beside}:
+        listed = json.loads(tools) if isinstance(tools, str) else tools
+        wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed or ()]
+        new["tools"] = json.dumps(wrapped, ensure_ascii=False) if wrapped else None
     return new
 
 
-def _message(message: dict[str, Any], layout: FormatInfo) -> dict[str, Any]:
+def _with_earlier(value: Any, row: Mapping[str, Any], layout: FormatInfo) -> Any:
+    """Text or messages, after the system prompt and the earlier turns that have columns of their own."""
+    system = row.get(_SYSTEM) if _SYSTEM in layout.more else None
+    history = (row.get(_HISTORY) if _HISTORY in layout.more else None) or []
+    if isinstance(value, str):
+        return "\n\n".join([*([system] if system else []), *(text for pair in history for text in pair), value])
+    earlier = [{"role": role, "content": text} for pair in history for role, text in zip(_ASKED, pair, strict=True)]
+    if system and value[0]["role"] != "system":
+        earlier.insert(0, {"role": "system", "content": system})
+    elif value[0]["role"] == "system":
+        return [value[0], *earlier, *value[1:]]
+    return [*earlier, *value]
+
+
+def _without_padding(row: Mapping[str, Any], layout: FormatInfo) -> dict[str, Any]:
+    mask = row["attention_mask"]
+    names = [name for name in layout.columns if name != "attention_mask"]
+    return {name: [entry for entry, real in zip(row[name], mask, strict=True) if real] for name in names}
+
+
+def _role(role: str) -> str:
+    """TRL's name of a role, whatever its case; a role that is not known stays."""
+    lower = role.lower()
+    return _ROLES.get(lower, lower if lower in _STANDARD_ROLES else role)
+
+
+def _message(message: Mapping[str, Any], layout: FormatInfo) -> dict[str, Any]:
+    """A message in TRL's form: OpenAI's former ``function_call`` and ShareGPT's become ``tool_calls``."""
     role, content = message[layout.role_key], message.get(layout.content_key)
-    rest = {key: value for key, value in message.items() if key not in ("from", "value", "role", "content")}
-    return {"role": _ROLES.get(role, role), "content": content, **rest}
+    own = (layout.role_key, layout.content_key, "function_call")
+    rest = {key: value for key, value in message.items() if key not in own and value is not None}
+    calls = message.get("function_call")
+    if role == "function_call":
+        role, calls, content = "assistant", json.loads(content or ""), ""
+    if calls:
+        listed = calls if isinstance(calls, list) else [calls]
+        rest["tool_calls"] = [{"type": "function", "function": call} for call in listed]
+    return {"role": _role(role), "content": content, **rest}
 
 
-def _in_words(layout: FormatInfo, conversational: bool, roles: set[str]) -> str:
+def _are_bare(tools: Any) -> bool:
+    """Whether tools lack OpenAI's ``function`` around them, as in LLaMA-Factory's files."""
+    listed = json.loads(tools) if isinstance(tools, str) else tools
+    return any(isinstance(tool, dict) and "function" not in tool for tool in listed)
+
+
+def _in_words(layout: FormatInfo, conversational: bool, seen: _Seen) -> str:
     said = [f"'{column}' is the {name}" for name, column in layout.content.items() if name != column]
-    said += [f"'{name}' goes into it" for name in layout.more]
+    said += [f"'{name}' goes into it" for name in layout.more if name != _HISTORY]
+    said += [f"'{_HISTORY}' stands before it, read and not learned"] if _HISTORY in layout.more else []
     said += [f"'{name}' is not used" for name in layout.dropped]
-    said += [f"{role} is {_ROLES[role]}" for role in sorted(roles & {*_ROLES})]
+    said += [f"{role} is {_role(role)}" for role in sorted(seen.roles) if _role(role) != role]
     said += ["from/value are role/content"] if layout.role_key == "from" else []
-    if len(layout.messages) < len(layout.content):
+    said += ["function_call becomes tool_calls"] if "function_call" in seen.traits else []
+    said += [f"'{_FUNCTIONS}' are the tools"] if _FUNCTIONS in seen.traits else []
+    said += ["positions with attention_mask 0 are removed"] if "padding" in seen.traits else []
+    if len(layout.messages) < len(layout.content) and layout.kind != "tokenized":
         plain = "as plain text, because the tokenizer has no chat template"
         said.append("text becomes chat messages" if conversational else plain)
     return ", ".join(said)
@@ -177,16 +417,20 @@ def _layout(
     split: str,
     needs_assistant: bool,
     vocabulary: int | None,
+    missing: str,
 ) -> FormatInfo:
     kind, content, dropped = recognise(columns, first, method, text_field, split)
     messages = {each for each in content.values() if isinstance(first[each], list | dict) or each in _CHATS}
     messages = set() if kind in ("text", "tokenized") else messages
-    foreign = content.get("prompt", "prompt") != "prompt" or content.get("messages", "messages") != "messages"
-    more = [name for name in columns if foreign and name in (*_MORE, _SYSTEM) and name not in content.values()]
-    if content.get("prompt") not in {*content.values()} - messages or kind == "prompt":  # a reward function may read it
-        more = [name for name in more if name == _SYSTEM]
+    more = []
+    if kind not in ("text", "tokenized"):
+        asked = isinstance(first.get(content.get("prompt", "")), str)
+        foreign = content.get("prompt", "prompt") != "prompt" and asked and kind != "prompt"  # rewards may read them
+        taken = [*(_MORE if foreign else ()), _SYSTEM, *((_HISTORY,) if asked else ())]
+        more = [name for name in columns if name in taken and name not in content.values()]
     beside = _BESIDE_IDS if kind == "tokenized" else ("label",) if kind == "unpaired" else ()
-    beside = (*beside, *(("tools", _KWARGS) if messages else ()))
+    functions = () if "tools" in columns else (_FUNCTIONS,)
+    beside = (*beside, *(("tools", *functions, _KWARGS) if messages else ()))
     probe: Any = next((turn for column in messages for turn in _turns(first[column])), {})
     sharegpt = isinstance(probe, dict) and probe.get("role") is None and probe.get("from") is not None
     return FormatInfo(
@@ -195,6 +439,7 @@ def _layout(
         messages=frozenset(messages),
         more=tuple(more),
         dropped=dropped,
+        missing=missing,
         beside=tuple(name for name in beside if name in columns),
         vocabulary=vocabulary if kind == "tokenized" else None,
         needs_assistant=needs_assistant,
@@ -251,20 +496,37 @@ def _begins(messages: list[Any]) -> bool:
     """Whether a list of messages begins with the prompt."""
     turn = messages[0] if messages else None
     role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    return role in ("user", "human", "system", "developer")
+    return isinstance(role, str) and _role(role) in ("user", "system", "developer")
 
 
 def _refusal(columns: list[str], method: Method, text_field: str, split: str) -> str:
-    found = ", ".join(f"'{column}'" for column in columns)
+    listed = ", ".join(f"'{column}'" for column in columns)
     accepted = _ACCEPTED[method].format(text=text_field)
-    names = {*_PROMPTS, *_ANSWERS, *_CHATS, "chosen", "rejected", "label", text_field}
-    missing = sorted(names - {*columns})
-    near = {column: difflib.get_close_matches(column, missing, n=1) for column in columns if column not in names}
-    hint = ", ".join(f"rename '{column}' to '{match[0]}'?" for column, match in near.items() if match)
-    if not hint:
-        text = ", or name the column of plain text with --dataset_text_field NAME" if method == "sft" else ""
-        hint = f"rename the columns{text}"
-    return f"the columns of the '{split}' split fit no format of {method}: found {found}; accepted {accepted}; {hint}"
+    return (
+        f"the columns of the '{split}' split fit no format of {method}: found {listed}; accepted {accepted}; "
+        f"{_hint(columns, method, text_field)}"
+    )
+
+
+def _hint(columns: list[str], method: Method, text_field: str) -> str:
+    """What to do about columns that fit no format."""
+    if len(columns) == 1 and (separators := [mark for mark in (";", "\t", "|") if mark in columns[0]]):
+        return f"the file is separated by {separators[0]!r}: save it with commas"
+    for names, what in ((_PROMPTS, "the prompt"), (_ANSWERS, "the answer")):
+        several = [name for name in names if name in columns]
+        if len(several) > 1 and names[0] not in columns:
+            return f"{' and '.join(repr(name) for name in several)} could both be {what}: keep one of them"
+    accepted = {
+        "sft": {*_PROMPTS, *_ANSWERS, *_CHATS, text_field},
+        "kto": {*_PROMPTS, *_ANSWERS, "chosen", "rejected", "label"},
+        "grpo": {*_PROMPTS},
+    }.get(method, {*_PROMPTS, "chosen", "rejected"})
+    missing = sorted(accepted - {*columns})
+    near = {column: difflib.get_close_matches(column, missing, n=1) for column in columns if column not in accepted}
+    if renamed := [f"rename '{column}' to '{match[0]}'?" for column, match in near.items() if match]:
+        return ", ".join(renamed)
+    text = ", or name the column of plain text with --dataset_text_field NAME" if method == "sft" else ""
+    return f"rename the columns{text}"
 
 
 def _check_flags(layout: FormatInfo, columns: list[str], completion_only_loss: bool | None, split: str) -> None:
@@ -303,7 +565,7 @@ def _fault_in(row: dict[str, Any], layout: FormatInfo) -> str | None:
         value = row.get(column)
         if column in layout.messages:
             fault = _fault_in_messages([value] if isinstance(value, dict) else value, layout, column)
-        elif column == "tools":
+        elif column in ("tools", _FUNCTIONS):
             fault = _fault_in_tools(value)
         else:
             right, what = isinstance(value, str) or (value is None and column in layout.more), "text"
@@ -311,26 +573,48 @@ def _fault_in(row: dict[str, Any], layout: FormatInfo) -> str | None:
                 right, what = value in (True, False), "true or false"
             elif column == _KWARGS:
                 right, what = isinstance(value, dict | None), "an object"
-            fault = None if right else f"holds {_named(value)}, not {what}"
+            elif column == _HISTORY:
+                right, what = _is_history(value), "pairs of a question and an answer"
+            fault = None if right else f"holds {_named(value, layout)}, not {what}"
         if fault:
             return f"column '{column}' {fault}"
+    if layout.kind == "preference" and "prompt" not in layout.content and layout.messages:
+        chosen, rejected = (_turns(row[layout.content[name]]) for name in ("chosen", "rejected"))
+        if chosen[0] != rejected[0]:
+            return "'chosen' and 'rejected' do not begin with the same prompt, and there is no column 'prompt'"
     return None
+
+
+def _is_history(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list)
+        and all(
+            isinstance(pair, list) and len(pair) == len(_ASKED) and all(isinstance(text, str) for text in pair)
+            for pair in value
+        )
+    )
 
 
 def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | None:
     if not isinstance(value, list) or not value:
-        return f"holds {_named(value)}, not a list of messages"
+        return f"holds {_named(value, layout)}, not a list of messages"
     role, content = layout.role_key, layout.content_key
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get(role), str):
             keys = [f"'{key}'" for key in message if message[key] is not None] if isinstance(message, dict) else []
-            what = f"an object with {', '.join(keys)}" if keys else _named(message)
+            what = f"an object with {', '.join(keys)}" if keys else _named(message, layout)
             return f"message {number} is {what}, not an object with '{role}' and '{content}'"
         said = message.get(content)
         parts = isinstance(said, list) and said and all(isinstance(each, dict) and "type" in each for each in said)
-        if not (isinstance(said, str) or parts or (said is None and message.get("tool_calls"))):
-            return f"message {number} has {_named(said)} as '{content}', not text"
-    roles = {_ROLES.get(message[role], message[role]) for message in value}
+        calls = message.get("tool_calls") or message.get("function_call")
+        if not (isinstance(said, str) or parts or (said is None and calls)):
+            return f"message {number} has {_named(said, layout)} as '{content}', not text"
+        if message[role] == "function_call" and not _is_call(said):
+            return f"message {number} is a function_call, and its '{content}' is no JSON object with 'name'"
+        for mark in MARKS:
+            if message.get(mark) not in (None, True, False):  # 0 and 1 are equal to them
+                return f"message {number} has '{mark}': {message[mark]!r}, and a message is in the loss (1) or not (0)"
+    roles = {_role(message[role]) for message in value}
     if layout.needs_assistant and layout.content.get("prompt") != column and "assistant" not in roles:
         return "has no message of the role 'assistant', which --assistant_only_loss needs"
     return None
@@ -343,7 +627,7 @@ def _fault_in_tokens(row: dict[str, Any], layout: FormatInfo) -> str | None:
         value, mask = row.get(column), column not in ("input_ids", "labels")
         what = "zeros and ones" if mask else "token ids"
         if not isinstance(value, list) or not value or {*map(type, value)} - {int, bool}:
-            return f"column '{column}' is {_named(value)} and no list of {what}"
+            return f"column '{column}' is {_named(value, layout)} and no list of {what}"
         if len(value) != count:
             return f"column '{column}' has {len(value)} entries for {count} 'input_ids'"
         tokens = {0} if mask else {*value} - ({MASKED} if column == "labels" else set()) or {0}
@@ -363,9 +647,18 @@ def _fault_in_tools(value: Any) -> str | None:
     return None if isinstance(value, list | None) else f"holds {_named(value)}, not a list of tools or its JSON"
 
 
-def _named(value: Any) -> str:
+def _is_call(text: Any) -> bool:
+    try:
+        calls = json.loads(text)
+    except (TypeError, json.JSONDecodeError):
+        return False
+    listed = calls if isinstance(calls, list) else [calls]
+    return all(isinstance(call, dict) and "name" in call for call in listed)
+
+
+def _named(value: Any, layout: FormatInfo | None = None) -> str:
     if value is None:
-        return "nothing (null)"
+        return layout.missing if layout else "nothing (null)"
     if value == []:
         return "an empty list"
     kinds = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}

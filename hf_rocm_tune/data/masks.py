@@ -1,6 +1,7 @@
 """Labels where TRL cannot tell by itself what counts in the loss: the assistant's turns, and text without thinking.
 
-For chat templates without ``{% generation %}`` marks: the text of a conversation up to an assistant's turn, with the
+For chat templates without ``{% generation %}`` marks, and for messages that say themselves whether they are in the loss
+(`formats.MARKS`): the text of a conversation up to an assistant's turn, with the
 generation prompt, and the text with that turn must both be beginnings of the whole text. What lies between them is what
 the model has to write, with its end-of-turn token. A row for which this does not hold is refused, not guessed.
 """
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from hf_rocm_tune.data.formats import MASKED
+from hf_rocm_tune.data.formats import MARKS, MASKED
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,16 +36,34 @@ def template_is_marked(tokenizer: PreTrainedTokenizerBase) -> bool:
     return True
 
 
-def with_labels(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> Rows:
-    """Conversations as ``input_ids`` and ``labels`` that count in the assistant's turns only."""
+def with_labels(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str, *, turns_only: bool = True) -> Rows:
+    """Conversations as ``input_ids`` and ``labels``.
+
+    Args:
+        dataset: rows with ``messages``, in TRL's format.
+        tokenizer: a fast one, with its chat template.
+        split: for messages.
+        turns_only: only the assistant's turns are in the loss, else all tokens; marks of messages (`MARKS`) come first.
+
+    Raises:
+        UsageError: a message cannot be told from the rest of its conversation; it names the row.
+    """
     if not tokenizer.is_fast:
         raise UsageError(f"--assistant_only_loss needs marks in the chat template or a fast tokenizer: {_FIX}")
-    arguments = {"tokenizer": tokenizer, "split": split}
+    arguments = {"tokenizer": tokenizer, "split": split, "turns_only": turns_only}
     columns = dataset.column_names or [*next(iter(dataset))]
     return dataset.map(_labelled, fn_kwargs=arguments, with_indices=True, remove_columns=columns)
 
 
-def _labelled(row: dict[str, Any], index: int, *, tokenizer: PreTrainedTokenizerBase, split: str) -> dict[str, Any]:
+def marked_as_learned(message: Mapping[str, Any]) -> bool | None:
+    """Whether a message says that it is in the loss; None: it does not say."""
+    marks = [bool(message[mark]) for mark in MARKS if message.get(mark) is not None]
+    return all(marks) if marks else None
+
+
+def _labelled(
+    row: dict[str, Any], index: int, *, tokenizer: PreTrainedTokenizerBase, split: str, turns_only: bool
+) -> dict[str, Any]:
     tools = row.get("tools")
     options = {
         "tools": json.loads(tools) if isinstance(tools, str) else tools,
@@ -54,26 +74,42 @@ def _labelled(row: dict[str, Any], index: int, *, tokenizer: PreTrainedTokenizer
         shown: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt, **options)
         return shown
 
+    def beginning(turn: int) -> str:
+        """What stands before a message: for an answer with the generation prompt."""
+        answers = messages[turn]["role"] == "assistant"
+        if turn:
+            return text(messages[:turn], prompt=answers)
+        if not answers:
+            return ""
+        # many templates cannot render a conversation of no messages: find the generation prompt in the first answer
+        asked = [{"role": "user", "content": "q"}]
+        opening = text(asked, prompt=True).removeprefix(text(asked))
+        return text(messages[:1]).partition(opening)[0] + opening
+
     messages = row["messages"]
     whole = text(messages)
     encoded = tokenizer(whole, add_special_tokens=False)
-    labels = [MASKED] * len(encoded["input_ids"])
+    ids = encoded["input_ids"]
+    labels = [MASKED] * len(ids) if turns_only else list(ids)
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        learned, by_default = marked_as_learned(message), message["role"] == "assistant" if turns_only else True
+        if learned is None:
+            learned = by_default
+        if learned == by_default and not (turns_only and learned):
             continue
-        before, after = text(messages[:turn], prompt=True), text(messages[: turn + 1])
+        before, after = beginning(turn), text(messages[: turn + 1])
         if not (after.startswith(before) and whole.startswith(after) and len(after) > len(before)):
             raise UsageError(
-                f"row {index + 1} of the '{split}' split: the chat template has no marks, and message {turn + 1} does "
-                f"not stand in the whole conversation as the model would write it; {_FIX}"
+                f"row {index + 1} of the '{split}' split: message {turn + 1} does not stand in the whole conversation "
+                f"as the model would write it, so that its tokens are not known; {_FIX}"
             )
         first, last = encoded.char_to_token(len(before)), encoded.char_to_token(len(after) - 1)
         if first is None or last is None:
             raise UsageError(
                 f"row {index + 1} of the '{split}' split: the tokenizer leaves out part of message {turn + 1}; {_FIX}"
             )
-        labels[first : last + 1] = encoded["input_ids"][first : last + 1]
-    return {"input_ids": encoded["input_ids"], "labels": labels}
+        labels[first : last + 1] = ids[first : last + 1] if learned else [MASKED] * (last + 1 - first)
+    return {"input_ids": ids, "labels": labels}
 
 
 # ---- thinking that is left out of the loss --------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,6 +24,8 @@ from hf_rocm_tune.paths import expand_user
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from trl import DatasetMixtureConfig
+
+    from hf_rocm_tune.data.formats import RowFinding
 
     Rows: TypeAlias = Dataset | IterableDataset
 
@@ -39,6 +41,9 @@ class Splits:
     train: Rows
     eval: Rows | None
     description: str
+    notes: tuple[str, ...] = ()  # about files that are not read
+    missing: str = "nothing (null)"  # what a missing value is called
+    findings: Mapping[str, tuple[RowFinding, ...]] = field(default_factory=dict)  # by ``train`` and ``eval``
 
 
 def load_source(
@@ -53,10 +58,18 @@ def load_source(
     seed: int = 42,
 ) -> Splits:
     """Load a file or a folder that exists, else a dataset on the Hub; ``eval_split_size``: a share below 1, or rows."""
-    splits = _load_splits(name, config=config, streaming=streaming)
+    splits, unread = _load_splits(name, config=config, streaming=streaming)
+    if train_split not in splits and unread:
+        raise UsageError(
+            f"'{name}' has no split '{train_split}', only {', '.join(splits)}: the names of some files have a split's "
+            f"name in them, and {_listed(unread)} belong to none: rename them (train.jsonl), or name one file"
+        )
     train = _pick(splits, train_split, flag="--dataset_train_split", name=name)
+    notes = (f"warning: the folder '{name}': not read are {_listed(unread)}",) if unread else ()
+    in_csv = "nothing, or a word that stands for a missing value in CSV (NA, None, null, nan ...)"
+    more: dict[str, Any] = {"notes": notes, **({"missing": in_csv} if _is_csv(name) else {})}
     if not need_eval:
-        return Splits(train=train, eval=None, description=_describe(name, train, None))
+        return Splits(train=train, eval=None, description=_describe(name, train, None), **more)
     if eval_split_size is not None:
         train, evaluation = _divide(train, eval_split_size, seed=seed, name=name)
         origin = f"split off from '{train_split}'"
@@ -68,7 +81,7 @@ def load_source(
             f"evaluation was requested, but '{name}' has no split '{test_split}', only {', '.join(splits)}: "
             "choose one with --dataset_test_split NAME, or split rows off with --eval_split_size 0.05"
         )
-    return Splits(train=train, eval=evaluation, description=_describe(name, train, evaluation, origin))
+    return Splits(train=train, eval=evaluation, description=_describe(name, train, evaluation, origin), **more)
 
 
 def load_mixture(
@@ -103,10 +116,11 @@ def load_mixture(
     return Splits(train=train, eval=evaluation, description=description)
 
 
-def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str, Rows]:
+def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dict[str, Rows], list[str]]:
+    """The splits, and the data files of a folder that are in none."""
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-    path = expand_user(name)
+    path, unread = expand_user(name), list[str]()
     if os.path.isfile(path) and _reader_of(path) is None:
         raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
     if fault := _cannot_be_opened(path):  # `datasets` often names its cache instead
@@ -124,15 +138,50 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> dict[str,
             splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
             splits = {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
         elif os.path.isdir(path):
+            unread = _unread(path, config)
             splits = dict(load_dataset(str(path), name=config, streaming=streaming))
         else:
             refuse_missing(name)
-            return _load_from_hub(name, config=config, streaming=streaming)
+            return _load_from_hub(name, config=config, streaming=streaming), []
         # Arrow's JSON reader accepts invalid UTF-8, which would fail during tokenizing
         for rows in splits.values():
             if isinstance(rows, Dataset):
                 rows.data.table.validate(full=True)
-    return splits
+    return splits, unread
+
+
+def _unread(path: Path, config: str | None) -> list[str]:
+    """Data files of a folder that `datasets` does not read, relative to it.
+
+    Raises:
+        UsageError: they have another format than those that it reads, and are no mere notes.
+    """
+    from datasets import load_dataset_builder
+
+    files = load_dataset_builder(str(path), name=config).config.data_files or {}
+    read = {os.path.realpath(str(file)) for listed in files.values() for file in listed}
+    there = [file for file in sorted(path.rglob("*")) if file.is_file() and _reader_of(file)]
+    unread = [file for file in there if os.path.realpath(file) not in read]
+    formats = {_reader_of(Path(file)) for file in read}
+    others = {_reader_of(file) for file in unread} - formats
+    if others - {"text"} or (others and formats == {"text"}):
+        names = _listed([file.relative_to(path).as_posix() for file in unread if _reader_of(file) in others])
+        raise UsageError(
+            f"the folder '{path}' has files of several formats, of which `datasets` reads only one "
+            f"({', '.join(sorted(map(str, formats)))}) and leaves out {names}: name one file, or move the others"
+        )
+    return [file.relative_to(path).as_posix() for file in unread]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _is_csv(name: str) -> bool:
+    path = expand_user(name)
+    files = path.rglob("*") if os.path.isdir(path) else [path]
+    return any(_reader_of(file) == "csv" for file in files)
 
 
 def _is_saved(path: Path) -> bool:

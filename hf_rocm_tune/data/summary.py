@@ -15,7 +15,7 @@ import numpy as np
 from trl import SFTTrainer
 from typing_extensions import override
 
-from hf_rocm_tune.data.formats import MASKED
+from hf_rocm_tune.data.formats import MASKED, RowFinding
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -44,6 +44,8 @@ class DataSummary:
     dropped: int  # rows that are left out: nothing that counts is left of them, or they are too long
     trained: int  # tokens that count in the loss, after cutting
     kept: int  # tokens after cutting
+    unlearned: int = 0  # tokens at the first position of a row, which have a label and nothing that predicts them
+    findings: tuple[RowFinding, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, with ``loss_share``: tokens that count in the loss over all that are read."""
@@ -51,14 +53,15 @@ class DataSummary:
 
     def line(self) -> str:
         """One line about size and lengths."""
-        share = "all" if self.trained == self.kept else f"{100 * self.trained / max(self.kept, 1):.3g} % of the"
+        per_cent = 100 * self.trained / max(self.kept, 1)
+        share = "all" if self.trained + self.unlearned == self.kept else f"{per_cent:.3g} % of the"
         return (
             f"{self.split} rows: {self.rows:,} with {self.tokens:,} tokens (median {self.median:,}, 95 % up to "
             f"{self.p95:,}, longest {self.longest:,}); {share} tokens count in the loss"
         )
 
-    def warning(self) -> str | None:
-        """One line about what is cut or dropped; None where nothing is."""
+    def warnings(self) -> list[str]:
+        """Lines about what is cut or dropped, and about rows that are not trained as they say; none for most rows."""
         parts = []
         if self.lost:
             parts.append(
@@ -71,7 +74,8 @@ class DataSummary:
             what = "of which nothing that counts is left" if self.lost else "too long or without tokens that count"
             parts.append(f"{_of(self.dropped, self.rows)} {self.split} rows are dropped, {what}")
         fix = f": --max_length {self.longest} keeps all" if self.limit and self.longest > self.limit else ""
-        return "; ".join(parts) + fix if parts else None
+        cut = [f"warning: {'; '.join(parts)}{fix}"] if parts else []
+        return cut + [finding.line(self.split, self.rows) for finding in self.findings]
 
 
 class CountedSFTTrainer(SFTTrainer):
@@ -114,7 +118,8 @@ def of_pairs(dataset: Any, args: Any, before: Any, split: str) -> DataSummary | 
     ends = getattr(args, "truncation_mode", "keep_start") == "keep_end"
     trained = np.minimum(halves - begun, limit) if ends else np.maximum(kept - begun, 0)
     counts = (halves, kept, halves - begun, trained)
-    return _summary(split, args.max_length, *counts, dropped=len(before) - len(dataset))
+    answers = 2 if "completion_ids" in dataset.column_names and "chosen" in before.column_names else 1  # of KTO's pairs
+    return _summary(split, args.max_length, *counts, dropped=answers * len(before) - len(dataset))
 
 
 def _summary(
@@ -162,23 +167,28 @@ def _halves(dataset: Dataset) -> tuple[Counts, Any] | None:
 def of_trained(dataset: Any, summary: DataSummary) -> DataSummary:
     """The summary with the tokens that count in the loss counted again, after labels were masked."""
     pieces = list(_of_labels(dataset))
-    trained = sum(int(after[-1]) for _, after in pieces)
-    kept = sum(int(counts.sum()) for counts, _ in pieces)
-    return replace(summary, trained=trained, kept=kept)
+    trained = sum(int(after[-1]) for _, after, _ in pieces)
+    kept = sum(int(counts.sum()) for counts, _, _ in pieces)
+    return replace(summary, trained=trained, kept=kept, unlearned=sum(int(begun.sum()) for _, _, begun in pieces))
 
 
 def _of_rows(dataset: Dataset, split: str, limit: int | None, *, ends: bool, drops: bool) -> DataSummary:
     pieces = []
-    for counts, before in _of_labels(dataset):
+    for counts, before, begun in _of_labels(dataset):
         stop = np.cumsum(counts)
         start = stop - counts
         kept = counts if limit is None else np.minimum(counts, limit)
         first, last = (stop - kept, stop) if ends else (start, start + kept)
-        pieces.append((counts, kept, before[stop] - before[start], before[last] - before[first]))
-    whole, kept, counted, trained = (np.concatenate(each)[None] for each in zip(*pieces, strict=True))
-    found = _summary(split, limit, whole, kept, counted, trained, dropped=0)
-    gone = (trained == 0) & drops & (limit is not None)
-    return replace(found, dropped=int(gone.sum()), kept=int(kept[~gone].sum()))
+        counted, trained = before[stop] - before[start], before[last] - before[first]
+        if ends:  # the first token that is kept may not have been the first of the row
+            cut = (kept > 0) & (first > start)
+            begun = np.where(cut, before[np.minimum(first + 1, last)] - before[first], begun)
+            trained = np.where(cut, trained - begun, trained)
+        pieces.append((counts, kept, counted, trained, begun))
+    whole, kept, counted, trained, begun = (np.concatenate(part)[None] for part in zip(*pieces, strict=True))
+    summary = _summary(split, limit, whole, kept, counted, trained, dropped=0)
+    gone = (trained == 0) & (begun == 0) & drops & (limit is not None)
+    return replace(summary, dropped=int(gone.sum()), kept=int(kept[~gone].sum()), unlearned=int(begun[~gone].sum()))
 
 
 def _lists(dataset: Dataset) -> Iterator[tuple[Counts, Any]]:
@@ -188,11 +198,18 @@ def _lists(dataset: Dataset) -> Iterator[tuple[Counts, Any]]:
         yield column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64), column.flatten()
 
 
-def _of_labels(dataset: Dataset) -> Iterator[tuple[Counts, Counts]]:
-    """Lengths of rows, and how many of the tokens before each position count in the loss, batch by batch."""
+def _of_labels(dataset: Dataset) -> Iterator[tuple[Counts, Counts, Counts]]:
+    """By batch: lengths of rows, how many tokens before each position count in the loss, and whether the first token of
+    a row has a label: it does not count, because nothing predicts it."""
+    packed = "seq_lengths" in dataset.column_names
     for counts, values in _lists(dataset.select_columns(["labels"])):
         counted = values.to_numpy(zero_copy_only=False) != MASKED
-        yield counts, np.concatenate([[0], np.cumsum(counted)])
+        starts = (np.cumsum(counts) - counts)[counts > 0]
+        begun: Counts = np.zeros(len(counts), dtype=np.int64)
+        if not packed:
+            begun[counts > 0] = counted[starts]
+            counted[starts] = False
+        yield counts, np.concatenate([[0], np.cumsum(counted)]), begun
 
 
 def _of(count: int, all_of_them: int) -> str:

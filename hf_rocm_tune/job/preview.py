@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from trl import get_peft_config
 
 from hf_rocm_tune.data.formats import MASKED
-from hf_rocm_tune.data.summary import CountedSFTTrainer, DataSummary, of_pairs
+from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.settings.names import VERBS
 from hf_rocm_tune.train.refusals import as_usage_errors
 
@@ -63,18 +63,7 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
             processing_class=tokenizer,
             peft_config=get_peft_config(arguments.model) if arguments.method != "sft" else None,
         )
-    trainer.data_summaries = summaries(trainer, data)
     return trainer
-
-
-def summaries(trainer: Any, data: Splits) -> dict[str, DataSummary]:
-    """What of each split is trained on: as TRL's trainer counted it, or from the rows of pairs that it made."""
-    found: dict[str, DataSummary] = dict(getattr(trainer, "data_summaries", {}))
-    for split in ("train", "eval"):
-        before, after = getattr(data, split), getattr(trainer, f"{split}_dataset")
-        if split not in found and after is not None and (counted := of_pairs(after, trainer.args, before, split)):
-            found[split] = counted
-    return found
 
 
 def rows_of(trainer: Any, split: str) -> list[dict[str, Any]]:
@@ -122,7 +111,7 @@ def shown(trainer: Any, form: str, *, colour: bool) -> str:
         return json.dumps(content, indent=2, ensure_ascii=False)
     lines: list[str] = []
     for summary in summaries:
-        lines += [summary.line(), *filter(None, [summary.warning()])]
+        lines += [summary.line(), *summary.warnings()]
         most = max(count for _, count in summary.histogram)
         lines += [
             f"  up to {longest:>7,} tokens {count:>7,} rows {'#' * -(-_BAR * count // most)}".rstrip()

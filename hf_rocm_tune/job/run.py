@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import (
     EarlyStoppingCallback,
@@ -28,12 +28,11 @@ from typing_extensions import override
 
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
-from hf_rocm_tune.data import masks
-from hf_rocm_tune.data.formats import Method, as_trl, check_format
-from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
-from hf_rocm_tune.data.summary import DataSummary, lengths_of, of_trained
+from hf_rocm_tune.data.formats import Method
+from hf_rocm_tune.data.sources import Splits
+from hf_rocm_tune.data.summary import lengths_of
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
-from hf_rocm_tune.job import announce, preview
+from hf_rocm_tune.job import announce, preview, rows
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
 from hf_rocm_tune.job.refusals import check, check_adapter, check_rewards, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
@@ -61,15 +60,12 @@ from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
 from hf_rocm_tune.train import report, stall, telemetry
 from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
-from hf_rocm_tune.train.refusals import as_usage_errors, check_rows, check_settings
+from hf_rocm_tune.train.refusals import as_usage_errors, check_settings
 from hf_rocm_tune.train.samples import SampledAnswers
 from hf_rocm_tune.train.stall import StallGuard
 from hf_rocm_tune.train.telemetry import Telemetry
 from hf_rocm_tune.train.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
 from hf_rocm_tune.transfer import Mover
-
-if TYPE_CHECKING:
-    from hf_rocm_tune.data.sources import Rows
 
 _ROLLBACKS = 3  # per process; memory that fails more often cannot be trusted
 
@@ -146,8 +142,12 @@ def _without_weights(arguments: Arguments, flag: str) -> Any:
     with redirect_stdout(sys.stderr):
         source, config = _source(arguments)
         tokenizer = _tokenizer(arguments, source)
-        data = _data(arguments, tokenizer, getattr(config.get_text_config(), "vocab_size", None))
-        return preview.prepared(arguments, source, data, tokenizer)
+        check(arguments, config)
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+        data = rows.load_rows(arguments, tokenizer, source, vocabulary)
+        trainer = preview.prepared(arguments, source, data, tokenizer)
+        trainer.data_summaries = rows.finish_rows(arguments, trainer, data)
+        return trainer
 
 
 def _run(arguments: Arguments, guard: StallGuard) -> int:
@@ -315,7 +315,7 @@ def _prepare(
     tokenizer = _tokenizer(arguments, source)
     # an adapter may have added tokens to the vocabulary
     known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
-    data = _data(arguments, tokenizer, known)
+    data = rows.load_rows(arguments, tokenizer, source, known)
     check_rewards(rewards or (), data.train.column_names)
     mover = make_mover(arguments, source, say=say)
     # libraries are initialised on each card before memory is short
@@ -431,7 +431,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         )
     _learn_end_tokens(trainer)
     records = on_main_process(lambda: attest_files(job.source, job.mover))  # of models that TRL has loaded, too
-    summaries = _rows_told(job, trainer)
+    summaries = rows.finish_rows(job.arguments, trainer, job.data)
+    rows.tell(summaries, job.data, announce.say)
     job.arguments = replace(job.arguments, training=trainer.args)  # the trainer's own, changed copy
     if job.publisher is not None:
         job.publisher.alive = partial(trainer.beat, "save")
@@ -477,79 +478,9 @@ def _adapted(job: Job, model: Any) -> tuple[Any, Any]:
     return model, config
 
 
-def _rows_told(job: Job, trainer: Any) -> dict[str, DataSummary]:
-    """What is trained on, as told to the user; leaves out rows that only have thinking if that is masked."""
-    masked = job.arguments.tune.mask_thinking
-    for split in ("train", "eval") if masked else ():
-        if (rows := getattr(trainer, f"{split}_dataset")) is not None:
-            rows, lost = masks.without_thinking(rows, trainer.processing_class, split)
-            setattr(trainer, f"{split}_dataset", rows)
-            if lost:
-                announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
-    check_rows(trainer)
-    found = preview.summaries(trainer, job.data)
-    if masked:
-        found = {name: of_trained(getattr(trainer, f"{name}_dataset"), each) for name, each in found.items()}
-    for summary in found.values():
-        announce.say(summary.line(), *(f"warning: {each}" for each in [summary.warning()] if each))
-    return found
-
-
 def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
     if method == "sft":
         return VerifiedSFTTrainer
     verb = names.VERBS[method]
     stock = getattr(importlib.import_module(verb.library or "trl"), verb.trainer)
     return type(f"Verified{verb.trainer}", (VerifiedTransferMixin, stock), {})
-
-
-def _data(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> Splits:
-    """The rows, checked, with the columns that the trainer reads; a change of columns is printed."""
-    script, training = arguments.script, arguments.training
-    splits: dict[str, Any] = {
-        "train_split": script.dataset_train_split,
-        "test_split": script.dataset_test_split,
-        "need_eval": training.eval_strategy != "no",
-        "seed": training.seed if training.data_seed is None else training.data_seed,
-    }
-    if arguments.mixture.datasets:
-        found = load_mixture(arguments.mixture, **splits)
-    else:
-        config, streaming, rows = script.dataset_config, script.dataset_streaming, arguments.tune.eval_rows
-        found = load_source(script.dataset_name, config=config, streaming=streaming, eval_split_size=rows, **splits)
-    understand = partial(_understood, arguments, tokenizer, vocabulary)
-    train = understand(found.train, "train")
-    evaluation = None if found.eval is None else understand(found.eval, "evaluation")
-    if getattr(training, "assistant_only_loss", False) and "labels" in (train.column_names or next(iter(train))):
-        training.assistant_only_loss = False  # done, see `masks`; TRL would ask its template for marks
-    return replace(found, train=train, eval=evaluation)
-
-
-def _understood(
-    arguments: Arguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, rows: Rows, split: str
-) -> Rows:
-    training = arguments.training
-    template = getattr(training, "chat_template_path", None)
-    turns_only = getattr(training, "assistant_only_loss", False)
-    found = check_format(
-        rows,
-        method=arguments.method,
-        assistant_only_loss=turns_only,
-        completion_only_loss=getattr(training, "completion_only_loss", None),
-        dataset_text_field=getattr(training, "dataset_text_field", "text"),
-        has_chat_template=bool(template or getattr(tokenizer, "chat_template", None)),
-        model_name=arguments.model.model_name_or_path,
-        split=split,
-        vocabulary=vocabulary,
-    )
-    if found.mapping:
-        announce.say(f"the {split} rows become {found.description}: {found.mapping}")
-    rows = as_trl(rows, found)
-    # a model's template is known to TRL only, and a processor's rows have pictures
-    readable = hasattr(tokenizer, "is_fast") and (not template or template.endswith((".jinja", ".j2")))
-    if turns_only and found.kind == "messages" and readable and not masks.template_is_marked(tokenizer):
-        announce.say(
-            f"the chat template has no marks: the assistant's turns of the {split} rows are found by their prefixes"
-        )
-        return masks.with_labels(rows, tokenizer, split)
-    return rows

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoProcessor,
     AutoTokenizer,
+    GenerationConfig,
     Mxfp4Config,
     PreTrainedConfig,
 )
@@ -194,6 +195,15 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Pre
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def stop_ids(source: ModelSource) -> set[int]:
+    """Ids of the tokens at which the model stops to generate, by its generation configuration or its configuration."""
+    try:
+        ends = GenerationConfig.from_pretrained(source.name, revision=source.revision).eos_token_id
+    except OSError:  # it has none
+        ends = getattr(read_config(source).get_text_config(), "eos_token_id", None)
+    return {ends} if isinstance(ends, int) else {*(ends or ())}
 
 
 FLAG = "--chat_template_path"

@@ -6,7 +6,6 @@ refuses everything that is refused here, and nothing is refused here if a source
 
 from __future__ import annotations
 
-import csv
 import difflib
 import functools
 import importlib.util
@@ -22,12 +21,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from hf_rocm_tune.configs import RECIPES
-from hf_rocm_tune.data.formats import Method, recognise
+from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.foreign import parse_json, parse_yaml, read_text
+from hf_rocm_tune.foreign import parse_yaml, read_text
 from hf_rocm_tune.machine import gpus, process, variables
-from hf_rocm_tune.paths import HUB_FIX, answers, expand_user, is_local_model, require_model
+from hf_rocm_tune.paths import HUB_FIX, answers, is_local_model, require_model
 from hf_rocm_tune.redaction import print_line, remember
 
 CONFIG = "--config"
@@ -119,7 +118,7 @@ def check(verb: Method, argv: Sequence[str]) -> None:
         if wrong := [name for name in recipe.values if name not in known]:
             raise UsageError(f"recipe {recipe.path}: {'; '.join(unknown(name, known, dashes='') for name in wrong)}")
         values = {**recipe.values, **values}
-    _check_values(verb, values)
+    _check_values(values)
 
 
 # ---- values that are refused before torch is imported; one that cannot be read here is left to the parser ------------
@@ -175,7 +174,7 @@ def _number(value: Any) -> Any:
         return None if value.lower() in ("none", "null", "auto") else math.nan
 
 
-def _check_values(method: Method, given: Mapping[str, Any]) -> None:
+def _check_values(given: Mapping[str, Any]) -> None:
     """Refuses what is wrong in any case; ``given``: flags as typed, or a recipe's values, by name."""
     if faults := out_of_range(given):
         raise UsageError("; ".join(faults))
@@ -184,9 +183,6 @@ def _check_values(method: Method, given: Mapping[str, Any]) -> None:
         require_model(model)
     if isinstance(data, str):
         refuse_missing(data)
-        split = str(given.get("dataset_train_split") or "train")
-        if given.get("datasets") is None and (row := _first_row(expand_user(data), split)) is not None:
-            recognise([*row], row, method, str(given.get("dataset_text_field") or "text"), "train")
     if isinstance(model, str) and not is_local_model(model):
         _require_on_hub(model, given.get("model_revision"))
 
@@ -211,21 +207,6 @@ def _require_on_hub(model: str, revision: str | None) -> None:
             raise UsageError(f"model {model}: {what}; {HUB_FIX}") from error
     finally:
         logging.set_verbosity(verbosity)
-
-
-def _first_row(file: Path, split: str) -> dict[str, Any] | None:
-    """The first row of a data file that a person would write, or of the split's in a folder; None where it is not
-    plainly one."""
-    try:
-        if file.is_dir():
-            file = next((each for kind in ("jsonl", "csv") if (each := file / f"{split}.{kind}").is_file()), file)
-        with file.open(encoding="utf-8", newline="") as lines:
-            if file.suffix.lower() == ".csv":
-                return next(csv.DictReader(lines), None)
-            row = parse_json(next(lines)) if file.suffix.lower() == ".jsonl" else None
-    except (OSError, ValueError, StopIteration, csv.Error):
-        return None
-    return row if isinstance(row, dict) and row else None
 
 
 # ---- the words of a command line ----------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def test_conversations_without_a_chat_template(bench: Bench) -> None:
     ("content", "says"),
     [
         (None, "does not exist"),
-        ("{% for %}", "cannot render these rows"),
+        ("{% for %}", "the chat template is not valid: Expected an expression"),
         (" \n", "is empty"),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_chat_template_that_does_not_work(bench: Bench, content: str | None, s
         ('{"input_ids": [1, 2, 99999]}\n', "has the token id 99999; ids are from 0 to 511"),
         (
             json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}),
-            "the chat template cannot render these rows: can only concatenate list",
+            "row 1 of the 'train' split: the chat template cannot render it: can only concatenate list",
         ),
     ],
 )

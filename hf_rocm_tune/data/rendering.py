@@ -1,0 +1,313 @@
+"""Whether a chat template shows what the rows say, and whether it ends an answer with a token at which a model stops.
+
+A template decides by the structure of a row: roles, keys, their order, thinking. So one row of each structure that
+`check_format` has counted is rendered, with a mark inside each of its texts; a text whose mark is not in the result is
+left out. A search for the text itself would be no proof: the answer "Yes" may also stand in the question. Not covered:
+a template that decides by the words of a text; numbers and booleans, of which only unknown keys are named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from hf_rocm_tune.data.formats import MARKS, STREAMED_ROWS, FormatInfo, RowFinding, in_trls_format
+from hf_rocm_tune.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_rocm_tune.data.formats import Rows
+
+Message = dict[str, Any]
+
+_THINKING = ("reasoning_content", "reasoning", "thinking")
+_STRUCTURE = frozenset({"role", "content", "tool_calls", "tool_call_id", "id"})
+_KNOWN_ROLES = frozenset({"user", "assistant", "system", "tool", "developer"})
+_FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """A chat template as the trainer applies it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None  # None: the tokenizer's own
+
+    @classmethod
+    def of(cls, tokenizer: Any, training: Any) -> Renderer | None:
+        """For these settings of TRL; None for a processor, whose rows may have pictures."""
+        from transformers import AutoTokenizer
+        from trl.chat_template_utils import get_training_chat_template
+
+        if not hasattr(tokenizer, "is_fast"):
+            return None
+        path = getattr(training, "chat_template_path", None)
+        if path and not path.endswith((".jinja", ".j2")):
+            return cls(tokenizer, AutoTokenizer.from_pretrained(path).chat_template)
+        if not tokenizer.chat_template:
+            return None
+        template = None
+        if getattr(training, "assistant_only_loss", False):
+            try:
+                template = get_training_chat_template(tokenizer)
+            except ValueError:  # no marks, and none that TRL knows
+                template = None
+        return cls(tokenizer, template)
+
+    def text(self, messages: list[Message], tools: Any = None, **options: Any) -> str:
+        """A conversation as text.
+
+        Raises:
+            jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError: of the template.
+        """
+        shown: str = self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, chat_template=self.template, **options
+        )
+        return shown
+
+
+def left_out(
+    dataset: Rows, info: FormatInfo, renderer: Renderer, split: str, *, marks_are_read: bool
+) -> tuple[RowFinding, ...]:
+    """What of the rows is not in the text that the template makes of them.
+
+    Args:
+        dataset: the rows as they were checked, not yet converted.
+        info: of them.
+        renderer: of the template.
+        split: for messages.
+        marks_are_read: whether `formats.MARKS` in a message have an effect.
+
+    Raises:
+        UsageError: the template cannot render a row; it names the row.
+    """
+    counts: dict[tuple[str, bool], list[int]] = {}
+    for row, first, count in _samples(dataset, info):
+        if info.mapping is not None:
+            kwargs = {"chat_template_kwargs": row.get("chat_template_kwargs"), "tools": row.get("tools")}
+            row = {**kwargs, **in_trls_format(row, layout=info)}
+        for what in dict.fromkeys(_left_out_of_row(row, first + 1, info, renderer, split, marks_are_read)):
+            place = counts.setdefault(what, [first + 1, 0])
+            place[1] += count
+    return tuple(
+        RowFinding(what=what, rows=count, first=first, by_design=by_design)
+        for (what, by_design), (first, count) in counts.items()
+    )
+
+
+def _samples(dataset: Rows, info: FormatInfo) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """One row of each structure, its index, and how many rows are like it."""
+    from datasets import Dataset
+
+    streamed = None if isinstance(dataset, Dataset) else list(islice(dataset, STREAMED_ROWS))
+    for first, count in info.shapes:
+        yield dict(dataset[first] if streamed is None else streamed[first]), first, count
+
+
+def conversations(row: Mapping[str, Any]) -> list[list[Message]]:
+    """The conversations that the model reads of a row in TRL's format: one, or one for each answer of a pair."""
+    if "messages" in row:
+        return [row["messages"]]
+    prompt = row.get("prompt") or []
+    answers = [row[name] for name in ("completion", "chosen", "rejected") if row.get(name)]
+    return [prompt + answer for answer in answers] or [prompt]
+
+
+def _left_out_of_row(
+    row: Mapping[str, Any], number: int, info: FormatInfo, renderer: Renderer, split: str, marks_are_read: bool
+) -> Iterator[tuple[str, bool]]:
+    """What is left out of one row, and whether by the template's design."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    options = dict(row.get("chat_template_kwargs") or {})
+    for messages in conversations(row):
+        marks = _Marks()
+        marked = [marks.message(message, later, marks_are_read) for message, later in _with_later(messages)]
+        marked_tools = [marks.tool(tool) for tool in tools or ()] or None
+        try:
+            text = renderer.text(marked, marked_tools, **options).lower()
+        except _FAILURES:
+            try:
+                renderer.text(messages, tools or None, **options)
+            except TemplateSyntaxError as error:
+                raise UsageError(f"the chat template is not valid: {error}; mend it, or give another one") from error
+            except _FAILURES as error:
+                raise UsageError(
+                    f"row {number} of the '{split}' split: the chat template cannot render it: "
+                    f"{' '.join(str(error).split())}; change the row, or give another template with "
+                    "--chat_template_path"
+                ) from error
+            continue  # it dislikes the marks only
+        yield from marks.missing_from(text)
+        words = json.dumps(marked, ensure_ascii=False).lower()
+        for role in {message["role"] for message in messages} - _KNOWN_ROLES:
+            said = words.count(role.lower()) - sum(message["role"] == role for message in messages)
+            if text.count(role.lower()) <= said:
+                yield f"the role '{role}' is unknown to the chat template", False
+
+
+def _with_later(messages: list[Message]) -> Iterator[tuple[Message, bool]]:
+    """Each message, and whether a question of the user follows it."""
+    asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    last = asked[-1] if asked else -1
+    for index, message in enumerate(messages):
+        yield message, index < last
+
+
+class _Marks:
+    """Inserts marks into the texts of a row, and tells whose mark a text lacks."""
+
+    def __init__(self) -> None:
+        self._whats: list[tuple[str, bool]] = []
+        self._unmarked: list[tuple[str, bool]] = []
+
+    def missing_from(self, text: str) -> list[tuple[str, bool]]:
+        return self._unmarked + [what for number, what in enumerate(self._whats) if _mark(number) not in text]
+
+    def message(self, message: Message, later: bool, marks_are_read: bool) -> Message:
+        """A marked copy; ``later``: a question of the user follows."""
+        role = message["role"]
+        new = {key: value for key, value in message.items() if value is not None or key == "content"}
+        content = message.get("content")
+        if isinstance(content, str):
+            new["content"] = self._text(content, role, later)
+        elif isinstance(content, list):
+            new["content"] = [
+                {**part, "text": self._text(part["text"], role, later)} if isinstance(part.get("text"), str) else part
+                for part in content
+            ]
+        if calls := message.get("tool_calls"):
+            new["tool_calls"] = [self._call(call, role) for call in calls]
+        for key, value in message.items():
+            if key in _STRUCTURE or value in (None, "", [], {}) or (key in MARKS and marks_are_read):
+                continue
+            if key == "name" and role in ("tool", "function"):  # the call has it too
+                continue
+            if key in _THINKING and isinstance(value, str):
+                new[key] = self._insert(value, *_of_thinking(role, later))
+            elif isinstance(value, str):
+                new[key] = self._insert(value, f"'{key}' of {role} messages is not in the text", False)
+            else:
+                self._unmarked.append((f"'{key}' of {role} messages is not read", False))
+        return new
+
+    def tool(self, tool: Any) -> Any:
+        """A marked copy of the description of a tool."""
+        function = tool.get("function") if isinstance(tool, dict) else None
+        inner = function if isinstance(function, dict) else tool
+        if not isinstance(inner, dict):
+            return tool
+        key = "description" if inner.get("description") else "name"
+        if not isinstance(inner.get(key), str):
+            return tool
+        inner = {**inner, key: self._insert(inner[key], "the tools are not in the text", False)}
+        return {**tool, "function": inner} if function is not None else inner
+
+    def _call(self, call: Any, role: str) -> Any:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return call
+        what = f"tool calls of {role} messages are not in the text", False
+        arguments = function.get("arguments")
+        as_text = isinstance(arguments, str)
+        if as_text:
+            try:
+                arguments = json.loads(function["arguments"])
+            except json.JSONDecodeError:
+                arguments = self._insert(function["arguments"], *what)
+        if isinstance(arguments, dict):
+            mark = self._next(*what)
+            arguments = {**arguments, mark: mark}
+            arguments = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+        new = {**function, "name": self._insert(function["name"], *what), "arguments": arguments}
+        return {**call, "function": new} if "function" in call else {**call, **new}
+
+    def _text(self, text: str, role: str, later: bool) -> str:
+        """The text with marks in it, those of thinking apart."""
+        pieces = re.split(r"(</?think>)", text)
+        thinks = "</think>" in pieces and "<think>" not in pieces[: pieces.index("</think>")]
+        for index, piece in enumerate(pieces):
+            if piece in ("<think>", "</think>"):
+                thinks = piece == "<think>"
+            elif piece.strip():
+                what = (f"the text of {role} messages is not in what the model reads", False)
+                pieces[index] = self._insert(piece, *(_of_thinking(role, later) if thinks else what))
+        return "".join(pieces)
+
+    def _insert(self, text: str, what: str, by_design: bool) -> str:
+        """A mark near the middle, at a space if there is one: templates look at beginnings and ends."""
+        if not text.strip():
+            return text
+        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        middle = (begin + end) // 2
+        space = text.find(" ", middle, end)
+        place = space if space > 0 else middle
+        return text[:place] + self._next(what, by_design) + text[place:]
+
+    def _next(self, what: str, by_design: bool) -> str:
+        self._whats.append((what, by_design))
+        return _mark(len(self._whats) - 1)
+
+
+def _mark(number: int) -> str:
+    return f"zq{number}qz"
+
+
+def _of_thinking(role: str, later: bool) -> tuple[str, bool]:
+    if later:
+        return f"the chat template leaves out the thinking of earlier {role} messages", True
+    return f"the thinking of {role} messages is not in what the model reads", False
+
+
+# ---- the end of a turn -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEnd:
+    """What a chat template writes after an answer."""
+
+    token: str | None  # the first special token there; None: there is none
+    like_token: str | None  # a text that looks like one, and is several tokens
+    pieces: int  # of that text
+    stops: bool  # whether generation stops at the token
+
+
+_ANSWER = "zqanswerqz"
+_LIKE_TOKEN = re.compile(r"<\|?[^<>\s]{2,40}?\|?>|\[/?[A-Z_]{3,}\]")
+
+
+def turn_end(renderer: Renderer, stop_ids: Collection[int]) -> TurnEnd | None:
+    """What ends an answer, by a conversation of one question; None: the template cannot render that.
+
+    ``stop_ids``: ids of the tokens at which generation stops.
+    """
+    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        tail = renderer.text(asked).partition(_ANSWER)[2]
+    except _FAILURES:
+        return None
+    tokenizer = renderer.tokenizer
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    end = next((token for token in tokenizer(tail, add_special_tokens=False)["input_ids"] if token in special), None)
+    like = _LIKE_TOKEN.search(tail) if end is None else None
+    return TurnEnd(
+        token=None if end is None else str(tokenizer.convert_ids_to_tokens(end)),
+        like_token=like[0] if like else None,
+        pieces=len(tokenizer(like[0], add_special_tokens=False)["input_ids"]) if like else 0,
+        stops=end in stop_ids,
+    )
+
+
+def tokens_that_lack(renderer: Renderer) -> list[str]:
+    """Texts in a rendered conversation that look like special tokens and that the tokenizer cuts into pieces."""
+    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
+    text = renderer.text(asked, add_generation_prompt=True)
+    vocabulary = renderer.tokenizer.get_vocab()
+    return [name for name in dict.fromkeys(_LIKE_TOKEN.findall(text)) if name not in vocabulary]

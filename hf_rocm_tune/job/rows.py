@@ -1,0 +1,185 @@
+"""From a dataset's name to the rows that are trained on: one path for a run, ``--dry_run`` and `plan --dataset`.
+
+`load_rows` reads, checks and converts them; a trainer tokenises them; `finish_rows` masks what the flags and the rows
+themselves leave out of the loss, refuses what teaches nothing, and counts the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hf_rocm_tune.data import masks, rendering
+from hf_rocm_tune.data.formats import RowFinding, as_trl, check_format
+from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
+from hf_rocm_tune.data.summary import DataSummary, of_pairs, of_trained
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.job import announce
+from hf_rocm_tune.models.factory import ModelSource, stop_ids
+from hf_rocm_tune.train.refusals import check_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_rocm_tune.data.sources import Rows
+    from hf_rocm_tune.settings.arguments import Arguments
+
+
+def load_rows(
+    arguments: Arguments, tokenizer: PreTrainedTokenizerBase, source: ModelSource, vocabulary: int | None
+) -> Splits:
+    """The rows, checked, with the columns that the trainer reads; a change of columns is printed."""
+    script, training = arguments.script, arguments.training
+    splits: dict[str, Any] = {
+        "train_split": script.dataset_train_split,
+        "test_split": script.dataset_test_split,
+        "need_eval": training.eval_strategy != "no",
+        "seed": training.seed if training.data_seed is None else training.data_seed,
+    }
+    if arguments.mixture.datasets:
+        loaded = load_mixture(arguments.mixture, **splits)
+    else:
+        config, streaming, size = script.dataset_config, script.dataset_streaming, arguments.tune.eval_rows
+        loaded = load_source(script.dataset_name, config=config, streaming=streaming, eval_split_size=size, **splits)
+    announce.say(*loaded.notes)
+    prepare = partial(_prepared, arguments, tokenizer, vocabulary, loaded.missing)
+    train, train_findings, conversational = prepare(loaded.train, "train")
+    findings = {"train": train_findings}
+    if conversational:
+        check_turn_end(arguments, tokenizer, source)
+    evaluation = None
+    if loaded.eval is not None:
+        evaluation, findings["eval"], _ = prepare(loaded.eval, "evaluation")
+    if getattr(training, "assistant_only_loss", False) and "labels" in (train.column_names or next(iter(train))):
+        training.assistant_only_loss = False  # done, see `masks`; TRL would ask its template for marks
+    return replace(loaded, train=train, eval=evaluation, findings=findings)
+
+
+def check_turn_end(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> None:
+    """Says so where the chat template ends an answer with another token than those at which the base stops.
+
+    Raises:
+        UsageError: the template ends an answer with no token, or with one that the tokenizer does not have.
+    """
+    training: Any = arguments.training
+    renderer = rendering.Renderer.of(tokenizer, training)
+    if renderer is None or arguments.method != "sft" or not is_plain_template(training):
+        return
+    given = training.eos_token
+    stops = stop_ids(source) | {tokenizer.eos_token_id if given is None else tokenizer.convert_tokens_to_ids(given)}
+    end = rendering.turn_end(renderer, stops)
+    if end is None or end.stops:
+        return
+    if end.token is not None:
+        announce.say(
+            f"the chat template ends an answer with {end.token}, at which {arguments.model.model_name_or_path} does not "
+            "stop: the result's generation_config.json has it"
+        )
+        return
+    if end.like_token:
+        raise UsageError(
+            f"the chat template ends an answer with '{end.like_token}', which is {end.pieces} pieces of text to the "
+            f"tokenizer of {source.name}, so that nothing would stop: give --chat_template_path a template for this "
+            "tokenizer, a model whose template and tokens to take, or chatml, whose tokens are added"
+        )
+    raise UsageError(
+        "the chat template ends an answer with no token, so that nothing would stop: give --chat_template_path a "
+        "template that writes one, such as {{ eos_token }}, after each answer"
+    )
+
+
+def is_plain_template(training: Any) -> bool:
+    """Whether the template is the tokenizer's or a file: of a model's, TRL takes the end token too."""
+    path = getattr(training, "chat_template_path", None)
+    return not path or path.endswith((".jinja", ".j2"))
+
+
+def _prepared(
+    arguments: Arguments,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int | None,
+    missing: str,
+    rows: Rows,
+    split: str,
+) -> tuple[Rows, tuple[RowFinding, ...], bool]:
+    training = arguments.training
+    template = getattr(training, "chat_template_path", None)
+    turns_only = getattr(training, "assistant_only_loss", False)
+    info = check_format(
+        rows,
+        method=arguments.method,
+        assistant_only_loss=turns_only,
+        completion_only_loss=getattr(training, "completion_only_loss", None),
+        dataset_text_field=getattr(training, "dataset_text_field", "text"),
+        has_chat_template=bool(template or getattr(tokenizer, "chat_template", None)),
+        model_name=arguments.model.model_name_or_path,
+        split=split,
+        vocabulary=vocabulary,
+        missing=missing,
+    )
+    if info.mapping:
+        announce.say(f"the {split} rows become {info.description}: {info.mapping}")
+    findings = info.findings
+    rendered = rendering.Renderer.of(tokenizer, training)
+    pictures = {"image", "images"} & {*(rows.column_names or ())}
+    if info.conversational and rendered is not None and not pictures:
+        findings += rendering.left_out(rows, info, rendered, split, marks_are_read=arguments.method == "sft")
+    rows = as_trl(rows, info)
+    readable = rendered is not None and is_plain_template(training)
+    if not (info.kind == "messages" and readable and arguments.method == "sft"):
+        return rows, findings, info.conversational
+    unmarked = turns_only and not masks.template_is_marked(tokenizer)
+    if unmarked:
+        announce.say(
+            f"the chat template has no marks: the assistant's turns of the {split} rows are found by their prefixes"
+        )
+    if unmarked or info.marked:
+        rows = masks.with_labels(rows, tokenizer, split, turns_only=turns_only)
+    return rows, findings, True
+
+
+def finish_rows(arguments: Arguments, trainer: Any, data: Splits) -> dict[str, DataSummary]:
+    """What of each split a trainer will train on, after it has tokenised the rows.
+
+    Rows that only have thinking are left out if that is masked. Not counted: streamed rows.
+
+    Raises:
+        UsageError: no row has a token to learn from.
+    """
+    masked = arguments.tune.mask_thinking
+    for split in ("train", "eval") if masked else ():
+        if (rows := getattr(trainer, f"{split}_dataset")) is not None:
+            rows, lost = masks.without_thinking(rows, trainer.processing_class, split)
+            setattr(trainer, f"{split}_dataset", rows)
+            if lost:
+                announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
+    check_rows(trainer)
+    summaries = _summaries(trainer, data)
+    if masked:
+        summaries = {name: of_trained(getattr(trainer, f"{name}_dataset"), row) for name, row in summaries.items()}
+    if "train" in summaries and not summaries["train"].trained:
+        raise UsageError(
+            "no token of the train rows is in the loss, so that nothing would be learned: give rows with answers"
+        )
+    return {name: replace(row, findings=data.findings.get(name, ())) for name, row in summaries.items()}
+
+
+def _summaries(trainer: Any, data: Splits) -> dict[str, DataSummary]:
+    """As TRL's trainer counted the rows, or from the rows of pairs that it made."""
+    summaries: dict[str, DataSummary] = dict(getattr(trainer, "data_summaries", {}))
+    for split in ("train", "eval"):
+        before, after = getattr(data, split), getattr(trainer, f"{split}_dataset")
+        if split not in summaries and after is not None and (row := of_pairs(after, trainer.args, before, split)):
+            summaries[split] = row
+    return summaries
+
+
+def tell(summaries: dict[str, DataSummary], data: Splits, say: Callable[..., None]) -> None:
+    """Says what is trained on; of streamed rows only what was found in those that were checked."""
+    for summary in summaries.values():
+        say(summary.line(), *summary.warnings())
+    for split, findings in data.findings.items():
+        if split not in summaries:
+            say(*(f"{finding.line(split, finding.rows)}, of the rows that were checked" for finding in findings))
