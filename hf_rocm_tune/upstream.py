@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from hf_rocm_tune.errors import SeamError
@@ -49,6 +50,8 @@ TESTED = {
     "bitsandbytes": ("0.50.0", "0.50.2"),
 }
 """The oldest and the newest version of each library with which runs were tried: docs/compatibility.md."""
+LEFT_OUT = {"trl": SpecifierSet("==1.15.*")}
+"""Versions between them that do not work: TRL 1.15 computes its loss with Triton on every device, the CPU too."""
 
 _PACKAGE = __name__.partition(".")[0]
 _TRAINER = "transformers.trainer"
@@ -190,7 +193,8 @@ def untested() -> list[str]:
 def is_tested(library: str) -> bool:
     """Whether the installed version lies between the oldest and the newest that were tried."""
     oldest, newest = map(Version, TESTED[library])
-    return oldest <= Version(importlib.metadata.version(library).partition("+")[0]) <= newest
+    version = Version(importlib.metadata.version(library).partition("+")[0])
+    return oldest <= version <= newest and version not in LEFT_OUT.get(library, ())
 
 
 def failed_import(error: BaseException) -> SeamError | None:

@@ -122,6 +122,10 @@ def diagnose(
             made.append(crashed(check.name, error))
         seconds[check.name] = round(time.monotonic() - began, 3)
         findings += made or [replace(skipped(NOTHING_THERE), check=check.name)]
+    for name in only:
+        of_name = {check.name for check in checks if name in (check.name, check.group) and check is not links.AFTER}
+        if of_name and all(one.status == "skipped" for one in findings if one.check in of_name):
+            raise UsageError(f"--only {name}: nothing was checked, because it is {NOTHING_THERE}")
     return Diagnosis(findings=tuple(findings), seconds=seconds)
 
 

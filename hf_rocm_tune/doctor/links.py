@@ -53,6 +53,9 @@ def narrowest(path: Sequence[Link]) -> LinkRate | None:
 def _links(evidence: Evidence) -> Iterator[Finding]:
     status = _graver_with_two(evidence)
     for gpu in evidence.cards:
+        if not all(link.answers for link in gpu.upward.links):
+            yield _silent(evidence, gpu)
+            continue
         yield _link(evidence, gpu)
         if gpu.upward.behind_chipset:
             yield status("slot_of_chipset", "a card is on a slot of the chipset",
@@ -60,6 +63,26 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
                          f"({' > '.join(reversed(gpu.upward.chain))}), which shares its lanes with disks and network; "
                          "with several cards, AMD supports slots of the processor only, and HIP errors were reported",
                          "move the card to a slot of the processor", _SLOTS, gpu.address)  # fmt: skip
+
+
+def _silent(evidence: Evidence, gpu: Gpu) -> Finding:
+    """A card whose link reads as all ones: it sleeps, or is gone."""
+    managed, source = evidence.machine.amdgpu.get("runpm") != "0", "TheRock#8232; kernel documentation: sysfs-bus-pci"
+    state = (
+        f"{gpu.address}: its link reads as all ones, and its power management says {gpu.runtime_status or 'nothing'}"
+    )
+    if any(known is gpu for _, known in evidence.joined):
+        return note("card_slept", "the card slept", f"{state}; torch has woken it since",
+                    "run `doctor` again for the state of the link", source, gpu.address)  # fmt: skip
+    fix = f"{_SEAT}; read `sudo dmesg | grep amdgpu`, and switch the machine off and on"
+    if managed:
+        fix = (
+            "add the boot parameter `amdgpu.runpm=0`, which keeps it awake, and switch the machine off and on; if it "
+            f"happens again: {_SEAT}"
+        )
+    return fail("card_lost", "The card does not answer on its bus",
+                f"{state}: it did not wake up, or has fallen off the bus (a cable or riser, its power supply)", fix,
+                source, gpu.address)  # fmt: skip
 
 
 def _link(evidence: Evidence, gpu: Gpu) -> Finding:

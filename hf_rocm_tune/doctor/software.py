@@ -4,7 +4,7 @@ other."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -14,6 +14,8 @@ from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, fail, note, o
 from hf_rocm_tune.doctor.system import in_wheels
 from hf_rocm_tune.machine.process import FILTERS
 from hf_rocm_tune.machine.software import Software
+from hf_rocm_tune.machine.sysfs import Files
+from hf_rocm_tune.upstream import LEFT_OUT, TESTED
 
 _FORCING = "BNB_ROCM_VERSION"  # read by bitsandbytes, cextension.py
 _LIBRARY = re.compile(r"libbitsandbytes_rocm([0-9])([0-9]{1,2})\.(?:so|dll)")
@@ -21,11 +23,20 @@ _INDEX = "--index-url https://download.pytorch.org/whl/rocm7.2"
 _VERSIONS, _OURS = "PyTorch: previous versions", "this project: pyproject.toml"
 # Versions below which results on this card were reported wrong, how, and where.
 _HARMFUL = {
-    "torch": ("2.10", "attention of torch 2.9 gives NaN on gfx1100 (AOTriton 0.11b), and older ones have no fused one",
-              "aotriton#123; pytorch#166397"),
-    "bitsandbytes": ("0.50.0", "below 0.50.0, NaN in 4-bit were reported on ROCm, and wrong blocks of 64 on RDNA",
+    "torch": ("2.10", "gfx11", "attention of torch 2.9 gives NaN on gfx1100 (AOTriton 0.11b), and older ones have no "
+              "fused one", "aotriton#123; pytorch#166397"),
+    "bitsandbytes": ("0.50.0", "gfx", "below 0.50.0, NaN in 4-bit were reported on ROCm, and wrong blocks of 64 on "
+                     "RDNA",
                      "unsloth#7535; bitsandbytes#1885; bitsandbytes#1979; bitsandbytes#2012"),
 }  # fmt: skip
+
+
+_MULTI_ARCH = Version("7.13")
+"""The ROCm from which on AMD's index has one torch with kernels in separate wheels."""
+_FAMILIES = ("gfx11", "gfx12")
+"""Architectures whose attention kernels (AOTriton) are in a wheel of their family, such as amd-torch-device-gfx110x."""
+_RDNA2 = re.compile("gfx103[0-9]")
+"""They all have gfx1030's instructions (LLVM: gfx10-3-generic)."""
 
 
 def requirements() -> dict[str, Requirement]:
@@ -41,7 +52,10 @@ def requirements() -> dict[str, Requirement]:
 
 
 def _install(name: str) -> str:
-    wanted = requirements().get(name, name)
+    wanted = str(requirements().get(name, name))
+    if name in TESTED:
+        oldest, newest = TESTED[name]
+        wanted = f"{name}>={oldest},<={newest}"
     # Without an index, pip would replace a ROCm build by one for another vendor.
     return f'`pip install "{wanted}"{f" --force-reinstall {_INDEX}" if name == "torch" else ""}`'
 
@@ -109,10 +123,12 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
 def _architectures(evidence: Evidence) -> Iterator[Finding]:
     software = evidence.software
     true = {gpu.address: gpu.arch for gpu in evidence.candidates if gpu.arch}
+    cards = {gpu.address for gpu in evidence.cards}
     if not evidence.candidates or software.build != "rocm":
         return
     for device, gpu in evidence.joined:
-        if gpu is not None and gpu.node is not None and gpu.node.arch != device.arch:
+        related = gpu is not None and _RDNA2.fullmatch(gpu.arch or "") and device.arch == "gfx1030"
+        if gpu is not None and gpu.node is not None and gpu.node.arch != device.arch and not related:
             yield fail("arch_spoofed", "torch reports another architecture than the card's",
                        f"{gpu.address} is {gpu.arch} in the kernel's list, and {device.arch} in torch's: code for the "
                        "wrong one crashes or gives wrong results",
@@ -122,25 +138,123 @@ def _architectures(evidence: Evidence) -> Iterator[Finding]:
     if not built or not true:
         yield unknown(software.problems.get("arch_list", "the architectures of torch or of the GPUs are unknown"))
         return
-    # Wheels of one family of architectures contain all kernels; multi-architecture ones have them in separate wheels.
-    wheels, rocm = software.rocm_wheels, _version((software.torch_version or "").partition("+rocm")[2])
-    apart = any("device-" in name for name in wheels) or not any("gfx" in name for name in wheels)
-    apart = apart and bool(wheels) and rocm is not None and rocm.major >= 10
+    wheels = software.rocm_wheels
     for address, arch in true.items():
-        if arch not in built:
+        overridden = any(gpu is not None and gpu.address == address and device.arch == "gfx1030"
+                         for device, gpu in evidence.joined)  # fmt: skip
+        if arch not in built and address in cards and _RDNA2.fullmatch(arch) and "gfx1030" in built:
+            text = f"{address} is {arch}, and this build has code for gfx1030, whose instructions {arch} has"
+            if overridden:
+                yield note("arch_related", f"{arch} runs gfx1030's code", f"{text}. AMD does not support it",
+                           "nothing to do", "LLVM AMDGPUUsage; legacy-rocm-build#1698", address)  # fmt: skip
+                continue
+            yield fail("arch_related_missing", f"torch has no code for {arch}", f"{text}: it runs only if told to",
+                       "`export HSA_OVERRIDE_GFX_VERSION=10.3.0`, with no GPU of another generation visible "
+                       "(HIP_VISIBLE_DEVICES); AMD does not support it, and owners report that it works",
+                       "LLVM AMDGPUUsage; legacy-rocm-build#1698", address)  # fmt: skip
+        elif arch not in built:
             yield fail("arch_missing", f"torch has no code for {arch}",
                        f"{address} is {arch}, and this build has {' '.join(built)}: the first kernel fails",
                        f"install a wheel with {arch}: those of download.pytorch.org have gfx1100 from rocm6.0 on, "
                        "those of repo.amd.com/rocm one index or extra for each; do not set HSA_OVERRIDE_GFX_VERSION",
                        "uv#18730; TheRock#5543; TheRock RELEASES.md", address)  # fmt: skip
-        elif apart and not any(name.endswith(f"device-{arch}") for name in wheels):
+        elif (rocm := _multi_arch(software)) and (missing := _missing_wheels(arch, wheels)):
             yield fail("device_wheel_missing", f"torch's kernels for {arch} are not installed",
-                       f"this is a multi-architecture build of ROCm {rocm} with kernels in separate wheels, and that "
-                       f"of {arch} is missing: torch lists the card, and its first kernel fails (hipErrorInvalidImage)",
-                       f"install `torch[device-{arch}]` from the same index", "TheRock RELEASES.md; uv#21683",
-                       address, [f"{name} {one}" for name, one in wheels.items()])  # fmt: skip
+                       f"this is a multi-architecture build of ROCm {rocm} with kernels in separate wheels, of which "
+                       f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: torch lists the card, "
+                       "and its first kernel fails (hipErrorInvalidImage)",
+                       f"install `torch[device-{arch}]` and `rocm[device-{arch}]` of the same versions from the same "
+                       "index", "TheRock RELEASES.md; uv#21683; TheRock#6997; TheRock#6869", address,
+                       [f"{name} {one}" for name, one in wheels.items()])  # fmt: skip
+        elif rocm and arch.startswith(_FAMILIES) and not _family_wheels(arch, wheels):
+            yield warn("family_wheel_missing", f"attention kernels for {arch} are not installed",
+                       f"a multi-architecture build of ROCm {rocm} has them in a wheel of {arch}'s family, such as "
+                       f"amd-torch-device-{arch[:-1]}x, and none is there: fused attention fails or is not used",
+                       f"install `torch[device-{arch}]` again from the same index, or the wheel of the family by name",
+                       "pytorch#194498; TheRock#7839; TheRock#6223", address,
+                       [f"{name} {one}" for name, one in wheels.items()])  # fmt: skip
         else:
             yield ok("arch_ok", f"code for {arch}", f"this build has {' '.join(built)}", "uv#18730")
+
+
+def _multi_arch(software: Software) -> Version | None:
+    """ROCm's version where kernels are in wheels of each architecture; None for wheels of one family, or no wheels."""
+    wheels = software.rocm_wheels
+    stated = next((wheels[name] for name in ("rocm-sdk-core", "rocm", "rocm-sdk-libraries") if name in wheels), None)
+    rocm = _version(stated or (software.torch_version or "").partition("+rocm")[2])
+    apart = any("-device-" in name for name in wheels) or not any("gfx" in name for name in wheels)
+    if not wheels or not apart or rocm is None or rocm.release < _MULTI_ARCH.release:
+        return None
+    return rocm
+
+
+def _missing_wheels(arch: str, wheels: Collection[str]) -> list[str]:
+    return [name for name in (f"amd-torch-device-{arch}", f"rocm-sdk-device-{arch}") if name not in wheels]
+
+
+def _family_wheels(arch: str, wheels: Collection[str]) -> list[str]:
+    """Wheels of torch's kernels for a family with this architecture: ``gfx11``, ``gfx110x``, ``gfx12-0`` ..."""
+    families = {name: name.removeprefix("amd-torch-device-") for name in wheels if name.startswith("amd-torch-device-")}
+    stems = {name: re.sub("-?all$|x$|-", "", family) for name, family in families.items()}
+    return [name for name, stem in stems.items() if stem != arch and arch.startswith(stem) and len(stem) >= 5]
+
+
+def _libraries(evidence: Evidence) -> Iterator[Finding]:
+    """ROCm libraries in LD_LIBRARY_PATH, which the loader takes before those of torch's own wheels."""
+    software, variable = evidence.software, "LD_LIBRARY_PATH"
+    if software.build != "rocm":
+        return
+    own = _rocm_of(software)
+    listed = [part for part in evidence.environ.get(variable, "").split(":") if re.search("(^|/)rocm", part)]
+    found = {part: _rocm_at(part, Files(evidence.root)) for part in listed}
+    source = "TheRock#1011; ld.so(8)"
+    wrong = {part: version for part, version in found.items() if version and own and version[:2] != own[:2]}
+    if wrong:
+        named = ", ".join(f"{part} (ROCm {version[0]}.{version[1]})" for part, version in wrong.items())
+        yield warn("other_rocm", f"{variable} has another ROCm",
+                   f"the loader takes libraries from {named} before those that torch was built with (ROCm "
+                   f"{own[0]}.{own[1]}): crashes, missing symbols and cards that are not found were reported",
+                   f"unset {variable}, or leave its ROCm directories out, where torch is started",
+                   source, variable)  # fmt: skip
+    elif unclear := [part for part, version in found.items() if not version or not own]:
+        yield note("some_rocm", f"{variable} has a ROCm of unknown version",
+                   f"{', '.join(unclear)} comes before the libraries of torch's own wheels",
+                   f"unset {variable} if torch sees no GPU or crashes", source, variable)  # fmt: skip
+
+
+def _rocm_of(software: Software) -> tuple[int, ...]:
+    """The ROCm that torch was built with: of its local version, of its wheels, or of HIP before they differ."""
+    stated = (software.torch_version or "").partition("+rocm")[2] or software.rocm_wheels.get("rocm-sdk-core", "")
+    version, hip = _version(stated), _version(software.hip_version)
+    if version is None and hip is not None and hip.release[:2] < _MULTI_ARCH.release:
+        version = hip
+    return version.release if version is not None and len(version.release) > 1 else ()
+
+
+def _rocm_at(directory: str, files: Files) -> tuple[int, ...]:
+    """The ROCm that a directory of libraries belongs to, by its name or by what it states; empty: unknown."""
+    named = re.search(r"rocm-([0-9]{1,3})\.([0-9]{1,3})", directory)
+    if named is None:
+        root = re.sub("/lib(64)?/*$", "", directory).strip("/")
+        named = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", files.text(f"{root}/.info/version") or "")
+    return (int(named[1]), int(named[2])) if named else ()
+
+
+def _training_resets(evidence: Evidence) -> Iterator[Finding]:
+    """RDNA4 cards, which AMD and owners report to reset in fine-tuning with hipBLASLt."""
+    variable, software = "TORCH_BLAS_PREFER_HIPBLASLT", evidence.software
+    cards = [gpu for gpu in evidence.candidates if (gpu.arch or "").startswith("gfx120")]
+    hip = _version(software.hip_version)
+    if software.build != "rocm" or not cards or hip is None or hip.release[:2] < (7, 2):
+        return
+    source = "TheRock#7699; legacy-rocm-build#6413; rocm-libraries#7992"
+    if evidence.environ.get(variable) == "0":
+        yield ok("hipblaslt_off", "hipBLASLt is off", f"{variable}=0: resets in training were reported with it", source)
+        return
+    yield warn("hipblaslt_resets", "Resets in training were reported for this card",
+               "with hipBLASLt of ROCm 7.2 and later, AMD and owners report page faults and GPU resets in LoRA and "
+               "QLoRA training on RX 9070 and R9700 cards",
+               f"`export {variable}=0`: products are computed by rocBLAS, more slowly", source)  # fmt: skip
 
 
 def _compiler(evidence: Evidence) -> Iterator[Finding]:
@@ -175,7 +289,22 @@ def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
     elif software.build != "rocm":
         return
     elif forced is not None:
-        yield unknown(f"{_FORCING}={forced} chooses the library, whatever torch's build")
+        files = [file for _, file in found]
+        wanted = f"libbitsandbytes_rocm{forced}"
+        file = next((name for name in files if name.rpartition(".")[0] == wanted), None)
+        if file is None:
+            listed = ", ".join(sorted(re.sub(r"^.*rocm|\..*$", "", name) for name in files)) or "no ROCm at all"
+            yield warn("bnb_forced_missing", f"{_FORCING} names a library that is not there",
+                       f"{_FORCING}={forced} makes {title} load {wanted}.so, and it has those for {listed}: every "
+                       "4-bit and 8-bit call raises an error",
+                       f"`unset {_FORCING}`", source)  # fmt: skip
+        elif file not in {name for _, name in same}:
+            yield warn("bnb_forced_other", f"{_FORCING} names a library for another HIP",
+                       f"{title} loads {file}, and torch is built with HIP {hip}: it needs libraries of another major "
+                       "version, and does not load without them",
+                       f"`unset {_FORCING}`", source)  # fmt: skip
+        else:
+            yield ok("bnb_library", title, f"{_FORCING}={forced} makes it load {file} for HIP {hip}", source)
     elif hip is None or not software.bitsandbytes_libraries:
         yield unknown(f"bitsandbytes has no native library, or HIP {software.hip_version} is no version")
     elif not same:
@@ -204,28 +333,55 @@ def _tested(evidence: Evidence) -> Iterator[Finding]:
         yield unknown("hf-rocm-tune is not installed, so what it requires is not known")
     for name, required in wanted.items():
         text, version = packages[name], _version(packages[name])
-        below, harm, source = _HARMFUL.get(name, ("0", "", ""))
+        below, archs, harm, source = _HARMFUL.get(name, ("0", "gfx", "", ""))
+        tested = TESTED.get(name)
         if text is None and name in ("bitsandbytes", "torch"):  # those have their own checks
             continue
         if text is None:
             right = False
             yield fail("version_missing", f"{name} is not installed", "training needs it", _install(name), _OURS, name)
-        elif version is None or not required.specifier.contains(version, prereleases=True):
+        elif version is None or not _is_wanted(required, version, tested):
             right = False
-            harmful = harm and version and version < Version(below) and evidence.software.build == "rocm"
+            known = [gpu.arch for gpu in evidence.candidates if gpu.arch] or [one.arch for one in evidence.devices]
+            affected = not known or any(arch.startswith(archs) for arch in known)
+            harmful = harm and version and version.release < Version(below).release and affected
+            harmful = harmful and evidence.software.build == "rocm"
+            range_ = " to ".join(tested) if tested else str(required.specifier)
             yield (fail if harmful else warn)(
                 "version_untested", f"{name} {text} is not a version that was tested",
-                f"this project is tested with {required.specifier}, and uses private functions of its upstream "
+                f"this project is tested with {range_}, and uses private functions of its upstream "
                 f"libraries{f'; {harm}' if harmful else ''}",
                 _install(name), f"{_OURS}; {source}" if harmful else _OURS, name)  # fmt: skip
+        elif tested and version.release > Version(tested[1]).release:
+            right = False
+            yield note("version_newer", f"{name} {text} is newer than the tested versions",
+                       f"this project is tested with {' to '.join(tested)}; a private function that has moved is an "
+                       "error before the first step, never a result",
+                       "nothing to do; if a run stops with such an error, install a tested version",
+                       _OURS, name)  # fmt: skip
+        elif version.is_prerelease:
+            right = False
+            yield note("version_prerelease", f"{name} {text} is a pre-release",
+                       "this project is tested with released versions",
+                       "nothing to do; install the release if something fails", _OURS, name)  # fmt: skip
     if right:
         seen = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
         yield ok("versions_tested", "tested library versions", seen, _OURS)
 
 
+def _is_wanted(required: Requirement, version: Version, tested: tuple[str, str] | None) -> bool:
+    """Whether a version, or the release that a pre-release becomes, is not older than those that were tested."""
+    release = Version(version.base_version)
+    if tested is None:
+        return required.specifier.contains(release, prereleases=True)
+    return release >= Version(tested[0]) and release not in LEFT_OUT.get(required.name, ())
+
+
 CHECKS = (
     Check("torch", "software", "torch's build and its devices", _torch),
     Check("arch", "software", "torch's code for every card", _architectures),
+    Check("libraries", "software", "another ROCm in LD_LIBRARY_PATH", _libraries),
+    Check("training_resets", "software", "RDNA4 cards and hipBLASLt", _training_resets),
     Check("compiler", "software", "the C compiler and Python.h that Triton needs", _compiler),
     Check("bitsandbytes", "software", "which library of bitsandbytes is loaded", _bitsandbytes),
     Check("versions", "software", "installed and tested versions of the libraries", _tested),

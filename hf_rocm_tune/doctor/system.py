@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, Status, fail, note, ok, unknown, warn
 from hf_rocm_tune.machine.gpus import HOTSPOT_C
@@ -20,6 +20,9 @@ _MODELS, _VRAM = "ROCm docs: GPU architecture specifications", "kernel documenta
 _IDS = re.compile(r"sys/bus/pci/devices(/[^/]+/(class|vendor|device))?")
 # Integrated GPUs for which the wheels of ROCm 7.2 have code: uv#18730.
 _IN_WHEELS = ("gfx1150", "gfx1151")
+_UNMAPPED = frozenset({"nogroup", "nobody", "65534"})
+"""Groups as which a container shows those of the host that it does not map."""
+_OVERDRIVE = 1 << 14  # PP_OVERDRIVE_MASK (amd_shared.h)
 
 
 def in_wheels(gpu: Gpu) -> bool:
@@ -63,6 +66,8 @@ def _driver(evidence: Evidence) -> Iterator[Finding]:
 
 def _without_amd(evidence: Evidence) -> Finding:
     machine, reasons = evidence.machine, evidence.machine.topology.reasons
+    if machine.is_wsl and not evidence.devices:
+        return _in_wsl(evidence)
     if evidence.devices:
         what = "the checks of drivers, links and variables are for AMD"
         if evidence.software.build == "rocm":
@@ -79,6 +84,23 @@ def _without_amd(evidence: Evidence) -> Finding:
         row, title, found = "no_amd_gpu", "No AMD GPU", f"the only graphics devices are {others}, unused by this torch"
     text, fix = f"{found}, so training would run on the processor, slowly", f"{_SEATED}, or is passed through"
     return warn(row, title, text, fix, _PCI, read=reasons)
+
+
+def _in_wsl(evidence: Evidence) -> Finding:
+    """In WSL the kernel lists no card: only torch can tell whether there is one."""
+    source, card = "ROCm docs: WSL", "/dev/dxg is there, so Windows passes a card"
+    if not evidence.machine.dxg:
+        return warn("wsl_no_card", "WSL passes no card", "/dev/dxg does not exist: Windows shares no GPU with WSL",
+                    "install AMD's driver for WSL in Windows, run `wsl --update` and `wsl --shutdown`, and start it "
+                    "again", source)  # fmt: skip
+    if evidence.software.build != "rocm":
+        return warn("wsl_torch_build", "torch is not a ROCm build",
+                    f"{card} to WSL, and torch {evidence.software.torch_version} computes on the processor",
+                    "install a ROCm build of torch for WSL as AMD's page says", source)  # fmt: skip
+    return fail("wsl_torch_sees_nothing", "torch sees no GPU in WSL",
+                f"{card} to WSL, but torch does not use it: {evidence.software.problems.get('devices', 'no device')}",
+                "install AMD's driver for WSL in Windows and ROCm for WSL (librocdxg) here; torch's own "
+                "libhsa-runtime64.so may have to be replaced by it, see AMD's page", source)  # fmt: skip
 
 
 def _of_gpu(evidence: Evidence, gpu: Gpu) -> Iterator[Finding]:
@@ -113,13 +135,45 @@ def _permissions(evidence: Evidence) -> Iterator[Finding]:
                    "start a container with `--device /dev/kfd --device /dev/dri`; outside of one, check that udev runs",
                    "ROCm docs: Docker; ROCm docs: prerequisites")  # fmt: skip
     if refused:
-        group = next(iter(refused.values()))
+        groups = list(dict.fromkeys(refused.values()))
         yield fail("node_not_usable", f"No permission for {' and '.join(refused)}",
-                   f"this process has no read and write access to these files of the group {group}",
-                   f"`sudo usermod -aG render,video $USER`, then log in again; a container: `--group-add {group}`",
+                   f"this process has no read and write access to these files of the group {' and '.join(groups)}"
+                   f"{f', in a container ({evidence.machine.container})' if evidence.machine.container else ''}",
+                   _fix_of_permissions(groups, evidence.machine.container),
                    "ROCm docs: prerequisites; ROCm docs: Docker")  # fmt: skip
     elif not missing:
         yield ok("permissions_ok", "access to /dev/kfd", f"read and write access to {', '.join(there)}", _PREREQUISITES)
+
+
+def _fix_of_permissions(groups: Sequence[str], container: str | None) -> str:
+    """How this process gets access to device nodes of these groups, by what it is contained in."""
+    if _UNMAPPED & set(groups):
+        return (
+            "the host's group does not exist in this container, so that adding it by name has no effect. Podman: start "
+            "it with `--group-add keep-groups`, as a user of the host's group render. LXC: pass the device with a "
+            "group of the container (Proxmox: `dev0: /dev/kfd,gid=GID` with GID of `getent group render`). Rootless "
+            "Docker: use rootful Docker or podman"
+        )
+    if set(groups) <= {"root"}:
+        if container in (None, "docker", "podman", "apptainer"):
+            where = "on the host" if container else "here"
+            rule = 'KERNEL=="kfd", GROUP="render", MODE="0660"'
+            return (
+                f"no group but root has access: {where}, add the line `{rule}` to /etc/udev/rules.d/70-amdgpu.rules "
+                "and restart, which ROCm's packages do"
+            )
+        return (
+            "no group but root has access, so that no group helps: pass the device with a group of the container "
+            "(Proxmox: `dev0: /dev/kfd,gid=GID` with GID of `getent group render`; LXD and Incus: `gid=GID` of the "
+            "device), or run as root"
+        )
+    names = " ".join(f"--group-add {group}" for group in groups if group != "root")
+    if container in ("docker", "podman"):
+        return f"start the container with `{names}`; rootless podman: `--group-add keep-groups`"
+    named = [group for group in groups if not group.isdecimal()]
+    wanted = ",".join(dict.fromkeys([*(["render", "video"] if {"render", "video"} & {*named} else []), *named]))
+    usermod = f"`sudo usermod -aG {wanted} $USER`, then log in again" if wanted else "ask the owner of the machine"
+    return f"{usermod}; a container: `{names}`, rootless podman: `--group-add keep-groups`"
 
 
 def _cards(evidence: Evidence) -> Iterator[Finding]:
@@ -202,8 +256,12 @@ def _variables(evidence: Evidence) -> Iterator[Finding]:
 def _release(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.machine.amd and not evidence.machine.topology.nodes:
         return
-    release = evidence.machine.release
-    number = tuple(map(int, re.findall("[0-9]{1,9}", release)[:2]))
+    release, own = evidence.machine.release, evidence.machine.driver_version
+    number = _numbers(release)
+    driver = number if own is None else _numbers(own)  # DKMS installs a driver with a version of its own
+    named = f"kernel {release}" if own is None else f"amdgpu {own} (DKMS) on kernel {release}"
+    archs = {(gpu.arch or "")[:5] for gpu in evidence.cards}
+    known = False
     stalls = re.match(r"7\.0\.0-28(?![0-9])|7\.0\.12(?![0-9]).*fc44", release)
     if stalls:
         yield warn("kernel_mmap_stall", "This kernel stalls copies from mapped files",
@@ -211,19 +269,64 @@ def _release(evidence: Evidence) -> Iterator[Finding]:
                    "use a kernel with commit 342981fff328, or an older one (7.0.0-14, 6.17); in other programs than "
                    "this one, clone mapped tensors before moving them",
                    "ROCm/ROCm#6523; ROCm/ROCm#5952; ROCm/ROCm#6606; ROCm/ROCm#6358")  # fmt: skip
-    if (6, 18) <= number <= (7, 0) and any((gpu.arch or "").startswith("gfx11") for gpu in evidence.cards):
+    if (6, 18) <= driver <= (7, 0) and "gfx11" in archs:
+        known = True
         yield warn("kernel_sdma_faults", "Page faults of the copy engine were reported on this kernel",
-                   f"this is {release}; with kernels 6.18 to 7.0, owners of RDNA3 cards report page faults of SDMA "
+                   f"this is {named}; with kernels 6.18 to 7.0, owners of RDNA3 cards report page faults of SDMA "
                    "engine 0 that reset the GPU; silent corruption was not reported with them",
                    "if `sudo dmesg` shows such faults: kernels 6.12 LTS and 6.17 worked for the reporters",
                    "ROCm/amdgpu#225; ROCm/amdgpu#204")  # fmt: skip
-    elif number < (5, 16):
+    if driver >= (6, 18) and "gfx12" in archs:
+        known = True
+        yield warn("kernel_rdna4_hangs", "Hangs and resets of RDNA4 cards were reported on this kernel",
+                   f"this is {named}; owners of RX 9070 and R9700 cards report hangs under load since kernel 6.18, "
+                   "which a later patch of the driver mends for some",
+                   "if `sudo dmesg` shows a ring timeout or a GPU reset: kernel 6.17 worked for the reporters",
+                   "getsolus/packages#7986; legacy-rocm-build#5848; legacy-rocm-build#5990")  # fmt: skip
+    if number < (5, 16):
+        known = True
         yield warn("kernel_too_old", "This kernel is old for this card",
                    f"kernel {release}: NaN after copies to the card were reported on 5.15 (ROCm 6.4, RX 6900 XT)",
                    "use the kernel of a current distribution (Ubuntu 24.04 or newer)", "ROCm/ROCm#6123")  # fmt: skip
-    elif not stalls:
+    if not stalls and not known:
         text = "this project knows no report against it"
-        yield ok("kernel_ok", f"kernel {release}", text, "ROCm/ROCm#6523; ROCm/amdgpu#225")
+        yield ok("kernel_ok", named, text, "ROCm/ROCm#6523; ROCm/amdgpu#225")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall("[0-9]{1,9}", version)[:2]))
+
+
+def _parameters(evidence: Evidence) -> Iterator[Finding]:
+    """Parameters of amdgpu that owners set, and that matter for training."""
+    amdgpu, source = evidence.machine.amdgpu, "kernel documentation: amdgpu module parameters"
+    if not evidence.machine.amd:
+        return
+    found = False
+    if amdgpu.get("cwsr_enable") == "0":
+        found = True
+        yield note("cwsr_off", "amdgpu.cwsr_enable=0",
+                   "waves of a kernel are not saved when the card changes between programs: a workaround for hangs of "
+                   "RDNA3, with which a desktop on the same card may stall while a long kernel runs",
+                   "keep it if the card hung without it; else remove the parameter",
+                   f"{source}; ROCm/ROCm#5051")  # fmt: skip
+    mask = amdgpu.get("ppfeaturemask", "")
+    if (value := _mask(mask)) is not None and value & _OVERDRIVE:
+        found = True
+        yield note("overdrive_on", f"amdgpu.ppfeaturemask={mask}",
+                   "OverDrive is on, so that clocks and voltages may differ from the maker's: an unstable card "
+                   "computes wrong without an error",
+                   "train at stock clocks and voltages; lowering the power limit is harmless", source)  # fmt: skip
+    if not found:
+        yield ok("parameters_ok", "amdgpu's parameters", "none that matters for training is changed", source)
+
+
+def _mask(text: str) -> int | None:
+    """A bit mask as the kernel prints it, in hexadecimal or decimal, or as it was given at boot."""
+    try:
+        return int(text, 0)
+    except ValueError:
+        return None
 
 
 def _iommu(evidence: Evidence) -> Iterator[Finding]:
@@ -231,7 +334,7 @@ def _iommu(evidence: Evidence) -> Iterator[Finding]:
     known = {gpu.address: gpu.iommu_type for gpu in evidence.cards if gpu.iommu_type}
     seen = [f"{address}: group type {kind}" for address, kind in known.items()]
     seen += [f"boot parameter {word}" for word in machine.cmdline if "iommu" in word]
-    seen += [f"amdgpu parameter pcie_p2p={machine.pcie_p2p}"] if machine.pcie_p2p else []
+    seen += [f"amdgpu parameter pcie_p2p={machine.amdgpu['pcie_p2p']}"] if "pcie_p2p" in machine.amdgpu else []
     if machine.iommu is not False and not known:
         yield unknown(f"no card is in an IOMMU group: {machine.why('iommu')}", read=seen)
         return
@@ -310,6 +413,7 @@ CHECKS = (
     Check("integrated", "access", "an integrated GPU beside the card", _integrated),
     Check("variables", "variables", "variables that are harmful or ignored", _variables),
     Check("kernel_release", "kernel", "kernels with known problems", _release),
+    Check("parameters", "kernel", "parameters of amdgpu that were changed", _parameters),
     Check("iommu", "kernel", "state of the IOMMU, without advice", _iommu, needs_cards=2),
     Check("host_memory", "host", "host memory and its limit, and /dev/shm for loader workers", _memory),
     Check("sensors", "host", "the card's memory in use by others, its hotspot and power", _sensors),

@@ -32,7 +32,8 @@ _MEMORY, _BARS = 0x200, 6  # IORESOURCE_MEM; the first six lines of ``resource``
 _AER = {"correctable": "TOTAL_ERR_COR", "nonfatal": "TOTAL_ERR_NONFATAL", "fatal": "TOTAL_ERR_FATAL"}
 # pci.ids, vendor 1022: ports of the 300, 400, 500 and 600 series; 57xx is the X570 (ROCm/ROCm#910); 43b3 an A320's.
 _CHIPSET = {0x43B0, 0x43B1, 0x43B3, 0x43B4, 0x43C6, 0x43C7, 0x43E9, 0x43EA, 0x43F4, 0x43F5, 0x57A3, 0x57A4, 0x57AD}
-_WIDTHS = {1, 2, 4, 8, 12, 16, 32}  # 0: no link; a sleeping device reads as 63, an unknown one as 255
+_WIDTHS = {1, 2, 4, 8, 12, 16, 32}  # 0: no link; 255: unknown
+_ALL_ONES = "63"  # the width where no device answers: one that sleeps, or has fallen off the bus
 
 # gpu_metrics 1.3 (kgd_pp_interface.h): size, two revision numbers, indep_throttle_status.
 _METRICS = struct.Struct("<HBB108xQ")
@@ -120,6 +121,7 @@ class Link(NamedTuple):
     speed: float | None  # now; it may be slower when idle
     width: int | None  # lanes in use
     able: float | None  # the speed that both ends are able to reach
+    answers: bool = True  # False: all bits of its status read as ones, as of a device that is gone or without power
 
 
 class Upward(NamedTuple):
@@ -200,7 +202,8 @@ def _link(files: Files, lower: str, upper: str | None) -> Link:
     width = files.parsed(path, lambda text: n if (n := parse_int(text)) in _WIDTHS else None, "no width of a link")
     limits = [limit for end in (lower, upper) if end and (limit := speed(end, "max")) is not None]
     # A link that runs faster than the stated maximum of one end is able to do what it does.
-    return Link(lower, current, width, max(min(limits), current or 0.0) if limits else current)
+    able = max(min(limits), current or 0.0) if limits else current
+    return Link(lower, current, width, able, answers=files.text(path) != _ALL_ONES)
 
 
 # ---- sensors -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from __future__ import annotations
 # requests.
 _REPOSITORIES = (
     "pytorch/pytorch ROCm/rccl ROCm/rocm-systems ROCm/TheRock unslothai/unsloth ROCm/aotriton ROCm/amdgpu ROCm/vllm "
-    "ROCm/rocm-libraries ROCm/pytorch huggingface/accelerate bitsandbytes-foundation/bitsandbytes ggml-org/llama.cpp "
+    "ROCm/rocm-libraries ROCm/pytorch getsolus/packages huggingface/accelerate "
+    "bitsandbytes-foundation/bitsandbytes ggml-org/llama.cpp "
     "turboderp-org/exllamav3 astral-sh/uv ROCm/legacy-rocm-build"
 )
 _ROCM_DOCS, _KERNEL_DOCS = "https://rocm.docs.amd.com/", "https://docs.kernel.org/"
@@ -17,9 +18,11 @@ _PAGES = {
     "ROCm docs: Docker": f"{_ROCM_DOCS}projects/install-on-linux/en/latest/how-to/docker.html",
     "ROCm docs: prerequisites": f"{_ROCM_DOCS}projects/install-on-linux/en/latest/install/prerequisites.html",
     "ROCm docs: GPU architecture specifications": f"{_ROCM_DOCS}en/latest/reference/gpu-arch-specs.html",
+    "ROCm docs: WSL": f"{_ROCM_DOCS}projects/radeon-ryzen/en/latest/docs/install/installrad/wsl/install-radeon.html",
     "ROCm docs: IOMMU": f"{_ROCM_DOCS}en/latest/conceptual/iommu.html",
     "clr flags.hpp": f"{_SYSTEMS}clr/rocclr/utils/flags.hpp",
     "clr rocsettings.cpp": f"{_SYSTEMS}clr/rocclr/device/rocm/rocsettings.cpp",
+    "LLVM AMDGPUUsage": "https://llvm.org/docs/AMDGPUUsage.html",
     "libhsakmt topology.c": f"{_SYSTEMS}rocr-runtime/libhsakmt/src/topology.c",
     "rccl init.cc": f"{_SYSTEMS}rccl/src/init.cc",
     "rccl param.h": f"{_SYSTEMS}rccl/src/include/param.h",

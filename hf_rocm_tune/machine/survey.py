@@ -23,6 +23,8 @@ from hf_rocm_tune.machine.gpus import GpuNode, Sensors, Topology, Upward
 from hf_rocm_tune.machine.process import is_integrated
 from hf_rocm_tune.machine.sysfs import Files, parse_int
 
+PARAMETERS = ("pcie_p2p", "runpm", "cwsr_enable", "ppfeaturemask")
+_CONTAINER_FILES = {"run/.containerenv": "podman", ".dockerenv": "docker", ".singularity.d": "apptainer"}
 _VENDORS = {gpus.AMD: "amd", 0x10DE: "nvidia", 0x8086: "intel"}
 
 
@@ -41,6 +43,7 @@ class Gpu:
     bar_bytes: int | None  # of the largest memory BAR; as large as the VRAM with ReBAR
     iommu_type: str | None  # identity (passthrough), DMA or DMA-FQ (translating)
     aer: Mapping[str, int]  # error counters: correctable, nonfatal, fatal
+    runtime_status: str | None  # of power management: active, suspended, error ...
     sensors: Sensors
 
     @property
@@ -66,7 +69,10 @@ class Machine:
     memory_limit_bytes: int | None  # the container's, where it is below the host's memory
     device_nodes: Mapping[str, tuple[bool, str]]  # /dev/kfd and /dev/dri/renderD*: usable by this process, group
     cmdline: Sequence[str]  # boot parameters
-    pcie_p2p: str | None  # a parameter of amdgpu
+    amdgpu: Mapping[str, str]  # parameters of the driver, of `PARAMETERS`, in force or at boot
+    driver_version: str | None  # of amdgpu where it is not the kernel's own (DKMS)
+    container: str | None  # docker, podman, lxc ...; None: none is recognised
+    dxg: bool  # whether WSL passes a card through
     iommu: bool | None  # whether the kernel lists one
     topology: Topology
     gpus: tuple[Gpu, ...]
@@ -75,6 +81,10 @@ class Machine:
     @property
     def amd(self) -> tuple[Gpu, ...]:
         return tuple(gpu for gpu in self.gpus if gpu.vendor == "amd")
+
+    @property
+    def is_wsl(self) -> bool:
+        return self.dxg or "microsoft" in self.release.lower()
 
     def why(self, *parts: str) -> str:
         """Why the files whose paths contain these parts could not be read."""
@@ -91,6 +101,7 @@ def survey(root: Path = Path("/")) -> Machine:
     limit = parse_int(files.text("sys/fs/cgroup/memory.max") or "")
     cpu = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", files.text("proc/cpuinfo") or "", re.MULTILINE)
     classes = files.names("sys/class")
+    cmdline = (files.text("proc/cmdline") or "").split()
     return Machine(
         platform=sys.platform,
         release=platform.release(),
@@ -100,13 +111,31 @@ def survey(root: Path = Path("/")) -> Machine:
         available_bytes=available,
         memory_limit_bytes=limit if limit is not None and (memory is None or limit < memory) else None,
         device_nodes=_device_nodes(files),
-        cmdline=(files.text("proc/cmdline") or "").split(),
-        pcie_p2p=files.text("sys/module/amdgpu/parameters/pcie_p2p"),
+        cmdline=cmdline,
+        amdgpu=_parameters(files, cmdline),
+        driver_version=files.matching("sys/module/amdgpu/version", r"[0-9]{1,3}(\.[0-9]{1,4}){1,3}.{0,20}"),
+        container=_container(files),
+        dxg=(files.root / "dev/dxg").exists(),
         iommu=None if classes is None else "iommu" in classes and bool(files.names("sys/class/iommu")),
         topology=topology,
         gpus=tuple(_gpu(files, topology, *device) for device in gpus.list_display_devices(files)),
         unread=files.unread,
     )
+
+
+def _parameters(files: Files, cmdline: Sequence[str]) -> dict[str, str]:
+    """Parameters of amdgpu: in force, or at boot where the driver's directory cannot be read."""
+    booted = dict(re.findall(r"(?:^| )amdgpu\.(\w+)=(\S+)", " ".join(cmdline)))
+    read = {name: files.text(f"sys/module/amdgpu/parameters/{name}") for name in PARAMETERS}
+    return {name: found for name in PARAMETERS if (found := read[name] or booted.get(name))}
+
+
+def _container(files: Files) -> str | None:
+    """What this process is contained in, by the files that container tools leave."""
+    for path, name in _CONTAINER_FILES.items():
+        if (files.root / path).exists():
+            return name
+    return files.matching("run/systemd/container", "[a-z-]{1,20}")
 
 
 def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
@@ -149,5 +178,6 @@ def _gpu(files: Files, topology: Topology, address: str, vendor_id: int, device_
         bar_bytes=gpus.read_bar_bytes(files, address),
         iommu_type=gpus.read_iommu_type(files, address),
         aer=gpus.read_aer(files, upward.chain),
+        runtime_status=files.matching(f"{gpus.DEVICES}/{address}/power/runtime_status", "[a-z]{1,20}"),
         sensors=sensors,
     )

@@ -101,6 +101,12 @@ def _own_arch(value: str, facts: MachineFacts) -> bool:
     return set(facts.archs or ()) == {f"gfx{major}{minor:x}{stepping:x}"}
 
 
+def _same_instructions(value: str, facts: MachineFacts) -> bool:
+    """Whether RDNA2 GPUs are to run gfx1030's code, whose instructions all of them have (LLVM: gfx10-3-generic)."""
+    archs = facts.archs or ()
+    return value.strip() == "10.3.0" and bool(archs) and all(re.fullmatch("gfx103[0-9]", arch) for arch in archs)
+
+
 def _other_arch(value: str, facts: MachineFacts) -> bool | None:
     return None if facts.archs is None else not _own_arch(value, facts)
 
@@ -147,6 +153,10 @@ RULES = (
     Rule(_OVERRIDE, "info",
          "the visible GPUs have this version already: no effect here, but any other GPU would be reported as one",
          "unset it", "libhsakmt topology.c; unsloth install.sh", _own_arch),
+    Rule(_OVERRIDE, "info",
+         "the visible GPUs run gfx1030's code, whose instructions they have; AMD does not support it",
+         "nothing to do; unset it once torch has code of their own", "LLVM AMDGPUUsage; legacy-rocm-build#1698",
+         _same_instructions),
     Rule(_OVERRIDE, "error",
          "GPUs are reported with another architecture than they have: code for the wrong one crashes or is wrong",
          "unset it", "libhsakmt topology.c; TheRock#5543", _other_arch),

@@ -7,6 +7,7 @@ vocabulary, where nothing is summed after it, and only where it is `WORTH_ROUNDI
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,12 @@ WORTH_ROUNDING = 1.5
 _SHAPES = ((128, 4096, 512), (512, 16384, 2048))  # tokens, words, width; the second is 34 GFLOP and 91 MB
 _TOO_SLOW = 0.05  # TFLOP/s: something other than a card, which should not be asked for more
 _TIMES = 4
+
+
+def libraries() -> tuple[str, ...]:
+    """The libraries that may be used: not hipBLASLt where the user has switched it off (RDNA4: TheRock#7699)."""
+    off = os.environ.get("TORCH_BLAS_PREFER_HIPBLASLT", "").strip() == "0"
+    return tuple(name for name in LIBRARIES if not (off and name == "hipBLASLt"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,7 @@ def measure(device: torch.device) -> dict[str, float]:
             left = torch.ones(tokens, words, dtype=torch.bfloat16, device=device)
             right = torch.ones(words, width, dtype=torch.bfloat16, device=device)
             total = torch.zeros(tokens, width, device=device)
-            for name in (*LIBRARIES, ROUNDED):
+            for name in (*libraries(), ROUNDED):
                 try:
                     add(total, left, right, library=name)
                     torch.cuda.synchronize(device)
@@ -116,7 +123,7 @@ def use_library(device: torch.device, name: str) -> None:
 def each_library(device: torch.device) -> Iterator[str]:
     """Switch to each library in turn, the current one first, and back at the end; leaves out those that are absent."""
     before = current_library(device)
-    names = ON_HOST if device.type == "cpu" else tuple(LIBRARIES)
+    names = ON_HOST if device.type == "cpu" else libraries()
     try:
         for name in sorted(names, key=lambda each: each != before):
             try:

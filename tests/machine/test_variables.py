@@ -63,6 +63,10 @@ FIRES = [
     ("HSA_OVERRIDE_GFX_VERSION_1", "11.0.0", MIXED, "error"),
     ("HSA_OVERRIDE_GFX_VERSION", "11.5.1", HALO, "info"),
     ("HSA_OVERRIDE_GFX_VERSION", "11.0.0", HALO, "error"),
+    ("HSA_OVERRIDE_GFX_VERSION", "10.3.0", replace(XT, archs=("gfx1031",)), "info"),
+    ("HSA_OVERRIDE_GFX_VERSION", "10.3.0", replace(XT, archs=("gfx1032", "gfx1036")), "info"),
+    ("HSA_OVERRIDE_GFX_VERSION", "10.3.0", replace(XT, archs=("gfx1031", "gfx1100")), "error"),
+    ("HSA_OVERRIDE_GFX_VERSION", "10.3.0", replace(XT, archs=("gfx1010",)), "error"),
 ]
 
 SILENT_ON_XT = """
@@ -96,7 +100,7 @@ def test_every_rule_of_the_policy_is_fired_by_the_table() -> None:
     for name, value, facts, _ in FIRES:
         for decision in evaluate({name: value}, facts):
             unfired -= {reason for reason in unfired if reason in decision.reason}
-    assert unfired == set() and len(RULES) < 16
+    assert unfired == set() and len(RULES) < 17
 
 
 def test_a_healthy_machine_needs_nothing_and_hears_nothing() -> None:

@@ -38,6 +38,8 @@ class Chip:
 XT = Chip(device=0x744C, revision=0xCC, gfx_target_version=110000, vram_bytes=20464 * MIB, cap_w=315)
 XTX = Chip(device=0x744C, revision=0xC8, gfx_target_version=110000, vram_bytes=24560 * MIB, cap_w=355)
 XT_9070 = replace(XT, device=0x7550, revision=0xC0, gfx_target_version=120001, vram_bytes=16304 * MIB, pcie=(32.0, 16))
+R9700 = replace(XT_9070, device=0x7551, vram_bytes=32624 * MIB)
+XT_6700 = replace(XT, device=0x73DF, revision=0xC1, gfx_target_version=100301, vram_bytes=12272 * MIB)
 RAPHAEL = Chip(device=0x164E, revision=0xC8, gfx_target_version=100306, vram_bytes=512 * MIB)
 STRIX_HALO = Chip(device=0x1586, revision=0xC1, gfx_target_version=110501, vram_bytes=512 * MIB)
 
@@ -105,6 +107,7 @@ class Built:
         self.process: dict[str, Any] = {"platform": "linux", "shm_bytes": 32 * GIB}  # what is in no file
         self.source = source
         self._cards = 0
+        self._group = "render"
         self._bus = 1
         self._kfd_nodes = 0
         self._iommu: str | None = None
@@ -136,13 +139,37 @@ class Built:
             self.names["sys/class/iommu"] = ["ivhd0"]
         return self
 
-    def user(self, *, usable: bool) -> Built:
-        """Whether this process may use the device nodes. Call it after cards."""
+    def user(self, *, usable: bool, group: str = "render") -> Built:
+        """Whether this process may use the device nodes, which are of this group. Call it after cards."""
         self.nodes = dict.fromkeys(self.nodes, usable)
+        self._group = group
         return self
 
-    def container(self, *, devices: bool = True, shm_bytes: int = 64 * MIB) -> Built:
+    def parameter(self, **values: str) -> Built:
+        """Parameters of amdgpu, as they are in force."""
+        self.files |= {f"sys/module/amdgpu/parameters/{name}": f"{value}\n" for name, value in values.items()}
+        return self
+
+    def dkms(self, version: str) -> Built:
+        """A driver that was installed apart from the kernel."""
+        self.files["sys/module/amdgpu/version"] = f"{version}\n"
+        return self
+
+    def asleep(self, status: str) -> Built:
+        """The last card answers no more: its link reads as all ones. ``status``: of its power management."""
+        gpu = f"0000:{self._bus - 1:02x}:00.0"
+        for port in (f"0000:{self._bus - 3:02x}:00.0", f"0000:{self._bus - 2:02x}:00.0", gpu):
+            self.files |= {
+                f"{DEVICES}/{port}/current_link_width": "63",
+                f"{DEVICES}/{port}/current_link_speed": "Unknown",
+            }
+        self.files[f"{DEVICES}/{gpu}/power/runtime_status"] = f"{status}\n"
+        return self
+
+    def container(self, *, devices: bool = True, shm_bytes: int = 64 * MIB, tool: str = "docker") -> Built:
         """Put this process in a container; without ``devices``, the nodes are not passed in. Call it after cards."""
+        marks = {"docker": ".dockerenv", "podman": "run/.containerenv"}
+        self.files[marks.get(tool, "run/systemd/container")] = f"{tool}\n"
         self.process["shm_bytes"] = shm_bytes
         if not devices:
             self.nodes.clear()
@@ -229,7 +256,9 @@ class Built:
         refused = {str(root / path) for path, usable in self.nodes.items() if not usable}
         access = os.access
         with mock.patch("os.access", lambda path, mode: str(path) not in refused and access(path, mode)):
-            return replace(survey(root), **process)
+            machine = survey(root)
+        nodes = {path: (usable, self._group) for path, (usable, _) in machine.device_nodes.items()}
+        return replace(machine, device_nodes=nodes, **process)
 
     # Parts of devices.
 

@@ -79,7 +79,9 @@ CARDS: dict[str, Case] = {
         says=("the largest BAR is 256 MiB, and the card has 20 GiB", "Above 4G decoding")),
     "rdna4": case(Built("hf.co/hardware: a 9070 XT, PCIe 5.0").card(XT_9070, slot=Slot(speed=32.0)),
         software=stack(devices=[device(name="AMD Radeon RX 9070 XT", arch="gfx1201", gib=15.92)]),
-        fine=("card_known", "arch_ok", "link_ok"), says=("Radeon RX 9070 XT", "63.0 GB/s each way by arithmetic")),
+        environ={"TORCH_BLAS_PREFER_HIPBLASLT": "0"},
+        fine=("card_known", "arch_ok", "link_ok", "hipblaslt_off"),
+        says=("Radeon RX 9070 XT", "63.0 GB/s each way by arithmetic")),
     "container_without_kfd": case(Built("ROCm docs, Docker: started without --device").card().container(devices=False),
         software=stack(devices=NO_HIP_GPUS), fail=("device_nodes_missing", "torch_sees_nothing"), warn=("shm_small",),
         says=("`--device /dev/kfd --device /dev/dri`", "/dev/kfd and /dev/dri/renderD*", "`--shm-size 8g`")),
@@ -95,6 +97,41 @@ CARDS: dict[str, Case] = {
     "user_not_in_render": case(Built("ROCm docs, prerequisites: the user is in video only").card().user(usable=False),
         software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
         says=("`sudo usermod -aG render,video $USER`", "/dev/kfd and /dev/dri/renderD128")),
+    "podman_without_the_users_groups": case(
+        Built("podman-run(1): rootless, the host's groups are nogroup").card().user(usable=False, group="nogroup")
+        .container(shm_bytes=16 * GIB, tool="podman"),
+        software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
+        says=("`--group-add keep-groups`",), never=("--group-add nogroup", "usermod")),
+    "rootless_docker": case(
+        Built("Docker docs, rootless: groups are not mapped").card().user(usable=False, group="nobody")
+        .container(shm_bytes=16 * GIB),
+        software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
+        says=("use rootful Docker or podman",), never=("--group-add nobody", "usermod")),
+    "lxc_without_a_group": case(
+        Built("Proxmox docs: /dev/kfd is root:root in a plain LXC").card().user(usable=False, group="root")
+        .container(shm_bytes=16 * GIB, tool="lxc"),
+        software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
+        says=("no group helps", "`dev0: /dev/kfd,gid=GID`"), never=("--group-add root", "usermod")),
+    "no_udev_rule": case(Built("ROCT-Thunk-Interface#36: no rule gives /dev/kfd a group").card()
+        .user(usable=False, group="root"),
+        software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
+        says=("/etc/udev/rules.d/", 'KERNEL=="kfd"'), never=("--group-add root", "usermod")),
+    "docker_with_another_number": case(
+        Built("ROCm docs, Docker: the image does not know the host's group 109").card().user(usable=False, group="109")
+        .container(shm_bytes=16 * GIB),
+        software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
+        says=("`--group-add 109`",), never=("usermod",)),
+    "card_fell_off_the_bus": case(
+        Built("TheRock#8232: a 7900 XTX on OCuLink that did not wake up").card(XTX, slot=Slot(width=4)).asleep("error"),
+        software=stack(devices=NO_HIP_GPUS), fail=("card_lost", "torch_sees_nothing"),
+        says=("`amdgpu.runpm=0`", "its power management says error")),
+    "card_fell_off_the_bus_awake": case(
+        Built("TheRock#8232: without power management it is a cable").card(slot=Slot(width=4)).asleep("active")
+        .parameter(runpm="0"),
+        software=stack(devices=NO_HIP_GPUS), fail=("card_lost", "torch_sees_nothing"), never=("amdgpu.runpm=0",),
+        says=("reseat the card",)),
+    "card_that_slept": case(Built("kernel documentation: an idle card is suspended").card().asleep("suspended"),
+        note=("card_slept",)),
     "given_to_a_virtual_machine": case(
         Built("ROCm docs, prerequisites: vfio-pci has the card").kernel(cmdline="ro nomodeset")
         .card(driver="vfio-pci", kfd=False),

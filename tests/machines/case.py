@@ -76,10 +76,17 @@ def pair(second: str = "0000:06:00.0", **of_second: Any) -> tuple[TorchDevice, T
     return device(), device(second, index=1, **of_second)
 
 
-def multi_arch_stack(*wheels: str) -> Software:
-    """ROCm 10.0 from AMD's multi-architecture index: kernels come in wheels of their own (TheRock RELEASES.md)."""
-    carried = dict.fromkeys(("rocm-sdk-core", "rocm-sdk-libraries", *wheels), "10.0.0")
-    return stack("2.13.0+rocm10.0.0", "7.15.26333", wheels=carried)
+def multi_arch_stack(
+    *wheels: str, rocm: str = "10.0.0", torch: str = "2.13.0+rocm10.0.0", hip: str = "7.15.26333", **more: Any
+) -> Software:
+    """AMD's multi-architecture index: kernels come in wheels of their own (TheRock RELEASES.md)."""
+    carried = dict.fromkeys(("rocm-sdk-core", "rocm-sdk-libraries", *wheels), rocm)
+    return stack(torch, hip, wheels=carried, **more)
+
+
+def device_wheels(arch: str, family: str) -> tuple[str, ...]:
+    """All wheels with kernels for an architecture."""
+    return (f"rocm-sdk-device-{arch}", f"amd-torch-device-{arch}", f"amd-torch-device-{family}")
 
 
 def cuda_stack(*devices: TorchDevice) -> Software:

@@ -20,6 +20,12 @@ def with_device(built: Built, vendor: str, device: str, kind: str) -> Built:
     return built
 
 
+def with_dxg(built: Built) -> Built:
+    """The machine in WSL, with a card that Windows passes."""
+    built.files["dev/dxg"] = "a device"
+    return built
+
+
 def only(built: Built, keep: Callable[[str], bool]) -> Built:
     """The machine with those files only; nothing is said about the others."""
     sections: list[dict[str, object]] = [built.files, built.binary, built.links, built.names, built.nodes]  # type: ignore[list-item]
@@ -79,6 +85,36 @@ PLATFORMS: dict[str, Case] = {
         says=("AMD Radeon RX 7900 XT", "(WSL)"),
         never=("Not an AMD machine",),
     ),
+    **{
+        f"wsl_{name}": case(
+            with_device(
+                Built("ROCm docs, WSL: no kernel driver of AMD's").kernel("6.6.87.2-microsoft-standard-WSL2"),
+                *("0x1414", "0x008e", "0x030200"),
+            ),
+            software=software,
+            never=("seated and powered",),
+            **told,  # type: ignore[arg-type]
+        )
+        for name, software, told in (
+            ("without_a_card", cpu_stack(), {"warn": ("wsl_no_card",), "says": ("`wsl --update`",)}),
+        )
+    },
+    **{
+        f"wsl_with_a_card_and_{name}": case(
+            with_dxg(Built("ROCm docs, WSL: /dev/dxg").kernel("6.6.87.2-microsoft-standard-WSL2")),
+            software=software,
+            never=("seated and powered",),
+            **told,  # type: ignore[arg-type]
+        )
+        for name, software, told in (
+            ("the_cpu_build", cpu_stack(), {"warn": ("wsl_torch_build",)}),
+            (
+                "a_torch_that_sees_none",
+                stack(devices="RuntimeError: No HIP GPUs are available"),
+                {"fail": ("wsl_torch_sees_nothing",), "unknown": ("torch",), "says": ("librocdxg",)},
+            ),
+        )
+    },
     "half_a_capture": case(
         only(
             Built("a capture of which somebody has cut out what he found private").card(slot=Slot(width=8)).igpu(),

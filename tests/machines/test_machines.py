@@ -18,7 +18,7 @@ from hf_rocm_tune.doctor.diagnose import all_checks
 from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.machine.variables import RULES
 from tests.machine.trees import Built
-from tests.machines.case import case
+from tests.machines.case import case, cpu_stack
 from tests.machines.replay import COLUMNS, MACHINES, Replay, command, statuses
 
 
@@ -154,6 +154,14 @@ def test_errors_that_rise_while_measuring_are_told_by_what_they_mean(
     found_code, out, _ = command("--only", "link_errors", "link_errors_after", "--json", evidence=evidence)
     assert {one["row"]: one["status"] for one in json.loads(out)["findings"]} == told
     assert found_code == code
+
+
+@pytest.mark.parametrize("only", ["link", "links", "compiler", "bar", "training_resets", "kernel"])
+def test_checks_that_find_nothing_to_check_are_no_good_news(only: str, tmp_path: Path) -> None:
+    evidence = case(Built("a server without any GPU"), software=cpu_stack()).evidence(tmp_path)
+    code, out, err = command("--only", only, evidence=evidence)
+    assert code == 2 and not out
+    assert f"--only {only}: nothing was checked, because" in err
 
 
 def test_the_report_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

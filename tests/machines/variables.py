@@ -39,7 +39,7 @@ VARIABLES: dict[str, Case] = {
         environ={"PYTORCH_HIP_ALLOC_CONF": SPLIT},
         software=stack("2.12.0+rocm7.14.0", "7.14.26251"),
         fail=("environ:PYTORCH_HIP_ALLOC_CONF",),
-        warn=("kernel_mmap_stall", "kernel_sdma_faults", "version_untested torch"),
+        warn=("kernel_mmap_stall", "kernel_sdma_faults"),
         says=("unset both", "live tensors read back as zeros", "until the card was full"),
     ),
     "all_allocator_names_at_once": case(
