@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from huggingface_hub import snapshot_download
@@ -184,13 +184,14 @@ def check_files(
     fresh = [file for file in known if seen.get(str(file.resolve()), {}).get("state") != states[file]]
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         found = dict(zip(fresh, pool.map(sums, fresh), strict=True))
-    for file, (sha256, tensors) in found.items():
-        if sha256 != known[file]:
+    for file, read in found.items():
+        if read.sha256 != known[file]:
             raise UsageError(
-                f"model file {file}: its SHA-256 is {sha256[:12]}..., but {known[file][:12]}... is on record: "
+                f"model file {file}: its SHA-256 is {read.sha256[:12]}..., but {known[file][:12]}... is on record: "
                 "the file is damaged on this disk; download or copy it again"
             )
-        seen[str(file.resolve())] = {"state": states[file], "tensors": tensors}
+        digests = {name: tensor.digest.hex() for name, tensor in read.tensors.items()}
+        seen[str(file.resolve())] = {"state": states[file], "tensors": digests}
     if fresh:
         _remember(memory, seen)
     in_files = {path: seen[path]["tensors"] for path in (str(file.resolve()) for file in known)}
@@ -216,39 +217,74 @@ def recorded_sha256(file: Path) -> str | None:
     return entry if isinstance(entry, str) and _SHA256.fullmatch(entry) else None
 
 
-def sums(file: Path) -> tuple[str, dict[str, str]]:
-    """A file's SHA-256 and its tensors' digests, from one read."""
-    hashing = hashlib.sha256()
-    tensors: dict[str, str] = {}
-    with file.open("rb") as stream:
-        for name, nbytes in _segments(file):
-            parts = []
-            for start in range(0, nbytes, _PIECE_BYTES):
-                piece = bytearray(stream.read(min(_PIECE_BYTES, nbytes - start)))
-                hashing.update(piece)
-                if name and piece:
-                    parts.append(digest(torch.frombuffer(piece, dtype=torch.uint8), word_offset=start // 4))
-            if name:
-                tensors[name] = combine(parts).hex()
-    return hashing.hexdigest(), tensors
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """What a file holds of a tensor. ``dtype`` is None where torch has no such type."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    digest: Digest
 
 
-def _segments(file: Path) -> Iterator[tuple[str, int]]:
-    """Name and size of each tensor of a safetensors file, in file order; gaps have an empty name."""
-    size = file.stat().st_size
+@dataclass(frozen=True, kw_only=True)
+class FileSums:
+    """Size in bytes and SHA-256 of a file, and its tensors by name: none, where it is no safetensors file."""
+
+    bytes: int
+    sha256: str
+    tensors: dict[str, StoredTensor]
+
+
+def sums(file: Path) -> FileSums:
+    """Read a file once, piece by piece: what is hashed and digested is the same bytes, and none of them are kept."""
+    tensors: dict[str, StoredTensor] = {}
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(length) if length < size else b"{}")
-            rows = sorted((*row["data_offsets"], name) for name, row in header.items() if name != "__metadata__")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            rows = []  # not a safetensors file: loading reports it
-    done = 0
-    for begin, end, name in rows:
-        yield "", 8 + length + begin - done
-        yield name, end - begin
-        done = 8 + length + end
-    yield "", size - done
+        reader = _HashingReader(stream)
+        start = b"".join(reader.pieces(8))
+        length = int.from_bytes(start, "little")
+        header = b"".join(reader.pieces(length)) if length < os.fstat(stream.fileno()).st_size else b""
+        for begin, end, name, dtype, shape in _entries(header):
+            for _ in reader.pieces(8 + length + begin - reader.bytes):
+                pass  # a gap between two tensors
+            parts, word = [], 0
+            for piece in reader.pieces(end - begin):
+                parts.append(digest(torch.frombuffer(piece, dtype=torch.uint8), word_offset=word))
+                word += len(piece) // 4
+            tensors[name] = StoredTensor(dtype=_DTYPES.get(dtype), shape=shape, digest=combine(parts))
+        for _ in reader.pieces(None):
+            pass
+    return FileSums(bytes=reader.bytes, sha256=reader.hashing.hexdigest(), tensors=tensors)
+
+
+class _HashingReader:
+    """Reads a stream in pieces, and hashes and counts what it reads."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.hashing, self.bytes = hashlib.sha256(), 0
+
+    def pieces(self, nbytes: int | None) -> Iterator[bytearray]:
+        """The next ``nbytes`` of the stream, or fewer at its end; None: all that is left."""
+        while nbytes is None or nbytes > 0:
+            piece = bytearray(self._stream.read(min(_PIECE_BYTES, nbytes or _PIECE_BYTES)))
+            if not piece:
+                return
+            self.hashing.update(piece)
+            self.bytes += len(piece)
+            yield piece
+            nbytes = None if nbytes is None else nbytes - len(piece)
+
+
+def _entries(header: bytes) -> list[tuple[int, int, str, str, tuple[int, ...]]]:
+    """Begin, end, name, dtype and shape of the tensors in a header, by place; none if it is not safetensors' header."""
+    try:
+        return sorted(
+            (*map(int, row["data_offsets"]), name, str(row["dtype"]), tuple(map(int, row["shape"])))
+            for name, row in json.loads(header or b"{}").items()
+            if name != "__metadata__"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []  # loading reports it
 
 
 def _read_memory(memory: Path) -> dict[str, dict[str, Any]]:

@@ -201,8 +201,9 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
         tensors = load_file(adapter.directory / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{adapter.name}: {WEIGHTS_FILE} cannot be read ({error}); copy it again") from error
-    stored = sums(adapter.directory / WEIGHTS_FILE)[1]
-    if wrong := [name for name, tensor in tensors.items() if digest(tensor).hex() != stored.get(name)]:
+    stored = sums(adapter.directory / WEIGHTS_FILE).tensors
+    wrong = [name for name, each in tensors.items() if name not in stored or digest(each) != stored[name].digest]
+    if wrong:
         raise CorruptionError(
             f"{adapter.name}: {wrong[0]} was read from {WEIGHTS_FILE} with other bytes than the file has: start the "
             "same command again; if it happens again, test this machine's memory"

@@ -1,9 +1,10 @@
 """Saved weights and training state: comparison with the live state, and loading.
 
-A file is read once, on the host (`manifest.read_once`): the bytes that are compared are those whose SHA-256 goes into
-the manifest. A live tensor is digested on its device by a compute kernel, so that a faulty copy engine cannot damage
-both sides alike. PEFT's ``load_adapter`` is not used: it reads directly to the device, and converts the bf16 adapters
-of a QLoRA run to fp32. Not covered: the other files of a checkpoint; the manifest has their SHA-256.
+A file is read once, on the host: the bytes that are compared are those whose SHA-256 goes into the manifest. Weights
+are read piece by piece (`models.files.sums`), other files whole (`manifest.read_once`). A live tensor is digested on
+its device by a compute kernel, so that a faulty copy engine cannot damage both sides alike. PEFT's ``load_adapter`` is
+not used: it reads directly to the device, and converts the bf16 adapters of a QLoRA run to fp32. Not covered: the other
+files of a checkpoint; the manifest has their SHA-256.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_pt_utils import safe_globals
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, first_line
+from hf_rocm_tune.models.files import sums
 from hf_rocm_tune.models.shards import local, own_part
-from hf_rocm_tune.survive.manifest import FileEntry, read_once
+from hf_rocm_tune.survive.manifest import FileEntry, drop_from_cache, read_once
 from hf_rocm_tune.transfer import digest, host_copy, map_tensors
 
 if TYPE_CHECKING:
@@ -164,20 +166,23 @@ def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], 
 
 
 def _compare_tensors(directory: Path, file: str, live: Mapping[str, Tensor], required: set[str]) -> Readback:
-    digests: dict[str, str] = {}
-    differing: list[str] = []
+    path = directory / file
     try:
-        with read_once(directory / file) as (copy, entry), safe_open(copy, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                saved, now, label = opened.get_tensor(name), live.get(name), f"{file}:{name}"
-                digests[label] = digest(saved).hex()
-                same = now is not None and (saved.dtype, saved.shape) == (now.dtype, now.shape)
-                if now is None or not same or digest(now.detach()).hex() != digests[label]:
-                    differing.append(label)
+        drop_from_cache(path)
+        saved = sums(path)
+        with safe_open(path, framework="pt") as opened:  # what its header says must be valid
+            required = required | set(opened.keys())
     except (OSError, SafetensorError) as error:
         return Readback(differing=[f"{file}: {first_line(error)}"])
-    differing += [f"{file}:{name}" for name in sorted(required) if f"{file}:{name}" not in digests]
-    return Readback(entry, digests, differing)
+    differing: list[str] = []
+    for name, stored in saved.tensors.items():
+        now = live.get(name)
+        same = now is not None and (stored.dtype, stored.shape) == (now.dtype, tuple(now.shape))
+        if now is None or not same or digest(now.detach()) != stored.digest:
+            differing.append(f"{file}:{name}")
+    differing += [f"{file}:{name}" for name in sorted(required - saved.tensors.keys())]
+    digests = {f"{file}:{name}": stored.digest.hex() for name, stored in saved.tensors.items()}
+    return Readback(FileEntry(bytes=saved.bytes, sha256=saved.sha256), digests, differing)
 
 
 def compare_state(path: Path, live: Any) -> Readback:
