@@ -246,6 +246,7 @@ def test_every_import_is_a_declared_dependency(checkout: Path) -> None:
     declared = {line.split(">")[0].split("=")[0].lower() for line in [*project["dependencies"], *extras]}
     known = {
         "yaml": "pyyaml",
+        "PIL": "pillow",
         "IPython": "ipython",
         "triton": "torch",
         "lm_eval": "lm-eval",

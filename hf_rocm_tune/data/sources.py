@@ -44,6 +44,7 @@ class Splits:
     notes: tuple[str, ...] = ()  # about files that are not read
     missing: str = "nothing (null)"  # what a missing value is called
     findings: Mapping[str, tuple[RowFinding, ...]] = field(default_factory=dict)  # by ``train`` and ``eval``
+    pictures: Any = None  # a `job.pictures.JobPictures` where rows have some
 
 
 def load_source(

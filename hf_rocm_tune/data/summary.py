@@ -1,7 +1,7 @@
 """What is trained on, counted before the first step: rows, tokens, what ``--max_length`` cuts off, what is dropped.
 
-Covered: rows that TRL tokenises before the run. Not covered: streamed rows, rows with pictures, prompts of GRPO. Rows
-that the reward trainer drops are counted, not measured.
+Covered: rows that TRL tokenises before the run. Not covered: streamed rows, rows with pictures (`picture_check`),
+prompts of GRPO. Rows that the reward trainer drops are counted, not measured.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def of_pairs(dataset: Any, args: Any, before: Any, split: str) -> DataSummary | 
     trained = np.minimum(halves - begun, limit) if ends else np.maximum(kept - begun, 0)
     counts = (halves, kept, halves - begun, trained)
     answers = 2 if "completion_ids" in dataset.column_names and "chosen" in before.column_names else 1  # of KTO's pairs
-    return _summary(split, args.max_length, *counts, dropped=answers * len(before) - len(dataset))
+    return summarised(split, args.max_length, *counts, dropped=answers * len(before) - len(dataset))
 
 
-def _summary(
+def summarised(
     split: str, limit: int | None, whole: Any, kept: Any, counted: Any, trained: Any, *, dropped: int
 ) -> DataSummary:
     """From tokens (answers, rows) before and after cutting: all, and those that count in the loss."""
@@ -186,7 +186,7 @@ def _of_rows(dataset: Dataset, split: str, limit: int | None, *, ends: bool, dro
             trained = np.where(cut, trained - begun, trained)
         pieces.append((counts, kept, counted, trained, begun))
     whole, kept, counted, trained, begun = (np.concatenate(part)[None] for part in zip(*pieces, strict=True))
-    summary = _summary(split, limit, whole, kept, counted, trained, dropped=0)
+    summary = summarised(split, limit, whole, kept, counted, trained, dropped=0)
     gone = (trained == 0) & (begun == 0) & drops & (limit is not None)
     return replace(summary, dropped=int(gone.sum()), kept=int(kept[~gone].sum()), unlearned=int(begun[~gone].sum()))
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
-import torch
 import trl
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig
 from trl import get_peft_config
 
 from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.data.summary import CountedSFTTrainer
+from hf_rocm_tune.models.classes import without_weights
 from hf_rocm_tune.settings.names import VERBS
 from hf_rocm_tune.train.refusals import as_usage_errors
 
@@ -47,11 +47,7 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
     config = AutoConfig.from_pretrained(
         source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
     )
-    factory = AutoModelForSequenceClassification if source.reward else AutoModelForCausalLM
-    if source.reward:
-        config.num_labels = 1
-    with torch.device("meta"):
-        model = factory.from_config(config, trust_remote_code=source.trust_remote_code)
+    model = without_weights(config, reward=source.reward, trust_remote_code=source.trust_remote_code)
     args = copy.copy(arguments.training)
     args.model_init_kwargs, args.push_to_hub, args.report_to = None, False, []
     with as_usage_errors(), tempfile.TemporaryDirectory() as args.output_dir:  # it makes the directory
@@ -63,6 +59,8 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
             processing_class=tokenizer,
             peft_config=get_peft_config(arguments.model) if arguments.method != "sft" else None,
         )
+    if data.pictures is not None:
+        data.pictures.attach(trainer)
     return trainer
 
 

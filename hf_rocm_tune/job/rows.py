@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.data import masks, rendering
 from hf_rocm_tune.data.formats import RowFinding, as_trl, check_format
+from hf_rocm_tune.data.pictures import has_pictures
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import DataSummary, of_pairs, of_trained
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.job import announce
-from hf_rocm_tune.models.factory import ModelSource, stop_ids
+from hf_rocm_tune.models.factory import ModelSource, read_config, stop_ids
 from hf_rocm_tune.train.refusals import check_rows
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def load_rows(
         config, streaming, size = script.dataset_config, script.dataset_streaming, arguments.tune.eval_rows
         loaded = load_source(script.dataset_name, config=config, streaming=streaming, eval_split_size=size, **splits)
     announce.say(*loaded.notes)
+    pictured = any(has_pictures(rows) for rows in (loaded.train, loaded.eval) if rows is not None)
+    if pictured:
+        from hf_rocm_tune.job import pictures  # not imported for rows of text
+
+        loaded = pictures.undecoded(arguments, loaded, tokenizer)
     prepare = partial(_prepared, arguments, tokenizer, vocabulary, loaded.missing)
     train, train_findings, conversational = prepare(loaded.train, "train")
     findings = {"train": train_findings}
@@ -54,7 +60,10 @@ def load_rows(
         evaluation, findings["eval"], _ = prepare(loaded.eval, "evaluation")
     if getattr(training, "assistant_only_loss", False) and "labels" in (train.column_names or next(iter(train))):
         training.assistant_only_loss = False  # done, see `masks`; TRL would ask its template for marks
-    return replace(loaded, train=train, eval=evaluation, findings=findings)
+    loaded = replace(loaded, train=train, eval=evaluation, findings=findings)
+    if not pictured or arguments.method == "grpo":  # whose trainer reads pictures itself
+        return loaded
+    return pictures.looked_through(arguments, loaded, tokenizer, read_config(source), announce.say)
 
 
 def check_turn_end(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> None:
@@ -74,8 +83,8 @@ def check_turn_end(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, sou
         return
     if end.token is not None:
         announce.say(
-            f"the chat template ends an answer with {end.token}, at which {arguments.model.model_name_or_path} does not "
-            "stop: the result's generation_config.json has it"
+            f"the chat template ends an answer with {end.token}, at which {arguments.model.model_name_or_path} does "
+            "not stop: the result's generation_config.json has it"
         )
         return
     if end.like_token:
@@ -178,6 +187,8 @@ def _summaries(trainer: Any, data: Splits) -> dict[str, DataSummary]:
 
 def tell(summaries: dict[str, DataSummary], data: Splits, say: Callable[..., None]) -> None:
     """Says what is trained on; of streamed rows only what was found in those that were checked."""
+    if data.pictures is not None:
+        say(*data.pictures.lines())
     for summary in summaries.values():
         say(summary.line(), *summary.warnings())
     for split, findings in data.findings.items():

@@ -56,7 +56,7 @@ from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.survive.heartbeat import tell_begun
-from hf_rocm_tune.survive.run_directory import StartPlan, prepare_output_dir
+from hf_rocm_tune.survive.run_directory import ADDED, StartPlan, prepare_output_dir
 from hf_rocm_tune.train import report, stall, telemetry
 from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
@@ -155,6 +155,7 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
     asked = {**arguments.resolved(), "world_size": world_size, "method": arguments.method}
     restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
     plan = _plan(arguments, asked, restarted=restarted)
+    arguments = _as_begun(arguments, plan)
     with closing(plan):
         announce.say(*plan.notes)
         if restarted:
@@ -259,6 +260,14 @@ def _plan(arguments: Arguments, asked: dict[str, Any], *, restarted: bool) -> St
             restarted=restarted,
         )
     )
+
+
+def _as_begun(arguments: Arguments, plan: StartPlan) -> Arguments:
+    """The arguments with the way in which a run of an earlier version was begun, where the user leaves it out."""
+    begun = {name: plan.record.settings.get(name) for name in ADDED}
+    tune = arguments.tune
+    left_out = {name: value for name, value in begun.items() if value is not None and getattr(tune, name) is None}
+    return replace(arguments, tune=replace(tune, **left_out))
 
 
 def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
@@ -430,6 +439,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             **extra,
         )
     _learn_end_tokens(trainer)
+    if job.data.pictures is not None:
+        job.data.pictures.attach(trainer)
     records = on_main_process(lambda: attest_files(job.source, job.mover))  # of models that TRL has loaded, too
     summaries = rows.finish_rows(job.arguments, trainer, job.data)
     rows.tell(summaries, job.data, announce.say)

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models.classes import without_weights
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
 from hf_rocm_tune.transfer.copies import Fetched, Fetcher
 from hf_rocm_tune.transfer.raw_bytes import named_tensors
@@ -98,8 +98,7 @@ def layer_stack(model: nn.Module, config: PreTrainedConfig, flag: str = FLAG) ->
 def stack_of(config: Any, flag: str = FLAG, *, trust_remote_code: bool) -> tuple[str, int]:
     """Name of the list of layers and their number, from the configuration alone."""
     try:
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        skeleton = without_weights(config, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError) as error:
         raise UsageError(f"{flag}: the layers of this model cannot be told: {str(error).splitlines()[0]}") from error
     name, layers = layer_stack(skeleton, config, flag)

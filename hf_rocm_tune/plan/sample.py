@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
 from hf_rocm_tune.models.adapter import adaptable, beside_experts, check_targets, share_inputs, target_names
+from hf_rocm_tune.models.classes import architecture_of, auto_class
 from hf_rocm_tune.models.experts import (
     CHECKSUMS_OF_EXPERTS,
     experts_of,
@@ -165,16 +166,14 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
 
     name = (config.architectures or ["?"])[0]
     part = text_config(config)
-    architecture = getattr(transformers, name, None)
+    architecture = architecture_of(config)
     more: dict[str, Any] = {} if request.attention == "sdpa" else {"attn_implementation": request.attention}
     if architecture is None:  # as in TRL
-        remote = (getattr(config, "auto_map", None) or {}) if request.trust_remote_code else {}
-        autos = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
-        auto = next((each for each in autos if each in remote), None)
+        auto = auto_class(config) if request.trust_remote_code else None
         if auto is None:
             version = f"transformers {transformers.__version__} has no such class"
             raise UsageError(f"{name} cannot be planned: {version} (its own code needs --trust_remote_code)")
-        architecture, more["trust_remote_code"] = getattr(transformers, auto), True
+        architecture, more["trust_remote_code"] = auto, True
     make = getattr(architecture, "_from_config", None) or architecture.from_config
     if part is not config and isinstance(part, getattr(architecture, "config_class", None) or ()):
         config = part  # a language model alone, of a configuration that describes more

@@ -90,6 +90,15 @@ class TuneArguments:
     embedding_learning_rate: float | None = _option(
         None, "Learning rate of embeddings and output head when they are trained (--lora_modules_to_save)."
     )
+    loss_on_picture_tokens: bool | None = _option(
+        None,
+        "Count the placeholder tokens of pictures in the loss, as TRL does. Default: they do not count; a run begun by "
+        "a version that counted them goes on so.",
+    )
+    image_folder: str | None = _option(
+        None, "The folder of pictures that rows name by relative paths. Default: that of the data file."
+    )
+    max_pixels: int | None = _option(None, "Make larger pictures smaller, to so many pixels (as 262144: 512 x 512).")
     mask_thinking: bool = _option(False, "Leave the text from <think> to </think> out of the loss.")
     on_oom: Literal["step_down", "stop"] = _option(
         "step_down", "Out of device memory: smaller micro-batches at the same effective batch, or exit code 5."

@@ -61,6 +61,8 @@ _LENGTH = ("max_steps", "num_train_epochs")
 _MODELS = ("model_name_or_path", "adapter_name_or_path", "reward_model_name_or_path")
 _READ = (*_MODELS, "dataset_name", "chat_template_path")
 """Settings that may name a file or a directory to read."""
+ADDED = {"loss_on_picture_tokens": True, "image_folder": None, "max_pixels": None}
+"""Settings that records of earlier versions lack, and what those versions did; a run begun so goes on so."""
 _END_BYTES = 32 << 20
 _MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|_(staging|replaced|deleted).*")
 """Names in a directory without a run that count as none: hidden ones, those of a volume, and ours before a run."""
@@ -347,6 +349,8 @@ class _Start:
 
     def decide(self, overwrite: bool, restarted: bool) -> StartPlan:
         directory, record = self._directory, read_record(self._directory)
+        if record is not None:
+            record = self._with_added(record)
         same = record is not None and record.settings == self._new.settings
         if record is not None and (supervised := Supervised.of()) is not None:
             restarted = restarted or supervised.restart_of == record.run_id
@@ -366,6 +370,16 @@ class _Start:
             return self._resume(self._named, record)
         plan = self._continue(record, may_be_finished=extended is None)
         return self._resume(self._named, record) if self._named is not None and plan.action == "fresh" else plan
+
+    def _with_added(self, record: RunRecord) -> RunRecord:
+        """The record with the settings of `ADDED`, which this start takes from it where the user leaves them out."""
+        settings = {**ADDED, **record.settings}
+        asked = self._new.settings
+        left_out = {name: settings[name] for name in ADDED if name in asked and asked[name] is None}
+        self._new = replace(self._new, settings={**asked, **left_out})
+        return replace(
+            record, settings={name: settings[name] for name in settings if name in asked or name not in ADDED}
+        )
 
     def _extended(self, record: RunRecord) -> RunRecord | None:
         """The record of this run with more steps; None if it is another run, or its rates depend on their number."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,75 +15,20 @@ import yaml
 from safetensors.torch import load_file
 
 from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
-from tests import tiny
+from tests import pictures as pictures_of
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import ADAPTER, done, flags, losses_of, report_of
-
-PART = "{%- if part['type'] == 'image' %}{{- '<image>' }}{%- else %}{{- part['text'] }}{%- endif %}"
-CONTENT = (
-    "{%- if message['content'] is string %}{{- message['content'] }}{%- else %}"
-    f"{{%- for part in message['content'] %}}{PART}{{%- endfor %}}{{%- endif %}}"
-)
-TEMPLATE = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
-    f"{CONTENT}{{{{- '<|im_end|>\n' }}}}{{%- endfor %}}"
-)
 
 
 @pytest.fixture(scope="module")
 def model(scratch: Path) -> Path:
-    """A small LLaVA: CLIP's vision tower on 28 x 28 pixels (4 patches), a projector, and Llama."""
-    from transformers import (
-        AutoModelForImageTextToText,
-        CLIPImageProcessorPil,
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaProcessor,
-    )
-
-    tokenizer = tiny.build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**size, image_size=28, patch_size=14, projection_dim=64),
-        text_config=LlamaConfig(**size, vocab_size=576, max_position_embeddings=256, **ids),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_seq_length=4,
-        vision_feature_layer=-1,
-    )
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
-        tokenizer=tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(scratch / "llava")
-    processor.save_pretrained(scratch / "llava")
-    return scratch / "llava"
+    return pictures_of.build_llava(scratch / "llava")
 
 
 @pytest.fixture(scope="module")
 def pictures(scratch: Path) -> Path:
     """A directory with a Parquet file of conversations about pictures."""
-    from datasets import Dataset, Features, Image, List, Value
-    from PIL import Image as Pillow
-
-    chooser, rows = random.Random(0), []
-    for number in range(16):
-        colour = tuple(chooser.randrange(256) for _ in range(3))
-        turns = [("user", f"What colour is picture {number}?"), ("assistant", f"It is {colour}.")]
-        messages = [{"role": role, "content": content} for role, content in turns]
-        rows.append({"images": [Pillow.new("RGB", (40, 32), colour)], "messages": messages})
-    kinds = {"images": List(Image()), "messages": List({"role": Value("string"), "content": Value("string")})}
-    (scratch / "pictures").mkdir()
-    Dataset.from_list(rows, features=Features(kinds)).to_parquet(str(scratch / "pictures" / "train.parquet"))
-    return scratch / "pictures"
+    return pictures_of.write_rows(scratch / "pictures")
 
 
 Train = Callable[..., Result]
@@ -120,6 +64,7 @@ def test_pictures_are_trained_on_verified_and_as_stock_trl_does(train: Train, tm
     assert {row["tensor"] for row in report_of(tmp_path / "harmed")["incidents"]} == {"pixel_values"}
     assert (tmp_path / "ours" / ADAPTER).read_bytes() == (tmp_path / "harmed" / ADAPTER).read_bytes()
 
+    done(train("as trl", "--loss_on_picture_tokens", "true"))
     settings = yaml.safe_load(done(train("trl", "--print_config")).stdout)
     for own in (*dataclasses.fields(TuneArguments), *dataclasses.fields(RanksArguments)):
         settings.pop(own.name, None)
@@ -127,7 +72,8 @@ def test_pictures_are_trained_on_verified_and_as_stock_trl_does(train: Train, tm
     command = [sys.executable, "-m", "trl.scripts.sft", "--config", str(tmp_path / "trl.yaml")]
     stock = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert stock.returncode == 0, stock.stderr[-3000:]
-    assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "trl")
+    assert losses_of(tmp_path / "as trl") == losses_of(tmp_path / "trl") != losses_of(tmp_path / "ours")
+    weights = load_file(tmp_path / "as trl" / ADAPTER)
     for name, tensor in load_file(tmp_path / "trl" / ADAPTER).items():
         assert torch.equal(tensor, weights[name]), name
 

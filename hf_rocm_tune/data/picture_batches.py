@@ -1,0 +1,128 @@
+"""Batches of rows with pictures: TRL's collators, with opened pictures, checked cuts and masked placeholders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.data.formats import MASKED
+from hf_rocm_tune.data.pictures import COLUMNS, TURNS, PictureError, PictureRows
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.data.pictures import Rows
+
+_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+
+
+def placeholder_ids(processor: Any, config: Any) -> frozenset[int]:
+    """The token ids that stand for parts of a picture, a video or a sound, as the configuration names them.
+
+    The processor is asked where the configuration names none: Gemma 3's names the token before a picture.
+    """
+    for owner in (config, processor):
+        named = {getattr(owner, name, None) for name in _IDS}
+        if found := {token for token in named if isinstance(token, int) and token >= 0}:
+            return frozenset(found)
+    return frozenset()
+
+
+def literals(processor: Any, placeholders: frozenset[int]) -> tuple[str, ...]:
+    """What the processor reads as a placeholder wherever it stands in a text."""
+    names = (getattr(processor, name, None) for name in ("image_token", "boi_token", "video_token", "audio_token"))
+    tokens = processor.tokenizer.convert_ids_to_tokens(sorted(placeholders))
+    return tuple(sorted({text for text in (*names, *tokens) if isinstance(text, str) and text}))
+
+
+class PictureCollator:
+    """TRL's collator of rows with pictures, around which three things differ.
+
+    Pictures are opened here, by the `PictureRows`, so that a bad one is named. Rows are cut to ``max_length`` here,
+    after all pictures were expanded, and a cut into a picture is refused. The labels of placeholder tokens are masked,
+    unless ``loss_on_placeholders``: TRL counts those of ``messages`` in the loss.
+
+    Batches are TRL's: ``input_ids``, ``attention_mask`` and ``labels`` (or ``completion_mask``) int64 of shape (rows,
+    tokens), pixels as the processor makes them.
+    """
+
+    def __init__(
+        self,
+        stock: Any,
+        pictures: PictureRows,
+        *,
+        placeholders: frozenset[int],
+        loss_on_placeholders: bool = False,
+        rows: Sequence[Rows] = (),
+    ) -> None:
+        self.max_length: int | None = stock.max_length
+        self.stock = dataclasses.replace(stock, max_length=None)
+        self.pictures = pictures
+        self._placeholders = torch.tensor(sorted(placeholders), dtype=torch.int64)
+        self._loss_on_placeholders = loss_on_placeholders
+        self._rows = tuple(rows)  # in which a bad picture is looked for
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> Any:
+        opened = [self._opened(example) for example in examples]
+        return self.cut(self.whole(opened), examples)
+
+    def whole(self, opened: list[dict[str, Any]]) -> Any:
+        """The batch of rows whose pictures are opened, before it is cut."""
+        seen = any(row["images"] for row in opened)
+        batch = self.stock(opened)
+        if seen and not any(name.startswith(("pixel", "image_patches")) for name in batch):
+            raise PictureError("rows have pictures, and the model's processor made no pixels of them", kind="pixels")
+        if "labels" in batch and not self._loss_on_placeholders:
+            batch["labels"][self.is_placeholder(batch["input_ids"])] = MASKED
+        return batch
+
+    def cut(self, batch: Any, examples: Sequence[Mapping[str, Any]] = ()) -> Any:
+        """The batch with at most ``max_length`` tokens a row; refused where a picture would be cut."""
+        ids: Tensor = batch["input_ids"]
+        if self.max_length is None or ids.shape[1] <= self.max_length:
+            return batch
+        beyond = self.is_placeholder(ids[:, self.max_length :]).any(dim=1)
+        if bool(beyond.any()):
+            lengths = batch["attention_mask"].sum(dim=1)[beyond]
+            raise PictureError(
+                f"--max_length {self.max_length} cuts into a picture: a row has {int(lengths.max())} tokens; give "
+                f"--max_length {int(lengths.max())}, or fewer tokens a picture with --max_pixels",
+                kind="cut",
+            )
+        width, step = self.max_length, getattr(self.stock, "pad_to_multiple_of", None)
+        for name, value in list(batch.items()):
+            if torch.is_tensor(value) and value.ndim == 2 and value.shape == ids.shape:
+                batch[name] = _padded(value[:, :width], name, step, self.stock)
+        return batch
+
+    def is_placeholder(self, ids: Tensor) -> Tensor:
+        """A bool tensor of the shape of ``ids``."""
+        return torch.isin(ids, self._placeholders)
+
+    def _opened(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self.pictures.example(example)
+        except PictureError as error:
+            raise self._with_row(error, example) from error
+
+    def _with_row(self, error: PictureError, example: Mapping[str, Any]) -> PictureError:
+        """The error with the number of the row, which is looked up by its content."""
+        for rows in self._rows:
+            columns = [name for name in (*COLUMNS, *TURNS) if name in example and name in (rows.column_names or ())]
+            if not hasattr(rows, "__len__") or not columns:
+                continue  # a stream
+            wanted = {name: example[name] for name in columns}
+            for number, row in enumerate(rows.select_columns(columns), start=1):
+                if row == wanted:
+                    return PictureError(f"row {number}: {error}", kind=error.kind, picture=error.picture)
+        return error
+
+
+def _padded(value: Tensor, name: str, step: int | None, stock: Any) -> Tensor:
+    missing = -value.shape[1] % step if step else 0
+    if not missing:
+        return value
+    pad = {"input_ids": stock.processor.tokenizer.pad_token_id, "labels": MASKED}.get(name, 0)
+    return torch.nn.functional.pad(value, (0, missing), value=pad)

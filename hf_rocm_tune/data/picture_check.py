@@ -1,0 +1,246 @@
+"""All rows with pictures are looked at before a model is loaded: what cannot be used, lengths with their pictures.
+
+Every picture's header is read. Rows are also made into batches, as training will make them, for a stated time: then
+their pictures are decoded and their tokens counted exactly. What is only found later ends the run at its step.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_rocm_tune.data.formats import MASKED
+from hf_rocm_tune.data.pictures import PictureError, name_of
+from hf_rocm_tune.data.summary import DataSummary, summarised
+from hf_rocm_tune.errors import FOREIGN_ERRORS, first_line
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.data.picture_batches import PictureCollator
+    from hf_rocm_tune.data.pictures import Rows
+
+SECONDS = 60.0  # of decoding and counting, for a split
+STREAMED_ROWS = 100
+_AHEAD = 16  # rows that are being decoded
+_SHOWN = 5
+_TRANSPARENT = ("RGBA", "LA", "PA")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureSummary:
+    """The pictures of one split."""
+
+    split: str
+    rows: int
+    without: int  # rows that have no picture
+    pictures: int
+    counted: int  # rows whose tokens were counted, from the first
+    tokens: int  # placeholder tokens of those rows
+    median: int  # placeholder tokens of a picture, in those rows
+    most: int
+    share: float  # of all tokens of those rows
+    in_loss: float  # share of the tokens in the loss that are placeholders
+    largest: tuple[int, int]  # width and height in pixels
+    largest_row: int  # from 1
+    transparent: int
+    animated: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """What is told of them."""
+        width, height = self.largest
+        without = f", {self.without:,} rows without" if self.without else ""
+        loss = f"{100 * self.in_loss:.3g} % of those in the loss"
+        found = [
+            f"{self.split} pictures: {self.pictures:,} in {self.rows - self.without:,} rows{without}; the largest has "
+            f"{width} x {height} pixels (row {self.largest_row}); a picture is {self.median:,} tokens (median, up to "
+            f"{self.most:,}), {100 * self.share:.3g} % of all tokens and {loss}"
+        ]
+        if self.counted < self.rows:
+            found.append(
+                f"{self.counted:,} of {self.rows:,} {self.split} rows were decoded and counted in {SECONDS:g} seconds, "
+                "of the others only the pictures' headers were read"
+            )
+        if self.transparent:
+            found.append(
+                f"{self.transparent:,} {self.split} pictures have transparency: the model is shown the colours stored "
+                "under transparent pixels, or what its processor puts there, as in inference; "
+                "`mogrify -background white -alpha remove FILE` makes them white"
+            )
+        if self.animated:
+            found.append(f"{self.animated:,} {self.split} pictures are animated: their first frame is used")
+        return found
+
+
+@dataclass
+class _Tally:
+    """What is counted while rows are looked at."""
+
+    rows: int = 0
+    without: int = 0
+    pictures: int = 0
+    transparent: int = 0
+    animated: int = 0
+    largest: tuple[int, int] = (0, 0)
+    largest_row: int = 0
+    counts: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)  # see `_counted`
+    per_picture: list[int] = field(default_factory=list)  # placeholder tokens over pictures, of a row
+    faults: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # rows and what is wrong, by kind
+
+    def fault(self, number: int, error: PictureError) -> None:
+        self.faults.setdefault(error.kind, []).append((number, str(error)))
+
+
+def look_through(
+    rows: Rows,
+    collator: PictureCollator,
+    split: str,
+    *,
+    seconds: float = SECONDS,
+    progress: Callable[[int], None] = lambda done: None,
+) -> tuple[DataSummary | None, PictureSummary | None]:
+    """Look at every row of a split (of a stream: at the first 100).
+
+    Returns the summary of the tokens and that of the pictures; None where nothing could be counted.
+
+    PictureError: rows that cannot be used, a line with the rows of each kind of fault.
+    """
+    tally = _Tally()
+    numbered = enumerate(rows if hasattr(rows, "__len__") else islice(rows, STREAMED_ROWS), start=1)
+    threads = min(4, os.cpu_count() or 1)
+    until = time.monotonic() + seconds
+    with ThreadPoolExecutor(threads, thread_name_prefix="pictures") as pool:
+        for number, row, opened in _opened_ahead(numbered, pool, collator, until):
+            tally.rows = number
+            progress(number)
+            try:
+                heads, example = opened.result()
+            except PictureError as error:
+                tally.fault(number, error)
+                continue
+            _note_headers(tally, number, heads)
+            if example is None:
+                continue
+            try:
+                counts = _counted(collator, example)
+            except PictureError as error:
+                tally.fault(number, error)
+            except (*FOREIGN_ERRORS, StopIteration) as error:  # of the model's processor, its template or TRL
+                tally.fault(number, _refused(error, row, collator))
+            else:
+                tally.counts.append(counts)
+                if heads:
+                    tally.per_picture.append(counts[4] // len(heads))
+    if tally.faults:
+        raise PictureError(_told(tally.faults, split))
+    return _summaries(tally, split, collator.max_length)
+
+
+def _opened_ahead(
+    numbered: Iterator[tuple[int, Mapping[str, Any]]], pool: ThreadPoolExecutor, collator: PictureCollator, until: float
+) -> Iterator[tuple[int, Mapping[str, Any], Future[Any]]]:
+    """Each row, in order, while the pictures of the next ones are being opened."""
+    waiting: list[tuple[int, Mapping[str, Any], Future[Any]]] = []
+    for number, row in numbered:
+        decode = time.monotonic() < until
+        waiting.append((number, row, pool.submit(_read, collator, row, decode)))
+        if len(waiting) > _AHEAD:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _read(collator: PictureCollator, row: Mapping[str, Any], decode: bool) -> tuple[list[Any], dict[str, Any] | None]:
+    """Size, mode and frames of each picture of a row, and the row with its pictures opened if ``decode``."""
+    _, sources = collator.pictures.arranged(row)
+    heads = []
+    for source in sources:
+        image = collator.pictures.header(source)
+        transparent = image.mode in _TRANSPARENT or "transparency" in image.info
+        heads.append((image.size, transparent, getattr(image, "n_frames", 1) > 1))
+    return heads, collator.pictures.example(row) if decode else None
+
+
+def _note_headers(tally: _Tally, number: int, heads: list[Any]) -> None:
+    tally.pictures += len(heads)
+    tally.without += not heads
+    for size, transparent, animated in heads:
+        tally.transparent += transparent
+        tally.animated += animated
+        if size[0] * size[1] > tally.largest[0] * tally.largest[1]:
+            tally.largest, tally.largest_row = size, number
+
+
+def _counted(collator: PictureCollator, example: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
+    """Of one row: tokens, tokens after cutting, both of those in the loss; placeholder tokens, and those in the loss.
+
+    Of a pair both answers with their prompt are added up, and its placeholders are counted once.
+    """
+    batch = collator.whole([example])
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    in_loss = batch["labels"] != MASKED if "labels" in batch else batch["completion_mask"].bool()
+    collator.cut({"input_ids": ids, "attention_mask": batch["attention_mask"]})  # refuses a cut into a picture
+    limit = collator.max_length or ids.shape[1]
+    placeholders = collator.is_placeholder(ids) & mask
+    return (
+        int(mask.sum()),
+        int(mask[:, :limit].sum()),
+        int((in_loss & mask).sum()),
+        int((in_loss & mask)[:, :limit].sum()),
+        int(placeholders[0].sum()),
+        int((placeholders & in_loss).sum()),
+    )
+
+
+def _refused(error: Exception, row: Mapping[str, Any], collator: PictureCollator) -> PictureError:
+    """What the model's processor, its chat template or TRL refused, as a fault of the row."""
+    _, sources = collator.pictures.arranged(row)
+    names = ", ".join(name_of(source) for source in sources[:2])
+    about = f" ({names})" if names else ""
+    return PictureError(
+        f"the model's processor refuses it{about}: {first_line(error)}", kind=f"refused {type(error).__name__}"
+    )
+
+
+def _told(faults: Mapping[str, list[tuple[int, str]]], split: str) -> str:
+    lines = []
+    for rows in faults.values():
+        number, what = rows[0]
+        others = ", ".join(str(other) for other, _ in rows[1:_SHOWN])
+        more = f" and {len(rows) - _SHOWN:,} more" if len(rows) > _SHOWN else ""
+        also = f" (also rows {others}{more})" if others else ""
+        lines.append(f"row {number} of the '{split}' split: {what}{also}")
+    return "; ".join(lines)
+
+
+def _summaries(tally: _Tally, split: str, limit: int | None) -> tuple[DataSummary | None, PictureSummary | None]:
+    if not tally.counts:
+        return None, None
+    columns = np.array(tally.counts, dtype=np.int64).T
+    whole, kept, in_loss, trained, placeholders, in_loss_too = columns[:, None, :]
+    tokens = summarised(split, limit, whole, kept, in_loss, trained, dropped=0)
+    per_picture = np.array(tally.per_picture or [0])
+    pictures = PictureSummary(
+        split=split,
+        rows=tally.rows,
+        without=tally.without,
+        pictures=tally.pictures,
+        counted=len(tally.counts),
+        tokens=int(placeholders.sum()),
+        median=int(np.median(per_picture)),
+        most=int(per_picture.max()),
+        share=float(placeholders.sum() / max(1, int(whole.sum()))),
+        in_loss=float(in_loss_too.sum() / max(1, int(in_loss.sum()))),
+        largest=tally.largest,
+        largest_row=tally.largest_row,
+        transparent=tally.transparent,
+        animated=tally.animated,
+    )
+    return tokens, pictures

@@ -1,0 +1,506 @@
+"""Pictures of rows: where a row names them, how they are opened, and what is refused.
+
+A row names its pictures in TRL's columns ``images`` and ``image``, or inside its messages: as parts with the picture in
+them (Qwen's, OpenAI's and Anthropic's form), or as ``<image>`` in the text (LLaVA's, LLaMA-Factory's and ms-swift's).
+`PictureRows` turns each of these into what TRL's collators read, when a batch is made: the rows on disk stay as they
+are. Nothing here imports torch, and Pillow is imported with the first picture.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import urlparse
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.paths import expand_user
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from PIL.Image import Image
+
+    Rows: TypeAlias = Dataset | IterableDataset
+
+TAG = "<image>"  # what the toolkits write into a text where a picture belongs
+COLUMNS = ("images", "image")  # TRL's
+TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # TRL's columns of messages
+_PAYLOADS = ("image", "image_url", "url", "path", "base64", "source", "bytes")  # keys of a part that hold a picture
+_PICTURE_PARTS = ("image", "image_url", "input_image")
+_OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
+_GREY_16 = ("I", "I;16", "I;16L", "I;16B", "I;16N", "F")
+_ADDRESS_SECONDS = 20
+
+
+class PictureError(UsageError):
+    """A picture, or a row with pictures, that cannot be used.
+
+    Attributes:
+        kind: one word; errors of one kind have the same cause.
+        picture: the name of the picture, if it is one picture's fault.
+    """
+
+    def __init__(self, what: str, *, kind: str = "other", picture: str | None = None) -> None:
+        super().__init__(what)
+        self.kind = kind
+        self.picture = picture
+
+    def __reduce__(self) -> Any:  # a worker of the loader sends it to the main process
+        return _picture_error, (str(self), self.kind, self.picture)
+
+
+def _picture_error(what: str, kind: str, picture: str | None) -> PictureError:
+    return PictureError(what, kind=kind, picture=picture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureRows:
+    """How the pictures of a data set are read.
+
+    ``folders`` are where relative paths are looked up, in this order; ``tags``: whether ``<image>`` in a text stands
+    for a picture; ``max_pixels``: larger pictures are made smaller, with their aspect; ``as_rgb``: whether all become
+    RGB here, because the model's processor does not convert them; ``literals``: what the model reads as a placeholder
+    wherever it stands, so that no text may contain it.
+    """
+
+    folders: tuple[Path, ...] = ()
+    tags: bool = False
+    max_pixels: int | None = None
+    as_rgb: bool = False
+    literals: tuple[str, ...] = ()
+
+    def arranged(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """The row with a placeholder part for each of its pictures, and the pictures' sources in that order.
+
+        PictureError: the number of pictures differs from that of the placeholders, or the row has other media.
+        """
+        row = dict(row)
+        given = [listed(row.pop(name, None)) for name in COLUMNS]
+        own = given[0] or given[1]
+        reader = _Reader(own, tags=self.tags)
+        turns = [name for name in TURNS if isinstance(row.get(name), list)]
+        for name in turns:
+            row[name] = [reader.message(message) for message in row[name]]
+            self._refuse_literals(row[name])
+        if turns and not reader.placeholders and own:
+            first = next((name for name in turns if name in ("messages", "prompt")), turns[0])
+            row[first] = _with_pictures_first(row[first], len(own))
+        elif turns and reader.placeholders != len(reader.sources) + len(own) - reader.used:
+            raise PictureError(
+                f"{_count(len(own), 'picture')} for {_count(reader.wanted, 'placeholder')}: give a picture for each "
+                "placeholder, in their order",
+                kind="count",
+            )
+        sources = reader.sources + own[reader.used :]
+        if any(_placeholders(row[name]) for name in turns if name not in ("messages", "prompt")):
+            raise PictureError(
+                "a picture stands in the answer, which is not trained: put it into the prompt", kind="answer"
+            )
+        row["images"] = sources
+        return row, sources
+
+    def _refuse_literals(self, messages: Sequence[Any]) -> None:
+        for text in _texts(messages):
+            for literal in self.literals:
+                if literal in text:
+                    raise PictureError(
+                        f"its text contains {literal}, which the model reads as the placeholder of a picture: write "
+                        "it otherwise",
+                        kind="literal",
+                    )
+
+    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row as TRL's collators read it, with its pictures opened."""
+        row, sources = self.arranged(row)
+        row["images"] = [self.opened(source) for source in sources]
+        return row
+
+    def opened(self, source: Any) -> Image:
+        """One picture, decoded, upright and within ``max_pixels``.
+
+        PictureError: it is missing, damaged, no picture, too large, or 16-bit grey.
+        """
+        from PIL import Image, ImageOps
+
+        name = name_of(source)
+        image = self.header(source)
+        try:
+            image.load()
+            image = ImageOps.exif_transpose(image)
+        except Exception as error:  # Pillow's decoders raise errors of many classes for damaged files
+            raise PictureError(
+                f"{name} is cut off or damaged ({_first_line(error)}): save it again, or leave the row out",
+                kind="damaged",
+                picture=name,
+            ) from error
+        if self.as_rgb or isinstance(source, str) or image.mode not in ("RGB", "RGBA", "LA", "P", "PA"):
+            image = image.convert("RGB")  # as transformers opens a path
+        width, height = image.size
+        if self.max_pixels is not None and width * height > self.max_pixels:
+            factor = (self.max_pixels / (width * height)) ** 0.5
+            size = (max(1, int(width * factor)), max(1, int(height * factor)))
+            image = image.convert("RGB" if image.mode == "P" else image.mode).resize(size, Image.Resampling.BICUBIC)
+        return image
+
+    def header(self, source: Any) -> Image:
+        """One picture whose pixels are not decoded yet; what its header shows to be unusable is refused."""
+        import warnings
+
+        from PIL import Image, UnidentifiedImageError
+
+        name = name_of(source)
+        if isinstance(source, Image.Image):
+            image = source
+        else:
+            stream, begins = self._stream(source, name)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                    image = Image.open(stream)
+            except Image.DecompressionBombError as error:
+                raise PictureError(
+                    f"{name} is refused as a decompression bomb ({_first_line(error).rpartition(',')[0]}): make it "
+                    "smaller, or leave the row out",
+                    kind="bomb",
+                    picture=name,
+                ) from error
+            except UnidentifiedImageError as error:
+                raise PictureError(
+                    f"{name} is no picture that Pillow can read; it begins with {begins!r}",
+                    kind="unknown",
+                    picture=name,
+                ) from error
+            except Exception as error:
+                raise PictureError(
+                    f"{name} is cut off or damaged ({_first_line(error)}): save it again, or leave the row out",
+                    kind="damaged",
+                    picture=name,
+                ) from error
+        if image.mode in _GREY_16:
+            raise PictureError(
+                f"{name} has 16 bits of grey, which models read as white: convert it to 8 bits, in the range that "
+                "matters, with `mogrify -auto-level -depth 8 FILE`",
+                kind="grey",
+                picture=name,
+            )
+        return image
+
+    def _stream(self, source: Any, name: str) -> tuple[Any, bytes]:
+        """The bytes of a picture as a file, and how they begin."""
+        content = _embedded(source, name)
+        if content is None:
+            path = self._path(_address(source), name)
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise PictureError(f"{name} cannot be read: {error.strerror}", kind="missing", picture=name) from error
+        if not content:
+            raise PictureError(f"{name} is empty (0 bytes)", kind="empty", picture=name)
+        return io.BytesIO(content), content[:16]
+
+    def _path(self, text: str, name: str) -> Path:
+        if not text:
+            raise PictureError("a picture has neither bytes nor a path", kind="missing", picture=name)
+        if text.startswith(("http://", "https://")):
+            return _fetched(text)
+        path = expand_user(text.removeprefix("file://"))
+        tried = [path] if path.is_absolute() else [folder / path for folder in (*self.folders, Path.cwd())]
+        for candidate in tried:
+            if os.path.isfile(candidate):  # unlike Path.is_file, never raises
+                return candidate
+        where = (
+            "" if path.is_absolute() else f" in {', '.join(str(folder) for folder in self.folders or (Path.cwd(),))}"
+        )
+        hint = "" if path.is_absolute() else ": give the folder of the pictures with --image_folder"
+        raise PictureError(f"{name} does not exist{where}{hint}", kind="missing", picture=name)
+
+
+# ---- the parts of a row -----------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Reads the messages of one row in order: each placeholder takes its own picture, or the row's next one."""
+
+    def __init__(self, own: Sequence[Any], *, tags: bool) -> None:
+        self._own, self._tags = own, tags
+        self.sources: list[Any] = []
+        self.used = 0  # of the row's own pictures
+        self.wanted = 0  # placeholders without a picture of their own
+        self.placeholders = 0
+
+    def message(self, message: Any) -> Any:
+        if not isinstance(message, Mapping):
+            return message
+        content = message.get("content")
+        if isinstance(content, str) and self._tags and TAG in content and message.get("role") != "assistant":
+            return {**message, "content": list(self._split(content))}
+        if isinstance(content, list):
+            return {**message, "content": [self._part(part) for part in content]}
+        return message
+
+    def _split(self, text: str) -> Iterator[dict[str, Any]]:
+        for number, piece in enumerate(text.split(TAG)):
+            if number:
+                self._take()
+                yield {"type": "image"}
+            if piece:
+                yield {"type": "text", "text": piece}
+
+    def _part(self, part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        part = {key: value for key, value in part.items() if value is not None}  # Arrow gives all parts the same keys
+        kind = part.get("type")
+        if kind in _OTHER_MEDIA:
+            raise PictureError(f"a part of a message is {kind}; only text and pictures are trained", kind="media")
+        if kind not in _PICTURE_PARTS:
+            return {"type": "text", "text": "", **part} if kind == "text" else part
+        payload = next((part[key] for key in _PAYLOADS if part.get(key) not in (None, "")), None)
+        if payload is None:
+            self._take()
+        else:
+            self.placeholders += 1
+            self.sources.append(payload)
+        return {"type": "image"}
+
+    def _take(self) -> None:
+        self.placeholders += 1
+        self.wanted += 1
+        if self.used < len(self._own):
+            self.sources.append(self._own[self.used])
+            self.used += 1
+
+
+def listed(value: Any) -> list[Any]:
+    """The pictures of a column's value: a list, a single picture, or nothing."""
+    if value is None:
+        return []
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if each is not None and each != ""]
+
+
+def _with_pictures_first(messages: list[Any], count: int) -> list[Any]:
+    """The messages with ``count`` pictures before the text of the first user message, as TRL places them."""
+    placeholders = [{"type": "image"} for _ in range(count)]
+    for number, message in enumerate(messages):
+        if isinstance(message, Mapping) and message.get("role") == "user":
+            content = message.get("content")
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+            return [*messages[:number], {**message, "content": placeholders + parts}, *messages[number + 1 :]]
+    raise PictureError("its pictures have no place: no message is of the role user", kind="count")
+
+
+def _texts(messages: Sequence[Any]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
+
+
+def _placeholders(messages: Sequence[Any]) -> int:
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+# ---- the bytes of a picture -------------------------------------------------------------------------------------
+
+
+def name_of(source: Any) -> str:
+    """How messages name a picture: its path or address, or what it is."""
+    if isinstance(source, Mapping):
+        inner = next((source[key] for key in ("path", "url") if source.get(key)), None)
+        if inner is not None:
+            return str(inner)
+        content = source.get("bytes") or source.get("data") or b""
+        return f"a picture of {len(content):,} bytes in the data file"
+    if isinstance(source, str):
+        return f"a picture in the text of {len(source):,} characters" if source.startswith("data:") else source
+    return "a picture in the data file"
+
+
+def _address(source: Any) -> str:
+    if isinstance(source, Mapping):
+        return str(source.get("path") or source.get("url") or "")
+    return str(source)
+
+
+def _embedded(source: Any, name: str) -> bytes | None:
+    """The bytes of a picture that the row itself holds; None: they are elsewhere."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, Mapping):
+        if source.get("bytes") is not None:
+            return bytes(source["bytes"])
+        source = source.get("data") or source.get("url") or ""  # Anthropic's and OpenAI's
+        if isinstance(source, bytes):
+            return source
+    if isinstance(source, str) and source.startswith("data:"):
+        source = source.partition(",")[2]
+    elif not (isinstance(source, str) and len(source) > 255 and "://" not in source[:16]):  # longer than a file's name
+        return None
+    try:
+        return base64.b64decode(source, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError(f"{name} is no base64 of a picture ({error})", kind="unknown", picture=name) from error
+
+
+def _fetched(address: str) -> Path:
+    """The file of a picture at an address, which is fetched once and kept in the cache."""
+    import urllib.request
+
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HOME) / "hf_rocm_tune" / "pictures"
+    file = cache / hashlib.sha256(address.encode()).hexdigest()
+    if file.is_file():
+        return file
+    try:
+        with urllib.request.urlopen(address, timeout=_ADDRESS_SECONDS) as answer:
+            content = answer.read()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise PictureError(
+            f"{address} cannot be fetched ({reason}): download the picture and name the file",
+            kind=f"address of {urlparse(address).hostname}",
+            picture=address,
+        ) from error
+    cache.mkdir(parents=True, exist_ok=True)
+    begun = file.with_suffix(f".{os.getpid()}")
+    begun.write_bytes(content)
+    begun.replace(file)
+    return file
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# ---- a data set -------------------------------------------------------------------------------------------------
+
+
+def has_pictures(rows: Rows) -> bool:
+    """Whether rows have pictures: in a column of TRL's, or in parts of their messages. Reads no pictures.
+
+    Messages that are plain text by their types are not looked into.
+    """
+    columns = columns_of(rows)
+    if any(name in columns for name in COLUMNS):
+        return True
+    typed = [name for name in (*TURNS, "conversations") if name in columns and _may_have_parts(rows, name)]
+    return any(_has_part(row.get(name)) for row in _rows_of(rows, typed) for name in typed) if typed else False
+
+
+def columns_of(rows: Rows) -> list[str]:
+    return list(rows.column_names or next(iter(rows)))
+
+
+def undecoded(rows: Rows) -> Rows:
+    """The rows with their pictures as bytes or paths; nothing is copied."""
+    from datasets import Dataset, Image, List
+
+    kinds = {name: kind for name, kind in (rows.features or {}).items() if name in COLUMNS}
+    if not isinstance(rows, Dataset):
+        for name, kind in kinds.items():
+            if isinstance(kind, Image) or isinstance(getattr(kind, "feature", None), Image):
+                plain = Image(decode=False)
+                rows = rows.cast_column(name, plain if isinstance(kind, Image) else List(plain))
+        return rows
+    rows = copy.deepcopy(rows)  # shares the table; `cast_column` would write a list of pictures once more
+    for name in kinds:
+        kind = rows.info.features[name]
+        image = kind if isinstance(kind, Image) else getattr(kind, "feature", None)
+        if isinstance(image, Image):
+            image.decode = False
+    return rows
+
+
+def with_column(rows: Rows) -> Rows:
+    """The rows with a column ``images``, by which TRL knows them; it is empty where pictures are in messages."""
+    from datasets import Dataset, Features, List, Value
+
+    if any(name in columns_of(rows) for name in COLUMNS):
+        return rows
+    if isinstance(rows, Dataset):
+        empty: list[list[str]] = [[]] * len(rows)
+        return rows.add_column("images", empty, feature=List(Value("string")))
+    features = Features({**rows.features, "images": List(Value("string"))}) if rows.features else None
+    return rows.map(lambda row: {"images": []}, features=features)
+
+
+def _may_have_parts(rows: Rows, column: str) -> bool:
+    """Whether the type of a column of messages allows content that is not plain text."""
+    from datasets import Value
+
+    message = getattr((rows.features or {}).get(column), "feature", None)
+    if not isinstance(message, Mapping):
+        return not isinstance((rows.features or {}).get(column), Value)
+    content = message.get("content", message.get("value"))
+    return not (isinstance(content, Value) and content.dtype in ("string", "large_string"))
+
+
+def _has_part(messages: Any) -> bool:
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and part.get("type") in (*_PICTURE_PARTS, *_OTHER_MEDIA):
+                return True
+    return False
+
+
+_STREAMED = 100
+
+
+def _rows_of(rows: Rows, columns: list[str]) -> Iterator[Mapping[str, Any]]:
+    from datasets import Dataset
+
+    if isinstance(rows, Dataset):
+        yield from rows.select_columns(columns)
+    else:
+        yield from rows.take(_STREAMED)
+
+
+def tagged(rows: Rows) -> bool:
+    """Whether ``<image>`` in the texts of these rows stands for their pictures, as LLaVA and LLaMA-Factory write it.
+
+    UsageError: it does so in some of the rows with pictures only.
+    """
+    from datasets import Dataset
+
+    columns = columns_of(rows)
+    pictures = next((name for name in COLUMNS if name in columns), None)
+    texts = [name for name in TURNS if name in columns]
+    if pictures is None or not texts:
+        return False
+    chosen = rows.select_columns([pictures, *texts]) if isinstance(rows, Dataset) else rows.take(_STREAMED)
+    first_with = first_without = None
+    for number, row in enumerate(chosen, start=1):
+        if not listed(row[pictures]):
+            continue
+        contents = [message.get("content") for name in texts if isinstance(row[name], list) for message in row[name]]
+        if any(isinstance(content, list) for content in contents):
+            continue
+        if any(isinstance(content, str) and TAG in content for content in contents):
+            first_with = first_with or number
+        else:
+            first_without = first_without or number
+    if first_with and first_without:
+        raise PictureError(
+            f"row {first_with} has {TAG} in its text and row {first_without} has pictures without it: write {TAG} "
+            "where each picture belongs, in every row, or in none (then they come first)",
+            kind="count",
+        )
+    return first_with is not None

@@ -1,0 +1,175 @@
+"""The pictures of a job: looked through before the model is loaded, and opened by the trainer's collator."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import ProcessorMixin
+
+from hf_rocm_tune.cards.agree import on_main_process
+from hf_rocm_tune.data import pictures
+from hf_rocm_tune.data.picture_batches import PictureCollator, literals, placeholder_ids
+from hf_rocm_tune.data.picture_check import PictureSummary, look_through
+from hf_rocm_tune.data.pictures import PictureRows
+from hf_rocm_tune.data.summary import DataSummary
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.paths import expand_user
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.data.sources import Rows, Splits
+    from hf_rocm_tune.settings.arguments import Arguments
+
+TRAINED = ("sft", "dpo", "kto")  # methods with a collator for pictures
+_BAR_ROWS = 200  # fewer rows need no progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPictures:
+    """How the pictures of a job are read, and what was found in them."""
+
+    rows: PictureRows
+    placeholders: frozenset[int]
+    loss_on_placeholders: bool
+    tokens: Mapping[str, DataSummary]  # by split, ``train`` and ``eval``
+    summaries: Mapping[str, PictureSummary]
+
+    def attach(self, trainer: Any) -> None:
+        """Put the trainer's collator behind ours, and the summaries where those of text rows are."""
+        datasets = [rows for rows in (trainer.train_dataset, trainer.eval_dataset) if rows is not None]
+        trainer.data_collator = self.around(trainer.data_collator, datasets)
+        trainer.data_summaries = {**getattr(trainer, "data_summaries", {}), **self.tokens}
+
+    def around(self, stock: Any, datasets: list[Any]) -> PictureCollator:
+        return PictureCollator(
+            stock,
+            self.rows,
+            placeholders=self.placeholders,
+            loss_on_placeholders=self.loss_on_placeholders,
+            rows=datasets,
+        )
+
+    def lines(self) -> list[str]:
+        """What is told of the pictures."""
+        lines = [line for summary in self.summaries.values() for line in summary.lines()]
+        if self.summaries and not self.loss_on_placeholders:
+            lines.append("placeholder tokens of pictures do not count in the loss (TRL: --loss_on_picture_tokens)")
+        return lines
+
+
+def undecoded(arguments: Arguments, splits: Splits, processor: Any) -> Splits:
+    """The splits with their pictures as bytes or paths.
+
+    UsageError: this model or method cannot be trained on pictures.
+    """
+    method = arguments.method
+    if method == "grpo":
+        return splits
+    if not isinstance(processor, ProcessorMixin):
+        name = arguments.model.model_name_or_path
+        raise UsageError(f"the rows have pictures, and '{name}' is no vision-language model: give one, or rows of text")
+    if method not in TRAINED:
+        raise UsageError(f"the rows have pictures, which {method} does not train on: use {', '.join(TRAINED)}")
+    train = pictures.undecoded(splits.train)
+    evaluation = None if splits.eval is None else pictures.undecoded(splits.eval)
+    return replace(splits, train=train, eval=evaluation)
+
+
+def looked_through(
+    arguments: Arguments, splits: Splits, processor: Any, config: Any, say: Callable[..., None]
+) -> Splits:
+    """The splits as TRL takes rows with pictures, and their pictures, all of which were looked at. Collective."""
+    train = pictures.with_column(splits.train)
+    evaluation = None if splits.eval is None else pictures.with_column(splits.eval)
+    splits = replace(splits, train=train, eval=evaluation)
+    placeholders = placeholder_ids(processor, config)
+    processor = copy.deepcopy(processor)  # TRL gives it a token for padding
+    tokenizer = processor.tokenizer
+    tokenizer.pad_token = getattr(arguments.training, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token
+    found = JobPictures(
+        rows=PictureRows(
+            folders=_folders(arguments),
+            tags=any(pictures.tagged(rows) for rows in (train, evaluation) if rows is not None),
+            max_pixels=arguments.tune.max_pixels,
+            as_rgb=not getattr(getattr(processor, "image_processor", None), "do_convert_rgb", False),
+            literals=literals(processor, placeholders),
+        ),
+        placeholders=placeholders,
+        loss_on_placeholders=bool(arguments.tune.loss_on_picture_tokens),
+        tokens={},
+        summaries={},
+    )
+    tokens, summaries = {}, {}
+    for split, rows in (("train", train), ("eval", evaluation)):
+        if rows is None:
+            continue
+        collator = found.around(_stock_collator(arguments, processor, rows), [])
+        counted, summary = on_main_process(partial(_look, rows, collator, split, say))
+        if counted is not None:
+            tokens[split] = counted
+        if summary is not None:
+            summaries[split] = summary
+    return replace(splits, pictures=replace(found, tokens=tokens, summaries=summaries))
+
+
+def _look(rows: Rows, collator: PictureCollator, split: str, say: Callable[..., None]) -> Any:
+    """Look through one split, with a line that is rewritten in a terminal."""
+    total = len(rows) if hasattr(rows, "__len__") else 0
+    if total >= _BAR_ROWS:
+        say(f"looking through the pictures of {total:,} {split} rows")
+    shown = total >= _BAR_ROWS and sys.stderr.isatty()
+
+    def progress(done: int) -> None:
+        if shown and (done % 50 == 0 or done == total):
+            print(f"\r  {done:,} of {total:,} rows", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    return look_through(rows, collator, split, progress=progress)
+
+
+def _folders(arguments: Arguments) -> tuple[Path, ...]:
+    """Where relative paths of pictures are looked up: in ``--image_folder``, or beside the data files."""
+    if arguments.tune.image_folder is not None:
+        folder = expand_user(arguments.tune.image_folder)
+        if not os.path.isdir(folder):
+            raise UsageError(f"--image_folder {arguments.tune.image_folder} is no directory")
+        return (folder.absolute(),)
+    names = [arguments.script.dataset_name, *(part.path for part in arguments.mixture.datasets or ())]
+    paths = [expand_user(name).absolute() for name in names if name]
+    return tuple(path if path.is_dir() else path.parent for path in paths if path.exists())
+
+
+def _stock_collator(arguments: Arguments, processor: Any, rows: Rows) -> Any:
+    """The collator that TRL makes for these rows, see the constructors of its trainers in 1.16."""
+    args: Any = arguments.training
+    common = {"processor": processor, "max_length": args.max_length, "pad_to_multiple_of": args.pad_to_multiple_of}
+    if arguments.method == "dpo":
+        from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+        return DataCollatorForVisionPreference(**common)
+    if arguments.method == "kto":
+        from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
+
+        return DataCollatorForVisionUnpairedPreference(calculate_kl=False, **common)
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    columns = pictures.columns_of(rows)
+    completion_only = args.completion_only_loss
+    if completion_only is None:
+        completion_only = "prompt" in columns and "completion" in columns
+    template = None
+    if args.assistant_only_loss and not has_generation_markers(processor.chat_template):
+        template = get_training_chat_template(processor)
+    return DataCollatorForVisionLanguageModeling(
+        completion_only_loss=completion_only,
+        dataset_text_field=args.dataset_text_field,
+        assistant_only_loss=args.assistant_only_loss,
+        chat_template=template,
+        **common,
+    )

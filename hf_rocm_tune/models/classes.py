@@ -1,0 +1,45 @@
+"""The class of a model, decided in one place for training, previews, splits and plans: by its configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import AutoModelForSequenceClassification
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def architecture_of(config: PreTrainedConfig) -> Any:
+    """The class of transformers that the configuration names; None: it is of the model's own code."""
+    return getattr(transformers, (config.architectures or ["?"])[0], None)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The auto class that the model's own code is for; None: it names none of those that are trained."""
+    remote = getattr(config, "auto_map", None) or {}
+    names = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
+    name = next((name for name in names if name in remote), None)
+    return None if name is None else getattr(transformers, name)
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class that training loads, as TRL's ``create_model_from_path`` decides."""
+    return architecture_of(config) or auto_class(config) or transformers.AutoModelForCausalLM
+
+
+def without_weights(config: PreTrainedConfig, *, reward: bool = False, trust_remote_code: bool = False) -> Any:
+    """The model that training would load, on the meta device. ``reward``: as a reward model, of one output.
+
+    ValueError, ImportError: transformers cannot make it.
+    """
+    factory = model_class(config)
+    if reward:
+        config.num_labels = 1
+        factory = AutoModelForSequenceClassification
+    with torch.device("meta"):
+        if hasattr(factory, "from_config"):  # an auto class
+            return factory.from_config(config, trust_remote_code=trust_remote_code)
+        return factory(config)

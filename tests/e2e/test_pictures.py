@@ -1,0 +1,247 @@
+"""What a row shows is what the model sees and learns: layouts, cuts, masked placeholders, pictures that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests import pictures
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import done, flags, losses_of, report_of
+
+Train = Callable[..., Result]
+COUNT = 16
+
+
+@pytest.fixture(scope="module")
+def model(scratch: Path) -> Path:
+    return pictures.build_llava(scratch / "llava-pictures")
+
+
+@pytest.fixture(scope="module")
+def folder(scratch: Path) -> Path:
+    """A folder with 16 pictures."""
+    pictures.write_files(scratch / "sixteen", COUNT)
+    return scratch / "sixteen"
+
+
+@pytest.fixture
+def train(server: CommandServer, model: Path, base_flags: list[str], tmp_path: Path) -> Train:
+    """Runs a small job on a data file into ``tmp_path / output``."""
+
+    def run(data: Path, output: str, *more: str, env: dict[str, str] | None = None) -> Result:
+        settings = flags(model_name_or_path=model, dataset_name=data, output_dir=tmp_path / output, learning_rate=1e-3)
+        settings += flags(save_strategy="steps", save_steps=2)
+        return server.run(*base_flags, *settings, *more, env=env)
+
+    return run
+
+
+def inline(part: Callable[[str], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Rows with the picture in a part of the user's message."""
+    rows = []
+    for number in range(COUNT):
+        asked = [part(str(folder / f"{number}.png")), {"type": "text", "text": pictures.question(number)}]
+        said = {"role": "assistant", "content": [{"type": "text", "text": pictures.answer(number)}]}
+        rows.append({"messages": [{"role": "user", "content": asked}, said]})
+    return rows
+
+
+def columns(make: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [make(number) for number in range(COUNT)]
+
+
+def data_url(path: str) -> str:
+    import base64
+
+    return "data:image/png;base64," + base64.b64encode(Path(path).read_bytes()).decode()
+
+
+def layouts(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The same rows in every layout that is read; the first is TRL's."""
+
+    def file(number: int) -> str:
+        return str(folder / f"{number}.png")
+
+    def tagged(number: int) -> str:
+        return f"<image>{pictures.question(number)}"
+
+    said = pictures.answer
+    return {
+        "trl": columns(lambda n: {"images": [file(n)], "messages": pictures.turns(n)}),
+        "a string": columns(lambda n: {"images": file(n), "messages": pictures.turns(n)}),
+        "image": columns(lambda n: {"image": file(n), "messages": pictures.turns(n)}),
+        "relative": columns(lambda n: {"images": [f"{n}.png"], "messages": pictures.turns(n)}),
+        "qwen": inline(lambda path: {"type": "image", "image": path}, folder),
+        "url": inline(lambda path: {"type": "image", "url": f"file://{path}"}, folder),
+        "openai": inline(lambda path: {"type": "image_url", "image_url": {"url": data_url(path)}}, folder),
+        "llava": columns(
+            lambda n: {
+                "id": str(n),
+                "image": file(n),
+                "conversations": [{"from": "human", "value": tagged(n)}, {"from": "gpt", "value": said(n)}],
+            }
+        ),
+        "llamafactory": columns(
+            lambda n: {"images": [file(n)], "messages": [{"role": "user", "content": tagged(n)}, pictures.turns(n)[1]]}
+        ),
+        "alpaca": columns(lambda n: {"images": [file(n)], "instruction": tagged(n), "output": said(n)}),
+        "swift": columns(lambda n: {"images": [file(n)], "query": tagged(n), "response": said(n)}),
+    }
+
+
+def test_every_layout_trains_on_the_same_pictures(train: Train, folder: Path, tmp_path: Path) -> None:
+    """The losses of all are those of TRL's layout; of pairs of a question and an answer, those of its own columns."""
+    found = {}
+    for name, rows in layouts(folder).items():
+        output = name.replace(" ", "_")
+        where = folder / "data.jsonl" if name == "relative" else tmp_path / "data" / output / "data.jsonl"
+        done(train(pictures.write_jsonl(where, rows), output))
+        report = report_of(tmp_path / output)
+        assert report["batches"]["bytes"] > 4 * 2 * 3 * 28 * 28 * 4, name  # the pixels of 4 batches of 2, in float32
+        found[name] = losses_of(tmp_path / output)
+    pairs = {"alpaca", "swift"}  # the question does not count
+    assert all(losses == found["trl"] for name, losses in found.items() if name not in pairs), found
+    assert found["alpaca"] == found["swift"] != found["trl"]
+
+
+def test_relative_paths_are_from_the_folder_that_is_named(train: Train, folder: Path, tmp_path: Path) -> None:
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", layouts(folder)["relative"])
+    refused = train(data, "refused")
+    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "row 1 of the 'train' split: 0.png does not exist" in refused.stderr and "--image_folder" in refused.stderr
+    done(train(data, "found", "--image_folder", str(folder)))
+
+
+def test_placeholders_are_not_in_the_loss_and_a_run_begun_with_them_goes_on(
+    train: Train, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    """The first loss is a plain loop's with hand-masked labels; with the flag it is TRL's."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    rows = layouts(folder)["trl"]
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows)
+    still = ["--shuffle_dataset", "false", "--train_sampling_strategy", "sequential", "--learning_rate", "0"]
+    output = done(train(data, "ours", *still)).stdout
+    assert "do not count in the loss (TRL: --loss_on_picture_tokens)" in output and "0 % of those in the loss" in output
+    told = done(train(data, "theirs", *still, "--loss_on_picture_tokens", "true")).stdout
+    assert "do not count" not in told
+
+    collator = DataCollatorForVisionLanguageModeling(AutoProcessor.from_pretrained(model))
+    plain = AutoModelForImageTextToText.from_pretrained(model).train()
+    image = plain.config.image_token_index
+    batch = collator([{**row, "images": [Image.open(row["images"][0]).convert("RGB")]} for row in rows[:2]])
+    labels = batch.pop("labels")
+    for name, wanted in (("theirs", labels), ("ours", labels.masked_fill(batch["input_ids"] == image, -100))):
+        loss = plain(**batch, labels=wanted).loss.item()
+        assert losses_of(tmp_path / name)[0] == pytest.approx(loss, abs=2e-4), name
+    assert (labels == image).sum() == 2 * pictures.TOKENS
+
+    assert train(data, "begun", "--loss_on_picture_tokens", "true", env=_killed(3)).code < 0
+    record = json.loads((tmp_path / "begun" / "run.json").read_text())
+    del record["settings"]["loss_on_picture_tokens"]  # as an earlier version wrote it
+    (tmp_path / "begun" / "run.json").write_text(json.dumps(record))
+    resumed = done(train(data, "begun")).stdout
+    assert "continues from checkpoint-2" in resumed and "do not count" not in resumed
+    done(train(data, "whole", "--loss_on_picture_tokens", "true"))
+    assert losses_of(tmp_path / "begun")[-1] == losses_of(tmp_path / "whole")[-1]
+
+
+def _killed(step: int) -> dict[str, str]:
+    return {"HF_ROCM_TUNE_CRASH": f"step={step},kind=kill"}
+
+
+def test_what_max_length_cuts_is_told_and_a_cut_into_a_picture_refused(
+    train: Train, folder: Path, tmp_path: Path
+) -> None:
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", layouts(folder)["trl"])
+    told = done(train(data, "cut", "--max_length", "40")).stdout
+    assert "16 of 16 train rows are cut to 40 tokens" in told and "lose tokens that count in the loss" in told
+    refused = train(data, "refused", "--max_length", "7")
+    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "row 1 of the 'train' split: --max_length 7 cuts into a picture" in refused.stderr
+    assert "--max_pixels" in refused.stderr and "also rows 2, 3" in refused.stderr
+
+
+# ---- pictures that are refused ---------------------------------------------------------------------------------
+
+
+def _grey_16(path: Path) -> None:
+    Image.fromarray(torch.arange(0, 64000, 1000, dtype=torch.int32).to(torch.uint16).view(8, 8).numpy()).save(path)
+
+
+def _cut(path: Path) -> None:
+    noise = torch.randint(0, 255, (64, 64, 3), dtype=torch.uint8).numpy()
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:3000])
+
+
+def _bomb(path: Path) -> None:
+    from PIL import PngImagePlugin
+
+    with path.open("wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        size = (30000).to_bytes(4, "big")
+        PngImagePlugin.putchunk(file, b"IHDR", size, size, b"\x08\x02\x00\x00\x00")
+        PngImagePlugin.putchunk(file, b"IDAT", b"")
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: path.unlink(missing_ok=True), "does not exist"),
+    "empty": (lambda path: path.write_bytes(b""), "is empty (0 bytes)"),
+    "a page": (lambda path: path.write_text("<!doctype html><p>404"), "is no picture that Pillow can read"),
+    "cut": (_cut, "is cut off or damaged"),
+    "16-bit grey": (_grey_16, "mogrify -auto-level -depth 8"),
+    "a bomb": (_bomb, "decompression bomb"),
+}
+
+
+def test_bad_pictures_are_named_with_their_rows_before_the_model_is_loaded(
+    train: Train, folder: Path, tmp_path: Path
+) -> None:
+    """All kinds in one file: one message, in which each kind has the row and the file."""
+    rows = layouts(folder)["trl"]
+    for number, (name, (make, _)) in enumerate(BAD.items(), start=3):
+        path = tmp_path / f"{name}.png"
+        make(path)
+        rows[number]["images"] = [str(path)]
+    rows[-2]["images"] = ["http://127.0.0.1:9/never.png"]
+    rows[-1]["messages"][0]["content"] = "Is <image> a word?"
+    refused = train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out")
+    assert refused.code == 2 and "Traceback" not in refused.stderr, refused.stderr
+    assert "row 16 has <image> in its text and row 1 has pictures without it" in refused.stderr
+
+    rows[-1]["messages"] = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}, rows[0]["messages"][1]]
+    for row in rows[:-1]:
+        row["messages"] = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in row["messages"]]
+    rows[-1]["messages"][1] = rows[0]["messages"][1]
+    refused = train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out")
+    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    for number, (name, (_, said)) in enumerate(BAD.items(), start=4):
+        assert f"row {number} of the 'train' split: {tmp_path / f'{name}.png'}" in refused.stderr, name
+        assert said in refused.stderr, name
+    assert "row 15 of the 'train' split: http://127.0.0.1:9/never.png cannot be fetched" in refused.stderr
+    assert "row 16 of the 'train' split: 1 picture for 2 placeholders" in refused.stderr
+    assert not (tmp_path / "out" / "integrity.json").exists()
+
+
+def test_transparency_is_said(train: Train, folder: Path, tmp_path: Path) -> None:
+    pictures.picture(5, mode="RGBA").save(tmp_path / "clear.png")
+    rows = layouts(folder)["trl"]
+    rows[4]["images"] = [str(tmp_path / "clear.png")]
+    told = done(train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out")).stdout
+    assert "1 train pictures have transparency" in told
+
+
+def test_parts_that_are_no_pictures_are_refused(train: Train, folder: Path, tmp_path: Path) -> None:
+    rows = inline(lambda path: {"type": "video", "video": path}, folder)
+    refused = train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out")
+    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "row 1 of the 'train' split: a part of a message is video" in refused.stderr

@@ -1,0 +1,106 @@
+"""A small LLaVA whose processor needs no torchvision, and rows with pictures."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import tiny
+
+PART = "{%- if part['type'] == 'image' %}{{- '<image>' }}{%- else %}{{- part['text'] }}{%- endif %}"
+CONTENT = (
+    "{%- if message['content'] is string %}{{- message['content'] }}{%- else %}"
+    f"{{%- for part in message['content'] %}}{PART}{{%- endfor %}}{{%- endif %}}"
+)
+TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
+    f"{CONTENT}{{{{- '<|im_end|>\n' }}}}{{%- endfor %}}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+TOKENS = 4  # of a picture
+
+
+def build_llava(directory: Path) -> Path:
+    """CLIP's vision tower on 28 x 28 pixels (4 patches), a projector, and Llama."""
+    from transformers import (
+        AutoModelForImageTextToText,
+        CLIPImageProcessorPil,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaProcessor,
+    )
+
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**size, image_size=28, patch_size=14, projection_dim=64),
+        text_config=LlamaConfig(**size, vocab_size=576, max_position_embeddings=256, **ids),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=4,
+        vision_feature_layer=-1,
+    )
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
+def picture(number: int, size: tuple[int, int] = (40, 32), mode: str = "RGB") -> Any:
+    from PIL import Image
+
+    chooser = random.Random(number)
+    return Image.new("RGB", size, tuple(chooser.randrange(256) for _ in range(3))).convert(mode)
+
+
+def question(number: int) -> str:
+    return f"What colour is picture {number}?"
+
+
+def answer(number: int) -> str:
+    return f"It is {random.Random(number).randrange(256)} of red."
+
+
+def turns(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question(number)}, {"role": "assistant", "content": answer(number)}]
+
+
+def write_rows(directory: Path, count: int = 16) -> Path:
+    """A Parquet file of conversations about pictures that are in it."""
+    from datasets import Dataset, Features, Image, List, Value
+
+    kinds = {"images": List(Image()), "messages": List({"role": Value("string"), "content": Value("string")})}
+    rows = [{"images": [picture(number)], "messages": turns(number)} for number in range(count)]
+    directory.mkdir()
+    Dataset.from_list(rows, features=Features(kinds)).to_parquet(str(directory / "train.parquet"))
+    return directory
+
+
+def write_files(directory: Path, count: int = 16, **how: Any) -> list[str]:
+    """Pictures as PNG files ``0.png`` ...; returns their names."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        picture(number, **how).save(directory / f"{number}.png")
+    return [f"{number}.png" for number in range(count)]
+
+
+def write_jsonl(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
