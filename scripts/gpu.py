@@ -2,11 +2,12 @@
 
     python scripts/gpu.py [--minutes 10] [--only PART ...] [--wheels DIRECTORY] [--out DIRECTORY]
 
-The parts run in this order, each in a process of its own with a deadline; a part that fails stops no other, what there
-was no time for is named, and both files are written again after each part, so that an interrupted run leaves what it
-has seen. Names of this machine and paths are redacted. Exit code 1 where a part failed, 2 without a card. It takes the
-torch and the libraries that this Python has, below our lower bounds too: the result says what was lowered. ``--wheels``
-installs what is missing from a directory of wheels, without a network, beside the Python and not into it.
+The parts run in the order of what is most worth knowing, each in a process of its own with a deadline, which is shorter
+where there are fewer minutes. A part that fails stops no other, what there was no time for is named, and both files are
+written again after each part, so that an interrupted run leaves what it has seen. Names of this machine and paths are
+redacted. Exit code 1 where a part failed, 2 without a card. It takes the torch and the libraries that this Python has,
+below our lower bounds too: the result says what was lowered. ``--wheels`` installs what is missing from a directory of
+wheels, without a network, beside the Python and not into it.
 
 On a machine without a card it can be tried on the simulated one: ``SIMCARD=1 PYTHONPATH=$PWD:$PWD/tests/simcard/boot``,
 with small sizes, three of the methods and six times the time.
@@ -40,6 +41,10 @@ SLOWER = 6 if SIMULATED else 1  # every time limit; there a processor plays the 
 KILL_SECONDS = 10.0
 LEARNING_RATE, STEPS_APART = 2e-4, 2.0  # of the methods; how far a resumed run may end from the other, in rates
 LEAST_SECONDS = 20.0  # with less than this left a part is not begun
+FULL_MINUTES = 10.0  # in which every part has the time that it is given below
+SECONDS = "HF_ROCM_TUNE_GPU_SECONDS"  # tells a part its deadline
+
+LEFT_OUT = "left out for time"
 
 #: Method: its flags beside the common ones.
 METHODS: dict[str, tuple[str, ...]] = {
@@ -64,43 +69,53 @@ class Part(NamedTuple):
     accepted: tuple[int, ...] = (0,)
 
 
-def parts() -> list[Part]:
-    """In the order of what is most worth knowing; the deadlines add up to ten minutes."""
+def parts(minutes: float = FULL_MINUTES) -> list[Part]:
+    """In the order of what is most worth knowing; the deadlines add up to `FULL_MINUTES`."""
+    short = minutes < FULL_MINUTES
     own, tests = (
         (sys.executable, __file__, "--inside"),
         (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
     )
     small = ("--simulated", "--only", "Qwen3") if SIMULATED else ("--only", "Llama-3.2-1B")
     # on the simulated card a processor computes: what a card does in seconds must be small to end at all
-    width = ("--hidden", "64", "--layers", "1", "--batch", "1", "--seq", "16") if SIMULATED else ()
-    size, gb, count = ("1", "0.01", "100") if SIMULATED else ("256", "2", "1000")
+    width = ("--hidden", "1024", "--layers", "8", "--batch", "4", "--seq", "1024") if short else ()
+    width = ("--hidden", "64", "--layers", "1", "--batch", "1", "--seq", "16") if SIMULATED else width
+    size, gb, count = ("1", "0.01", "100") if SIMULATED else ("256", "1" if short else "2", "500" if short else "1000")
     shortage = (*own, "shortage") if SIMULATED else (*tests, "-m", "gpu", "tests/train/test_oom.py")
     json_to = ("--json", "{out}/result.json")
     # the simulated card's memory is the host's: the doctor, which fills what is free, gets 4 of its 20 GiB
     doctor = (*(("env", f"SIMCARD_OCCUPIED={16 << 30}") if SIMULATED else ()), *OURS, "doctor", "--json")
+    doctor += ("--seconds", str(int(_share(60, minutes) * SLOWER)))
 
     def bench(name: str, *flags: str) -> tuple[str, ...]:
         return (sys.executable, f"benchmarks/{name}.py", "--device", "cuda", *flags, *json_to)
 
-    return [
+    steps = "8" if short else "12"
+    found = [
         Part("versions", 30, (*own, "versions")),
-        Part("doctor", 70, doctor, accepted=(0, 1, 2)),
-        Part("loss gradient", 20, (*own, "products")),
+        Part("loss gradient", 15, (*own, "products")),
         Part("methods", 150, (*own, "methods")),
-        Part("bench sft", 110, bench("sft", *width, "--turns", "1", "--steps", "12", "--sides", "off", "full")),
         Part("bench transfer", 30, bench("transfer", "--max_mib", size, "--repeats", "3")),
         Part("drill", 40, (*OURS, "doctor", "--drill", "--faults", count, "--clean", count, *json_to)),
-        Part("transfer tests", 50, (*tests, "-m", "gpu or not long", "tests/transfer/test_mutants_on_card.py")),
-        Part("plan errors", 40, (sys.executable, "benchmarks/plan_errors.py", "--device", "cuda", *small, *json_to)),
+        Part("doctor", 75, doctor, accepted=(0, 1, 2)),
+        Part("bench sft", 110, bench("sft", *width, "--turns", "1", "--steps", steps, "--sides", "off", "full")),
+        Part("shortage of memory", 25, shortage),
         Part("bench load", 30, bench("load", "--gb", gb, "--repeats", "1")),
-        Part("shortage of memory", 30, shortage),
+        Part("plan errors", 40, (sys.executable, "benchmarks/plan_errors.py", "--device", "cuda", *small, *json_to)),
+        Part("transfer tests", 50, (*tests, "-m", "gpu or not long", "tests/transfer/test_mutants_on_card.py")),
     ]
+    return [part._replace(seconds=_share(part.seconds, minutes)) for part in found]
+
+
+def _share(seconds: float, minutes: float) -> float:
+    """What a part gets of fewer minutes: its share, but enough to start Python and its imports."""
+    return max(LEAST_SECONDS, seconds * min(1.0, minutes / FULL_MINUTES))
 
 
 def main() -> int:
     """Runs the parts and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all parts together (default: 10)")
+    parser.add_argument("--minutes", type=float, default=FULL_MINUTES, help="for all parts together (default: 10)")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in parts()], help="these parts")
     parser.add_argument("--wheels", type=Path, help="a directory of wheels for what this Python lacks")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="default: %(default)s")
@@ -128,7 +143,7 @@ def _run(wanted: argparse.Namespace, scratch: Path) -> int:
         "parts": [],
     }
     target = wanted.out
-    for part in parts():
+    for part in parts(wanted.minutes):
         if wanted.only and part.name not in wanted.only and part.name != "versions":
             continue
         left = deadline - time.monotonic()
@@ -187,7 +202,7 @@ def _part(part: Part, seconds: float, environ: dict[str, str], out: Path) -> dic
         child = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environ,
+            env={**environ, SECONDS: str(seconds)},
             stdout=printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -349,20 +364,29 @@ def _products() -> int:
 
 
 def _methods() -> int:
-    """Each method to its end, once undisturbed and once killed after its checkpoint and started again."""
+    """Each method to its end, once undisturbed and once killed after its checkpoint and started again.
+
+    A method is left out where the one that took longest would not fit into the time that is left.
+    """
     rows: list[dict[str, Any]] = []
+    ends, longest = time.monotonic() + float(os.environ.get(SECONDS, "inf")), 0.0
     with _server() as (server, common, scratch):
         chosen = dict(list(METHODS.items())[:3] if SIMULATED else METHODS.items())
         for number, (method, flags) in enumerate(chosen.items()):
             began = time.monotonic()
+            if began + longest > ends - 1:
+                rows.append({"method": method, "outcome": LEFT_OUT, "seconds": 0.0})
+                continue
             try:
                 outcome, facts = _method(server, [*common, *flags], scratch / str(number))
             except Exception as error:
                 outcome, facts = f"{type(error).__name__}: {error}"[:500], {}
+            longest = max(longest, time.monotonic() - began)
             row = {"method": method, "outcome": outcome, "seconds": round(time.monotonic() - began, 1), **facts}
             rows.append(row)
             print(json.dumps({"methods": rows}), flush=True)
-    return int(any(row["outcome"] != "ok" for row in rows))
+    print(json.dumps({"methods": rows}), flush=True)
+    return int(any(row["outcome"] not in ("ok", LEFT_OUT) for row in rows))
 
 
 def _method(server: Any, argv: list[str], out: Path) -> tuple[str, dict[str, Any]]:

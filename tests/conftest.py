@@ -45,6 +45,9 @@ if _has_room("/dev/shm"):
 # A shell starts background jobs with Ctrl-C ignored, and what is ignored is inherited by all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# So is SIGHUP under nohup. A handler that does nothing keeps this process going as well, and no program inherits it.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_unconfigure() -> None:

@@ -371,7 +371,8 @@ _PARTS = ("output", "gradient of the queries", "gradient of the keys", "gradient
 
 def attention(request: Mapping[str, Any]) -> list[Finding]:
     """Causal bfloat16 attention, plain and packed, and the backend that torch chooses: at lengths that double up to
-    ``length`` tokens, as far as memory goes and the next one is expected to end within ``seconds``.
+    ``length`` tokens, as far as memory goes and the next one is expected to end within ``seconds``, and within half of
+    ``total`` seconds for each kind.
 
     The output is compared in every `_STRIDE`-th row, and only these have a gradient, so all gradients are known from
     few rows of scores. Each query points at two keys that it may see, so that outputs and gradients are large in every
@@ -384,6 +385,7 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
     why = ""
     with Comparison(request) as compare:
         for kind in ("plain", "packed"):
+            ends = time.monotonic() + request.get("total", math.inf) / 2
             _long(compare, lengths[0], packed=kind == "packed")  # loads kernels, which the time is not to include
             for length in lengths:
                 began = time.monotonic()
@@ -394,7 +396,7 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
                     break
                 reached[kind] = length
                 expected = 4 * (time.monotonic() - began)  # of twice the length
-                if length < most and expected > request["seconds"]:
+                if length < most and expected > min(request["seconds"], ends - time.monotonic()):
                     why += f"; {2 * length:,} tokens {kind} would take {expected:.0f} s"
                     break
         told = " and ".join(f"{length:,} tokens {kind}" for kind, length in reached.items())

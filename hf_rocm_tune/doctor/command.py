@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -19,8 +20,8 @@ from typing import Any
 from rich.console import Console
 
 from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, Diagnosis, all_checks, diagnose, listing, select
-from hf_rocm_tune.doctor.findings import GROUPS, Evidence, Finding, Status, read_here
-from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError
+from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, Status, read_here
+from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError, checked
 from hf_rocm_tune.machine.sources import links_of
 from hf_rocm_tune.paths import can_be_file
 from hf_rocm_tune.redaction import Private, map_strings, one_line, scrub_text
@@ -50,10 +51,22 @@ def main(argv: Sequence[str]) -> int:
     # ``--only links,bar variables`` is three names.
     only = list(filter(None, ",".join(wanted.only).split(",")))
     checks, began = select(all_checks(), only), time.monotonic()
-    with Console(stderr=True).status("reading the machine, and querying torch") as shown:
+    console = Console(stderr=True)
+    with console.status("reading the machine, and querying torch") as shown:
+
+        def tell(check: Check) -> None:
+            shown.update(check.about)
+            if check.measure and not console.is_terminal:  # a log has no line that changes
+                print(f"{PROGRAM}: measuring {check.about}", file=sys.stderr, flush=True)
+
         evidence = read_here()
         diagnosis = diagnose(
-            evidence, checks, full=wanted.full, only=only, on_check=lambda check: shown.update(check.about)
+            evidence,
+            checks,
+            full=wanted.full,
+            only=only,
+            seconds_at_most=math.inf if wanted.seconds is None else wanted.seconds,
+            on_check=tell,
         )
     private = Private.of_this_machine(os.environ)
 
@@ -82,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", nargs="?", type=Path, const=Path("-"), metavar="FILE", help=json_help)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these groups or checks only")
     parser.add_argument("--full", action="store_true", help="measure longer (the drill: inject more faults); minutes")
+    seconds_help = "at most so long: what is not measured then is named as not run"
+    parser.add_argument("--seconds", type=checked(float, lambda value: value > 0, "above 0"), help=seconds_help)
     drill = parser.add_argument_group("drill", "inject faults into real transfers, and show that each is detected")
     drill.add_argument("--drill", action="store_true", help="run the drill instead of the checks")
     drill.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (HIP and CUDA) where torch sees one")

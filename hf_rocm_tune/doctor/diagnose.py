@@ -8,6 +8,7 @@ two cards in this process, because its trials start their own children. This pro
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,30 +26,33 @@ MODULE = "hf_rocm_tune.doctor.diagnose"
 NOTHING_THERE = "not applicable on this machine"
 _HUNG = ("measurement_hung", "pair_hung")
 _ENOUGH_HANGS = 2
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 
 MEASURED = (
     Check("round_trip", "transfers", "copies to the card and back, by size, dtype and kind, cold and warm",
-          measure="transfers.round_trip", deadline_s=300, options={"largest": 64 * _MIB, "repeats": 20},
-          full={"largest": 256 * _MIB, "repeats": 100}, again={"HSA_ENABLE_SDMA": "0"}),
+          measure="transfers.round_trip", full_deadline_s=300,
+          options={"largest": 64 * _MIB, "repeats": 20, "seconds": 20},
+          full={"largest": 256 * _MIB, "repeats": 100, "seconds": 200}, again={"HSA_ENABLE_SDMA": "0"}),
     Check("casts", "transfers", "casts on the card, compared with the CPU", measure="transfers.casts"),
     Check("bandwidth", "transfers", "speed of page-locked copies, compared with the rate of the link",
           measure="transfers.bandwidth", options={"mib": 256}),
     # 144: the cycle in which the RX 7900 XT of ROCm/ROCm#6603 failed
     Check("canaries", "memory", "memory while other memory is allocated and freed",
-          measure="transfers.canaries", deadline_s=1800, options={"cycles": 40, "seconds": 4},
-          full={"cycles": 400, "seconds": 1e9}, again=dict.fromkeys(ALLOCATOR)),
+          measure="transfers.canaries", full_deadline_s=1800,
+          options={"cycles": 40, "seconds": 4, "room": 24 * _GIB},
+          full={"cycles": 400, "seconds": 1500, "room": 1 << 62}, again=dict.fromkeys(ALLOCATOR)),
     Check("pairs", "pairs", "copies between every ordered pair of cards, cold and warm",
-          measure="pairs.pairs", deadline_s=45, needs_cards=2, options={"largest": 64 * _MIB, "repeats": 10},
+          measure="pairs.pairs", deadline_s=45, full_deadline_s=45, needs_cards=2,
+          options={"largest": 64 * _MIB, "repeats": 10},
           full={"largest": 1024 * _MIB, "repeats": 100}),
     Check("all_reduce", "pairs", "sums over all cards by RCCL, and alternatives if it fails",
           measure="pairs.all_reduce", deadline_s=120, needs_cards=2),
     Check("gemm", "compute", "a matrix product repeated under load, bit for bit, and its speed",
-          measure="arithmetic.gemm", deadline_s=900, options={"seconds": 0.4}, full={"seconds": 30}),
+          measure="arithmetic.gemm", full_deadline_s=900, options={"seconds": 0.4}, full={"seconds": 30}),
     Check("model", "compute", "a small model forward and backward, plain, padded and packed, compared with float64",
           measure="arithmetic.model"),
     Check("attention", "compute", "attention forward and backward up to the longest planned length, and its backend",
-          measure="arithmetic.attention", options={"length": 28_672, "seconds": 20}),
+          measure="arithmetic.attention", options={"length": 28_672, "seconds": 20, "total": 40}),
     Check("nf4", "compute", "4-bit weights of bitsandbytes, compared with their definition", measure="arithmetic.nf4"),
 )  # fmt: skip
 """In the order in which they run within their groups."""
@@ -96,9 +100,14 @@ def diagnose(
     *,
     full: bool = False,
     only: Iterable[str] = (),
+    seconds_at_most: float = math.inf,
     on_check: Callable[[Check], None] = lambda check: None,
 ) -> Diagnosis:
-    """Run the checks that can run here."""
+    """Run the checks that can run here.
+
+    ``seconds_at_most``: after so many no check that measures begins, and the one that runs then is ended.
+    """
+    ends = time.monotonic() + seconds_at_most
     for name in only:
         reasons = [_why_not(check, evidence, ()) for check in checks if name in (check.name, check.group)]
         if reasons and all(reasons):
@@ -112,11 +121,17 @@ def diagnose(
             if evidence.card_count >= check.needs_cards:
                 findings.append(replace(skipped(why_not), check=check.name))
             continue
-        on_check(check)
         began = time.monotonic()
+        if check.measure and began >= ends:
+            text = f"{seconds_at_most:.0f} s were over; --only {check.name} measures it"
+            findings.append(replace(skipped(text), check=check.name))
+            continue
+        on_check(check)
         made: list[Finding] = []
         try:
-            for finding in check.run(evidence) if check.run else _measure(check, evidence, full=full):
+            for finding in (
+                check.run(evidence) if check.run else _measure(check, evidence, full=full, left_s=ends - began)
+            ):
                 made.append(replace(finding, check=check.name))
         except Exception as error:  # a bug of ours in one check must not hide other findings
             made.append(crashed(check.name, error))
@@ -124,7 +139,7 @@ def diagnose(
         findings += made or [replace(skipped(NOTHING_THERE), check=check.name)]
     for name in only:
         of_name = {check.name for check in checks if name in (check.name, check.group) and check is not links.AFTER}
-        if of_name and all(one.status == "skipped" for one in findings if one.check in of_name):
+        if of_name and all(one.text == NOTHING_THERE for one in findings if one.check in of_name):
             raise UsageError(f"--only {name}: nothing was checked, because it is {NOTHING_THERE}")
     return Diagnosis(findings=tuple(findings), seconds=seconds)
 
@@ -151,8 +166,9 @@ def _why_not(check: Check, evidence: Evidence, findings: Iterable[Finding]) -> s
     return f"{' and '.join(hung)} did not return; --only {check.name} measures it anyway"
 
 
-def _measure(check: Check, evidence: Evidence, *, full: bool) -> list[Finding]:
-    """A measured check on this machine's devices."""
+def _measure(check: Check, evidence: Evidence, *, full: bool, left_s: float) -> list[Finding]:
+    """A measured check on this machine's devices, which all together have ``left_s`` seconds."""
+    check = replace(check, deadline_s=min(check.full_deadline_s if full else check.deadline_s, max(left_s, 1.0)))
     options = {**check.options, **(check.full if full else {}), "hip": evidence.software.build == "rocm"}
     if check.needs_cards:
         return run_measured(check, {**options, "devices": list(map(_device, evidence.seen_cards))})

@@ -136,7 +136,8 @@ class Check:
     run: Callable[[Evidence], Iterable[Finding]] | None = None  # yields none if it is not applicable
     needs_cards: int = 0  # it is omitted with fewer discrete cards
     measure: str = ""  # module.function in this package, function(request) -> list[Finding]
-    deadline_s: float = 120
+    deadline_s: float = 90  # of a child; `full_deadline_s` with --full
+    full_deadline_s: float = 120
     options: Mapping[str, Any] = field(default_factory=dict)  # added to the request
     full: Mapping[str, Any] = field(default_factory=dict)  # those of --full, over them
     # Variables with which a second child repeats a check that fails on ROCm, to find the cause; None removes one.

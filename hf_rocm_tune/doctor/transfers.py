@@ -118,20 +118,27 @@ def _cases(largest: int, repeats: int) -> Iterator[CopyCase]:
 def round_trip(request: Mapping[str, Any]) -> list[Finding]:
     """Copy to the device and back: one finding if all bytes are correct, else one for each verdict.
 
-    ``repeats``: number of copies of the repeated case; ``largest``: bytes of the largest case.
+    ``repeats``: number of copies of the repeated case; ``largest``: bytes of the largest case; ``seconds`` after which
+    no case begins.
     """
+    ends = time.monotonic() + request.get("seconds", math.inf)
     device, name = device_of(request), request["device"]
     trial = _RoundTrip(device, Copies())
     problems: dict[str, list[dict[str, Any]]] = {}
     cases = list(_cases(request["largest"], request["repeats"]))
+    done = 0
     for number, case in enumerate(cases):
+        if done and time.monotonic() >= ends:
+            break
+        done += 1
         step(f"sending {case} to {device} and back")
         verdict, damage = trial.judge(case, number)
         if verdict:
             problems.setdefault(verdict, []).append({"case": str(case), "damage": damage and asdict(damage)})
-    lines = [f"{sum(map(len, problems.values()))} wrong of {len(cases)} cases, there and back twice"]
+    left = "" if done == len(cases) else f"; {len(cases) - done} cases were left out for time"
+    lines = [f"{sum(map(len, problems.values()))} wrong of {done} cases, there and back twice{left}"]
     if not problems:
-        text = f"on {name}, for all tested sizes, dtypes and kinds of copy, cold and warm"
+        text = f"on {name}, for all tested sizes, dtypes and kinds of copy, cold and warm{left}"
         return [ok("round_trip_right", "copies", text, "ROCm/ROCm#6123; rocm-systems#5815", subject=name, read=lines)]
     return [
         fail(f"round_trip_{verdict}", title, text.format(device=name), fix, source, subject=name,
@@ -321,13 +328,14 @@ _CHURN, _SMALLEST, _CANARIES = 0x5C, 512, 4
 
 def canaries(request: Mapping[str, Any]) -> list[Finding]:
     """Blocks with a pattern that differs at every position, digested on the device after each cycle of allocating and
-    freeing blocks of all sizes; ``cycles``: at most; ``seconds`` after which no cycle begins."""
+    freeing blocks of all sizes; ``cycles``: at most; ``seconds`` after which no cycle begins; ``room``: bytes of these
+    blocks at most."""
     device, name = device_of(request), request["device"]
     size, room = 1 << 20, 64 << 20
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         size = min(64 << 20, free // 64 // 4 * 4)
-        room = max(int(0.9 * free) - _CANARIES * size, _SMALLEST)
+        room = max(min(int(0.9 * free), request.get("room", free)) - _CANARIES * size, _SMALLEST)
     # Written by the device itself, so that no copy is part of the test; the expected digests come from the host.
     blocks = [fill_with_pattern(torch.empty(size, dtype=torch.uint8, device=device), n) for n in range(_CANARIES)]
     expected = [digest(_pattern(n, size)) for n in range(_CANARIES)]
@@ -338,7 +346,7 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
             break
         run += 1
         step(f"allocating and freeing memory beside canaries on {device}, cycle {run}")
-        churned = _churn(churned, room, rng, device)
+        churned = _churn(churned, room, rng, device, ends)
     sizes = f"{_CANARIES} canaries of {size_words(size)} beside up to {size_words(room)} of other blocks, {run} cycles"
     source = "ROCm/ROCm#6603; rocm-systems#10943; ROCm/ROCm#6178"
     if not bad:
@@ -358,13 +366,15 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
                  read=[*problem_lines([problem]), f"read twice: {same}", sizes])]  # fmt: skip
 
 
-def _churn(churned: list[Tensor], room: int, rng: random.Random, device: torch.device) -> list[Tensor]:
+def _churn(churned: list[Tensor], room: int, rng: random.Random, device: torch.device, ends: float) -> list[Tensor]:
     """One cycle: allocate and fill blocks of all sizes up to a random level, then free a random half of them."""
     level = rng.uniform(0.3, 1.0) * room
     while (left := int(level) - sum(block.numel() for block in churned)) >= _SMALLEST:
         size = min(int(_SMALLEST * math.exp(rng.uniform(0, math.log(left / _SMALLEST)))), left)
         if rng.random() < 0.5:
             size = max(size, left // 4)  # sizes are drawn by magnitude: large ones would be rare
+        if time.monotonic() >= ends + 1:
+            break
         try:
             churned.append(torch.full((size,), _CHURN, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError:

@@ -60,9 +60,21 @@ def test_a_kill_leaves_the_results_so_far_and_no_process_on_the_card(tmp_path: P
             assert script.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         script.send_signal(signal.SIGKILL)
-    assert psutil.wait_procs(children, timeout=2)[1] == []
+    assert psutil.wait_procs(children, timeout=120)[1] == []
     (written,) = tmp_path.glob("*.json")
     assert [row["part"] for row in json.loads(written.read_text())["parts"]] == ["versions"]
+
+
+def test_fewer_minutes_are_shared_by_worth() -> None:
+    parts = runpy.run_path(str(SCRIPT))["parts"]
+    full, half = parts(10), parts(5)
+    assert [part.name for part in full] == [part.name for part in half]
+    assert [part.name for part in full][:5] == ["versions", "loss gradient", "methods", "bench transfer", "drill"]
+    assert sum(part.seconds for part in full) <= 600 and sum(part.seconds for part in half) <= 340
+    assert parts(60) == full, "more minutes give no part more than it needs"
+    doctor = {minutes: next(part for part in parts(minutes) if part.name == "doctor") for minutes in (5, 10)}
+    for part in doctor.values():
+        assert float(part.command[part.command.index("--seconds") + 1]) < part.seconds
 
 
 def test_the_text_names_what_the_doctor_found() -> None:

@@ -57,6 +57,39 @@ def test_a_card_that_only_torch_sees_is_measured(card: dict[str, str]) -> None:
     assert report["exit_code"] == 0
 
 
+def test_measurements_end_within_the_given_time_and_the_one_that_runs_is_named(card: dict[str, str]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "hf_rocm_tune",
+        "doctor",
+        "--only",
+        "transfers",
+        "compute",
+        "--seconds",
+        "1",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=card, check=False)
+    found = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+    assert done.stderr.splitlines() == [
+        "hf-rocm-tune doctor: measuring copies to the card and back, by size, dtype and kind, cold and warm"
+    ]
+    assert found["round_trip"]["row"] == "measurement_hung"
+    for name in ("casts", "bandwidth", "gemm", "model", "attention"):
+        assert found[name]["status"] == "skipped", name
+        assert found[name]["text"] == f"1 s were over; --only {name} measures it"
+
+
+def test_what_there_is_no_time_for_is_left_out_of_a_measurement_and_told(card: dict[str, str]) -> None:
+    (copies,) = measured(card, "round_trip", largest=4096, repeats=20, seconds=0)
+    assert copies["read"] == ["0 wrong of 1 cases, there and back twice; 82 cases were left out for time"], copies
+    (canaries,) = measured(card, "canaries", cycles=40, seconds=30, room=300 << 20)
+    assert "beside up to 44 MiB" in canaries["read"][0] and canaries["status"] == "ok", canaries
+    (attention, _) = measured(card, "attention", length=4096, seconds=1000, total=0.001)
+    assert attention["title"] == "attention at 256 tokens" and "512 tokens packed would take" in attention["text"]
+
+
 def test_a_right_card_passes_and_a_harmed_way_is_found_and_told(card: dict[str, str]) -> None:
     small = {"largest": 65_536, "repeats": 2}
     (right,) = measured(card, "round_trip", **small)
