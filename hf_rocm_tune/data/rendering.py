@@ -273,41 +273,52 @@ def _of_thinking(role: str, later: bool) -> tuple[str, bool]:
 class TurnEnd:
     """What a chat template writes after an answer."""
 
-    token: str | None  # the first special token there; None: there is none
+    token: str | None  # the first special token there, else the one that opens the next question; None: there is none
+    after_last: bool  # whether it also stands after the last answer of a conversation
     like_token: str | None  # a text that looks like one, and is several tokens
     pieces: int  # of that text
     stops: bool  # whether generation stops at the token
 
 
 _ANSWER = "zqanswerqz"
+_ASKED = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
 _LIKE_TOKEN = re.compile(r"<\|?[^<>\s]{2,40}?\|?>|\[/?[A-Z_]{3,}\]")
 
 
-def turn_end(renderer: Renderer, stop_ids: Collection[int]) -> TurnEnd | None:
+def turn_end(renderer: Renderer, stop_ids: Collection[int | None]) -> TurnEnd | None:
     """What ends an answer, by a conversation of one question; None: the template cannot render that.
 
     ``stop_ids``: ids of the tokens at which generation stops.
     """
-    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        tail = renderer.text(asked).partition(_ANSWER)[2]
-    except _FAILURES:
-        return None
     tokenizer = renderer.tokenizer
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    end = next((token for token in tokenizer(tail, add_special_tokens=False)["input_ids"] if token in special), None)
+    tail, ends = "", list[int | None]()
+    for messages in (_ASKED, [*_ASKED, _ASKED[0]]):
+        try:
+            after = renderer.text(messages).partition(_ANSWER)[2]
+        except _FAILURES:
+            return None
+        tail = tail or after
+        ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+        ends.append(next((token for token in ids if token in special), None))
+    last, between = ends
+    # GLM's templates write nothing there: its models stop at the token that opens the next question
+    end = between if last is None and between in stop_ids else last
     like = _LIKE_TOKEN.search(tail) if end is None else None
     return TurnEnd(
         token=None if end is None else str(tokenizer.convert_ids_to_tokens(end)),
+        after_last=last is not None,
         like_token=like[0] if like else None,
         pieces=len(tokenizer(like[0], add_special_tokens=False)["input_ids"]) if like else 0,
         stops=end in stop_ids,
     )
 
 
-def tokens_that_lack(renderer: Renderer) -> list[str]:
-    """Texts in a rendered conversation that look like special tokens and that the tokenizer cuts into pieces."""
-    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
-    text = renderer.text(asked, add_generation_prompt=True)
-    vocabulary = renderer.tokenizer.get_vocab()
-    return [name for name in dict.fromkeys(_LIKE_TOKEN.findall(text)) if name not in vocabulary]
+def lacking_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], str | None]:
+    """Special tokens that a tokenizer's chat template writes and the tokenizer cuts into pieces, and the one of them
+    that ends an answer."""
+    text = Renderer(tokenizer, None).text(_ASKED, add_generation_prompt=True)
+    vocabulary = tokenizer.get_vocab()
+    lacking = [name for name in dict.fromkeys(_LIKE_TOKEN.findall(text)) if name not in vocabulary]
+    end = _LIKE_TOKEN.search(text.partition(_ANSWER)[2])
+    return lacking, end[0] if end and end[0] in lacking else None

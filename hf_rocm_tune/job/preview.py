@@ -11,11 +11,12 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import trl
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
 from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.data.summary import CountedSFTTrainer
+from hf_rocm_tune.job.rows import is_plain_template
 from hf_rocm_tune.models.classes import without_weights
 from hf_rocm_tune.settings.names import VERBS
 from hf_rocm_tune.train.refusals import as_usage_errors
@@ -50,6 +51,8 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
     model = without_weights(config, reward=source.reward, trust_remote_code=source.trust_remote_code)
     args = copy.copy(arguments.training)
     args.model_init_kwargs, args.push_to_hub, args.report_to = None, False, []
+    if not is_plain_template(args):  # TRL would resize the embeddings, which a model without weights cannot
+        tokenizer, args.chat_template_path = _with_tokens_of(tokenizer, args.chat_template_path), None
     with as_usage_errors(), tempfile.TemporaryDirectory() as args.output_dir:  # it makes the directory
         trainer: Any = trainer_class(
             model=model,
@@ -62,6 +65,15 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
     if data.pictures is not None:
         data.pictures.attach(trainer)
     return trainer
+
+
+def _with_tokens_of(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrainedTokenizerBase:
+    """A copy with the chat template, the tokens and the end of sequence of another tokenizer, as TRL's trainer has."""
+    other, extended = AutoTokenizer.from_pretrained(path), copy.deepcopy(tokenizer)
+    extended.chat_template, known = other.get_chat_template(), extended.get_vocab()
+    extended.add_tokens([token for token in other.added_tokens_decoder.values() if token.content not in known])
+    extended.eos_token = other.eos_token
+    return extended
 
 
 def rows_of(trainer: Any, split: str) -> list[dict[str, Any]]:

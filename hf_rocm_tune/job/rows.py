@@ -79,12 +79,17 @@ def check_turn_end(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, sou
     given = training.eos_token
     stops = stop_ids(source) | {tokenizer.eos_token_id if given is None else tokenizer.convert_tokens_to_ids(given)}
     end = rendering.turn_end(renderer, stops)
+    if end is not None and end.stops and not end.after_last:
+        announce.say(
+            "warning: the chat template writes no end after the last answer of a row; generation stops at "
+            f"{end.token}, which only rows with a further question teach"
+        )
     if end is None or end.stops:
         return
     if end.token is not None:
         announce.say(
-            f"the chat template ends an answer with {end.token}, at which {arguments.model.model_name_or_path} does "
-            "not stop: the result's generation_config.json has it"
+            f"the chat template ends an answer with {end.token}, at which the base does not stop: the result's "
+            "generation_config.json has it"
         )
         return
     if end.like_token:

@@ -29,6 +29,7 @@ from typing_extensions import override
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.data.formats import Method
+from hf_rocm_tune.data.rendering import lacking_tokens
 from hf_rocm_tune.data.sources import Splits
 from hf_rocm_tune.data.summary import lengths_of
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
@@ -44,6 +45,7 @@ from hf_rocm_tune.models.factory import (
     load_model,
     load_tokenizer,
     named_templates,
+    tokens_for,
 )
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
@@ -373,7 +375,11 @@ def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizer
     path = getattr(training, "chat_template_path", None)
     tokenizer = load_tokenizer(source, path)
     if path in named_templates() and not os.path.exists(path):
-        training.chat_template_path = None
+        lacking, end = lacking_tokens(tokenizer)
+        # TRL adds tokens with a template that it takes from a tokenizer, and trains their embeddings
+        training.chat_template_path = tokens_for(tokenizer.chat_template, lacking, end) if lacking else None
+        if lacking:
+            announce.say(f"tokens that the chat template needs are added and trained: {', '.join(lacking)}")
     return tokenizer
 
 

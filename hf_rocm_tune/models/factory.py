@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +25,7 @@ from transformers import (
     GenerationConfig,
     Mxfp4Config,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
 )
 
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
@@ -221,6 +225,23 @@ def named_templates() -> dict[str, Path | None]:
 
     files = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
     return {"chatml": None, **{file.stem: file for file in sorted(files) if not file.stem.endswith("_training")}}
+
+
+def tokens_for(template: str, tokens: list[str], end: str | None) -> str:
+    """Writes a tokenizer of nothing but these tokens, with a chat template, to a directory for this process's life.
+
+    ``end``: the one of them that ends an answer; TRL makes it the end-of-sequence token.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    directory = tempfile.mkdtemp(prefix="hf-rocm-tune-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    inner = Tokenizer(WordLevel({tokens[0]: 0}, unk_token=tokens[0]))
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, additional_special_tokens=tokens, eos_token=end)
+    made.chat_template = template
+    made.save_pretrained(directory)
+    return directory
 
 
 def read_chat_template(path: str, trust_remote_code: bool = False) -> str | None:
