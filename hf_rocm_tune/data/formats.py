@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -290,6 +290,40 @@ def _is_empty(message: Mapping[str, Any], layout: FormatInfo) -> bool:
     if isinstance(content, list):
         return not any(part.get("text") or part.get("type") != "text" for part in content)
     return not (content or "").strip()
+
+
+def check_later(dataset: Rows, info: FormatInfo, split: str, check_structure: Callable[..., None]) -> Rows:
+    """A stream that refuses a bad row when it comes to it: `check_format` reads only the first ones.
+
+    Args:
+        dataset: a stream, not yet converted.
+        info: of its first rows.
+        split: for messages.
+        check_structure: called with a row and its number for each structure that was not among the first rows.
+
+    Raises:
+        UsageError: while the rows are read; it names the row.
+    """
+    arguments = {"layout": info, "split": split, "seen": _Seen(), "check_structure": check_structure}
+    return dataset.map(_checked, with_indices=True, fn_kwargs=arguments, features=dataset.features)
+
+
+def _checked(
+    row: dict[str, Any],
+    index: int,
+    *,
+    layout: FormatInfo,
+    split: str,
+    seen: _Seen,
+    check_structure: Callable[..., None],
+) -> dict[str, Any]:
+    if fault := _fault_in(row, layout):
+        raise UsageError(f"row {index + 1} of the '{split}' split: {fault}")
+    known = len(seen.shapes)
+    seen.note(row, index + 1, layout)
+    if len(seen.shapes) > known and index >= STREAMED_ROWS:
+        check_structure(row, index + 1)
+    return row
 
 
 # ---- in TRL's format ------------------------------------------------------------------------------------------------

@@ -93,13 +93,21 @@ def left_out(
         if info.mapping is not None:
             kwargs = {"chat_template_kwargs": row.get("chat_template_kwargs"), "tools": row.get("tools")}
             row = {**kwargs, **in_trls_format(row, layout=info)}
-        for what in dict.fromkeys(_left_out_of_row(row, first + 1, info, renderer, split, marks_are_read)):
+        for what in dict.fromkeys(_left_out_of_row(row, first + 1, renderer, split, marks_are_read)):
             place = counts.setdefault(what, [first + 1, 0])
             place[1] += count
     return tuple(
         RowFinding(what=what, rows=count, first=first, by_design=by_design)
         for (what, by_design), (first, count) in counts.items()
     )
+
+
+def require_rendering(row: Mapping[str, Any], number: int, *, info: FormatInfo, renderer: Renderer, split: str) -> None:
+    """Refuses a row, not yet converted, that the template cannot render."""
+    if info.mapping is not None:
+        row = {"tools": row.get("tools"), **in_trls_format(row, layout=info)}
+    for _ in _left_out_of_row(row, number, renderer, split, True):
+        pass
 
 
 def _samples(dataset: Rows, info: FormatInfo) -> Iterator[tuple[dict[str, Any], int, int]]:
@@ -121,7 +129,7 @@ def conversations(row: Mapping[str, Any]) -> list[list[Message]]:
 
 
 def _left_out_of_row(
-    row: Mapping[str, Any], number: int, info: FormatInfo, renderer: Renderer, split: str, marks_are_read: bool
+    row: Mapping[str, Any], number: int, renderer: Renderer, split: str, marks_are_read: bool
 ) -> Iterator[tuple[str, bool]]:
     """What is left out of one row, and whether by the template's design."""
     tools = row.get("tools")

@@ -10,6 +10,7 @@ import glob
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -235,10 +236,12 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
             whole = os.path.isfile(path) or _is_saved(path)
             every = [path] if whole else sorted(path.rglob("*")) if os.path.isdir(path) else []
             files = [file for file in every if file.is_file() and _reader_of(file)]
-        for file in files:
-            if fault := _find_fault(file):
-                raise UsageError(fault) from error
         cause = error.__cause__ or error
+        for file in files:
+            if fault := _find_fault(file, str(cause)):
+                raise UsageError(fault) from error
+        if unlike := _unlike_columns(error):
+            raise UsageError(f"the dataset '{name}' could not be read: {unlike}") from error
         text = str(cause).strip() or type(cause).__name__
         raise UsageError(f"the dataset '{name}' could not be read: {text.splitlines()[0]}") from error
     finally:
@@ -304,35 +307,107 @@ def _cannot_be_opened(path: Path) -> str | None:
     return None
 
 
-def _find_fault(path: Path) -> str | None:
-    """What is wrong with a data file, with the line; None if nothing was found."""
+def _find_fault(path: Path, said: str = "") -> str | None:
+    """What is wrong with a data file, with the line; None if nothing was found. ``said``: by `datasets`."""
     try:
         if (fault := _cannot_be_opened(path)) or _reader_of(path) == "parquet":
             return fault
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             fault = _fault_in_text(file, _reader_of(path))
+            if fault is None and "JSON parse error" in said:
+                file.seek(0)
+                fault = _fault_for_arrow(file)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         fault = f" is cut off or damaged: {error}"
     return f"{path}{fault}" if fault else None
 
 
+_LFS = b"version https://git-lfs"
+
+
 def _fault_in_text(file: Any, reader: str | None) -> str | None:
     """JSON is one array, or has a row on each line."""
-    array = reader == "json" and file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    head = file.read(1024)
+    array = reader == "json" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    if head.startswith(_LFS):
+        return " is a pointer of Git LFS and not the file itself: run `git lfs pull` there"
     file.seek(0)
     number = 0
     for number, line in enumerate([file.read()] if array else file, start=1):
         try:
             text = line.decode("utf-8-sig").rstrip()
-            found = json.loads(text) if reader == "json" and text else {}
+            content = json.loads(text, object_pairs_hook=_without_doubles) if reader == "json" and text else {}
         except UnicodeDecodeError as error:
             at = number + line.count(b"\n", 0, error.start)
-            return f" is not UTF-8: byte 0x{line[error.start]:02x} in line {at}; convert it: `iconv -f latin1 -t utf-8`"
+            encoding = _encoding_of(head, line)
+            return (
+                f" is not UTF-8: byte 0x{line[error.start]:02x} in line {at}; it looks like {encoding}, convert it: "
+                f"`iconv -f {encoding} -t utf-8`"
+            )
         except json.JSONDecodeError as error:
             return f", line {number + error.lineno - 1}, column {error.colno}: not valid JSON ({error.msg})"
-        if array and not found:
+        except _DoubleKeyError as error:
+            return f", line {number}: the key {error.args[0]!r} is given twice in one object"
+        if array and not content:
             return " has no rows, an empty list"
-        for row in found if array else [found]:
+        for row in content if array else [content]:
             if not isinstance(row, dict):
                 return f", line {number}: a row has to be a JSON object, this is a {type(row).__name__}"
     return " has a header and no rows" if reader == "csv" and number == 1 else None
+
+
+class _DoubleKeyError(Exception):
+    """The argument is the key."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As Arrow, which refuses what Python's reader takes the last of."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise _DoubleKeyError(key)
+        content[key] = value
+    return content
+
+
+def _encoding_of(head: bytes, line: bytes) -> str:
+    """The likely encoding of text that is not UTF-8, by its bytes."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "utf-16"
+    if head[1::2].count(0) > len(head) // 4:
+        return "utf-16le"
+    if head[::2].count(0) > len(head) // 4:
+        return "utf-16be"
+    try:
+        line.decode("cp1252")  # quotes, dashes and the euro from 0x80 to 0x9f; control characters in Latin-1
+    except UnicodeDecodeError:
+        return "latin1"
+    return "windows-1252"
+
+
+def _fault_for_arrow(file: Any) -> str | None:
+    """The first line that Arrow's reader does not take, by itself; its own numbers count from 0 within a block."""
+    import pyarrow as pa
+    from pyarrow import json as arrow_json
+
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            arrow_json.read_json(pa.BufferReader(line))
+        except pa.ArrowInvalid as error:
+            text = re.sub(r" in row \d+$", "", str(error).partition("JSON parse error: ")[2] or str(error))
+            return f", line {number}: {text.rstrip('.')}"
+    return None
+
+
+def _unlike_columns(error: BaseException) -> str | None:
+    """Which file has other columns, by the message of `datasets`."""
+    said = str(error)
+    names = re.search(r"there are (\d+ new columns \(.*?\)|\d+ missing columns \(.*?\))(?: and (.*?\)))?", said)
+    file = re.search(r"using (\S.*?)(?: \(|\n|$)", said)
+    if names is None:
+        return None
+    unlike = names[1] + (f" and {names[2]}" if names[2] else "")
+    where = Path(file[1]).name if file else "one file"
+    return f"{where} has other columns than the files before it, {unlike}: give all files the same columns"

@@ -18,6 +18,7 @@ import torch
 from hf_rocm_tune.cards import preflight
 from hf_rocm_tune.cards.way import is_on
 from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.job import announce
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.experts import has_experts
@@ -154,6 +155,32 @@ def check(job: Arguments, config: Any) -> None:
             raise UsageError(f"{what} does not work with {'; nor with '.join(found)}")
     way = job.way()
     way.refuse(job.training, job.model, {flag: uses(job, flag) for flag in way.excludes}, os.environ)
+
+
+def check_router_loss(job: Arguments, config: Any) -> None:
+    """Sets ``--router_aux_loss_coef 0`` where TRL cannot compute the loss of a router, and the router is frozen.
+
+    TRL 1.16 reads `num_experts` of the configuration, which Granite's call ``num_local_experts`` only.
+
+    Raises:
+        UsageError: the router is trained, so that its loss has an effect.
+    """
+    training: Any = job.training
+    text = config.get_text_config()
+    coefficient = getattr(training, "router_aux_loss_coef", 0.0)
+    coefficient = getattr(text, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    computed = hasattr(text, "output_router_logits") and coefficient and has_experts(config)
+    if job.method != "sft" or not computed or hasattr(text, "num_experts"):
+        return
+    targets = job.model.lora_target_modules or ()
+    trained = [*([targets] if isinstance(targets, str) else targets), *(job.model.lora_modules_to_save or ())]
+    if not job.model.use_peft or any("router" in name or name == "gate" for name in trained):
+        raise UsageError(
+            f"TRL cannot compute the balancing loss of the router of {config.architectures[0]}, which is trained: give "
+            "--router_aux_loss_coef 0, or leave the router out"
+        )
+    training.router_aux_loss_coef = 0.0
+    announce.say("the balancing loss of the router is left out (--router_aux_loss_coef 0): the router is frozen")
 
 
 # ---- adapters and rewards -------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from datasets import IterableDataset
+
 from hf_rocm_tune.data import masks, rendering
-from hf_rocm_tune.data.formats import RowFinding, as_trl, check_format
+from hf_rocm_tune.data.formats import RowFinding, as_trl, check_format, check_later
 from hf_rocm_tune.data.pictures import has_pictures
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import DataSummary, of_pairs, of_trained
@@ -64,6 +66,10 @@ def load_rows(
     if not pictured or arguments.method == "grpo":  # whose trainer reads pictures itself
         return loaded
     return pictures.looked_through(arguments, loaded, tokenizer, read_config(source), announce.say)
+
+
+def _accept(row: Any, number: int) -> None:
+    """No check: a row of text has no structure."""
 
 
 def check_turn_end(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> None:
@@ -140,6 +146,11 @@ def _prepared(
     pictures = {"image", "images"} & {*(rows.column_names or ())}
     if info.conversational and rendered is not None and not pictures:
         findings += rendering.left_out(rows, info, rendered, split, marks_are_read=arguments.method == "sft")
+    if isinstance(rows, IterableDataset):
+        renders: Callable[..., None] = _accept
+        if info.conversational and rendered is not None and not pictures:
+            renders = partial(rendering.require_rendering, info=info, renderer=rendered, split=split)
+        rows = check_later(rows, info, split, renders)
     rows = as_trl(rows, info)
     readable = rendered is not None and is_plain_template(training)
     if not (info.kind == "messages" and readable and arguments.method == "sft"):

@@ -35,7 +35,7 @@ from hf_rocm_tune.data.summary import lengths_of
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview, rows
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
-from hf_rocm_tune.job.refusals import check, check_adapter, check_rewards, decide, reward_functions
+from hf_rocm_tune.job.refusals import check, check_adapter, check_rewards, check_router_loss, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, target_names
 from hf_rocm_tune.models.factory import (
@@ -145,6 +145,7 @@ def _without_weights(arguments: Arguments, flag: str) -> Any:
         source, config = _source(arguments)
         tokenizer = _tokenizer(arguments, source)
         check(arguments, config)
+        check_router_loss(arguments, config)
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)
         data = rows.load_rows(arguments, tokenizer, source, vocabulary)
         trainer = preview.prepared(arguments, source, data, tokenizer)
@@ -274,7 +275,18 @@ def _as_begun(arguments: Arguments, plan: StartPlan) -> Arguments:
 
 def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
     training = job.arguments.training
-    trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
+    except UsageError as error:
+        # of a streamed row: what was learned from those before it is not lost
+        if not (job.arguments.script.dataset_streaming and trainer.state.global_step and training.world_size == 1):
+            raise
+        trainer._save_checkpoint(trainer.model, trial=None)
+        raise UsageError(
+            f"{error}; checkpoint-{trainer.state.global_step} is written: mend the row, and go on with "
+            f"--resume_from_checkpoint {training.output_dir}/checkpoint-{trainer.state.global_step} and another "
+            "--output_dir"
+        ) from error
     if not trainer.state.global_step:
         raise UsageError(
             "nothing was trained: no batch could be made; give more rows, a larger --max_length or smaller batches"
@@ -316,6 +328,7 @@ def _prepare(
     training, tune, say = arguments.training, arguments.tune, announce.say
     source, config = _source(arguments)
     check(arguments, config)
+    check_router_loss(arguments, config)
     check_recomputation(arguments, source)
     adapter = open_adapter(tune.adapter_name_or_path) if tune.adapter_name_or_path else None
     check_adapter(arguments.method, adapter)

@@ -74,6 +74,8 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     if source.is_local:
         check_model_directory(expand_user(source.name))
     config = read_config(source)
+    if not source.reward:
+        _require_writer(source.name, config)
     bits = checkpoint_bits(config, source.name, on_card=device.type != "cpu")
     if has_mxfp4(config):
         if source.quantization is not None:
@@ -86,6 +88,24 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     elif bits:
         require_bitsandbytes(device, f"model {source.name}, {bits}-bit in its files,")
     return config
+
+
+def _require_writer(name: str, config: PreTrainedConfig) -> None:
+    """Refuses a model that does not write text from left to right: encoders, classifiers, encoder-decoders."""
+    first = config.architectures[0]
+    model_class = getattr(transformers, first, None)  # None: of the model's own code
+    if first.endswith("ForSequenceClassification"):
+        raise UsageError(
+            f"model {name}: {first} gives a number and writes no text: train it with `reward`, or give the model that "
+            "it was made from"
+        )
+    writes = model_class is None or not hasattr(model_class, "can_generate") or model_class.can_generate()
+    if not writes or config.is_encoder_decoder:
+        what = "an encoder and a decoder" if config.is_encoder_decoder else "writes no text"
+        raise UsageError(
+            f"model {name}: {first} {'has ' if config.is_encoder_decoder else ''}{what}: give a causal language model, "
+            "such as ...ForCausalLM in its config.json"
+        )
 
 
 def read_config(source: ModelSource) -> PreTrainedConfig:
@@ -104,6 +124,10 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
     except StrictDataclassError as error:  # its first line does not say what was expected
         raise UsageError(f"model {name}: config.json: {error}; {fix}") from error
     except (*FOREIGN_ERRORS, OSError) as error:
+        if "trust_remote_code" in str(error) and not source.trust_remote_code:
+            raise UsageError(
+                f"model {name} has code of its own, which runs with your rights: read it, then give --trust_remote_code"
+            ) from error
         raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
     named = config.architectures
     first = named[0] if isinstance(named, list) and named else None

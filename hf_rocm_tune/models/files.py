@@ -30,10 +30,17 @@ from hf_rocm_tune.transfer import Digest, combine, digest
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LFS = b"version https://git-lfs"
+
 
 def check_model_directory(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise UsageError(f"model: {directory} is not a directory: give a model directory or a Hub id")
+    if not (directory / "config.json").is_file() and (directory / "adapter_config.json").is_file():
+        raise UsageError(
+            f"model: {directory} is an adapter: give its base as --model, and it as --adapter_name_or_path, or merge "
+            "it first (hf-rocm-tune merge)"
+        )
     if not (directory / "config.json").is_file():
         raise UsageError(f"model: {directory} has no config.json: give the directory that save_pretrained wrote")
     _read_json(directory / "config.json")
@@ -45,6 +52,12 @@ def check_model_directory(directory: Path) -> list[Path]:
     return files
 
 
+def is_lfs_pointer(file: Path) -> bool:
+    """Whether Git has written the note that stands for a large file until Git LFS fetches it."""
+    with file.open("rb") as stream:
+        return stream.read(len(_LFS)) == _LFS
+
+
 def check_safetensors(file: Path) -> None:
     """Checks the header of one file, each entry of it, and the file's size; reads no tensor data."""
     try:
@@ -53,6 +66,10 @@ def check_safetensors(file: Path) -> None:
     except OSError as error:
         raise UsageError(f"model file {file}: cannot be read ({error}): check the disk and permissions") from error
     except SafetensorError as error:
+        if is_lfs_pointer(file):
+            raise UsageError(
+                f"model file {file}: a pointer of Git LFS and not the file itself: run `git lfs pull` there"
+            ) from error
         raise UsageError(f"model file {file}: damaged or truncated ({error}): download or copy it again") from error
 
 
