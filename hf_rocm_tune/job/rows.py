@@ -144,16 +144,17 @@ def _prepared(
     findings = info.findings
     rendered = rendering.Renderer.of(tokenizer, training)
     pictures = {"image", "images"} & {*(rows.column_names or ())}
+    readable = rendered is not None and is_plain_template(training)
+    labelled = info.kind == "messages" and readable and arguments.method == "sft"
     if info.conversational and rendered is not None and not pictures:
-        findings += rendering.left_out(rows, info, rendered, split, marks_are_read=arguments.method == "sft")
+        findings += rendering.left_out(rows, info, rendered, split, marks_are_read=labelled)
     if isinstance(rows, IterableDataset):
         renders: Callable[..., None] = _accept
         if info.conversational and rendered is not None and not pictures:
             renders = partial(rendering.require_rendering, info=info, renderer=rendered, split=split)
         rows = check_later(rows, info, split, renders)
     rows = as_trl(rows, info)
-    readable = rendered is not None and is_plain_template(training)
-    if not (info.kind == "messages" and readable and arguments.method == "sft"):
+    if not labelled:
         return rows, findings, info.conversational
     unmarked = turns_only and not masks.template_is_marked(tokenizer)
     if unmarked:
