@@ -4,7 +4,7 @@ Importing this package prepares the process before torch is imported: it chooses
 (``machine.process``: one by a process on its own, all discrete ones by each of several ranks) and applies the variable
 policy (``machine.variables``). Both keep what the user has set and neither ends the import; ``variables.DECISIONS``
 holds what was decided. If torch is there first, nothing is changed, and that is said. It imports no torch itself: the
-public names below are loaded when they are first used.
+public names below are loaded when they are first used, and refuse a torch that is too old (``machine.torch_build``).
 
 Variables: HF_ROCM_TUNE_SPLIT=1 leaves all discrete cards visible to one process; HF_ROCM_TUNE_QUIET=1 prints warnings
 and errors only.
@@ -68,6 +68,9 @@ _CHOICE_SOURCE = "TheRock#5543; HIP environment variables page"
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_rocm_tune.machine.torch_build import check_torch
+
+    check_torch()
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

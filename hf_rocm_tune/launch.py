@@ -36,7 +36,7 @@ from hf_rocm_tune.exits import (
     run_guarded,
 )
 from hf_rocm_tune.foreign import parse_yaml, read_text
-from hf_rocm_tune.machine import process
+from hf_rocm_tune.machine import process, torch_build
 from hf_rocm_tune.redaction import print_line
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.survive.atomic import write_text_atomic
@@ -73,6 +73,7 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
     names.apply_environment(argv, os.environ)
     if quiet := "quiet" in _given(extra):
         os.environ["HF_ROCM_TUNE_QUIET"] = "1"
+    torch_build.check_torch()  # accelerate's launcher imports it
     flags = _config_flags(accelerate_config, extra, quiet=quiet or _prints_a_document(argv))
     arguments = _parse_launcher_flags([*flags, *extra, "-m", entry, *argv])
     kind = _content(arguments.config_file).get("distributed_type", "NO")

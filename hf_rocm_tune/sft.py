@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
-from hf_rocm_tune.machine import process, variables
+from hf_rocm_tune.machine import process, torch_build, variables
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.survive.heartbeat import outlive_reader
 
@@ -61,6 +61,7 @@ def _start(argv: list[str], method: Method, *, own: bool) -> int:
 
 def prepare() -> None:
     """Before the libraries are imported: or they remark on this machine's lack of a GPU, or fail in a traceback."""
+    torch_build.check_torch()
     process.prepare_process(os.environ)
     process.check_bitsandbytes()  # PEFT imports it
 

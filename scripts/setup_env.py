@@ -10,7 +10,8 @@ Which torch, unless HF_ROCM_TUNE_TORCH says otherwise:
     neither                                             the CPU build
 
 HF_ROCM_TUNE_TORCH is one of ``rocm7.2`` (or another ROCm version), ``cpu``, ``cuda``, ``keep`` (the torch that this
-Python, or an existing .venv, already has), a pip requirement such as ``torch==2.13.0``, or the address of an index.
+Python, its virtual environment, or an existing .venv already has), a pip requirement such as ``torch==2.13.0``, or the
+address of an index. Whatever it is, torch 2.10 or newer is needed.
 
 ``.venv`` holds a state file from its first moment. Only a set-up that ran to its end writes ``ready`` into it, so an
 interrupted one is started afresh; a ``.venv`` without the file is not ours and is not touched.
@@ -26,18 +27,25 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STATE = VENV / "hf_rocm_tune_setup.json"
+KEPT = "hf_rocm_tune_kept.pth"  # in .venv: leads to the environment whose torch is kept
 VARIABLE = "HF_ROCM_TUNE_TORCH"
 
 MINIMUM_PYTHON = (3, 11)
+NEWEST_PYTHON = (3, 14)  # for a newer one torch, bitsandbytes and others have no wheels
+OLDEST_TORCH = (2, 10)
 TORCH = "2.13.0"
+TRITON = "3.7.1"  # what the GPU builds of that torch bring; beside the CPU build it compiles kernels in tests
 ROCM = "rocm7.2"  # the ROCm that torch 2.13 is built with
 INDEX = "https://download.pytorch.org/whl/"
+WSL_PAGE = "https://rocm.docs.amd.com/projects/radeon-ryzen/en/latest/docs/install/installrad/wsl/howto_wsl.html"
 # Architectures in the rocm7.2 wheel (astral-sh/uv#18730). An integrated GPU that is not among them cannot use it.
 WHEEL_ARCHITECTURES = frozenset(
     f"gfx{name}" for name in (900, 906, 908, "90a", 942, 950, 1030, 1100, 1101, 1102, 1150, 1151, 1200, 1201)
@@ -98,7 +106,15 @@ def has_nvidia(proc: Path, search_path: str | None) -> bool:
 def rocm_choice(version: str, reason: str) -> Choice:
     """The ROCm build. The local version in the requirement makes sure that no other build slips in."""
     # Not an extra index: the wheel's own dependencies must not come from an index where anyone may take their names.
-    return Choice(version, reason, (Attempt(f"torch=={TORCH}+{version}", INDEX + version),))
+    attempts = [Attempt(f"torch=={TORCH}+{version}", INDEX + version)]
+    if version != ROCM:  # torch's releases are not built for every ROCm
+        attempts.append(Attempt(any_torch(), INDEX + version))
+    return Choice(version, reason, tuple(attempts))
+
+
+def any_torch() -> str:
+    """The requirement of any torch that this project works with."""
+    return f"torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
 
 
 def cpu_choice(reason: str, platform: str) -> Choice:
@@ -127,13 +143,21 @@ def overridden(value: str, platform: str) -> Choice:
     if re.match(r"torch\s*([=<>~!@]|$)", value) or value.endswith(".whl"):
         return Choice("custom", reason, (Attempt(value),))
     if re.match(r"(https?|file)://", value):
-        return Choice("custom", reason, (Attempt(f"torch~={TORCH}", value),))
+        return Choice("custom", reason, (Attempt(any_torch(), value),))
     raise SetupError(
         f"{reason} is not understood: use {ROCM}, cpu, cuda, keep, a requirement such as torch=={TORCH}, or an index"
     )
 
 
-def decide(*, sysfs: Path, proc: Path, search_path: str | None, override: str | None, platform: str) -> Choice:
+def decide(
+    *,
+    sysfs: Path,
+    proc: Path,
+    search_path: str | None,
+    override: str | None,
+    platform: str,
+    devices: Path = Path("/dev"),
+) -> Choice:
     """Which torch this machine gets.
 
     Args:
@@ -142,6 +166,7 @@ def decide(*, sysfs: Path, proc: Path, search_path: str | None, override: str | 
         search_path: where ``nvidia-smi`` is looked for; None is the PATH.
         override: the value of HF_ROCM_TUNE_TORCH; None or empty decides by the machine.
         platform: as ``sys.platform``.
+        devices: ``/dev``, or a tree that stands for it.
 
     Raises:
         SetupError: the override is not understood.
@@ -155,6 +180,12 @@ def decide(*, sysfs: Path, proc: Path, search_path: str | None, override: str | 
     amd = f"the {ROCM} build has no kernels for {', '.join(found)}" if found else "no AMD GPU under /sys/class/kfd"
     if has_nvidia(proc, search_path):
         return Choice("cuda", f"{amd}, but an NVIDIA driver", (Attempt(f"torch=={TORCH}"),))
+    if (devices / "dxg").exists():  # WSL does not say whose GPU Windows passes on
+        return cpu_choice(
+            f"WSL, where Linux lists no GPU. For a Radeon card install ROCm for WSL (librocdxg, {WSL_PAGE}), then run "
+            f"{VARIABLE}={ROCM} make setup",
+            platform,
+        )
     return cpu_choice(amd if found else f"{amd}, and no NVIDIA driver", platform)
 
 
@@ -173,8 +204,9 @@ def run(*command: str | Path) -> None:
 class Environment:
     """The virtual environment, with the state file that says whether it is finished and whether we made it."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: Choice, fitting: str = "cpu") -> None:
         self.choice = choice
+        self.fitting = fitting  # the build that fits this machine, whatever was asked for
         self.python = VENV / "bin/python"
         # base_prefix, not prefix: make may be called from inside the activated .venv
         self.torch_key = f"{choice.build} {choice.attempts} {sys.version_info[:2]} {sys.base_prefix} {ROOT}"
@@ -230,12 +262,17 @@ class Environment:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-        # keep: in a container with ROCm and torch in it, torch belongs to the interpreter itself
+        # keep: in a container with ROCm and torch in it, torch belongs to the interpreter itself ...
         extra = ["--system-site-packages"] if keep else []
         try:
             run(sys.executable, "-m", "venv", *extra, VENV)
         except SetupError as error:
             raise SetupError(f"{error} (on Debian and Ubuntu, `apt install python3-venv` may be missing)") from error
+        # ... or, as in AMD's images, to a virtual environment, which a new one does not inherit.
+        if keep and sys.prefix != sys.base_prefix:
+            (own,) = VENV.glob("lib/python3*/site-packages")
+            line = f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n"
+            (own / KEPT).write_text(line, encoding="utf-8")
 
     def install_torch(self) -> None:
         """Try the ways of getting torch in order.
@@ -269,16 +306,38 @@ class Environment:
         code = "from importlib.metadata import version; print(version('torch'))"
         done = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SetupError(f"no torch in {sys.base_prefix} or .venv, but {VARIABLE}=keep: install it, or unset that")
+            raise SetupError(f"no torch in {sys.prefix} or .venv, but {VARIABLE}=keep: install it, or unset that")
         return done.stdout.strip()
+
+    def check_torch(self, version: str) -> None:
+        """Refuse a torch that does not work.
+
+        Raises:
+            SetupError: it is older than `OLDEST_TORCH`, or not the build that was asked for.
+        """
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+            oldest = f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
+            raise SetupError(
+                f"torch {version} is too old, {oldest} or newer is needed: {VARIABLE}={self.fitting} make setup "
+                f"installs {TORCH} into .venv, and leaves this one as it is"
+            )
+        if self.choice.build.startswith("rocm") and "+rocm" not in version:
+            raise SetupError(
+                f"torch {version} came instead of a build for {self.choice.build}: a configured package index has it "
+                f"(`pip config list`); set {VARIABLE}=torch==VERSION+{self.choice.build}"
+            )
 
     def install(self) -> None:
         """Create the environment and install torch, then the project with its development tools."""
         self.create()
         self.install_torch()
         # Without the constraint, a newer torch that a dependency asks for would replace the build just chosen.
+        version = self.torch_version()
+        self.check_torch(version)
         constraint = VENV / "torch-constraint.txt"
-        constraint.write_text(f"torch=={self.torch_version()}\n", encoding="utf-8")
+        triton = f"triton=={TRITON}\n" if self.choice.build == "cpu" else ""
+        constraint.write_text(f"torch=={version}\n{triton}", encoding="utf-8")
         pip = (str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet")
         print("setup: installing the project and what it needs", flush=True)
         # The kernels are compiled in tests beside a CPU torch; a ROCm or CUDA torch brings a Triton of its own.
@@ -295,17 +354,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--proc-root", type=Path, default=Path("/proc"), help="read the driver from here (for tests)")
     options = parser.parse_args(arguments)
     try:
-        if sys.version_info < MINIMUM_PYTHON:
+        if not MINIMUM_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
             have = ".".join(str(part) for part in sys.version_info[:3])
-            raise SetupError(f"Python 3.11 or newer is needed, this is {have}: make PYTHON=python3.11 setup")
-        choice = decide(
-            sysfs=options.sysfs_root,
-            proc=options.proc_root,
-            search_path=None,
-            override=os.environ.get(VARIABLE, "").strip() or None,
-            platform=sys.platform,
+            raise SetupError(f"Python 3.11 to 3.14 is needed, this is {have}: make PYTHON=python3.13 setup")
+        machine = partial(
+            decide, sysfs=options.sysfs_root, proc=options.proc_root, search_path=None, platform=sys.platform
         )
-        environment = Environment(choice)
+        choice = machine(override=os.environ.get(VARIABLE, "").strip() or None)
+        environment = Environment(choice, machine(override=None).build)
         ready = environment.is_ready()
         if options.dry_run or not ready:
             print(f"setup: torch build {choice.build}: {choice.reason}", flush=True)

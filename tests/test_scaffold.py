@@ -6,16 +6,19 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 CPU_NODE = "cpu_cores_count 16\nsimd_count 0\ngfx_target_version 0\n"
 PLAIN = "torch==2.13.0"
@@ -54,7 +57,12 @@ def decide(setup_env: ModuleType, root: Path, *nodes: str | bytes, override: str
         node.mkdir(parents=True)
         (node / "properties").write_bytes(text.encode() if isinstance(text, str) else text)
     return setup_env.decide(
-        sysfs=root / "sys", proc=root / "proc", search_path=str(root / "bin"), override=override, platform=on
+        sysfs=root / "sys",
+        proc=root / "proc",
+        search_path=str(root / "bin"),
+        override=override,
+        platform=on,
+        devices=root / "dev",
     )
 
 
@@ -115,7 +123,7 @@ def test_nvidia_driver_or_tool_gets_the_plain_wheel(setup_env: ModuleType, tmp_p
         ("cuda", "cuda", (PLAIN, None)),
         ("torch==2.14.0", "custom", ("torch==2.14.0", None)),
         ("https://example.org/torch.whl", "custom", ("https://example.org/torch.whl", None)),
-        ("https://example.org/simple", "custom", ("torch~=2.13.0", "https://example.org/simple")),
+        ("https://example.org/simple", "custom", ("torch>=2.10", "https://example.org/simple")),
     ],
 )
 def test_override_wins_over_the_machine(
@@ -124,6 +132,27 @@ def test_override_wins_over_the_machine(
     choice = decide(setup_env, tmp_path, CPU_NODE, gpu_node(110000), override=value)
     assert (choice.build, choice.attempts[0]) == (build, first)
     assert value in choice.reason
+
+
+def test_in_wsl_the_reason_says_what_a_radeon_card_needs(setup_env: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()
+    choice = decide(setup_env, tmp_path)
+    assert choice.build == "cpu" and "librocdxg" in choice.reason
+    assert "HF_ROCM_TUNE_TORCH=rocm7.2 make setup" in choice.reason
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    assert decide(setup_env, tmp_path).build == "cuda"
+
+
+def test_another_rocm_than_the_wheel_s_takes_any_torch_of_its_index_and_no_other_build(
+    machine: ModuleType, setup_env: ModuleType
+) -> None:
+    choice = setup_env.overridden("rocm7.0", "linux")
+    assert choice.attempts[1:] == (("torch>=2.10", "https://download.pytorch.org/whl/rocm7.0"),)
+    environment = machine.Environment(choice)
+    environment.check_torch("2.12.1+rocm7.0")
+    with pytest.raises(setup_env.SetupError, match=r"torch 2\.15\.0 came instead of a build for rocm7\.0"):
+        environment.check_torch("2.15.0")
 
 
 def test_keep_installs_no_torch_and_other_systems_have_no_wheel_named_cpu(
@@ -146,16 +175,219 @@ def test_override_that_is_none_of_them_is_one_line_and_code_2(checkout: Path, va
     assert done.stderr.count("\n") == 1
 
 
-def test_old_python_is_one_line_and_code_2(
-    machine: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("python", [(3, 10, 4), (3, 15, 0)])
+def test_a_python_without_wheels_is_one_line_and_code_2(
+    machine: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    python: tuple[int, int, int],
 ) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    monkeypatch.setattr(sys, "version_info", python)
     assert machine.main([]) == 2
-    assert (
-        capsys.readouterr().err
-        == "setup: Python 3.11 or newer is needed, this is 3.10.4: make PYTHON=python3.11 setup\n"
-    )
+    have = ".".join(map(str, python))
+    said = f"setup: Python 3.11 to 3.14 is needed, this is {have}: make PYTHON=python3.13 setup\n"
+    assert capsys.readouterr().err == said
     assert not machine.VENV.exists()
+
+
+def stand_in(site: Path, version: str, requires: str = "") -> None:
+    """An installed distribution named torch with this version, and a package that states it."""
+    hip = "'7.2.1'" if "rocm" in version else "None"
+    cuda = "'13.0'" if "+cu" in version else "None"
+    information = site / f"torch-{version}.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n{requires}")
+    (information / "INSTALLER").write_text("pip\n")
+    (site / "torch").mkdir()
+    (site / "torch/__init__.py").write_text("from torch.version import __version__\n")
+    (site / "torch/version.py").write_text(f"__version__ = '{version}'\nhip = {hip}\ncuda = {cuda}\n")
+    files = ["torch/__init__.py,,", "torch/version.py,,"]
+    (information / "RECORD").write_text("\n".join([*files, f"{information.name}/METADATA,,", ""]))
+
+
+def environment_with(place: Path, version: str) -> Path:
+    """The interpreter of a new virtual environment whose torch is a stand-in."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+    (site,) = place.glob("lib/python3*/site-packages")
+    stand_in(site, version)
+    return place / "bin/python"
+
+
+def set_up(python: Path, script: Path, value: str) -> subprocess.CompletedProcess[str]:
+    """``make setup`` as a process of this interpreter."""
+    environment = {name: word for name, word in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment["HF_ROCM_TUNE_TORCH"] = value
+    return subprocess.run(
+        [python, script], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240
+    )
+
+
+def project_with_the_script(checkout: Path, place: Path) -> Path:
+    """A project that requires nothing and needs no build tool, with the set-up script of this one."""
+    (place / "scripts").mkdir(parents=True)
+    (place / "backend.py").write_text(
+        "import zipfile\n"
+        "def build_editable(directory, settings=None, metadata=None):\n"
+        "    name = 'empty-0-py3-none-any.whl'\n"
+        "    with zipfile.ZipFile(f'{directory}/{name}', 'w') as wheel:\n"
+        "        for file, text in (('METADATA', 'Metadata-Version: 2.1\\nName: empty\\nVersion: 0\\n'),\n"
+        "                           ('WHEEL', 'Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n'),\n"
+        "                           ('RECORD', '')):\n"
+        "            wheel.writestr(f'empty-0.dist-info/{file}', text)\n"
+        "    return name\n"
+    )
+    (place / "pyproject.toml").write_text(
+        '[project]\nname = "empty"\nversion = "0"\n'
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    return Path(shutil.copy(checkout / "scripts/setup_env.py", place / "scripts"))
+
+
+def test_keep_takes_the_torch_of_the_virtual_environment_that_runs_it(checkout: Path, tmp_path: Path) -> None:
+    python = environment_with(tmp_path / "opt/venv", "2.12.0+rocm7.2.4")
+    script = project_with_the_script(checkout, tmp_path / "project")
+    done = set_up(python, script, "keep")
+    assert done.returncode == 0, done.stderr
+    code = "import torch; print(torch.__version__, torch.__file__)"
+    own = tmp_path / "project/.venv/bin/python"
+    said = subprocess.run([own, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    assert said.split()[0] == "2.12.0+rocm7.2.4" and said.split()[1].startswith(str(tmp_path / "opt/venv"))
+
+
+def test_keep_refuses_an_old_torch_and_leaves_it(checkout: Path, tmp_path: Path) -> None:
+    python = environment_with(tmp_path / "opt/venv", "2.9.1+rocm6.4")
+    done = set_up(python, project_with_the_script(checkout, tmp_path / "project"), "keep")
+    assert done.returncode == 2
+    said = (
+        r"setup: torch 2\.9\.1\+rocm6\.4 is too old, 2\.10 or newer is needed: HF_ROCM_TUNE_TORCH=\S+ make setup .*\n"
+    )
+    assert re.fullmatch(said, done.stderr)
+    assert list((tmp_path / "opt/venv").glob("lib/python3*/site-packages/torch-2.9.1+rocm6.4.dist-info"))
+
+
+def test_keep_without_a_torch_names_where_it_looked(checkout: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    script = project_with_the_script(checkout, tmp_path / "project")
+    done = set_up(tmp_path / "bare/bin/python", script, "keep")
+    assert done.returncode == 2 and f"no torch in {tmp_path / 'bare'} or .venv" in done.stderr
+
+
+OLD, NEW = ["2.9.1+rocm6.4"], ["2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0"]
+LOCAL = ["+rocm7.2", "+gitf8f4d8f", "+cpu"]
+TORCHES = [*OLD, *(f"{version}{local}" for version in NEW for local in LOCAL), "2.10.0a0+git8d1b7f9", "2.15.0.dev1+cpu"]
+
+
+def test_no_requirement_leads_a_resolver_away_from_an_installed_torch(checkout: Path) -> None:
+    """Of this project, its extras and all that they require, as installed here."""
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
+    waiting, seen, bounds = [(line, "hf-rocm-tune") for line in lines], set(), []
+    while waiting:
+        line, by = waiting.pop()
+        wanted = Requirement(line)
+        if wanted.marker and not any(wanted.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)):
+            continue
+        if re.match("torch|triton|pytorch", wanted.name):
+            bounds.append((by, wanted))
+        elif (wanted.name, frozenset(wanted.extras)) not in seen:
+            seen.add((wanted.name, frozenset(wanted.extras)))
+            try:
+                required = metadata.requires(wanted.name) or []
+            except metadata.PackageNotFoundError:
+                continue  # of another platform, or an extra that is not installed here
+            for further in required:
+                marker = Requirement(further).marker
+                if not marker or any(marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)):
+                    waiting.append((further.partition(";")[0], wanted.name))
+    assert {by for by, _ in bounds} >= {"hf-rocm-tune", "accelerate", "peft", "bitsandbytes"}
+    refused = [
+        f"{by} requires {wanted}, which refuses {version}"
+        for by, wanted in bounds
+        for version in (TORCHES if wanted.name == "torch" else [])
+        if not wanted.specifier.contains(version, prereleases=True)
+    ]
+    pinned = [f"{by} requires {wanted}" for by, wanted in bounds if wanted.name != "torch" and wanted.specifier]
+    assert refused + pinned == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", TORCHES)
+def test_pip_and_uv_leave_an_installed_torch(checkout: Path, tmp_path: Path, version: str) -> None:
+    """Needs a package index. An extra is asked for, too."""
+    python = environment_with(tmp_path / "venv", version)
+    tools = {
+        "pip": [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--quiet", "--report", "-"]
+    }
+    if uv := shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])):
+        tools["uv"] = [uv, "pip", "install", "--dry-run", "--python", python]
+    for tool, command in tools.items():
+        done = subprocess.run(
+            [*command, f"{checkout}[loggers,kernel-check]"], capture_output=True, text=True, check=False
+        )
+        if done.returncode and "index" in done.stderr and "ResolutionImpossible" not in done.stderr:
+            pytest.skip("no package index can be reached")
+        assert done.returncode == 0, done.stderr
+        if tool == "pip":
+            names = {one["metadata"]["name"].lower() for one in json.loads(done.stdout)["install"]}
+        else:
+            names = set(re.findall(r"^ [-+~] ([\w-]+)", done.stderr, flags=re.MULTILINE))
+        assert "hf-rocm-tune" in names and "accelerate" in names
+        assert not [name for name in names if name == "torch" or name.startswith("nvidia")], tool
+
+
+def run_with_torch(checkout: Path, place: Path, version: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command of ours where a stand-in torch comes before the one of this environment."""
+    stand_in(place, version)
+    (place / "rows.jsonl").write_text('{"text": "a row"}\n')
+    (place / "m").mkdir()
+    (place / "m/config.json").write_text('{"model_type": "llama"}')
+    path = os.pathsep.join([str(place), str(checkout)])
+    return subprocess.run(
+        [sys.executable, "-m", "hf_rocm_tune", *words],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "fix"),
+    [
+        ("2.9.1+rocm6.4", 'pip install "torch>=2.10" --index-url https://download.pytorch.org/whl/rocm7.2'),
+        ("2.8.0+cu128", 'pip install "torch>=2.10"'),
+        ("2.9.0a0+git1234567", 'pip install "torch>=2.10" --index-url https://download.pytorch.org/whl/cpu'),
+    ],
+)
+@pytest.mark.parametrize(
+    "verb", [("sft", "--dataset", "rows.jsonl", "--model", "./m"), ("generate", "./m", "--prompt", "x")]
+)
+def test_an_old_torch_is_one_line_with_the_command_for_this_machine(
+    checkout: Path, tmp_path: Path, version: str, fix: str, verb: tuple[str, ...]
+) -> None:
+    done = run_with_torch(checkout, tmp_path, version, *verb)
+    assert done.stderr == f"hf-rocm-tune: error: torch {version} is too old, 2.10 or newer is needed: {fix}\n"
+    assert done.returncode == 2
+
+
+def test_an_old_torch_is_told_where_the_package_is_used_from_python(checkout: Path, tmp_path: Path) -> None:
+    stand_in(tmp_path, "2.9.1+cpu")
+    code = (
+        "import hf_rocm_tune\ntry:\n hf_rocm_tune.VerifiedSFTTrainer\nexcept Exception as e: print(type(e).__name__, e)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(checkout)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("UsageError torch 2.9.1+cpu is too old, 2.10 or newer is needed: pip install ")
+
+
+def test_what_counts_as_too_old(setup_env: ModuleType) -> None:
+    from hf_rocm_tune.machine.torch_build import is_supported
+    from hf_rocm_tune.upstream import TESTED
+
+    assert [version for version in TORCHES if not is_supported(version)] == OLD
+    assert is_supported("2.10.0.dev20260101+rocm7.2") and not is_supported("2.9.0rc1") and is_supported("my-build")
+    assert TESTED["torch"][0].startswith(".".join(map(str, setup_env.OLDEST_TORCH)) + ".")
 
 
 def test_venv_of_the_users_own_is_refused_and_left_as_it_is(
