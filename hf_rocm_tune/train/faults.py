@@ -136,6 +136,11 @@ class StepFaults:
         self._spec, self._rank, self._report = spec, rank, report
         self._injected = self._seen = 0
 
+    @property
+    def wanted(self) -> bool:
+        """Whether faults were asked for, on any rank."""
+        return self._spec is not None
+
     def describe(self, counted: Mapping[str, int]) -> dict[str, Any] | None:
         """The specification and the counts of all ranks; None when no rank was asked to inject faults."""
         asked = {} if self._spec is None else dataclasses.asdict(self._spec)

@@ -257,7 +257,7 @@ class OutOfMemoryRecovery:
         """One micro-step: the loss of the micro-batch as upstream's ``stock`` would give it, detached, shape []."""
         trainer = self._trainer
         if not self.on:
-            (part,) = self._parts(trainer.host_batch(inputs), 1)
+            part = self._parts(trainer.host_batch(inputs), 1)[0] if trainer.step_faults.wanted else None
             with self._fault(model, part):
                 return stock(model, inputs, num_items)
         window = self._window = self._window or StepWindow(trainer)
@@ -318,7 +318,10 @@ class OutOfMemoryRecovery:
         # The host tensors are verified again if they are used: without a split or a repetition only their shapes are.
         if self.divisor > 1 or batch is whole:
             trainer.mover.require_unchanged(whole)
-        parts = self._parts(whole, self.divisor)
+        # How a micro-batch could be split is looked up only where it is split; after an error `_step_down` does it.
+        parts: Sequence[BatchPart | None] = [None]
+        if self.divisor > 1 or trainer.step_faults.wanted:
+            parts = self._parts(whole, self.divisor)
         apart = self.divisor > 1 and trainer.args.world_size > 1
         before = window.tokens
         losses = []
@@ -330,7 +333,8 @@ class OutOfMemoryRecovery:
                     stack.enter_context(self._fault(model, part))
                     if part is not parts[-1]:
                         stack.enter_context(trainer.accelerator.no_sync(model))
-                    losses.append(stock(model, batch if self.divisor == 1 else part.inputs, num_items))
+                    micro_batch = batch if part is None or self.divisor == 1 else part.inputs
+                    losses.append(stock(model, micro_batch, num_items))
                 trainer.beat("step")
         if apart:
             window.set_tokens(before + round(sum(row[0] for row in everyone([window.tokens - before]))))
@@ -341,13 +345,18 @@ class OutOfMemoryRecovery:
         pairs = type(self._trainer.data_collator).__name__ == "DataCollatorForPreference"
         return split(batch, divisor, labels_shifted=self._trainer._loss_shifts_labels, pairs=pairs)
 
-    def _fault(self, model: nn.Module, part: BatchPart) -> AbstractContextManager[None]:
+    def _fault(self, model: nn.Module, part: BatchPart | None) -> AbstractContextManager[None]:
+        if part is None:
+            return nullcontext()
         step = self._trainer.state.global_step + 1
         return self._trainer.step_faults.during(model, step=step, rows=len(part.units))
 
     @contextmanager
-    def _as_one_of(self, parts: int, part: BatchPart, num_items: Any) -> Iterator[None]:
+    def _as_one_of(self, parts: int, part: BatchPart | None, num_items: Any) -> Iterator[None]:
         """Adjust upstream's division by the accumulation steps of losses that no token count has normalised."""
+        if part is None:
+            yield
+            return
         trainer = self._trainer
         steps = trainer.current_gradient_accumulation_steps
         trainer.current_gradient_accumulation_steps = steps * parts

@@ -420,7 +420,8 @@ class SentinelCallback(TrainerCallback):
         self._rates = self._read_rates()
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self.take()
+        if self._trained is not None:  # the learning rates are read when the next step begins: the scheduler sets them
+            self._trained.take()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         step = state.global_step

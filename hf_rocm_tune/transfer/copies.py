@@ -166,6 +166,7 @@ class Transfer:
     verify: bool
     pieces: list[Digest] = field(default_factory=list)  # digests of its chunks, taken by the first attempt, or known
     ticket: Queued | None = None
+    arrived: Queued | None = None  # the digest of what arrived, queued behind the copy; None: taken when it is awaited
     settled: bool = False
     failure: CorruptionError | None = None
     transfer_seconds: float = 0.0

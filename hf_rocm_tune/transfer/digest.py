@@ -126,13 +126,18 @@ class TensorGroup:
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts, self.device = parts, parts[0].device
         self.nbytes = sum(part.nbytes for part in parts)
+        # Views of whole words, made once: the group is digested at every step.
+        self._words = [None if part.nbytes % 4 else part.view(torch.int32) for part in parts]
 
     def packed(self) -> Tensor:
         """The bytes in one tensor; a copy unless it is the only one."""
         if len(self.parts) == 1:
             return self.parts[0]
-        padded = (functional.pad(part, (0, -part.nbytes % 4)) if part.nbytes % 4 else part for part in self.parts)
-        return torch.cat([part.view(torch.int32) for part in padded]).view(torch.uint8)
+        words = [
+            functional.pad(part, (0, -part.nbytes % 4)).view(torch.int32) if view is None else view
+            for part, view in zip(self.parts, self._words, strict=True)
+        ]
+        return torch.cat(words).view(torch.uint8)
 
 
 class QueuedDigests:

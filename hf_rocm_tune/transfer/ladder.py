@@ -72,11 +72,13 @@ class Ladder:
     def finish(self, transfer: Transfer, buffer: Tensor, found: Queued | None = None) -> None:
         """Verify device memory, recover it if needed, let the caller's compute stream wait for it, and count it.
 
-        ``found``: its digest. Without one it is taken now, not after the copy: memory may change while a batch waits.
+        ``found``: its digest; without one, that which was queued behind the copy, or one that is taken now. What
+        changes while a batch waits is found by the sentinels, after its use.
         """
         begun = time.perf_counter()
         if transfer.verify and transfer.nbytes:
-            if not transfer.matches((found or self._backend.digest(buffer)).result()):
+            found = found or transfer.arrived or self._backend.digest(buffer)
+            if not transfer.matches(found.result()):
                 self._recover(transfer, buffer)
             if transfer.source is not None:  # else its sources are kept
                 heads = [_head(segment) for segment in transfer.segments]

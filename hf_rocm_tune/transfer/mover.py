@@ -255,6 +255,8 @@ class Mover:
         transfer = self._new_transfer(stage, segments, source)
         buffer = self._backend.allocate(max(transfer.nbytes, 1), long_lived=False)
         self._sender.send(transfer, buffer[: transfer.nbytes], self._ladder.route, attempt=0)
+        if transfer.verify:
+            transfer.arrived = self._backend.digest(buffer[: transfer.nbytes])
         # The pack may have changed since it was made; the digest of what was sent shows it.
         self._require_equal(packed, source, transfer.expected if transfer.verify else None)
         self._registry.put(buffer, Entry("unverified", "its verification is still pending", transfer))

@@ -94,6 +94,17 @@ def test_a_batch_costs_one_copy_one_digest_and_no_staging_memory(grows: bool) ->
     assert backend.calls - warm == Counter(allocate=200, copy=200, digest=200)
 
 
+def test_the_digest_of_what_arrives_is_queued_behind_its_copy() -> None:
+    """The verdict is there when the batch is used, without a wait for a digest that begins only then."""
+    backend = Counting()
+    with Mover(CPU, backend=backend) as mover:
+        arrived = mover.begin(batch(1))
+        assert backend.calls["copy"] == backend.calls["digest"] == 1
+        mover.settle(arrived)
+        assert backend.calls["digest"] == 1
+    assert mover.was_verified(arrived["input_ids"])
+
+
 def test_memory_of_the_ring_is_bounded_whatever_the_lengths() -> None:
     lengths = [1 + (number * 7919) % 3000 for number in range(300)]
     backend = Counting(grows=True)
