@@ -136,6 +136,22 @@ class SeamError(TuneError):
     """A private place of an upstream library, on which verification depends, has moved."""
 
 
+def tokenizer_fault(error: BaseException) -> str | None:
+    """What a tokenizer's library says of files that it cannot use; None for every other error.
+
+    It is written in Rust: it raises a bare ``Exception``, and its failed assertions are a ``BaseException``.
+    """
+    panics = type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    module = str(at.tb_frame.f_globals.get("__name__", "")) if at is not None else ""
+    if not panics and (type(error) is not Exception or not module.startswith(("transformers.token", "tokenizers"))):
+        return None
+    said = " ".join(str(error).split())[:200] or "no reason given"
+    return f"the tokenizer cannot be used ({said}): its files are damaged, or not of this model; copy them again"
+
+
 def listed(names: Sequence[str], most: int = 3) -> str:
     """The first names and the number of others: ``a, b, c and 2 more``."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from hf_rocm_tune import redaction
-from hf_rocm_tune.errors import Interrupted, OutOfMemoryError, TuneError, device_shortage
+from hf_rocm_tune.errors import Interrupted, OutOfMemoryError, TuneError, UsageError, device_shortage, tokenizer_fault
 from hf_rocm_tune.machine.process import start_ticks
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.upstream import failed_import
@@ -83,7 +83,9 @@ def run_guarded(
         if isinstance(stop, _Terminated) and _is_the_agents(environ):
             return _TERMINATED
         ended: TuneError = Interrupted(str(stop) or "stopped by Ctrl-C")
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and tokenizer_fault(error) is None:
+            raise
         if type(error).__module__.startswith("torch.distributed.elastic") and hasattr(error, "sigval"):
             return 128 + int(error.sigval)  # `SignalException`: in a notebook the agent's handler raises it
         known = error if isinstance(error, TuneError) else None
@@ -91,6 +93,8 @@ def run_guarded(
             known = failed_import(error)
         if known is None and (said := device_shortage(error)) is not None:
             known = OutOfMemoryError(f"{said}; {_OUT_OF_MEMORY_ADVICE}")
+        if known is None and (said := tokenizer_fault(error)) is not None:
+            known = UsageError(said)
         # The communication backends raise RuntimeError for a lost peer.
         from_a_peer = isinstance(error, RuntimeError) if known is None else known.follows
         if from_a_peer and group is not None and (first := group.ending()) is not None:

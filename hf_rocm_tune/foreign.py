@@ -42,7 +42,6 @@ MOST_NODES = 100_000
 LONGEST_NAME = 1024
 _LONGEST_PART = 255  # bytes, of the file systems of Linux
 _HUB_FOLDERS = ("models--", "datasets--", "spaces--")
-_LAYOUT = "\n\t"
 
 
 def read_bytes(path: Path) -> bytes:
@@ -116,20 +115,23 @@ def check_printable(value: Any) -> None:
             level += one
 
 
-def visible(text: str) -> str:
-    r"""A text for a terminal: control characters other than line breaks and tabs as ``\x1b``, so that none acts."""
+def visible(text: str, *, json_text: bool = False) -> str:
+    r"""A text for a terminal: control and format characters but line breaks and tabs as ``\x1b``, so that none acts;
+    in JSON as ``\u001b``."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one in _LAYOUT or _is_harmless(one) else _escaped(one) for one in text)
+    return "".join(one if _is_shown(one) else _escaped(one, json_text=json_text) for one in text)
 
 
-def _is_harmless(character: str) -> bool:
-    """Spaces of all kinds, letters newer than Python's tables; not control or format characters, lone surrogates."""
-    return unicodedata.category(character) in ("Zs", "Cn", "Co")
+def _is_shown(character: str) -> bool:
+    """Whether a character takes room or breaks a line: joiners are in writing of several languages and in emoji."""
+    return character in "\n\t\u200c\u200d" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
-def _escaped(character: str) -> str:
+def _escaped(character: str, *, json_text: bool) -> str:
     number = ord(character)
+    if json_text:
+        return json.dumps(character)[1:-1] if number > 0xFF else f"\\u{number:04x}"
     return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.foreign import parse_json
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -675,9 +676,11 @@ def _fault_in_tokens(row: dict[str, Any], layout: FormatInfo) -> str | None:
 def _fault_in_tools(value: Any) -> str | None:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except json.JSONDecodeError as error:
             return f"is not valid JSON ({error.msg}, column {error.colno})"
+        except ValueError as error:
+            return f"is JSON that is not used: {error}"
     return None if isinstance(value, list | None) else f"holds {_named(value)}, not a list of tools or its JSON"
 
 

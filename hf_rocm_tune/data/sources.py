@@ -19,7 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from yaml import YAMLError
+
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.foreign import parse_yaml, read_text
 from hf_rocm_tune.paths import expand_user
 
 if TYPE_CHECKING:
@@ -140,6 +143,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dic
             splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
             splits = {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
         elif os.path.isdir(path):
+            _check_card(path / "README.md")
             unread = _unread(path, config)
             splits = dict(load_dataset(str(path), name=config, streaming=streaming))
         else:
@@ -186,6 +190,18 @@ def _is_csv(name: str) -> bool:
     return any(_reader_of(file) == "csv" for file in files)
 
 
+def _check_card(card: Path) -> None:
+    """Refuse the metadata of a README.md, which `datasets` reads, before its aliases or its types do harm."""
+    if not os.path.lexists(card):
+        return
+    try:
+        front = re.match(r"\s*---[ ]*\n(.*?)\n---", read_text(card), re.DOTALL)
+        parse_yaml(front[1] if front else "")
+    except (OSError, ValueError, YAMLError) as error:
+        said = getattr(error, "problem", None) or error
+        raise UsageError(f"{card}: its metadata cannot be read: {said}; correct it, or move that file away") from error
+
+
 def _is_saved(path: Path) -> bool:
     """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote this folder."""
     return any(os.path.isfile(path / name) for name in ("dataset_dict.json", "state.json"))
@@ -225,7 +241,10 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
     from datasets.exceptions import DatasetsError
     from datasets.utils import logging
 
-    foreign = (DatasetsError, pa.ArrowException, OSError, ValueError, TypeError, EOFError, StopIteration, RuntimeError)
+    foreign = (
+        *(DatasetsError, pa.ArrowException, OSError, ValueError, TypeError, EOFError, StopIteration, RuntimeError),
+        YAMLError,  # of its README.md
+    )
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
@@ -348,6 +367,8 @@ def _fault_in_text(file: Any, reader: str | None) -> str | None:
             return f", line {number + error.lineno - 1}, column {error.colno}: not valid JSON ({error.msg})"
         except _DoubleKeyError as error:
             return f", line {number}: the key {error.args[0]!r} is given twice in one object"
+        except RecursionError:
+            return f", line {number}: its lists and objects are nested too deeply"
         if array and not content:
             return " has no rows, an empty list"
         for row in content if array else [content]:

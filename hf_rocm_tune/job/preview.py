@@ -16,6 +16,7 @@ from trl import get_peft_config
 
 from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.data.summary import CountedSFTTrainer
+from hf_rocm_tune.foreign import visible
 from hf_rocm_tune.job.rows import is_plain_template
 from hf_rocm_tune.models.classes import without_weights
 from hf_rocm_tune.settings.names import VERBS
@@ -118,7 +119,7 @@ def shown(trainer: Any, form: str, *, colour: bool) -> str:
     rows = [row for split in ("train", "eval") for row in rows_of(trainer, split)]
     if form == "json":
         content = {"summaries": [one.to_dict() for one in summaries], "rows": rows}
-        return json.dumps(content, indent=2, ensure_ascii=False)
+        return visible(json.dumps(content, indent=2, ensure_ascii=False), json_text=True)
     lines: list[str] = []
     for summary in summaries:
         lines += [summary.line(), *summary.warnings()]
@@ -134,7 +135,7 @@ def shown(trainer: Any, form: str, *, colour: bool) -> str:
         for name, pieces in row["parts"].items():
             total, counted = (sum(each["tokens"] for each in pieces if each["counts"] or every) for every in (1, 0))
             what = f"a {row['split']} row" + ("" if name == "row" else f", {name} answer")
-            texts = [(escaped(each["text"]), each["counts"]) for each in pieces]
+            texts = [(escaped(visible(each["text"])), each["counts"]) for each in pieces]
             text = "".join(f"{on}{one}{off}" if counts else one for one, counts in texts)
             lines += ["", f"{what}: {total} tokens, {counted} of them count in the loss", text]
     return _PAGE.replace("ROWS", "\n".join(lines)) if form == "html" else "\n".join(lines)

@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification
 
+from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -33,13 +35,17 @@ def model_class(config: PreTrainedConfig) -> Any:
 def without_weights(config: PreTrainedConfig, *, reward: bool = False, trust_remote_code: bool = False) -> Any:
     """The model that training would load, on the meta device. ``reward``: as a reward model, of one output.
 
-    ValueError, ImportError: transformers cannot make it.
+    Raises:
+        UsageError: the configuration describes no model that transformers can make.
     """
     factory = model_class(config)
     if reward:
         config.num_labels = 1
         factory = AutoModelForSequenceClassification
-    with torch.device("meta"):
-        if hasattr(factory, "from_config"):  # an auto class
-            return factory.from_config(config, trust_remote_code=trust_remote_code)
-        return factory(config)
+    try:
+        with torch.device("meta"):
+            if hasattr(factory, "from_config"):  # an auto class
+                return factory.from_config(config, trust_remote_code=trust_remote_code)
+            return factory(config)
+    except FOREIGN_ERRORS as error:
+        raise UsageError(f"the configuration describes no model that can be made: {first_line(error)}") from error

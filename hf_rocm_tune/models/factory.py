@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -28,8 +30,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
-from hf_rocm_tune.foreign import check_counts, check_value
+from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, device_shortage, first_line
+from hf_rocm_tune.foreign import check_counts, check_value, visible
 from hf_rocm_tune.models.experts import use_packed
 from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
@@ -152,6 +154,8 @@ def load_model(
     from trl.trainer.reward_trainer import suppress_seqcls_warning
     from trl.trainer.utils import create_model_from_path
 
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(_show_plainly)  # adding it again changes nothing
     started = time.perf_counter()
     arguments = {"revision": source.revision, "trust_remote_code": source.trust_remote_code, **source.init}
     if source.quantization is not None:
@@ -178,6 +182,13 @@ def load_model(
             )
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: attn_implementation
         raise UsageError(f"model {source.name}: {first_line(error)}") from error
+    except FOREIGN_ERRORS as error:
+        if not _is_of_modelling(error):
+            raise
+        raise UsageError(
+            f"model {source.name}: its configuration describes no model that can be loaded: {first_line(error)}; "
+            "download or copy it again"
+        ) from error
     model, info = loaded
     if missing := sorted(key for key in info["missing_keys"] if not (source.reward and key == "score.weight")):
         raise UsageError(
@@ -200,6 +211,23 @@ def load_model(
     return model, time.perf_counter() - started
 
 
+_COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def _show_plainly(record: logging.LogRecord) -> bool:
+    """Names of a pickle's tensors in a log record do not act on the terminal; colours of transformers' do."""
+    parts = _COLOUR.split(record.getMessage())
+    record.msg, record.args = "".join(part if at % 2 else visible(part) for at, part in enumerate(parts)), ()
+    return True
+
+
+def _is_of_modelling(error: Exception) -> bool:
+    """Whether an error was raised while a model was made by its own code, not while ours placed its weights."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    inside = names[max(at for at, name in enumerate(names) if name == __name__) + 1 :]
+    return device_shortage(error) is None and not any(name.startswith("hf_rocm_tune.") for name in inside)
+
+
 def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
     directory = expand_user(source.name) if source.is_local else hub_snapshot(source.name, source.revision)
     files = set(directory.glob("*.safetensors")) if directory is not None else set()
@@ -215,7 +243,7 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Pre
         tokenizer: PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (*FOREIGN_ERRORS, OSError) as error:
         raise UsageError(
             f"tokenizer of {source.name}: {first_line(error)}; the model directory needs tokenizer.json and "
             "tokenizer_config.json"

@@ -24,7 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.foreign import checked_names, file_in, read_object
+from hf_rocm_tune.foreign import check_printable, checked_names, file_in, read_object
 from hf_rocm_tune.transfer import Digest, combine, digest
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def is_lfs_pointer(file: Path) -> bool:
 def check_safetensors(file: Path) -> None:
     """Checks the header of one file, each entry of it, and the file's size; reads no tensor data."""
     try:
-        with safe_open(file, framework="pt"):
-            pass
+        with safe_open(file, framework="pt") as opened:
+            _check_tensor_names(opened.keys())
     except OSError as error:
         raise UsageError(f"model file {file}: cannot be read ({error}): check the disk and permissions") from error
     except SafetensorError as error:
@@ -71,6 +71,14 @@ def check_safetensors(file: Path) -> None:
                 f"model file {file}: a pointer of Git LFS and not the file itself: run `git lfs pull` there"
             ) from error
         raise UsageError(f"model file {file}: damaged or truncated ({error}): download or copy it again") from error
+
+
+def _check_tensor_names(names: Collection[str]) -> None:
+    """Names of tensors are shown, by us and by transformers."""
+    try:
+        check_printable([*names])
+    except ValueError as error:
+        raise SafetensorError(f"the name of a tensor: {error}") from error
 
 
 _DTYPES = {
@@ -90,8 +98,8 @@ class MappedFile:
     """
 
     def __init__(self, file: Path | str) -> None:
-        with safe_open(file, framework="pt"):  # checks each entry of the header
-            pass
+        with safe_open(file, framework="pt") as opened:  # checks each entry of the header
+            _check_tensor_names(opened.keys())
         with open(file, "rb") as stream:
             memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         self.tensors = dict(tensors_in(memory))

@@ -99,8 +99,8 @@ def stack_of(config: Any, flag: str = FLAG, *, trust_remote_code: bool) -> tuple
     """Name of the list of layers and their number, from the configuration alone."""
     try:
         skeleton = without_weights(config, trust_remote_code=trust_remote_code)
-    except (ValueError, ImportError) as error:
-        raise UsageError(f"{flag}: the layers of this model cannot be told: {str(error).splitlines()[0]}") from error
+    except UsageError as error:
+        raise UsageError(f"{flag}: the layers of this model cannot be told: {error}") from error
     name, layers = layer_stack(skeleton, config, flag)
     return name, len(layers)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import TuneError, UsageError, checked
+from hf_rocm_tune.foreign import parse_json, visible
 from hf_rocm_tune.publish import export, say
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _stream(loaded: Loaded, ids: list[int], pieces: list[str]) -> Answer:
 
     def show(text: str) -> None:
         pieces.append(text)
-        print(text, end="", flush=True)
+        print(visible(text), end="", flush=True)
 
     try:
         given = answer(loaded, ids, show)
@@ -183,7 +184,7 @@ def read_prompts(given: list[str], file: Path | None, stdin: IO[str]) -> list[Pr
 
 def _of_row(line: str, where: str) -> Prompt:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
         prompt = row.get("prompt", row.get("messages"))
         if isinstance(prompt, str):
             return prompt

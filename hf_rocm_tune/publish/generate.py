@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.filesize import decimal as size
-from transformers import TextStreamer, set_seed
+from transformers import GenerationConfig, TextStreamer, set_seed
 
-from hf_rocm_tune.errors import UsageError, shortage_advice
+from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line, shortage_advice
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import Coverage, coverage, place
 from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, read_adapter
@@ -24,7 +25,7 @@ from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]
 """A conversation: ``role`` and ``content`` of each message."""
@@ -96,6 +97,7 @@ def loaded_model(settings: Settings, say: Callable[[str], None]) -> Iterator[Loa
         model, seconds = load_model(source, mover)
         if not model.can_generate():
             raise UsageError(f"{source.name} is a {type(model).__name__}, which generates no text: give another model")
+        model.generation_config = _for_one_answer(model.generation_config)
         records = attest_files(source, mover)  # of the base: an adapter says by itself what it is
         if adapter is not None:
             say(adapter.described)
@@ -210,7 +212,17 @@ def answer(loaded: Loaded, ids: Sequence[int], write: Callable[[str], None] = la
     set_seed(loaded.settings.seed)
     advice = "shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"
     with shortage_advice(advice), torch.inference_mode():
-        made = loaded.model.generate(**inputs, generation_config=config, streamer=stream)
+        try:
+            made = loaded.model.generate(
+                **inputs, generation_config=config, streamer=stream, tokenizer=loaded.tokenizer
+            )
+        except FOREIGN_ERRORS as error:
+            *_, (frame, _) = walk_tb(error.__traceback__)
+            if not frame.f_globals.get("__name__", "").startswith("transformers.generation"):
+                raise
+            raise UsageError(
+                f"the generation_config.json of {loaded.base} cannot be used: {first_line(error)}; correct it"
+            ) from error
     new = made[0, len(ids) :].tolist()
     return Answer("".join(stream.pieces), len(new), complete=new[-1:] != [] and new[-1] in (config.eos_token_id or []))
 
@@ -222,7 +234,7 @@ def _config(loaded: Loaded, prompt_tokens: int) -> GenerationConfig:
     if room <= 0:
         raise UsageError(f"the prompt has {prompt_tokens} tokens, and {settings.model} takes {length}: shorten it")
     config: GenerationConfig = deepcopy(loaded.model.generation_config)
-    config.max_length, config.max_new_tokens = None, room
+    config.max_new_tokens = room
     names = ("temperature", "top_p", "top_k")
     given = {name: value for name in names if (value := getattr(settings, name)) is not None}
     if settings.temperature == 0:  # the likeliest token each time
@@ -234,6 +246,21 @@ def _config(loaded: Loaded, prompt_tokens: int) -> GenerationConfig:
     config.eos_token_id = end_tokens(config.eos_token_id, loaded.tokenizer) or None
     config.pad_token_id = 0  # there is one row
     return config
+
+
+_KEPT = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "stop_strings", "min_new_tokens"),
+    *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("exponential_decay_length_penalty", "renormalize_logits", "remove_invalid_values"),
+    *("bos_token_id", "eos_token_id", "decoder_start_token_id"),
+)
+
+
+def _for_one_answer(given: GenerationConfig) -> GenerationConfig:
+    """What a model says about the choice of tokens; not about beams, several answers and other models, which cannot be
+    streamed."""
+    return GenerationConfig(**{name: value for name in _KEPT if (value := getattr(given, name, None)) is not None})
 
 
 class _Stream(TextStreamer):

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -317,6 +318,11 @@ def prepare_output_dir(
                 f"{directory} is not empty, and no run of hf-rocm-tune has written what is in it "
                 f"({listed(names, 6)}): choose another --output_dir, or move that elsewhere"
             )
+        for name in (*_OWN, RUN_FILE, manifest.MANIFEST_NAME):
+            if os.path.lexists(directory / name) and not stat.S_ISREG(os.lstat(directory / name).st_mode):
+                raise UsageError(
+                    f"{directory / name} is a link or no plain file, and a run writes a file of that name: move it away"
+                )
         made = tuple(each for each in (directory, *directory.parents) if not each.exists())
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)

@@ -18,6 +18,7 @@ from tests import tiny
 from tests.e2e.command import CommandServer
 from tests.publish.hub_server import LoopbackHub, loopback_hub, use
 from tests.publish.merge_cases import lora, merged
+from tests.publish.strangers import Place
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +44,12 @@ def loaded(made: dict[str, Path]) -> Iterator[Loaded]:
     """The adapter of `made`, loaded."""
     with loaded_model(Settings(model=str(made["adapter"]), max_new_tokens=6, temperature=0), lambda _: None) as model:
         yield model
+
+
+@pytest.fixture
+def place(made: dict[str, Path], commands: CommandServer, tmp_path: Path) -> Place:
+    """A stranger's package, to be spoilt."""
+    return Place(made, commands, tmp_path)
 
 
 @pytest.fixture(name="hub")

@@ -6,12 +6,10 @@ or two seconds) and far below what the hangs took; a run that passes it is kille
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,117 +17,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hf_rocm_tune.survive import manifest
-from tests import tiny
-from tests.e2e.command import CommandServer, Result
 from tests.publish.hub_server import write_run
+from tests.publish.strangers import DEADLINE, DEEP, ESCAPES, READERS, Place, by_verb, edit, forge, sampled
 
-DEADLINE = 120.0  # seconds, on a busy machine
 CONFIG = "adapter_config.json"
-ESCAPES = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m"
-DEEP = "[" * 5000 + "]" * 5000
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
-    started = CommandServer(tmp_path_factory.mktemp("commands"))
-    yield started
-    started.close()
-
-
-class Place:
-    """A directory of a test: ``adapter``, ``base`` and ``rows`` in it may be spoilt, ``victim`` may not be touched."""
-
-    def __init__(self, made: dict[str, Path], server: CommandServer, room: Path) -> None:
-        self.server, self.room = server, room
-        self.adapter, self.base = room / "package" / "adapter", room / "package" / "base"
-        shutil.copytree(made["adapter"], self.adapter)
-        shutil.copytree(made["base"], self.base)
-        self.rows = tiny.write_messages_jsonl(room / "rows" / "train.jsonl", 8).parent
-        self.victim = room / "victim"
-        self.victim.mkdir()
-        (self.victim / "secret.model").write_text("private")
-        self.seal()
-
-    def seal(self, **more: Path) -> None:
-        """A manifest of the adapter that is right, and lists further files by any name."""
-        (self.adapter / manifest.MANIFEST_NAME).unlink(missing_ok=True)
-        entries = {name: manifest.entry_of(self.adapter / name) for name in manifest.list_files(self.adapter)}
-        entries |= {name: manifest.entry_of(file) for name, file in more.items()}
-        forge(self.adapter, entries)
-
-    def argv(self, verb: str) -> list[str]:
-        if verb == "generate":
-            flags = ["--base", self.base, "--prompt", "Hello", "--max_new_tokens", "3"]
-            return [str(part) for part in (self.adapter, *flags)]
-        if verb == "merge":
-            return [str(part) for part in (self.adapter, self.room / "merged", "--base", self.base)]
-        settings = {
-            "model_name_or_path": self.base,
-            "adapter_name_or_path": self.adapter,
-            "dataset_name": self.rows,
-            "output_dir": self.room / "out",
-            "max_steps": 1,
-            "max_length": 48,
-            "save_strategy": "no",
-            "doctor": "off",
-            "disable_tqdm": True,
-        }
-        return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-
-    def run(self, verb: str, *argv: str) -> Result:
-        env = {} if verb == "sft" else {"VERB": verb}
-        return self.server.start(*(argv or self.argv(verb)), env=env, cwd=self.room).wait(DEADLINE)
-
-    def refused(self, verb: str, *argv: str) -> str:
-        """What the one line says with which a command is refused; it leaves nothing."""
-        before = names(self.room)
-        done = self.run(verb, *argv)
-        assert done.code == 2, f"{done.code}: {done.stdout[-500:]}{done.stderr[-2000:]}"
-        assert "Traceback" not in done.stderr and len(done.error_lines) == 1, done.stderr[-2000:]
-        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", done.stderr + done.stdout)
-        assert names(self.room) == before, "a refused command leaves nothing"
-        return done.error_lines[0]
-
-
-def names(room: Path) -> dict[str, str]:
-    """What there is below a directory: links by where they lead, files by their bytes."""
-    found = {}
-    for path in room.rglob("*"):
-        kind = "directory"
-        if path.is_symlink():
-            kind = f"link to {os.readlink(path)}"
-        elif path.is_file():
-            kind = hashlib.sha256(path.read_bytes()).hexdigest()
-        found[path.relative_to(room).as_posix()] = kind
-    return found
-
-
-def forge(directory: Path, entries: dict[str, manifest.FileEntry]) -> None:
-    """A manifest that lists any names, with the digest that its content has."""
-    made = manifest.Manifest(run_id="run-1", step=3, status="final", created="2026-01-01T00:00:00+00:00", files=entries)
-    (directory / manifest.MANIFEST_NAME).write_text(manifest.to_json(made))
-
-
-def edit(file: Path, **changed: Any) -> None:
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps(content | changed))
-
-
-@pytest.fixture
-def place(made: dict[str, Path], server: CommandServer, tmp_path: Path) -> Place:
-    return Place(made, server, tmp_path)
-
-
-READERS = ("generate", "merge", "sft")
-
-
-def by_verb(kinds: Iterable[Any], verbs: Sequence[str] = READERS, short: int = 99) -> list[Any]:
-    """Every kind with every verb; the first kinds with one verb each in the short suite, the rest in the long one."""
-    return [
-        pytest.param(verb, kind, marks=() if at % len(verbs) == turn and at < short else pytest.mark.long)
-        for at, kind in enumerate(kinds)
-        for turn, verb in enumerate(verbs)
-    ]
 
 
 NAMES = {
@@ -145,7 +36,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(("verb", "kind"), by_verb(NAMES))
+@pytest.mark.parametrize(("verb", "kind"), by_verb(NAMES, short=5))
 def test_a_manifest_that_names_a_file_elsewhere(place: Place, verb: str, kind: str) -> None:
     name = NAMES[kind].replace("ROOM", str(place.room))
     place.seal(**{name: place.victim / "secret.model"})
@@ -188,7 +79,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize(("verb", "field"), by_verb(PATTERNS, short=3))
+@pytest.mark.parametrize(("verb", "field"), by_verb(PATTERNS, short=2))
 def test_regular_expressions_that_do_not_end(place: Place, verb: str, field: str) -> None:
     edit(place.adapter / CONFIG, **{field: PATTERNS[field]})
     place.seal()
@@ -235,7 +126,7 @@ def reseal(result: Path, **more: Path) -> None:
     forge(result, listed | {name: manifest.entry_of(file) for name, file in more.items()})
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", sampled(NAMES, 3))
 def test_what_a_forged_manifest_names_is_not_pushed(place: Place, result: Path, kind: str) -> None:
     reseal(result, **{NAMES[kind].replace("ROOM", str(place.room)): place.victim / "secret.model"})
     assert "integrity.json" in place.refused("push", str(result), "user/name")
@@ -302,7 +193,7 @@ def test_escapes_in_a_run_do_not_reach_the_terminal(place: Place, result: Path) 
 SHARDS = {name: value for name, value in NAMES.items() if name not in ("surrogate",)}
 
 
-@pytest.mark.parametrize(("verb", "kind"), by_verb([*SHARDS, "link"]))
+@pytest.mark.parametrize(("verb", "kind"), by_verb(["link", *SHARDS], short=4))
 def test_a_shard_index_that_names_a_file_elsewhere(place: Place, verb: str, kind: str) -> None:
     tensors = load_file(place.base / "model.safetensors")
     (place.base / "model.safetensors").unlink()
