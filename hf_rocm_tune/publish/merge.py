@@ -137,9 +137,9 @@ def _check_base(directory: Path) -> int:
             f"{directory} has its weights as pickles (pytorch_model.bin), which are not loaded: load it with "
             "transformers and save it again (save_pretrained writes safetensors)"
         )
-    config = read_object(directory / "config.json")
-    packed = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-    if config.get("quantization_config") and not packed:
+    quantised = read_object(directory / "config.json").get("quantization_config")
+    packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
+    if quantised and not packed:
         raise UsageError(
             f"{directory} is quantised, and no adapter can be merged into that: give the original model with --base"
         )
