@@ -108,7 +108,7 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     print(directory)
     if tools is not None:
         try:
-            print(export.export(directory, tools, say))
+            print(export.export(directory, tools, say, trust_remote_code=wanted.trust_remote_code))
         except (TuneError, OSError) as error:
             kind = type(error) if isinstance(error, TuneError) else UsageError
             raise kind(f"{error}; the merged model in {directory} is complete") from error

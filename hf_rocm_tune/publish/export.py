@@ -1,8 +1,9 @@
 """``hf-rocm-tune merge --gguf``: a merged model as a GGUF file by llama.cpp's tools, compared with it, and a Modelfile.
 
 Every tensor of the merged model must be in the lossless file with its values (in any order: the converter permutes
-some), and those of the quantised file must be as near to these as their bits allow. An architecture whose matrices the
-converter changes is refused; vectors that it changes (Gemma's norms, to which it adds 1) are named as not compared.
+some, and adds 1 to Gemma's norms), and those of the quantised file must be as near to these as their bits allow. An
+architecture whose matrices the converter changes is refused; vectors that it changes are named as not compared. What
+the file says beside its weights is compared in `readback`.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
     return Tools(kind=kind, converter=converter, quantizer=quantizer)
 
 
-def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
+def export(model: Path, tools: Tools, say: Callable[[str], None], *, trust_remote_code: bool = False) -> Path:
     """Convert a merged model to its directory ``gguf``, with ``Modelfile`` and manifest, complete or not at all."""
+    from hf_rocm_tune.publish import ollama, readback
     from hf_rocm_tune.survive import manifest
     from hf_rocm_tune.survive.atomic import staged_directory
 
@@ -79,15 +81,28 @@ def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
         file = staging / f"{model.absolute().name}-{tools.kind.upper()}.gguf"
         plain = file if tools.quantizer is None else staging / "lossless.gguf"
         _call([sys.executable, str(tools.converter), str(model), "--outfile", str(plain), "--outtype", floating])
+        converted = readback.model_in(model, trust_remote_code=trust_remote_code)
+        _add_ends(plain, readback.ends_to_add(readback.fields_of(plain), converted), tools)
         entry = manifest.entry_of(plain)
-        found = _check_values(_stored(model, written.tensors), _tensors(plain), floating)
+        fields = readback.fields_of(plain)
+        say(readback.check(fields, converted, _tensors(plain)))
+        arch = str(fields.get("general.architecture", ""))
+        found = _check_values(_stored(model, written.tensors), _tensors(plain), floating, arch=arch)
         say(found)
         if tools.quantizer is not None:
             _call([str(tools.quantizer), str(plain), str(file), tools.kind.upper()])
             entry = manifest.entry_of(file)
             say(_check_quantised(_tensors(plain), _tensors(file), int(re.findall(r"\d", tools.kind)[0])))
+            readback.check(readback.fields_of(file), converted, _tensors(file))
             plain.unlink()
-        (staging / "Modelfile").write_text(f"FROM ./{file.name}\n", encoding="utf-8")  # the rest is in the file
+        tokens = fields.get("tokenizer.ggml.tokens", [])
+        recipe = ollama.modelfile(
+            f"./{file.name}",
+            ollama.pieces_of(converted.tokenizer, adds_bos=bool(readback.adds_bos(fields))),
+            [tokens[end] for end in converted.ends if end < len(tokens)],
+            has_template=bool(converted.tokenizer.chat_template),
+        )
+        (staging / "Modelfile").write_text(recipe, encoding="utf-8")
         extra = {"gguf": {"type": tools.kind, "values": found}, **written.extra}
         run, step, status = written.run_id, written.step, written.status
         manifest.write(staging, run_id=run, step=step, status=status, entries={file.name: entry}, extra=extra)
@@ -97,14 +112,50 @@ def export(model: Path, tools: Tools, say: Callable[[str], None]) -> Path:
     return model / "gguf" / file.name
 
 
-def _call(command: list[str]) -> None:
+def _add_ends(file: Path, ends: Mapping[str, int], tools: Tools) -> None:
+    """Name end tokens in a GGUF file, by its library's own script: the converter knows the tokenizer's eos only."""
+    if not ends:
+        return
+    named = file.with_name("named.gguf")
+    roles = [part for role, end in ends.items() for part in ("--special-token-by-id", role, str(end))]
+    script = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", str(file), str(named), *roles, "--force"]
+    _call(script, beside=tools.converter.parent / "gguf-py")
+    named.replace(file)
+
+
+def _call(command: list[str], *, beside: Path | None = None) -> None:
     # llama.cpp's script imports modules of its own folder, which PYTHONSAFEPATH of `hf-rocm-tune` forbids.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    if beside is not None and beside.is_dir():
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(beside), environ.get("PYTHONPATH")]))
     done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-        tool = Path(command[1] if command[0] == sys.executable else command[0]).name
-        raise UsageError(f"{tool} failed: {lines[-1] if lines else 'no output'}")
+        raise UsageError(_explained(command, f"{done.stdout}\n{done.stderr}", done.returncode))
+
+
+# What the end of a tool's output means, and what to do.
+_MEANINGS = {
+    r"pre-tokenizer was not recognized": "it does not know how this tokenizer splits text. If the base has a "
+    "tokenizer.model (Gemma, Llama 2, Mistral), the copy here lacks it: get it and merge again. A newer llama.cpp, "
+    "named with --llama_cpp, knows more tokenizers",
+    r"(Model|Architecture) .*not supported|no such architecture": "it does not know this architecture: a newer "
+    "llama.cpp, named with --llama_cpp, may",
+    r"No module named '?sentencepiece": "it needs the package sentencepiece: `pip install sentencepiece`",
+    r"No module named": "a package is missing: install what requirements.txt in llama.cpp's directory lists",
+    r"No space left": "the disk is full: free some space",
+}
+
+
+def _explained(command: list[str], output: str, code: int) -> str:
+    """A failed tool in one line: its last line, what that means, and what to do."""
+    tool = Path(command[1] if command[0] == sys.executable else command[0]).name
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else "no output"
+    if code < 0:
+        return f"{tool} was ended by signal {-code}: free some memory, and start the same command again"
+    told = next((meaning for pattern, meaning in _MEANINGS.items() if re.search(pattern, output)), None)
+    way = told or "another version of llama.cpp, named with --llama_cpp, may know this model"
+    return f"{tool} failed ({last[:300]}): {way}. transformers and vLLM load the merged model as it is"
 
 
 # ---- the file is read back -------------------------------------------------------------------------------------------
@@ -146,21 +197,24 @@ def _sum_of_values(values: Any) -> int:
     return total % 2**64
 
 
-def _check_values(stored: Iterator[tuple[str, Any]], there: Mapping[str, Callable[[], Any]], floating: str) -> str:
+def _check_values(
+    stored: Iterator[tuple[str, Any]], there: Mapping[str, Callable[[], Any]], floating: str, *, arch: str = ""
+) -> str:
     """Every tensor of the model is in the file; gives what was found, for the user."""
     import torch
 
     left = Counter((values.size, _sum_of_values(values)) for values in (each() for each in there.values()))
     # Experts that are stored one by one are stacked in GGUF. Dimensions, elements, and the sums of the values as they
-    # are and rounded: vectors are not rounded.
-    wanted: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    # are, rounded (vectors are not rounded), and of vectors plus one (Gemma's norms).
+    wanted: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for name, tensor in stored:
         if tensor.is_floating_point():
             flat = tensor.reshape(-1)
             rounded = flat.to(getattr(torch, _FLOATING[floating]))
             row = wanted[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)]
-            sums = [_sum_of_values(each.float().numpy()) for each in (flat, rounded)]
-            row[:] = tensor.ndim, row[1] + flat.numel(), row[2] + sums[0], row[3] + sums[1]
+            plus_one = flat.float() + 1 if tensor.ndim == 1 and arch.startswith("gemma") else flat
+            sums = [_sum_of_values(each.float().numpy()) for each in (flat, rounded, plus_one)]
+            row[:] = tensor.ndim, row[1] + flat.numel(), row[2] + sums[0], row[3] + sums[1], row[4] + sums[2]
 
     def is_there(numel: int, total: int) -> bool:
         found = left[numel, total % 2**64] > 0
@@ -171,8 +225,8 @@ def _check_values(stored: Iterator[tuple[str, Any]], there: Mapping[str, Callabl
 
     lacking = {
         name: dimensions
-        for name, (dimensions, numel, kept, rounded) in wanted.items()
-        if not (is_there(numel, kept) or is_there(numel, rounded))
+        for name, (dimensions, numel, *sums) in wanted.items()
+        if not any(is_there(numel, total) for total in sums)
     }
     if wrong := [name for name, dimensions in lacking.items() if dimensions > 1]:
         raise CorruptionError(

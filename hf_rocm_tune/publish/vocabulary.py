@@ -75,6 +75,8 @@ def tokenizer_files(base: Path, trained: Path, *, trust_remote_code: bool = Fals
         files = _extended(_files(base), _files(trained), after)
     else:
         files = _completed(_files(trained), after)
+    if "tokenizer.model" in files and not _json(files.get(_CONFIG_FILE)).get("added_tokens_decoder"):
+        files = _completed(files, after)  # a base that transformers 5 wrote, or its tokenizer.model alone
     if after.chat_template != before.chat_template:
         files = _with_template(files, _files(trained), after.chat_template)
     return files

@@ -148,7 +148,8 @@ def test_the_converter_imports_what_stands_beside_it(
     (there / "convert_hf_to_gguf.py").write_text("import conversion\n")
     (there / "conversion.py").write_text("raise SystemExit('error: no such architecture')\n")
     code, _, err = merge("llama", "--gguf", "f16", "--llama_cpp", str(there))
-    assert code == 2 and "convert_hf_to_gguf.py failed: error: no such architecture" in err, err
+    assert code == 2 and "convert_hf_to_gguf.py failed (error: no such architecture): " in err, err
+    assert "--llama_cpp" in err.splitlines()[-1] and "transformers and vLLM load" in err.splitlines()[-1]
     assert (tmp_path / "out" / "model.safetensors").exists() and not (tmp_path / "out" / "gguf").exists()
 
 
@@ -163,6 +164,7 @@ def test_other_values_in_a_file_are_found() -> None:
     sound = {"q": model["q.weight"].flip(0), "norm": model["norm.weight"]}
     assert "2 of 2" in export._check_values(iter(model.items()), held(**sound), "f32")
     changed = held(**sound | {"norm": model["norm.weight"] + 1})
+    assert "2 of 2" in export._check_values(iter(model.items()), changed, "f32", arch="gemma3")
     assert "not compared: norm.weight" in export._check_values(iter(model.items()), changed, "f32")
     wrong = held(**sound | {"q": model["q.weight"].clone().index_fill_(0, torch.tensor([3]), 0)})
     with pytest.raises(CorruptionError, match=r"q\.weight"):
@@ -207,7 +209,9 @@ def check(out: Path, type_: str) -> None:
     wanted = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(held, wanted.to(getattr(torch, {"bf16": "bfloat16", "f16": "float16"}[type_])).float())
     assert manifest.verify(file.parent) == [] and manifest.verify(out) == []
-    assert (file.parent / "Modelfile").read_text() == f"FROM ./{file.name}\n"
+    lines = (file.parent / "Modelfile").read_text().splitlines()
+    assert lines[0] == f"FROM ./{file.name}" and 'PARAMETER stop "</s>"' in lines
+    assert lines[1].startswith('TEMPLATE """{{ if .System }}<system>{{ .System }}</s>{{ end }}{{ range .Messages }}')
 
 
 @pytest.fixture(scope="module")
