@@ -164,8 +164,8 @@ def modelfile(
         lines.append(f'TEMPLATE """{pieces.template}"""')
     elif has_template:
         lines += [
-            "# The chat template cannot be written in Ollama's language by rule. Ollama uses its own where it knows the",
-            f"# one in the GGUF file; otherwise write a TEMPLATE here: {_PAGE}",
+            "# The chat template cannot be written in Ollama's language by rule. Ollama uses its own where it knows",
+            f"# the one in the GGUF file; otherwise write a TEMPLATE here: {_PAGE}",
         ]
     lines += [f"PARAMETER stop {_quoted(end)}" for end in ends]
     lines.append("# Uncomment for a system message in every conversation:")
