@@ -27,7 +27,7 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "version", "redaction"}),
+    frozenset({"counters", "errors", "version", "redaction"}),
     frozenset({"configs", "foreign", "host_group", "paths", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
@@ -41,10 +41,22 @@ ROOT = ENTRY + 1  # cli, __main__ and the package itself, whose lazy names point
 
 HUGGING_FACE = frozenset({"transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "huggingface_hub"})
 NO_HUGGING_FACE = frozenset(
-    {"errors", "version", "redaction", "paths", "configs", "foreign", "host_group", "upstream", "machine", "transfer"}
+    {
+        "counters",
+        "errors",
+        "version",
+        "redaction",
+        "paths",
+        "configs",
+        "foreign",
+        "host_group",
+        "upstream",
+        "machine",
+        "transfer",
+    }
 )
 NO_TORCH = re.compile(
-    r"(errors|version|redaction|paths|configs|foreign)(\.\w+)*|cli|__main__|__init__"
+    r"(counters|errors|version|redaction|paths|configs|foreign)(\.\w+)*|cli|__main__|__init__"
     r"|machine(\.(?!process|software|child)\w+)?"
     r"|plan\.(estimate|request|fit|candidates|command)"
 )

@@ -267,11 +267,22 @@ def _drawing(panel: Panel) -> dict[str, Any]:
         "size": (_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM),
         "lines": lines,
         "heights": [(up(value), figure(value)) for value in _ticks(low, high, 5)],
-        "steps": [(across(step), f"{step:g}") for step in _ticks(first, final, 6) if step == int(step)],
+        "steps": [_step_label(across(step), f"{step:g}") for step in _ticks(first, final, 6) if step == int(step)],
         "marks": [(label, sorted({across(s) for s in at if first <= s <= final})) for label, at in panel.marks.items()],
         "strips": strips,
         "in_words": f"{panel.title} ({panel.unit}) from step {first:g} to {steps[-1]:g}; newest: {newest}",
     }
+
+
+_DIGIT = 7.0
+"""Width of a digit, in units of the picture, with some room."""
+
+
+def _step_label(at: float, label: str) -> tuple[float, str, str]:
+    """Where a label below the axis stands: centred below its tick, or up to the right edge, which would cut it."""
+    if at + len(label) * _DIGIT / 2 > _WIDTH:
+        return _WIDTH, label, "end"
+    return at, label, "middle"
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:

@@ -160,7 +160,8 @@ class Replays:
     def _allow(self, rows: list[list[Figures]]) -> bool:
         """Take the differences within each row for those of kernels that are not deterministic, if they are small."""
         spread = max(one.distance(other) for row in rows for one in row for other in row)
-        if spread > _AT_MOST:
+        # Neither a CPU nor a card that has given the same bits twice gives others without a fault.
+        if spread > _AT_MOST or self.deterministic or self._trainer.mover.device.type == "cpu":
             return False
         self.deterministic, self.bound = False, max(_AT_LEAST, self.bound, _MARGIN * spread)
         logger.warning(
@@ -186,6 +187,7 @@ class Replays:
             "replay_every": every,
             "replay_refusal": self.refusal,
             "deterministic": self.deterministic,
+            "replay_bound": self.bound or None,
             "attention_length": self._length,
         }
 

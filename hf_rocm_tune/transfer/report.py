@@ -6,29 +6,14 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from hf_rocm_tune.counters import SECTIONS, SENT
+
 STAGES = ("weights", "batches", "adapter", "optimizer", "buckets", "streamed")
 """What is transferred: model weights, training and evaluation batches, adapter weights, optimizer state, buckets of
 gradients that are averaged on the host (both directions), and layers that are streamed while they compute."""
 BETWEEN_CARDS = "activations"
 """Transfers between the cards of a split model: activations, their gradients, masks; each direction counts."""
 _COUNTED = (*STAGES, BETWEEN_CARDS)
-_STAGE_SUMS = (
-    "tensors", "bytes", "verified_bytes", "mismatches", "recovered", "transfer_seconds", "verify_seconds",
-)  # fmt: skip
-_COUNTERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_COUNTED, _STAGE_SUMS),
-    "casts": ("checked", "mismatches", "recovered"),
-    "gradients": ("buckets", "mismatches", "recovered"),
-    "gathered": ("checked", "mismatches"),
-    "frozen": ("passes", "tensors", "mismatches"),
-    "trained": ("checks", "rewritten", "mismatches"),
-    "replicas": ("checks", "mismatches"),
-    "files": ("verified", "mismatches"),
-    "memory": ("shortages", "recovered", "cache_given_back", "libraries_bytes"),
-    "guard": ("skipped_steps", "warnings"),
-    "arithmetic": ("products", "checked", "residuals", "cleared", "replays", "attention", "disagreements", "recovered"),
-    "step_faults": ("injected",),
-}
 _CROSSINGS = ("to_device_bytes", "to_host_bytes")
 _crossed = dict.fromkeys(_CROSSINGS, 0)
 _crossed_lock = threading.Lock()
@@ -60,7 +45,9 @@ class TransferReport:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters: dict[str, dict[str, float]] = {name: dict.fromkeys(keys, 0) for name, keys in _COUNTERS.items()}
+        self._counters: dict[str, dict[str, float]] = {
+            name: dict.fromkeys(section.counters, 0) for name, section in SECTIONS.items()
+        }
         self._incidents: list[dict[str, Any]] = []
         self._rebaselined: list[dict[str, Any]] = []
 
@@ -116,7 +103,7 @@ class TransferReport:
     def __repr__(self) -> str:
         """One line: what was moved, and what was wrong."""
         with self._lock:
-            sums = [int(sum(self._counters[stage][key] for stage in _COUNTED)) for key in _STAGE_SUMS[:5]]
+            sums = [int(sum(self._counters[stage][key] for stage in _COUNTED)) for key in SENT[:5]]
             found = f", {len(self._incidents)} incidents" if self._incidents else ""
         tensors, moved, verified, wrong, right = sums
         return (
@@ -129,7 +116,7 @@ class TransferReport:
         head = "".join(f"<th>{title}</th>" for title in ("", "tensors", "bytes", "verified", "wrong", "recovered"))
         with self._lock:
             rows = [
-                f"<tr><th>{name}</th>" + "".join(f"<td>{int(row[key]):,}</td>" for key in _STAGE_SUMS[:5]) + "</tr>"
+                f"<tr><th>{name}</th>" + "".join(f"<td>{int(row[key]):,}</td>" for key in SENT[:5]) + "</tr>"
                 for name in _COUNTED
                 if (row := self._counters[name])["tensors"]
             ]
@@ -140,8 +127,8 @@ class TransferReport:
         """Add up the results of `to_dict` of all ranks; with several ranks incidents get their rank."""
         reports = list(reports)
         counters = {
-            name: {key: sum(report[name][key] for report in reports) for key in keys}
-            for name, keys in _COUNTERS.items()
+            name: {key: sum(report[name][key] for report in reports) for key in section.counters}
+            for name, section in SECTIONS.items()
         }
         crossed = {key: sum(report["crossings"][key] for report in reports) for key in _CROSSINGS}
         rank = [{"rank": number} if len(reports) > 1 else {} for number in range(len(reports))]
