@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import gc
+import hashlib
 import json
 import logging
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -110,6 +112,7 @@ class Checkpoints:
             resume_from = get_last_checkpoint(args.output_dir) or True
         if isinstance(resume_from, str | os.PathLike) and not self.saves_shards:
             saved_state.require_complete(Path(resume_from))
+            self._require_same_base(Path(resume_from))
             if (Path(resume_from) / SCALER_NAME).is_file() and self._trainer.accelerator.scaler is None:
                 raise UsageError(f"{resume_from} was trained with a gradient scaler: resume it with --fp16 true")
         return resume_from
@@ -152,8 +155,29 @@ class Checkpoints:
             files=found if status == "final" else None,  # a result may lie beside other files
             entries=_entries(found),
             tensors={label: value for one in found.values() for label, value in one.digests.items()},
-            extra={"compared": not self.saves_shards},
+            extra={"compared": not self.saves_shards, "base": self._base()},
         )
+
+    def _base(self) -> dict[str, str]:
+        """Of each weight file that was loaded here, but a checkpoint's, one digest over those of its tensors' bytes."""
+        inside, rows = Path(self._trainer.args.output_dir).resolve(), defaultdict[str, list[str]](list)
+        for (file, name), digests in sorted(self._trainer.mover.loaded.items()):
+            path = Path(file)
+            if not (path.resolve().is_relative_to(inside) or (path.parent / TRAINER_STATE_NAME).exists()):
+                rows[path.name].append(" ".join([name, *sorted(each.hex() for each in digests)]))
+        return {file: hashlib.sha256("\n".join(lines).encode()).hexdigest() for file, lines in rows.items()}
+
+    def _require_same_base(self, checkpoint: Path) -> None:
+        """Refuse a base whose bytes are not those that the run has begun with."""
+        written = manifest.read(checkpoint)
+        before = written.extra.get("base") if isinstance(written, manifest.Manifest) else None
+        if not isinstance(before, dict):
+            return
+        if changed := [file for file, digest in self._base().items() if before.get(file, digest) != digest]:
+            raise UsageError(
+                f"{changed[0]} of the model has other weights than when {checkpoint.name} was saved: the file has "
+                "changed since, or was read wrongly. Restore it, or begin a new run in another --output_dir"
+            )
 
     # ---- a checkpoint ---------------------------------------------------------------------------------------
 

@@ -127,31 +127,68 @@ def deciding_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
     if not kept.get("packing"):  # how the rows are divided over processes decides how they are packed
         kept.pop("dataset_num_proc", None)
-    kept |= {name: _content(kept[name]) for name in _READ if isinstance(kept.get(name), str)}
+    kept |= {name: _content(name, kept[name]) for name in _READ if isinstance(kept.get(name), str)}
     # NaN equals itself only as text.
     text = json.dumps(without_secrets(kept), default=lambda each: sorted(each) if isinstance(each, set) else str(each))
     found: dict[str, Any] = json.loads(text, parse_constant=str)
     return found
 
 
-def _content(text: str) -> str:
-    """What stands for a local file or directory: a digest of names, sizes, and the first and last 32 MiB of each file.
-    An id of the Hub, or what does not exist, stands for itself."""
+def _content(setting: str, text: str) -> str:
+    """What stands for a local file or directory: a digest of names, sizes and contents of its files. An id of the Hub,
+    or what does not exist, stands for itself. Of the model's weights it has the ends: `checkpoint` compares the rest,
+    when it has been loaded."""
     top = os.path.expanduser(text)
     if not text or not os.path.exists(top):  # unlike Path.exists, never raises
         return text
     files = [top]
     if os.path.isdir(top):
         files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
+    known = _FileDigests()
     found = hashlib.sha256()
     for file in filter(os.path.isfile, files):
-        if "/." not in (name := file[len(top) :]):
+        if "/." in (name := file[len(top) :]):
+            continue
+        size = os.path.getsize(file)
+        found.update(f"{name} {size}\n".encode())
+        if size <= 2 * _END_BYTES or (setting == _MODELS[0] and name.endswith(".safetensors")):
             with open(file, "rb") as opened:
-                size = os.fstat(opened.fileno()).st_size
-                found.update(f"{name} {size}\n".encode() + opened.read(_END_BYTES))
+                found.update(opened.read(_END_BYTES))
                 opened.seek(max(size - _END_BYTES, opened.tell()))
                 found.update(opened.read())
+        else:
+            found.update(known.digest_of(file))
+    known.write()
     return f"content {found.hexdigest()[:32]}"
+
+
+class _FileDigests:
+    """SHA-256 of large files, kept from start to start by size, inode and times of change."""
+
+    def __init__(self) -> None:
+        home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+        self._path = Path(os.path.expanduser(home)) / "hf_rocm_tune" / "contents.json"
+        self._rows: dict[str, Any] = {}
+        self._is_changed = False
+        with suppress(OSError, ValueError):
+            self._rows = read_object(self._path)
+
+    def digest_of(self, file: str) -> bytes:
+        path, details = os.path.realpath(file), os.stat(file)
+        state = [details.st_size, details.st_dev, details.st_ino, details.st_mtime_ns, details.st_ctime_ns]
+        row = self._rows.get(path)
+        if not isinstance(row, dict) or row.get("state") != state or not isinstance(row.get("sha256"), str):
+            with open(file, "rb") as opened:
+                row = {"state": state, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+            self._rows[path], self._is_changed = row, True
+        return str(row["sha256"]).encode()
+
+    def write(self) -> None:
+        """Only saves time: without a writable home the files are read again."""
+        if self._is_changed:
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_text_atomic(self._path, json.dumps(self._rows))
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -361,3 +361,21 @@ def test_a_step_that_is_left_out_stays_so_in_this_run_and_is_said(tmp_path: Path
     assert record.run_id == first.run_id and record.settings == first.record.settings, "it is the same run"
     assert any("steps 3, 7" in note for note in again.notes)
     assert _start(out, overwrite=True).record.skipped_steps == (), "another run leaves nothing out"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "adapter.safetensors"])
+def test_a_large_file_that_changes_in_its_middle_is_another_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "read"
+    folder.mkdir()
+    with (folder / name).open("wb") as file:
+        file.truncate(100 << 20)
+    settings = {"dataset_name": str(folder)} if name.endswith("jsonl") else {"adapter_name_or_path": str(folder)}
+    before = deciding_settings(settings)
+    assert deciding_settings(settings) == before
+    with (folder / name).open("r+b") as file:
+        file.seek(50 << 20)
+        file.write(b"x")
+    assert deciding_settings(settings) != before
