@@ -15,7 +15,8 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
-from hf_rocm_tune.machine import process, torch_build, variables
+from hf_rocm_tune.machine import process, torch_build, torchvision, variables
+from hf_rocm_tune.redaction import print_line
 from hf_rocm_tune.settings import names
 from hf_rocm_tune.survive.heartbeat import outlive_reader
 
@@ -53,16 +54,21 @@ def _start(argv: list[str], method: Method, *, own: bool) -> int:
         variables.announce(variables.review())
     names.show_all_cards(argv, os.environ)
     with uncollected() if own else nullcontext():
-        prepare()
+        prepare(names.given_value(argv, "model_name_or_path"))
         from hf_rocm_tune.job import run as job
 
     return job.run(argv, method=method)
 
 
-def prepare() -> None:
-    """Before the libraries are imported: or they remark on this machine's lack of a GPU, or fail in a traceback."""
+def prepare(model: str | None = None) -> None:
+    """Before the libraries are imported: or they remark on this machine's lack of a GPU, or fail in a traceback.
+
+    ``model``: the name of the model or adapter that the command is about, where it is known.
+    """
     torch_build.check_torch()
     process.prepare_process(os.environ)
+    if (misfit := torchvision.hide_unless_used(model)) is not None:
+        print_line(f"hf-rocm-tune: warning: {misfit}")
     process.check_bitsandbytes()  # PEFT imports it
 
 

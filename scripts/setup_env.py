@@ -297,6 +297,23 @@ class Environment:
             print("\n".join(failures), file=sys.stderr)
             raise SetupError(f"torch could not be installed (see above); set {VARIABLE} to what you have, or to keep")
 
+    def install_torchvision(self) -> None:
+        """Processors of pictures need the torchvision that is built for this torch. Without it only they do not work.
+
+        Without its dependencies: a torchvision of another index would take torch to another version and build.
+        """
+        torch = self.torch_version()
+        public, _, build = torch.partition("+")
+        major, minor, patch = (*public.split("."), "0")[:3]
+        if major != "2" or self.choice.build == "keep":
+            return
+        wanted = f"torchvision==0.{int(minor) + 15}.{patch}{f'+{build}' if build else ''}"
+        index = ["--index-url", f"{INDEX}{build}"] if build else []
+        command = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-deps"]
+        done = subprocess.run([*command, wanted, *index], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        if done.returncode:
+            print(f"setup: {wanted} is not to be had: processors of pictures that need it do not work", flush=True)
+
     def torch_version(self) -> str:
         """The version of torch in the environment, with its local part such as ``+rocm7.2``.
 
@@ -335,13 +352,14 @@ class Environment:
         # Without the constraint, a newer torch that a dependency asks for would replace the build just chosen.
         version = self.torch_version()
         self.check_torch(version)
+        self.install_torchvision()
         constraint = VENV / "torch-constraint.txt"
         triton = f"triton=={TRITON}\n" if self.choice.build == "cpu" else ""
         constraint.write_text(f"torch=={version}\n{triton}", encoding="utf-8")
         pip = (str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet")
         print("setup: installing the project and what it needs", flush=True)
         # The kernels are compiled in tests beside a CPU torch; a ROCm or CUDA torch brings a Triton of its own.
-        extras = "dev,kernel-check" if self.choice.build == "cpu" else "dev"
+        extras = "dev,vision,kernel-check" if self.choice.build == "cpu" else "dev,vision"
         run(*pip, "--constraint", constraint, "--editable", f"{ROOT}[{extras}]")
         self.write_state("ready", made_by=self.state()["made_by"])
 

@@ -15,6 +15,7 @@ from hf_rocm_tune.doctor.system import in_wheels
 from hf_rocm_tune.machine.process import FILTERS
 from hf_rocm_tune.machine.software import Software
 from hf_rocm_tune.machine.sysfs import Files
+from hf_rocm_tune.machine.torchvision import install
 from hf_rocm_tune.upstream import LEFT_OUT, TESTED
 
 _FORCING = "BNB_ROCM_VERSION"  # read by bitsandbytes, cextension.py
@@ -325,6 +326,21 @@ def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
             yield ok("bnb_library", title, f"for HIP {hip} it loads {file}", source)
 
 
+def _torchvision(evidence: Evidence) -> Iterator[Finding]:
+    """A torchvision that is built for another torch, which every library that finds it fails to import."""
+    software, source = evidence.software, "vision#8985; pytorch#122494"
+    if software.torchvision is None or software.torch_version is None:
+        return
+    title = f"torchvision {software.torchvision}"
+    if software.torchvision_problem:
+        yield fail("torchvision_misfit", "torchvision does not fit torch",
+                   f"{title} cannot be imported beside torch {software.torch_version} "
+                   f"({software.torchvision_problem}): runs of text hide it, processors of pictures fail",
+                   install(software.torch_version), source)  # fmt: skip
+    else:
+        yield ok("torchvision_ok", title, f"it fits torch {software.torch_version}", source)
+
+
 def _tested(evidence: Evidence) -> Iterator[Finding]:
     packages = evidence.software.packages
     wanted = {name: one for name, one in requirements().items() if name in packages}
@@ -384,5 +400,6 @@ CHECKS = (
     Check("training_resets", "software", "RDNA4 cards and hipBLASLt", _training_resets),
     Check("compiler", "software", "the C compiler and Python.h that Triton needs", _compiler),
     Check("bitsandbytes", "software", "which library of bitsandbytes is loaded", _bitsandbytes),
+    Check("torchvision", "software", "whether torchvision fits torch", _torchvision),
     Check("versions", "software", "installed and tested versions of the libraries", _tested),
 )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from hf_rocm_tune.machine import torchvision
 from hf_rocm_tune.machine.child import Task, answer, pci_address, run_together, step
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
@@ -59,6 +60,8 @@ class Software:
     packages: Mapping[str, str | None] = field(default_factory=dict)  # version of every name of PACKAGES
     bitsandbytes_libraries: tuple[str, ...] = ()  # names of its native library files
     rocm_wheels: Mapping[str, str] = field(default_factory=dict)  # versions of distributions that carry ROCm itself
+    torchvision: str | None = None  # its version; None where it is not installed
+    torchvision_problem: str = ""  # why it cannot be imported beside this torch; not asked in a run
     missing_for_triton: str = ""  # what its driver cannot be compiled without, on ROCm, and the package that has it
     problems: Mapping[str, str] = field(default_factory=dict)
 
@@ -72,7 +75,7 @@ class Software:
 
 def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
     """Read everything; an unreadable item does not raise."""
-    said, reason = (_probe({}), "") if in_process else _ask_torch(deadline_s)
+    said, reason = (_probe({"in_process": True}), "") if in_process else _ask_torch(deadline_s)
     stated: Mapping[str, str | None] = said.get("versions") or read_torch_file()[0]  # of one that cannot be imported
     problems = {"arch_list": reason, "devices": reason, "torch_version": reason or "torch states no version"}
     known = {name: said.get(name) for name in ("arch_list", "devices")} | {"torch_version": stated.get("__version__")}
@@ -87,6 +90,8 @@ def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -
         packages=_read_packages(),
         bitsandbytes_libraries=tuple(sorted(native)),
         rocm_wheels=_read_wheels(),
+        torchvision=_version_of("torchvision"),
+        torchvision_problem=said.get("torchvision", ""),
         missing_for_triton=missing_for_triton() if stated.get("hip") else "",
         problems={name: said.get("problem") or why for name, why in problems.items() if known[name] is None},
     )
@@ -109,6 +114,12 @@ def _read_packages() -> dict[str, str | None]:
             with suppress(Exception):
                 versions[package] = versions[package] or metadata.version(distribution)
     return versions
+
+
+def _version_of(distribution: str) -> str | None:
+    with suppress(Exception):  # broken metadata
+        return metadata.version(distribution)
+    return None
 
 
 def _read_wheels() -> dict[str, str]:
@@ -159,6 +170,9 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
         found["devices"] = [_device(index) for index in range(count)]
     except Exception as error:  # a runtime that does not start is a result, too
         found["problem"] = " ".join(f"torch: {type(error).__name__}: {error}".split())
+    if not request.get("in_process"):
+        step("importing torchvision")
+        found["torchvision"] = torchvision.problem()
     return found
 
 

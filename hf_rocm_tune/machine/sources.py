@@ -8,7 +8,7 @@ _REPOSITORIES = (
     "pytorch/pytorch ROCm/rccl ROCm/rocm-systems ROCm/TheRock unslothai/unsloth ROCm/aotriton ROCm/amdgpu ROCm/vllm "
     "ROCm/rocm-libraries ROCm/pytorch getsolus/packages huggingface/accelerate "
     "bitsandbytes-foundation/bitsandbytes ggml-org/llama.cpp "
-    "turboderp-org/exllamav3 astral-sh/uv ROCm/legacy-rocm-build"
+    "turboderp-org/exllamav3 pytorch/vision astral-sh/uv ROCm/legacy-rocm-build"
 )
 _ROCM_DOCS, _KERNEL_DOCS = "https://rocm.docs.amd.com/", "https://docs.kernel.org/"
 _SYSTEMS = "https://github.com/ROCm/rocm-systems/blob/develop/projects/"

@@ -11,6 +11,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from transformers import (
 
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, device_shortage, first_line
 from hf_rocm_tune.foreign import check_counts, check_value, visible
+from hf_rocm_tune.machine import torchvision
 from hf_rocm_tune.models.experts import use_packed
 from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, hub_snapshot
 from hf_rocm_tune.models.loading import verified_loading
@@ -243,6 +245,8 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Pre
         tokenizer: PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
+    except ImportError as error:
+        raise UsageError(f"the processor of {source.name} {_needs(error)}") from error
     except (*FOREIGN_ERRORS, OSError) as error:
         raise UsageError(
             f"tokenizer of {source.name}: {first_line(error)}; the model directory needs tokenizer.json and "
@@ -260,6 +264,15 @@ def stop_ids(source: ModelSource) -> set[int]:
     except OSError:  # it has none
         ends = getattr(read_config(source).get_text_config(), "eos_token_id", None)
     return {ends} if isinstance(ends, int) else {*(ends or ())}
+
+
+def _needs(error: ImportError) -> str:
+    """Which library a processor of pictures lacks, and how to get it."""
+    text = str(error).lower()
+    if "torchvision" in text:
+        return f"needs torchvision: {torchvision.install(metadata.version('torch'))}"
+    library = next((name for name in ("num2words", "pillow") if name in text), None)
+    return f"needs {library}: `pip install {library}`" if library else f"cannot be loaded: {first_line(error)}"
 
 
 FLAG = "--chat_template_path"

@@ -37,7 +37,7 @@ _OF_WAYS = ("name", "crossing", "flags")
 ReadRows = Callable[[Sequence[str], Any], tuple[list[int], dict[str, Any]]]
 
 
-def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRows) -> int:
+def main(argv: Sequence[str], *, prepare: Callable[[str | None], None], read_rows: ReadRows) -> int:
     """Plan a training job from the model's configuration. 0 if something fits; else the nearest case is printed, too.
 
     ``prepare`` prepares this process for Hugging Face's libraries, once the arguments are valid. ``read_rows`` gives
@@ -55,7 +55,7 @@ def main(argv: Sequence[str], *, prepare: Callable[[], None], read_rows: ReadRow
     card = card_memory(name=wanted.gpu, vram_gib=wanted.vram, desktop_gib=wanted.desktop_gib)
     here = card.desktop_source.startswith("read")  # from a card of this machine
     request = PlanRequest(**given, triton=not here or not missing_for_triton())
-    prepare()
+    prepare(request.model)
     memory = None if wanted.gpu or wanted.vram else psutil.virtual_memory().total
     card = replace(card, host=memory if wanted.host_gib is None else int(wanted.host_gib * GIB))
     if wanted.link_gb_s:

@@ -77,9 +77,9 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python code")
 
 
-def _ready(prepare: Callable[[], None]) -> None:
+def _ready(prepare: Callable[[str | None], None], model: str) -> None:
     """Import what loads models; off a terminal it shows no progress bars."""
-    prepare()
+    prepare(model)
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
@@ -89,11 +89,11 @@ def _ready(prepare: Callable[[], None]) -> None:
 # ---- the commands ---------------------------------------------------------------------------------------------------
 
 
-def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
+def merge(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> int:
     if wanted.llama_cpp and not wanted.gguf:
         raise UsageError("--llama_cpp needs --gguf: give both, or neither")
     tools = export.find_tools(wanted.gguf, wanted.llama_cpp) if wanted.gguf else None
-    _ready(prepare)
+    _ready(prepare, wanted.adapter)
     from hf_rocm_tune.publish import merge as merging
 
     directory = merging.merge(
@@ -115,9 +115,9 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
     return 0
 
 
-def generate(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
+def generate(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> int:
     prompts = read_prompts(wanted.prompt, wanted.file, sys.stdin)
-    _ready(prepare)
+    _ready(prepare, wanted.model)
     from hf_rocm_tune.publish.generate import Settings, answer, loaded_model, render
 
     del wanted.prompt, wanted.file
@@ -202,8 +202,8 @@ def _of_row(line: str, where: str) -> Prompt:
 HELP = "/reset clears the conversation, exit ends it; Ctrl-C stops an answer"
 
 
-def chat(wanted: argparse.Namespace, prepare: Callable[[], None]) -> int:
-    _ready(prepare)
+def chat(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> int:
+    _ready(prepare, wanted.model)
     from hf_rocm_tune.publish.generate import Settings, loaded_model
 
     with loaded_model(Settings(**vars(wanted)), say) as loaded:

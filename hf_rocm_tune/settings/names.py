@@ -483,6 +483,13 @@ class _NoDuplicates(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+def given_value(argv: Sequence[str], name: str) -> Any:
+    """The value of a flag as typed, or else as in the recipe; None where neither has it."""
+    recipe, typed = _typed(argv)
+    values = {bare(flag): value for flag, value in typed.items()}
+    return values.get(name, recipe.values.get(name) if recipe else None)
+
+
 def asks_for_split(argv: Sequence[str]) -> bool:
     recipe, typed = _typed(argv)
     return any(bare(name) == "split_layers" for name in [*typed, *(recipe.values if recipe else ())])
