@@ -4,13 +4,14 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 GPU_ARGS ?=
+DRIFT_ARGS ?=
 VENV := .venv/bin/python
 # Two workers, a file each at a time: session fixtures (models, a server of forked commands) are built once a worker.
 WORKERS := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 ROOM ?= transfer
-.PHONY: help setup demo test unit test-long gpu lint format wheel clean
+.PHONY: help setup demo test unit test-long gpu drift lint format wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,6 +34,10 @@ test-long: lint ## the same, with the full matrices
 # Not after `setup`: it takes the torch that is there. GPU_ARGS="--wheels DIRECTORY" brings what that Python lacks.
 gpu: ## what only a card can show, in ten minutes; results to benchmarks/results
 	@$(if $(wildcard $(VENV)),$(VENV),$(PYTHON)) scripts/gpu.py $(GPU_ARGS)
+
+# DRIFT_ARGS="--only newest" and others of scripts/drift.py; writes docs/compatibility.md.
+drift: setup ## other versions of the libraries: seams, tests, injected faults; ten minutes each
+	@$(VENV) scripts/drift.py $(DRIFT_ARGS)
 
 lint: setup ## ruff and mypy
 	@$(VENV) -m ruff check .

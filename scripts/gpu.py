@@ -1,6 +1,7 @@
 """What only a card can show, in ten minutes: `make gpu`. Results go to benchmarks/results/ as JSON and text.
 
     python scripts/gpu.py [--minutes 10] [--only PART ...] [--wheels DIRECTORY] [--out DIRECTORY]
+    python scripts/gpu.py --pack DIRECTORY [--library cuda130]     fetches what an image made for torch lacks
 
 The parts run in the order of what is most worth knowing, each in a process of its own with a deadline, which is shorter
 where there are fewer minutes. A part that fails stops no other, what there was no time for is named, and both files are
@@ -27,12 +28,15 @@ import sys
 import tempfile
 import time
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = [sys.executable, "-m", "hf_rocm_tune"]
@@ -58,6 +62,15 @@ METHODS: dict[str, tuple[str, ...]] = {
     "modules_to_save": ("--lora_modules_to_save", "lm_head"),
     "packing": ("--packing", "true"),
 }
+
+
+#: What an image that was made for torch lacks; bitsandbytes is carried with one of its native libraries.
+PACKED = (
+    *("transformers", "trl", "peft", "datasets", "dill", "multiprocess", "xxhash", "pandas", "python-dateutil", "six"),
+    *("tzdata", "huggingface_hub", "httpx2", "httpcore2", "truststore", "bitsandbytes", "matplotlib", "contourpy"),
+    *("cycler", "fonttools", "kiwisolver", "pillow", "pyparsing", "tokenizers", "safetensors", "pytest", "pluggy"),
+    *("iniconfig", "typing_extensions", "packaging"),
+)
 
 
 class Part(NamedTuple):
@@ -119,10 +132,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[part.name for part in parts()], help="these parts")
     parser.add_argument("--wheels", type=Path, help="a directory of wheels for what this Python lacks")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="default: %(default)s")
+    parser.add_argument("--pack", type=Path, metavar="DIRECTORY", help="fetch these wheels into a new directory")
+    parser.add_argument("--library", default="cuda130", help="of bitsandbytes, with --pack: cuda130, rocm72 ...")
     parser.add_argument("--inside", choices=INSIDE, help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.inside:
         return INSIDE[wanted.inside]()
+    if wanted.pack is not None:
+        return pack(wanted.pack, wanted.library)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended too
     wanted.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-gpu-", ignore_cleanup_errors=True) as scratch:
@@ -164,6 +181,65 @@ def _run(wanted: argparse.Namespace, scratch: Path) -> int:
         _write(result, target)
     print(_text(result) + f"\nattach these two files: {target} and {target.with_suffix('.txt').name}")
     return int(any(row["outcome"] != "ok" for row in result["parts"]))
+
+
+def pack(directory: Path, library: str) -> int:
+    """Fetches wheels for this Python into a directory, and prints them with their sizes."""
+    if directory.exists():
+        print(f"make gpu: {directory} exists: give a new directory", file=sys.stderr)
+        return 2
+    needed = [Requirement(text) for text in _dependencies()]
+    bounds = {requirement.name.lower(): str(requirement.specifier) for requirement in needed}
+    wheels = [f"{name}{bounds.get(name, '')}" for name in PACKED]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(directory),
+    ]
+    if code := subprocess.run([*pip, *wheels], check=False).returncode:
+        return code
+    (whole,) = directory.glob("bitsandbytes-*.whl")
+    if not _keep_one_library(whole, library):
+        print(f"make gpu: {whole.name} has no library {library}", file=sys.stderr)
+        return 2
+    files = sorted(directory.glob("*.whl"), key=lambda file: -file.stat().st_size)
+    for file in files:
+        print(f"{file.stat().st_size / 1e6:8.2f} MB  {file.name}")
+    print(f"{sum(file.stat().st_size for file in files) / 1e6:8.2f} MB  together\n")
+    print(f"there: python scripts/gpu.py --wheels {directory.name}")
+    return 0
+
+
+def _keep_one_library(wheel: Path, library: str) -> bool:
+    """Leave of the native libraries of a bitsandbytes wheel this one and the processor's; False: it is not there."""
+    kept = (f"libbitsandbytes_{library}.so", "libbitsandbytes_cpu.so")
+    with zipfile.ZipFile(wheel) as archive:
+        content = {info: archive.read(info) for info in archive.infolist()}
+    if not any(info.filename.endswith(kept[0]) for info in content):
+        return False
+
+    def is_dropped(name: str) -> bool:
+        return "libbitsandbytes" in name and not name.endswith(kept)
+
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for info, data in content.items():
+            if info.filename.endswith(".dist-info/RECORD"):
+                lines = data.decode("utf-8").splitlines()
+                data = "\n".join(line for line in lines if not is_dropped(line.partition(",")[0])).encode() + b"\n"
+            if not is_dropped(info.filename):
+                archive.writestr(info.filename, data)
+    return True
+
+
+def _dependencies() -> list[str]:
+    found: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    return found
 
 
 def _environ(wanted: argparse.Namespace, scratch: Path) -> dict[str, str]:
@@ -316,14 +392,12 @@ def _headlines(result: dict[str, Any]) -> list[str]:
 def _versions() -> int:
     """The card, what is installed, and what of it is below our lower bounds."""
     import torch
-    from packaging.requirements import Requirement
 
     if not torch.cuda.is_available():
         print("torch sees no CUDA or HIP card")
         return 1
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     packages, lowered = {}, []
-    for needed in map(Requirement, wanted):
+    for needed in map(Requirement, _dependencies()):
         try:
             packages[needed.name] = metadata.version(needed.name)
         except metadata.PackageNotFoundError:

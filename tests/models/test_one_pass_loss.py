@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from trl.kernels import chunked_logprob
-from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models import loss
 from hf_rocm_tune.models.loss import one_pass_loss
 
+chunked_logprob = pytest.importorskip("trl.kernels.chunked_logprob", reason="TRL before 1.15 has no fused head")
+OPTIONAL_OUTPUTS, ChunkedLogProbFunction = chunked_logprob.OPTIONAL_OUTPUTS, chunked_logprob.ChunkedLogProbFunction
 TOKENS, HIDDEN, VOCABULARY = 70, 32, 300
 OUTPUTS = ("log_probs", *OPTIONAL_OUTPUTS)
 # chunk sizes: TRL's tile is wider than the vocabulary, or has 64 columns and ours 14 rows

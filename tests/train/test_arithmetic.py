@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.models import experts
+from hf_rocm_tune.models import experts, loss
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.plan import CardMemory, PlanRequest, plan_for
 from hf_rocm_tune.transfer import Mover
@@ -290,6 +290,7 @@ def test_checksums_of_many_experts_are_on_the_device_in_turn(
 @pytest.mark.parametrize(
     ("side", "shape", "kind"), [("forward", (64, 512), "NaN"), ("backward", (512, 64), "zero tile")]
 )
+@pytest.mark.skipif(not loss.is_known(), reason="TRL before 1.15 has no fused head")
 def test_wrong_products_of_the_one_pass_loss(
     run: Any, one_pass: Any, side: str, shape: tuple[int, int], kind: str
 ) -> None:

@@ -67,13 +67,14 @@ def test_a_part_of_a_packed_batch_is_what_the_collator_makes_of_its_rows(divisor
         )
         size = alone["input_ids"].shape[1]
         assert part.inputs.keys() == batch.keys()
-        for name in ("input_ids", "labels", "position_ids", "seq_idx"):
+        for name in {"input_ids", "labels", "position_ids", "seq_idx"} & batch.keys():
             assert torch.equal(part.inputs[name][:, :size], alone[name])
             assert part.inputs[name].dtype == batch[name].dtype
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        for name in {"cu_seq_lens_q", "cu_seq_lens_k"} & batch.keys():  # TRL 1.13 leaves them to the model
             assert torch.equal(part.inputs[name][: len(alone[name])], alone[name])
             assert part.inputs[name].dtype == torch.int32 and part.inputs[name][-1] == part.tokens
-        assert part.inputs["max_length_q"] == alone["max_length_q"] and type(part.inputs["max_length_q"]) is int
+        if "max_length_q" in batch:
+            assert part.inputs["max_length_q"] == alone["max_length_q"] and type(part.inputs["max_length_q"]) is int
         seen += part.tokens
     assert seen == batch["input_ids"].numel()
     assert len(parts) == len(ROWS) or divisor < len(ROWS)
@@ -100,6 +101,8 @@ def test_a_label_that_belongs_to_the_sequence_before_keeps_the_two_together() ->
     starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
     batch["labels"][0, starts[2]] = 7
     assert len(layout(batch).sizes) == len(ROWS) - 1
+    if "cu_seq_lens_q" not in batch:
+        pytest.skip("this TRL leaves the bounds of packed sequences to the model")
     for part in split(batch, 8, labels_shifted=True):
         assert torch.equal(part.inputs["cu_seq_lens_q"].diff().cumsum(0)[-1:], torch.tensor([part.tokens]))
     assert any(len(part.inputs["cu_seq_lens_q"]) == 3 for part in split(batch, 8, labels_shifted=True))

@@ -24,7 +24,7 @@ from hf_rocm_tune import VerifiedSFTTrainer, VerifiedTransferMixin
 from hf_rocm_tune.cards.split import Split
 from hf_rocm_tune.cards.way import CardSettings
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.models import recompute
+from hf_rocm_tune.models import loss, recompute
 from hf_rocm_tune.models.split import LayerSplit, SplitMover, tell_of_devices
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.fit import plan_for
@@ -143,7 +143,7 @@ def assert_same(one: tuple[Losses, dict[str, Tensor]], other: tuple[Losses, dict
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {recompute.SETTING: True}, {"lora": False}, {"counts": (1, 2, 1)}, {"one_pass_loss": True}],
+    [{}, {recompute.SETTING: True}, {"lora": False}, {"counts": (1, 2, 1)}, {"one_pass_loss": loss.is_known()}],
     ids=["lora", "checkpointing", "all-weights", "three-cards", "one-pass-loss"],
 )
 def test_losses_and_weights_are_those_of_one_after_the_other(runs: Runs, settings: dict[str, Any]) -> None:

@@ -1,0 +1,386 @@
+"""Which versions of the libraries work: `make drift`. Writes docs/compatibility.md, with date and result of every cell.
+
+    python scripts/drift.py [--only NAME ...] [--torch VERSION] [--directory DIR] [--keep]
+    python scripts/drift.py --sources           the seam table against the newest releases, without installing them
+    python scripts/drift.py --page              writes the page again from the results that are there
+
+An environment is the Python that runs this, with other versions of some libraries in a directory in front of its own:
+the oldest of each, the newest of each, mixtures, and upstream's main branches (``main``, only by name). ``--torch``
+puts another torch in front, too. In each of them run: all imports and seams, the tests of the rooms `models` and
+`train`, those of experts in 4 bit, and a LoRA and a QLoRA run with injected faults on the simulated card, which is
+built against that torch (on a processor nothing crosses). Results are kept in benchmarks/results/compatibility.json by
+environment, so that one may be run at a time; each takes about ten minutes on two cores.
+
+Exit code 1 where something failed in an environment that was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "compatibility.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+LIBRARIES = ("transformers", "trl", "peft", "accelerate", "bitsandbytes")
+OLDEST = {
+    "transformers": "5.19.0",
+    "trl": "1.13.0",
+    "peft": "0.20.0",
+    "accelerate": "1.13.0",
+    "bitsandbytes": "0.50.0",
+}
+MAIN = {
+    "transformers": "transformers @ git+https://github.com/huggingface/transformers",
+    "trl": "trl @ git+https://github.com/huggingface/trl",
+    "peft": "peft @ git+https://github.com/huggingface/peft",
+    "accelerate": "accelerate @ git+https://github.com/huggingface/accelerate",
+}
+#: Environment: requirements of the libraries that are put in front; a name alone is the newest release.
+ENVIRONMENTS: dict[str, tuple[str, ...]] = {
+    "installed": (),
+    "oldest": tuple(f"{name}=={version}" for name, version in OLDEST.items()),
+    "newest": LIBRARIES,
+    "oldest transformers and accelerate, newest others": (
+        f"transformers=={OLDEST['transformers']}",
+        f"accelerate=={OLDEST['accelerate']}",
+        *("trl", "peft", "bitsandbytes"),
+    ),
+    "newest transformers and accelerate, oldest others": (
+        *("transformers", "accelerate"),
+        *(f"{name}=={OLDEST[name]}" for name in ("trl", "peft", "bitsandbytes")),
+    ),
+    "main": tuple(MAIN.values()),
+}
+ROOMS = {
+    "seams": ("tests/test_upstream.py",),
+    "models": ("tests/models",),
+    "train": ("tests/train",),
+    "experts in 4 bit": ("tests/e2e/test_experts.py",),
+}
+FAULTS = "kind=zero,rate=0.05,seed=7"
+RUNS = {"LoRA, faults on a card": (), "QLoRA, faults on a card": ("--load_in_4bit", "true")}
+IMPORTS = """
+import importlib, json, sys
+from hf_rocm_tune import upstream
+from hf_rocm_tune.settings import names
+import hf_rocm_tune.cards.ways, hf_rocm_tune.models.experts, hf_rocm_tune.train.trainer as trainer
+upstream.check_all()
+upstream.check_overrides(trainer.VerifiedSFTTrainer)
+for module in ("sft", "dpo", "kto", "orpo", "reward", "grpo"):
+    importlib.import_module(f"hf_rocm_tune.{module}")
+print("newer than tested:", upstream.untested() or "nothing")
+"""
+SECONDS = 1800
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(ENVIRONMENTS), help="these environments")
+    parser.add_argument("--torch", metavar="VERSION", help="another torch in front, with what it requires")
+    parser.add_argument("--directory", type=Path, help="where environments are made; default: a temporary directory")
+    parser.add_argument("--keep", action="store_true", help="leave the environments there")
+    parser.add_argument("--sources", action="store_true", help="only the seam table against the newest releases")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    wanted = parser.parse_args()
+    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if wanted.page:
+        write(results)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-drift-") as scratch:
+        directory = wanted.directory or Path(scratch)
+        directory.mkdir(parents=True, exist_ok=True)
+        results["sources"] = {"date": today(), "rows": sources(directory / "wheels")}
+        bad = [row for row in results["sources"]["rows"] if row["result"] != "ok"]
+        if not wanted.sources:
+            for name in wanted.only or [name for name in ENVIRONMENTS if name != "main"]:
+                label = name if wanted.torch is None else f"{name}, torch {wanted.torch}"
+                found = environment(name, wanted.torch, directory, keep=wanted.keep)
+                results.setdefault("environments", {})[label] = found
+                bad += [cell for cell in found["cells"].values() if cell["result"] != "ok"]
+                write(results)
+        write(results)
+    return int(bool(bad))
+
+
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+# ---- one environment ------------------------------------------------------------------------------------------------
+
+
+def environment(name: str, torch: str | None, directory: Path, *, keep: bool) -> dict[str, Any]:
+    """Makes an environment, runs everything in it, and gives its versions and cells."""
+    front = directory / re.sub(r"\W+", "-", f"{name} {torch or ''}").strip("-")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(front)]
+    if ENVIRONMENTS[name] and not front.exists():
+        subprocess.run([*pip, "--no-deps", *ENVIRONMENTS[name]], check=True)
+    if torch is not None:
+        subprocess.run([*pip, f"torch=={torch}"], check=True)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(front), str(ROOT)]), "TOKENIZERS_PARALLELISM": "false"}
+    versions = json.loads(
+        subprocess.run(
+            [sys.executable, "-c", f"import json; from importlib.metadata import version as v; print(json.dumps("
+             f"{{name: v(name) for name in {('torch', *LIBRARIES)!r}}}))"],
+            env=environ, capture_output=True, text=True, check=True,
+        ).stdout
+    )  # fmt: skip
+    print(f"{name}: {', '.join(f'{library} {version}' for library, version in versions.items())}", flush=True)
+    cells = {"imports": of_imports(environ)}
+    for room, files in ROOMS.items():
+        cells[room] = of_tests(files, environ)
+        print(f"  {room}: {cells[room]['text']}", flush=True)
+    for run, flags in RUNS.items():
+        cells[run] = of_faults(flags, environ)
+        print(f"  {run}: {cells[run]['text']}", flush=True)
+    if not keep:
+        shutil.rmtree(front, ignore_errors=True)
+    return {"date": today(), "python": platform.python_version(), "versions": versions, "cells": cells}
+
+
+def of_imports(environ: Mapping[str, str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORTS],
+        env=environ, capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        return failed(last_line(done.stderr))
+    return {"result": "ok", "text": last_line(done.stdout)}
+
+
+def of_tests(files: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The tests of some files; a test that compares with the tested versions fails with others, and is left out."""
+    left_out = "not test_the_installed_versions_are_tested_ones"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-k", left_out, *files]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, cwd=ROOT, check=False, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return failed(f"no end within {SECONDS} s")
+    names = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", done.stdout, re.MULTILINE)
+    text = re.sub(r" in [0-9.]+s.*$", "", last_line(done.stdout)).strip("= ")
+    cell: dict[str, Any] = {"result": "ok" if done.returncode == 0 else "failed", "text": text}
+    cell["seconds"] = round(time.monotonic() - began)
+    if names:
+        cell["failures"] = [f"{test}: {why}"[:300] for test, why in names]
+    return cell
+
+
+def of_faults(flags: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, Any]:
+    """A clean run on the simulated card and one with injected faults, whose adapter must be the same."""
+    program = [sys.executable, "-c", CARD, str(ROOT), FAULTS, *flags]
+    done = subprocess.run(program, env=environ, capture_output=True, text=True, cwd=ROOT, check=False, timeout=SECONDS)
+    if done.returncode:
+        return failed(last_line(done.stderr or done.stdout))
+    cell: dict[str, Any] = json.loads(last_line(done.stdout))
+    return cell
+
+
+CARD = """
+import json, os, subprocess, sys, tempfile
+from pathlib import Path
+root, faults, *flags = sys.argv[1:]
+sys.path.insert(0, root)
+import torch
+if torch.version.cuda or torch.version.hip:
+    print(json.dumps({"result": "not run", "text": "the simulated card needs a CPU build of torch"}))
+    sys.exit()
+from safetensors.torch import load_file
+from tests import simcard, tiny
+environ = {**os.environ, **simcard.environment(), "HF_HUB_OFFLINE": "1", "HF_ROCM_TUNE_QUIET": "1"}
+with tempfile.TemporaryDirectory() as made:
+    place = Path(made)
+    model, data = tiny.build("llama3", place / "models"), tiny.write_dataset_dir(place / "data", train=24, test=2)
+    common = [sys.executable, "-m", "hf_rocm_tune.sft", "--model_name_or_path", str(model), "--dataset_name", str(data)]
+    common += ["--max_steps", "4", "--per_device_train_batch_size", "2", "--max_length", "64", "--doctor", "off"]
+    common += ["--lora_dropout", "0", "--eval_strategy", "no", "--save_steps", "2", *flags]
+    reports, adapters = [], []
+    for name, fault in (("clean", None), ("faults", faults)):
+        more = {} if fault is None else {"HF_ROCM_TUNE_FAULT": fault}
+        out = place / name
+        command = [*common, "--output_dir", str(out)]
+        done = subprocess.run(command, env={**environ, **more}, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{name}: exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['nothing'])[-1]}")
+        reports.append(json.loads((out / "transfer_report.json").read_text()))
+        adapters.append(load_file(out / "adapter_model.safetensors"))
+stages = ("weights", "batches", "frozen", "files")
+found, mended = (sum(reports[1][stage].get(key, 0) for stage in stages) for key in ("mismatches", "recovered"))
+same = all(torch.equal(value, adapters[1][key]) for key, value in adapters[0].items())
+coverage = [report["coverage"]["verified_bytes"] / report["coverage"]["device_bytes"] for report in reports]
+adapter = "the same adapter" if same else "another adapter"
+text = f"{found} faults found, {mended} recovered, {adapter}, {100 * min(coverage):g} % verified"
+right = same and found > 0 and found == mended and min(coverage) == 1
+print(json.dumps({"result": "ok" if right else "failed", "text": text}))
+"""
+
+
+def failed(text: str) -> dict[str, Any]:
+    return {"result": "failed", "text": text[:300]}
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["nothing was printed"])[-1]
+
+
+# ---- the seam table against sources ---------------------------------------------------------------------------------
+
+
+def sources(wheels: Path) -> list[dict[str, str]]:
+    """Every row of the seam table looked up in the newest releases' wheels, which are read and not installed."""
+    sys.path.insert(0, str(ROOT))
+    from hf_rocm_tune.upstream import SEAMS
+
+    releases = {name: release(name, wheels) for name in LIBRARIES}
+    rows = []
+    for seam in SEAMS:
+        library = seam.module.partition(".")[0]
+        if library not in releases:
+            continue  # torch's wheel has gigabytes: its rows are resolved where it is installed
+        files, version = releases[library]
+        found = parameters(files, seam.module, seam.attribute)
+        if found is None:
+            result = f"{seam.module}.{seam.attribute} is missing"
+        elif found and tuple(found[: len(seam.parameters)]) != seam.parameters:
+            result = f"its parameters are {', '.join(found)}, expected {', '.join(seam.parameters)} first"
+        else:
+            result = "ok"
+        rows.append({"seam": seam.name, "library": library, "version": version, "result": result})
+    return rows
+
+
+def release(name: str, wheels: Path) -> tuple[Mapping[str, str], str]:
+    """The Python files of a library's newest release by path, and its version."""
+    target = wheels / name
+    if not target.exists():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(target), name]
+        subprocess.run(command, check=True)
+    (wheel,) = target.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [one for one in archive.namelist() if one.endswith(".py")]
+        return {one: archive.read(one).decode("utf-8") for one in names}, wheel.name.split("-")[1]
+
+
+def parameters(files: Mapping[str, str], module: str, attribute: str) -> list[str] | None:
+    """The parameters of a function or method; empty for one that is imported from elsewhere; None: it is missing."""
+    path = module.replace(".", "/")
+    text = files.get(f"{path}.py") or files.get(f"{path}/__init__.py")
+    if text is None:
+        return None
+    scope: list[ast.stmt] = ast.parse(text).body
+    *classes, last = attribute.split(".")
+    for name in classes:
+        owner = next(
+            (node for node in definitions(scope) if isinstance(node, ast.ClassDef) and node.name == name), None
+        )
+        if owner is None:
+            return None
+        if not any(getattr(node, "name", None) == last for node in owner.body) and owner.bases:
+            return []  # a base may define it, which the installed seam tests decide
+        scope = owner.body
+    for node in definitions(scope):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == last:
+            return [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and any(
+            (one.asname or one.name) == last for one in node.names
+        ):
+            return []
+    return None
+
+
+def definitions(scope: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module or class, those under its conditions too."""
+    for node in scope:
+        yield node
+        for part in ("body", "orelse", "handlers", "finalbody"):
+            if isinstance(node, (ast.If, ast.Try)):
+                for inner in getattr(node, part, []):
+                    yield from definitions(inner.body if isinstance(inner, ast.ExceptHandler) else [inner])
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def write(results: dict[str, Any]) -> None:
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(results), encoding="utf-8")
+
+
+INTRODUCTION = """\
+# Versions
+
+Written by `make drift` (`scripts/drift.py`) from what ran, on a processor and on the simulated card. A run names the
+installed libraries that are newer than the tested ones; a private place that has moved is one line, before the first
+step, that names it.
+
+A ceiling is raised when `make drift` is green with the new release: first `TESTED` in `hf_rocm_tune/upstream.py`, then
+this page. TRL 1.15 is left out: its loss needs Triton on every device. With TRL below 1.15 `--one_pass_loss` is off and
+losses agree with those of TRL 1.16 to 3e-5, not to the bit: it is TRL's own loss.
+"""
+
+
+def page(results: dict[str, Any]) -> str:
+    """docs/compatibility.md: what is wanted, and a table of what ran."""
+    names = ("torch", *LIBRARIES)
+    found = results.get("environments", {})
+    cells = list(dict.fromkeys(cell for one in found.values() for cell in one["cells"]))
+    lines = [INTRODUCTION]
+    if found:
+        lines += ["## Versions tried together", "", f"| environment | date | Python | {' | '.join(names)} |"]
+        lines += ["|" + "---|" * (3 + len(names))]
+        for label, one in found.items():
+            versions = " | ".join(one["versions"][name].partition("+")[0] for name in names)
+            lines.append(f"| {label} | {one['date']} | {one['python']} | {versions} |")
+        lines += [
+            "",
+            "## What ran in each",
+            "",
+            f"| environment | {' | '.join(cells)} |",
+            "|" + "---|" * (1 + len(cells)),
+        ]
+        for label, one in found.items():
+            row = (one["cells"].get(cell) for cell in cells)
+            shown = ("not run" if cell is None else cell["text"].replace("|", "/") for cell in row)
+            lines.append(f"| {label} | {' | '.join(shown)} |")
+        failures = {label: [line for cell in one["cells"].values() for line in cell.get("failures", ())]
+                    for label, one in found.items()}  # fmt: skip
+        for label, said in failures.items():
+            if said:
+                lines += ["", f"Failed in {label}:", ""]
+                lines += [f"- `{line}`" for line in said]
+    if stated := results.get("sources"):
+        bad = [row for row in stated["rows"] if row["result"] != "ok"]
+        versions = ", ".join(dict.fromkeys(f"{row['library']} {row['version']}" for row in stated["rows"]))
+        lines += ["", "## The seam table against the newest releases", "",
+                  f"{stated['date']}: {len(stated['rows']) - len(bad)} of {len(stated['rows'])} rows resolve in the "
+                  f"sources of {versions}."]  # fmt: skip
+        lines += [f"- `{row['seam']}` ({row['library']} {row['version']}): {row['result']}" for row in bad]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("make drift: interrupted; what ran is on the page", file=sys.stderr)
+        sys.exit(130)
+    except subprocess.CalledProcessError as error:
+        print(f"make drift: `{' '.join(map(str, error.cmd))[:200]}` failed", file=sys.stderr)
+        sys.exit(2)
