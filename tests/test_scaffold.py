@@ -498,7 +498,20 @@ def test_every_import_is_a_declared_dependency(checkout: Path) -> None:
 def test_help_lists_every_target(checkout: Path) -> None:
     done = subprocess.run(["make", "--no-print-directory"], cwd=checkout, capture_output=True, text=True, check=True)
     listed = {line.split()[0] for line in done.stdout.splitlines()}
-    assert listed == {"help", "setup", "demo", "test", "unit", "test-long", "gpu", "lint", "format", "wheel", "clean"}
+    assert listed == {
+        "help",
+        "setup",
+        "demo",
+        "test",
+        "unit",
+        "test-long",
+        "gpu",
+        "drift",
+        "lint",
+        "format",
+        "wheel",
+        "clean",
+    }
 
 
 @pytest.mark.long
