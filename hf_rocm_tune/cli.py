@@ -72,15 +72,16 @@ def configs(argv: Sequence[str]) -> int:
 
 def recipes(argv: Sequence[str]) -> int:
     """recipes, by name: what a job trains, all its settings (`sft --config`)"""
-    from hf_rocm_tune.configs import RECIPES, planned_memory
+    from hf_rocm_tune.configs import RECIPES, planned_memory, start_of
 
     wanted = _shipped(
         RECIPES, recipes, argv, show="print one, by name or path", validate="check one without model and card"
     )
     if wanted.action == "ls":
         for name in RECIPES.names():
-            print(f"{name}\n  {RECIPES.describe(name)}\n  memory: {planned_memory(name)}")
-        print("\nStart one with `hf-rocm-tune sft --config NAME`; later flags override the recipe.")
+            start = start_of(RECIPES.path(name).read_text(encoding="utf-8"))
+            print(f"{name}\n  {RECIPES.describe(name)}\n  memory: {planned_memory(name)}\n  start: {start}")
+        print("\nFlags after the recipe's name override it: --model and --dataset take your own.")
     elif wanted.action == "show":
         print(names.read_recipe(wanted.name).path.read_text(encoding="utf-8"), end="")
     elif wanted.action == "validate":
@@ -97,7 +98,9 @@ def _validate(recipe: names.RecipeFile) -> None:
     from hf_rocm_tune.train.refusals import check_loggers, check_optimizer
 
     left_out = [name for name in ("bf16", "fp16") if recipe.values.get(name) and not process.has_accelerator()]
-    job = arguments.parse([names.CONFIG, str(recipe.path), *(f"--{name}=false" for name in left_out)])
+    words = [names.CONFIG, str(recipe.path), *(f"--{name}=false" for name in left_out)]
+    method = names.method_of(recipe)
+    job = arguments.parse(words, method=method)
     check_loggers(job.training.report_to)
     check_optimizer(job.training)
     files = {name: str(recipe.values.get(name, "")) for name in ("model_name_or_path", "dataset_name")}
@@ -107,7 +110,7 @@ def _validate(recipe: names.RecipeFile) -> None:
     if lost:
         raise UsageError(f"{', '.join(lost)}: no such file or directory; correct the path, or give a Hub id")
     unchecked = ", ".join(["the model", "the data", *(f"{name} (no GPU here)" for name in left_out)])
-    print(f"{recipe.path}: {len(recipe.values)} settings, all valid; only a run can check {unchecked}")
+    print(f"{recipe.path}: {len(recipe.values)} settings, all valid for {method}; only a run can check {unchecked}")
 
 
 def _shipped(files: NamedFiles, verb: Verb, argv: Sequence[str], **others: str) -> argparse.Namespace:

@@ -66,6 +66,13 @@ path = CONFIGS.path
 RECIPES = NamedFiles(what="recipe", directory=_PACKAGE / "recipes")
 #: Begins the line of a recipe's opening comment that ``scripts/recipe_memory.py`` writes.
 MEMORY = "# Memory:"
+START = "# Start:"
+
+
+def start_of(text: str) -> str:
+    """The command that a recipe's opening comment gives, such as ``hf-rocm-tune dpo --config NAME``; empty: none."""
+    lines = text.splitlines()
+    return next((line.removeprefix(START).strip() for line in lines if line.startswith(START)), "")
 
 
 def planned_memory(name: str) -> str:

@@ -12,7 +12,7 @@ import re
 import sys
 from typing import Any
 
-from hf_rocm_tune.configs import MEMORY, RECIPES
+from hf_rocm_tune.configs import MEMORY, RECIPES, start_of
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models.split import parse
 from hf_rocm_tune.plan import GIB, CardMemory, PlanRequest, card_memory, from_training, plan_for, split_plan
@@ -53,7 +53,7 @@ def updated(text: str, memory: str, case: Case) -> str:
 
 def verb_of(name: str) -> Any:
     """The training verb that a recipe's comment names."""
-    return re.findall(r"hf-rocm-tune (\w+) --config", RECIPES.path(name).read_text(encoding="utf-8"))[0]
+    return start_of(RECIPES.path(name).read_text(encoding="utf-8")).split()[1]
 
 
 def planned(name: str, card: CardMemory) -> tuple[str, Case]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from yaml import YAMLError
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _READERS: dict[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Suffix of a data file, and the reader of `datasets` for it. All but parquet may be followed by ``.gz``."""
+_AUTO_SHARE, _AUTO_ROWS = 0.05, 200
+"""What ``eval_split_size`` auto splits off, at most so many rows: evaluations are to take little of a run's time."""
 _SUPPORTED = " ".join(_READERS) + " (also with .gz, parquet excepted)"
 
 
@@ -59,10 +61,14 @@ def load_source(
     train_split: str = "train",
     test_split: str = "test",
     need_eval: bool = False,
-    eval_split_size: float | int | None = None,
+    eval_split_size: float | int | Literal["auto"] | None = None,
     seed: int = 42,
 ) -> Splits:
-    """Load a file or a folder that exists, else a dataset on the Hub; ``eval_split_size``: a share below 1, or rows."""
+    """Load a file or a folder that exists, else a dataset on the Hub.
+
+    ``eval_split_size``: a share below 1, or rows, that are split off for evaluation; auto: some if there is no split
+    ``test``, and no other was named.
+    """
     splits, unread = _load_splits(name, config=config, streaming=streaming)
     if train_split not in splits and unread:
         raise UsageError(
@@ -75,7 +81,8 @@ def load_source(
     more: dict[str, Any] = {"notes": notes, **({"missing": in_csv} if _is_csv(name) else {})}
     if not need_eval:
         return Splits(train=train, eval=None, description=_describe(name, train, None), **more)
-    if eval_split_size is not None:
+    is_named = test_split in splits or test_split != "test"
+    if eval_split_size is not None and not (eval_split_size == "auto" and is_named):
         train, evaluation = _divide(train, eval_split_size, seed=seed, name=name)
         origin = f"split off from '{train_split}'"
     elif test_split in splits:
@@ -280,9 +287,12 @@ def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:
     return rows
 
 
-def _divide(rows: Rows, size: float | int, *, seed: int, name: str) -> tuple[Rows, Rows]:
+def _divide(rows: Rows, size: float | int | Literal["auto"], *, seed: int, name: str) -> tuple[Rows, Rows]:
     from datasets import Dataset
 
+    if size == "auto":
+        few = isinstance(rows, Dataset) and round(_AUTO_SHARE * len(rows)) < _AUTO_ROWS
+        size = _AUTO_SHARE if few else _AUTO_ROWS
     share, count = size < 1, int(size)
     if not isinstance(rows, Dataset):
         if share:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from hf_rocm_tune.settings.arguments import Arguments
 
 
+_COUNTED = {"messages": "the assistant's answers", "prompt_completion": "completions", "text": "all tokens"}
+"""What counts in the loss of `sft` by default, and of conversations with ``--assistant_only_loss``."""
+
+
 def load_rows(
     arguments: Arguments, tokenizer: PreTrainedTokenizerBase, source: ModelSource, vocabulary: int | None
 ) -> Splits:
@@ -130,7 +134,7 @@ def _prepared(
     info = check_format(
         rows,
         method=arguments.method,
-        assistant_only_loss=turns_only,
+        assistant_only_loss=turns_only is True,
         completion_only_loss=getattr(training, "completion_only_loss", None),
         dataset_text_field=getattr(training, "dataset_text_field", "text"),
         has_chat_template=bool(template or getattr(tokenizer, "chat_template", None)),
@@ -141,6 +145,10 @@ def _prepared(
     )
     if info.mapping:
         announce.say(f"the {split} rows become {info.description}: {info.mapping}")
+    if turns_only == "auto":
+        training.assistant_only_loss = turns_only = info.kind == "messages"
+        counted = _COUNTED.get(info.kind, "the tokens that they mark")
+        announce.say(f"the rows are {info.description}: {counted} count in the loss (--assistant_only_loss auto)")
     findings = info.findings
     rendered = rendering.Renderer.of(tokenizer, training)
     pictures = {"image", "images"} & {*(rows.column_names or ())}

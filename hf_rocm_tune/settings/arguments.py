@@ -109,8 +109,10 @@ class TuneArguments:
     doctor: Literal["quick", "off"] = _option("quick", "Check the machine before the run, by what is read quickly.")
     telemetry_every: float = _option(1.0, "Seconds between two readings of temperature, power and load. 0: never.")
     overwrite_output_dir: bool = _option(False, "Replace the files of another run in the output directory.")
-    eval_split_size: float | None = _option(
-        None, "Split this part of the training rows off for evaluation: a share below 1, or a number of rows."
+    eval_split_size: str | None = _option(
+        None,
+        "Split this part of the training rows off for evaluation: a share below 1, or a number of rows. auto: only if "
+        "the data has no split for it, a twentieth of the rows and at most 200.",
     )
     early_stopping_patience: int | None = _option(None, "Stop after this many evaluations without improvement.")
     early_stopping_threshold: float = _option(0.0, "Smallest improvement of the metric that counts for early stopping.")
@@ -143,10 +145,14 @@ class TuneArguments:
         return None if self.recompute_layers is None else recompute.parse(self.recompute_layers)
 
     @property
-    def eval_rows(self) -> int | float | None:
+    def eval_rows(self) -> int | float | Literal["auto"] | None:
         """``eval_split_size`` as ``train_test_split(test_size=)`` has it: an int counts rows, a float is a share."""
-        size = self.eval_split_size
-        return int(size) if size is not None and size >= 1 else size
+        if self.eval_split_size is None:
+            return None
+        if self.eval_split_size == "auto":
+            return "auto"
+        size = float(self.eval_split_size)
+        return int(size) if size >= 1 else size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,9 +360,16 @@ def build_parser(method: Method = "sft") -> _Parser:
             action.nargs, action.const = "?", True
         if action.dest == "dry_run":
             action.nargs, action.const = "?", "text"
+        if action.dest == names.ANSWERS_ONLY:
+            action.type = _yes_no_or_auto
+            action.help = f"{action.help} auto: where the rows are conversations."
         if action.dest == "datasets":
             action.help = "A mixture: paths, or in a recipe mappings with path, split, fraction, columns ..."
     return parser
+
+
+def _yes_no_or_auto(word: str) -> bool | str:
+    return word if word == "auto" else string_to_bool(word)
 
 
 class _Parser(HfArgumentParser):

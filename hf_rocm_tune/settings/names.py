@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hf_rocm_tune.configs import RECIPES
+from hf_rocm_tune.configs import RECIPES, start_of
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
@@ -44,6 +44,8 @@ ALIASES = {
     "batch_size": "per_device_train_batch_size",
     "max_seq_length": "max_length",
 }
+#: TRL's flag, which also takes ``auto`` here; `job.rows` decides it by the rows.
+ANSWERS_ONLY = "assistant_only_loss"
 LORA_FACTOR = 10  # an adapter's learning rate over that of full training, in TRL's examples
 
 
@@ -263,7 +265,7 @@ model and data:
   --output_dir DIR                result and report
   --max_seq_length N              tokens per row; longer rows are cut [1024]
   --packing                       several short examples in a row
-  --assistant_only_loss           train on the assistant's turns only
+  --assistant_only_loss BOOL|auto train on the assistant's answers only
 
 method:
   --use_peft BOOL                 LoRA; false trains all weights [true]
@@ -415,6 +417,17 @@ def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
         else:
             rest.append(argument)
     return value, rest
+
+
+def method_of(recipe: RecipeFile) -> Method:
+    """The verb that a recipe is for: the one of the command in its opening comment, else the first that has its keys.
+
+    Where no verb has all keys, the one that has most of them: its message names the others.
+    """
+    stated = start_of(recipe.path.read_text(encoding="utf-8")).split()[1:2]
+    if stated and stated[0] in VERBS:
+        return next(verb for verb in VERBS if verb == stated[0])
+    return min(VERBS, key=lambda verb: len(recipe.values.keys() - flags(verb)))
 
 
 def read_recipe(given: str | Path) -> RecipeFile:
