@@ -33,6 +33,7 @@ from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import create_staging, move_files, replace_directory
 from hf_rocm_tune.survive.run_directory import is_wholly_of, move_aside, rotate
+from hf_rocm_tune.survive.run_lock import require_owned
 from hf_rocm_tune.survive.saved_state import Place, Readback, State
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class Checkpoints:
             stage.drop(first=self._first)
 
     def _write_manifest(self, directory: Path, status: manifest.Status, found: Mapping[str, Readback]) -> None:
+        require_owned(Path(self._trainer.args.output_dir))
         manifest.write(
             directory,
             run_id=self._trainer.run_id,
@@ -353,6 +355,7 @@ class Checkpoints:
     def _publish_result(self, destination: Path, keep: Collection[str], root: Path) -> None:
         if not self._first:
             return
+        require_owned(Path(self._trainer.args.output_dir))
         plain = None
         if self.start is not None and not self.saves_shards:
             now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._full_model())

@@ -7,8 +7,6 @@ name, are the same. In a run's directory only what its manifests list is ever de
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import itertools
 import json
@@ -16,7 +14,6 @@ import logging
 import os
 import re
 import secrets
-import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,13 +26,13 @@ from hf_rocm_tune.errors import UsageError, listed
 from hf_rocm_tune.foreign import check_printable, read_object
 from hf_rocm_tune.redaction import redact_json, without_secrets
 from hf_rocm_tune.survive import manifest
-from hf_rocm_tune.survive.atomic import clean_leftovers, delete_directory, open_in_place, write_text_atomic
+from hf_rocm_tune.survive.atomic import clean_leftovers, delete_directory, write_text_atomic
 from hf_rocm_tune.survive.heartbeat import Supervised
+from hf_rocm_tune.survive.run_lock import LEASE_FILE, LOCK_FILE, RunLock
 
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-LOCK_FILE = "_run.lock"
 SCHEMA = 1
 CHECKPOINT_NAME = re.compile(r"^checkpoint-(\d+)$")
 
@@ -65,7 +62,7 @@ _READ = (*_MODELS, "dataset_name", "chat_template_path")
 ADDED = {"loss_on_picture_tokens": True, "image_folder": None, "max_pixels": None}
 """Settings that records of earlier versions lack, and what those versions did; a run begun so goes on so."""
 _END_BYTES = 32 << 20
-_MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|_(staging|replaced|deleted).*")
+_MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|{LEASE_FILE}.*|_(staging|replaced|deleted).*")
 """Names in a directory without a run that count as none: hidden ones, those of a volume, and ours before a run."""
 
 
@@ -199,55 +196,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
             contents = any(str(each.get(key)).startswith("content ") for each in (old, new))
             rows.append(f"the content of {key}" if contents else f"{key} {old.get(key)!r} -> {new.get(key)!r}")
     return listed(rows, 5)
-
-
-# ---- the lock -----------------------------------------------------------------------------------------------
-
-
-class RunLock:
-    """An exclusive lock on an output directory, until `release` or the end of the process, however it ends.
-
-    It belongs to this process alone (POSIX record lock): neither a forked worker that outlives it nor a pickled copy
-    holds it.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / LOCK_FILE
-        self._descriptor: int | None = open_in_place(self._path, os.O_RDWR)
-        try:
-            content = os.pread(self._descriptor, 400, 0)
-            if content and not content.startswith(b"process "):
-                raise OSError(errno.EINVAL, f"{LOCK_FILE} in it is not a lock file of this program: move it elsewhere")
-            try:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path)):
-                    raise FileNotFoundError  # another start has ended meanwhile
-            except (BlockingIOError, PermissionError, FileNotFoundError) as error:
-                holder = content.decode("utf-8", "replace") or "another process"
-                raise UsageError(
-                    f"{directory} is in use by {holder}: wait for that run, stop it, or choose another --output_dir"
-                ) from error
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                    raise  # some network file systems have no locks
-            # Permission bits do not show whether a disk takes this (quotas, read-only mounts).
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-            os.fsync(self._descriptor)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-
-    def release(self) -> None:
-        """Release the lock. May be called more than once."""
-        if self._descriptor is not None:
-            with suppress(OSError):  # the disk is gone
-                self._path.unlink()
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_path": self._path, "_descriptor": None}
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------
