@@ -106,10 +106,11 @@ def look_through(
     *,
     seconds: float = SECONDS,
     progress: Callable[[int], None] = lambda done: None,
-) -> tuple[DataSummary | None, PictureSummary | None]:
+) -> tuple[DataSummary | None, PictureSummary | None, list[int]]:
     """Look at every row of a split (of a stream: at the first 100).
 
-    Returns the summary of the tokens and that of the pictures; None where nothing could be counted.
+    Returns the summary of the tokens and that of the pictures, None where nothing could be counted; and the tokens of
+    each row that was counted, after cutting.
 
     PictureError: rows that cannot be used, a line with the rows of each kind of fault.
     """
@@ -141,7 +142,7 @@ def look_through(
                     tally.per_picture.append(counts[4] // len(heads))
     if tally.faults:
         raise PictureError(_told(tally.faults, split))
-    return _summaries(tally, split, collator.max_length)
+    return *_summaries(tally, split, collator.max_length), [counts[1] for counts in tally.counts]
 
 
 def _opened_ahead(

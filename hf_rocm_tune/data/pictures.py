@@ -48,7 +48,8 @@ class PictureError(UsageError):
     """
 
     def __init__(self, what: str, *, kind: str = "other", picture: str | None = None) -> None:
-        super().__init__(what)
+        # torch's loader gives the message of a worker's error a traceback in front
+        super().__init__(what.rpartition("PictureError: ")[2] if what.startswith("Caught PictureError") else what)
         self.kind = kind
         self.picture = picture
 

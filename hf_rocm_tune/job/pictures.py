@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ class JobPictures:
     loss_on_placeholders: bool
     tokens: Mapping[str, DataSummary]  # by split, ``train`` and ``eval``
     summaries: Mapping[str, PictureSummary]
+    lengths: Mapping[str, Sequence[int]]  # tokens of each row after cutting
 
     def attach(self, trainer: Any) -> None:
         """Put the trainer's collator behind ours, and the summaries where those of text rows are."""
@@ -104,18 +105,19 @@ def looked_through(
         loss_on_placeholders=bool(arguments.tune.loss_on_picture_tokens),
         tokens={},
         summaries={},
+        lengths={},
     )
-    tokens, summaries = {}, {}
+    tokens, summaries, lengths = {}, {}, {}
     for split, rows in (("train", train), ("eval", evaluation)):
         if rows is None:
             continue
         collator = found.around(_stock_collator(arguments, processor, rows), [])
-        counted, summary = on_main_process(partial(_look, rows, collator, split, say))
+        counted, summary, lengths[split] = on_main_process(partial(_look, rows, collator, split, say))
         if counted is not None:
             tokens[split] = counted
         if summary is not None:
             summaries[split] = summary
-    return replace(splits, pictures=replace(found, tokens=tokens, summaries=summaries))
+    return replace(splits, pictures=replace(found, tokens=tokens, summaries=summaries, lengths=lengths))
 
 
 def _look(rows: Rows, collator: PictureCollator, split: str, say: Callable[..., None]) -> Any:

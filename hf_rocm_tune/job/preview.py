@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from itertools import groupby, islice
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from hf_rocm_tune.settings.arguments import Arguments
 
 _BAR = 15
+_LOOKED_AT = 100  # rows, for one with pictures and one without
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Rows as the model reads them</title><style>
@@ -63,6 +65,7 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
             processing_class=tokenizer,
             peft_config=get_peft_config(arguments.model) if arguments.method != "sft" else None,
         )
+    trainer.pictures = data.pictures
     if data.pictures is not None:
         data.pictures.attach(trainer)
     return trainer
@@ -80,6 +83,8 @@ def _with_tokens_of(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrained
 def rows_of(trainer: Any, split: str) -> list[dict[str, Any]]:
     """The first row of a split, and the longest of the first hundred, as tokens with whether each counts."""
     dataset = getattr(trainer, f"{split}_dataset") or ()
+    if trainer.pictures is not None:
+        return _pictured_rows(trainer, dataset, split)
     rows = [parts for row in islice(dataset, 100) if (parts := _parts(row))]
     longest = max(rows, key=lambda parts: sum(len(ids) for ids, _ in parts.values()), default={})
     wanted = rows[:1] if longest in rows[:1] else [*rows[:1], longest]
@@ -89,6 +94,34 @@ def rows_of(trainer: Any, split: str) -> list[dict[str, Any]]:
         for parts in wanted
         if parts
     ]
+
+
+def _pictured_rows(trainer: Any, dataset: Any, split: str) -> list[dict[str, Any]]:
+    """The first row with pictures and the first without, as the collator makes batches of them."""
+    collator, tokenizer = trainer.data_collator, trainer.processing_class.tokenizer
+    chosen: dict[bool, dict[str, Any]] = {}
+    for row in islice(dataset, _LOOKED_AT):
+        _, sources = collator.pictures.arranged(row)
+        if bool(sources) in chosen:
+            continue
+        batch = collator([row])
+        in_loss = batch["labels"] != MASKED if "labels" in batch else batch["completion_mask"].bool()
+        parts = {}
+        for number, name in enumerate(("row",) if len(in_loss) == 1 else ("chosen", "rejected")):
+            kept = batch["attention_mask"][number].bool()
+            ids, counts = batch["input_ids"][number][kept].tolist(), in_loss[number][kept].tolist()
+            parts[name] = _pieces(tokenizer, ids, counts)
+        for pieces in parts.values():
+            for piece in pieces:
+                piece["text"] = _shortened(piece["text"])
+        sizes = [list(collator.pictures.opened(source).size) for source in sources]
+        chosen[bool(sources)] = {"split": split, "parts": parts, "pictures": sizes}
+    return [chosen[key] for key in (True, False) if key in chosen]
+
+
+def _shortened(text: str) -> str:
+    """A text in which a token of a picture that is repeated stands once, with its count."""
+    return re.sub(r"(<[^<>]{1,40}>|\[[A-Z_]{2,20}\])\1{3,}", lambda m: f"{m[1]} x {len(m[0]) // len(m[1])} ", text)
 
 
 def _parts(row: Mapping[str, Any]) -> dict[str, tuple[list[int], list[bool]]]:
@@ -119,8 +152,10 @@ def shown(trainer: Any, form: str, *, colour: bool) -> str:
     rows = [row for split in ("train", "eval") for row in rows_of(trainer, split)]
     if form == "json":
         content = {"summaries": [one.to_dict() for one in summaries], "rows": rows}
+        if trainer.pictures is not None:
+            content["pictures"] = [one.to_dict() for one in trainer.pictures.summaries.values()]
         return visible(json.dumps(content, indent=2, ensure_ascii=False), json_text=True)
-    lines: list[str] = []
+    lines: list[str] = [] if trainer.pictures is None else list(trainer.pictures.lines())
     for summary in summaries:
         lines += [summary.line(), *summary.warnings()]
         most = max(count for _, count in summary.histogram)
@@ -137,5 +172,7 @@ def shown(trainer: Any, form: str, *, colour: bool) -> str:
             what = f"a {row['split']} row" + ("" if name == "row" else f", {name} answer")
             texts = [(escaped(visible(each["text"])), each["counts"]) for each in pieces]
             text = "".join(f"{on}{one}{off}" if counts else one for one, counts in texts)
+            sizes = ", ".join(f"{width} x {height} pixels" for width, height in row.get("pictures", ()))
+            what += f" with {sizes}" if sizes else ""
             lines += ["", f"{what}: {total} tokens, {counted} of them count in the loss", text]
     return _PAGE.replace("ROWS", "\n".join(lines)) if form == "html" else "\n".join(lines)

@@ -29,6 +29,7 @@ from typing_extensions import override
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.data.formats import Method
+from hf_rocm_tune.data.pictures import PictureError
 from hf_rocm_tune.data.rendering import lacking_tokens
 from hf_rocm_tune.data.sources import Splits
 from hf_rocm_tune.data.summary import lengths_of
@@ -50,6 +51,7 @@ from hf_rocm_tune.models.factory import (
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.models.streamed import Streamed
+from hf_rocm_tune.models.vision import parameters_of, vision_parts, whole_modules
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.push import Publisher
@@ -129,7 +131,9 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
 def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any]]:
     """The training rows of a command, for `hf-rocm-tune plan --dataset`."""
     trainer = _without_weights(command_line.parse(argv, method=method), "--dataset")
-    return lengths_of(trainer.train_dataset), trainer.data_summaries["train"].to_dict()
+    pictures = trainer.pictures
+    lengths = lengths_of(trainer.train_dataset) if pictures is None else list(pictures.lengths["train"])
+    return lengths, trainer.data_summaries["train"].to_dict()
 
 
 def _without_weights(arguments: Arguments, flag: str) -> Any:
@@ -278,8 +282,9 @@ def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
     try:
         trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
     except UsageError as error:
-        # of a streamed row: what was learned from those before it is not lost
-        if not (job.arguments.script.dataset_streaming and trainer.state.global_step and training.world_size == 1):
+        # of a streamed row or a picture: what was learned from those before it is not lost
+        late = job.arguments.script.dataset_streaming or isinstance(error, PictureError)
+        if not (late and trainer.state.global_step and training.world_size == 1):
             raise
         trainer._save_checkpoint(trainer.model, trial=None)
         raise UsageError(
@@ -502,10 +507,43 @@ def _adapted(job: Job, model: Any) -> tuple[Any, Any]:
                 "experts.gate_up_proj experts.down_proj trains the experts too, with adapters of several GB"
             )
         config.target_modules = target_names(targets)
+        _choose_vision(job.arguments, model, config)
         check_targets(model, config.target_modules, saved=config.modules_to_save)
         if tune.init_lora_weights != "default":
             config.init_lora_weights = tune.init_lora_weights
     return model, config
+
+
+def _choose_vision(arguments: Arguments, model: Any, config: Any) -> None:
+    """Leave the vision tower and the projector out of a new adapter's targets, unless the user wants them.
+
+    UsageError: they are wanted of a model that has none.
+    """
+    tune, parts = arguments.tune, vision_parts(model)
+    tower, projector = tune.train_vision_tower, tune.train_projector
+    if parts is None:
+        if tower or projector:
+            raise UsageError(f"--train_vision_tower, --train_projector: {type(model).__name__} has no vision tower")
+        return
+    if "lora_target_modules" in arguments.given and not (tower or projector):
+        return  # the user's own
+    if projector in ("lora", "whole") and not parts.projector:
+        raise UsageError(f"--train_projector: no linear layer of {type(model).__name__} is one of a projector")
+    config.exclude_modules = parts.left_out(tower=tower == "lora", projector=projector == "lora")
+    whole = whole_modules(model, parts, tower=tower == "whole", projector=projector == "whole")
+    if whole:
+        config.modules_to_save = [*(config.modules_to_save or ()), *whole]
+    left_out = []
+    if tower in (None, "no"):
+        left_out.append(f"the vision tower ({parameters_of(model, parts.tower, parts.projector):,} parameters)")
+    outside = [name for name in parts.projector if not any(name.startswith(f"{top}.") for top in parts.tower)]
+    if projector in (None, "no") and parts.projector and (tower != "whole" or outside):
+        left_out.append(f"the projector ({parameters_of(model, parts.projector):,})")
+    if left_out:
+        announce.say(
+            f"not trained: {' and '.join(left_out)}; TRL would adapt their linear layers too: --train_vision_tower "
+            "lora, --train_projector lora"
+        )
 
 
 def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:

@@ -99,6 +99,12 @@ class TuneArguments:
         None, "The folder of pictures that rows name by relative paths. Default: that of the data file."
     )
     max_pixels: int | None = _option(None, "Make larger pictures smaller, to so many pixels (as 262144: 512 x 512).")
+    train_vision_tower: Literal["no", "lora", "whole"] | None = _option(
+        None, "Train the vision tower of an image-text model with adapters or whole. Default: no."
+    )
+    train_projector: Literal["no", "lora", "whole"] | None = _option(
+        None, "Likewise what leads from the vision tower into the language model. Default: no."
+    )
     mask_thinking: bool = _option(False, "Leave the text from <think> to </think> out of the loss.")
     on_oom: Literal["step_down", "stop"] = _option(
         "step_down", "Out of device memory: smaller micro-batches at the same effective batch, or exit code 5."
@@ -552,6 +558,9 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("--sample_every and --sample_prompts belong together: give both, or neither")
     if given.get("fp16") and not accelerator:
         faults.append("--fp16 needs a GPU, and this job runs on the CPU: drop it")
+    parts = [f"--{name}" for name in ("train_vision_tower", "train_projector") if given.get(name) is not None]
+    if parts and (given.get("use_peft") is False or given.get("adapter_name_or_path") is not None):
+        faults.append(f"{' and '.join(parts)} belong to a new adapter: drop them, or train one")
     faults += _faults_of_mixture(given.get("datasets") or ())
     faults += [
         f"--{name} must be a mapping of names to values, got {value}"

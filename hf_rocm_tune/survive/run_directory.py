@@ -59,7 +59,13 @@ _LENGTH = ("max_steps", "num_train_epochs")
 _MODELS = ("model_name_or_path", "adapter_name_or_path", "reward_model_name_or_path")
 _READ = (*_MODELS, "dataset_name", "chat_template_path")
 """Settings that may name a file or a directory to read."""
-ADDED = {"loss_on_picture_tokens": True, "image_folder": None, "max_pixels": None}
+ADDED = {
+    "loss_on_picture_tokens": True,
+    "image_folder": None,
+    "max_pixels": None,
+    "train_vision_tower": "lora",
+    "train_projector": "lora",
+}
 """Settings that records of earlier versions lack, and what those versions did; a run begun so goes on so."""
 _END_BYTES = 32 << 20
 _MAY_BE_THERE = re.compile(rf"\..*|lost\+found|{LOCK_FILE}|{LEASE_FILE}.*|_(staging|replaced|deleted).*")

@@ -144,13 +144,16 @@ def test_placeholders_are_not_in_the_loss_and_a_run_begun_with_them_goes_on(
         assert losses_of(tmp_path / name)[0] == pytest.approx(loss, abs=2e-4), name
     assert (labels == image).sum() == 2 * pictures.TOKENS
 
-    assert train(data, "begun", "--loss_on_picture_tokens", "true", env=_killed(3)).code < 0
+    before = ["--loss_on_picture_tokens", "true", "--train_vision_tower", "lora", "--train_projector", "lora"]
+    assert train(data, "begun", *before, env=_killed(3)).code < 0
     record = json.loads((tmp_path / "begun" / "run.json").read_text())
-    del record["settings"]["loss_on_picture_tokens"]  # as an earlier version wrote it
+    for added in ("loss_on_picture_tokens", "train_vision_tower", "train_projector"):  # as an earlier version wrote it
+        del record["settings"][added]
     (tmp_path / "begun" / "run.json").write_text(json.dumps(record))
     resumed = done(train(data, "begun")).stdout
     assert "continues from checkpoint-2" in resumed and "do not count" not in resumed
-    done(train(data, "whole", "--loss_on_picture_tokens", "true"))
+    assert "not trained" not in resumed
+    done(train(data, "whole", *before))
     assert losses_of(tmp_path / "begun")[-1] == losses_of(tmp_path / "whole")[-1]
 
 
@@ -245,3 +248,71 @@ def test_parts_that_are_no_pictures_are_refused(train: Train, folder: Path, tmp_
     refused = train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out")
     assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
     assert "row 1 of the 'train' split: a part of a message is video" in refused.stderr
+
+
+# ---- the preview, the plan, and what is only found later ---------------------------------------------------------
+
+
+def test_the_preview_and_the_plan_show_rows_with_pictures(
+    server: CommandServer, train: Train, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", layouts(folder)["qwen"])
+    shown = json.loads(done(train(data, "out", "--dry_run", "json")).stdout)
+    row = shown["rows"][0]
+    assert row["pictures"] == [[40, 32]]
+    unseen = [piece["text"] for piece in row["parts"]["row"] if not piece["counts"]]
+    assert unseen == ["<image> x 4 "]
+    assert shown["pictures"][0]["pictures"] == COUNT and shown["pictures"][0]["median"] == pictures.TOKENS
+    assert "a train row with 40 x 32 pixels" in done(train(data, "out", "--dry_run")).stdout
+
+    plan = done(server.run("--model", str(model), "--dataset", str(data), "--json", env={"VERB": "plan"}))
+    assert json.loads(plan.stdout)["data"]["rows"] == COUNT
+
+
+def test_a_picture_that_is_bad_later_leaves_a_checkpoint_and_is_named(
+    train: Train, folder: Path, tmp_path: Path
+) -> None:
+    """Of a stream only the first rows are looked through; in a table the row is found again by its content."""
+    rows = [layouts(folder)["trl"][number % COUNT] for number in range(120)]
+    (tmp_path / "empty.png").write_bytes(b"")
+    rows[110] = {**rows[110], "images": [str(tmp_path / "empty.png")]}
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows)
+    more = ["--dataset_streaming", "true", "--max_steps", "70", "--save_steps", "1000"]
+    ended = train(data, "out", *more, "--per_device_train_batch_size", "4", "--sentinel_every", "0")
+    assert ended.code == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert f"{tmp_path / 'empty.png'} is empty (0 bytes)" in ended.stderr
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] and "is written" in ended.stderr
+
+
+# ---- which parts are trained -----------------------------------------------------------------------------------
+
+
+def _trained(directory: Path) -> set[str]:
+    from safetensors.torch import load_file
+
+    return {name.split(".")[3] for name in load_file(directory / "adapter_model.safetensors")}
+
+
+def test_the_language_part_is_adapted_unless_more_is_asked_for(
+    server: CommandServer, model: Path, base_flags: list[str], train: Train, folder: Path, tmp_path: Path
+) -> None:
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", layouts(folder)["trl"])
+    said = done(train(data, "language")).stdout
+    assert _trained(tmp_path / "language") == {"language_model"}
+    assert "not trained: the vision tower" in said and "the projector (8,320)" in said
+
+    said = done(train(data, "all", "--train_vision_tower", "lora", "--train_projector", "whole")).stdout
+    assert _trained(tmp_path / "all") == {"language_model", "vision_tower", "multi_modal_projector"}
+    assert "not trained" not in said
+
+    own = ["--lora_target_modules", "fc1", "q_proj"]
+    done(train(data, "own", *own))
+    assert _trained(tmp_path / "own") == {"language_model", "vision_tower"}
+
+    refused = train(data, "full", "--use_peft", "false", "--train_projector", "lora")
+    assert refused.code == 2 and "belong to a new adapter" in refused.stderr
+    at = base_flags.index("--lora_dropout")  # an adapter has its own
+    further = [*base_flags[:at], *base_flags[at + 2 :]]
+    more = flags(model_name_or_path=model, dataset_name=data, output_dir=tmp_path / "on")
+    done(server.run(*further, *more, "--adapter_name_or_path", str(tmp_path / "all")))
+    assert _trained(tmp_path / "on") == _trained(tmp_path / "all")
