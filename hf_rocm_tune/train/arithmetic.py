@@ -103,9 +103,10 @@ class _Bound(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Added:
-    """What an adapter has added to the weights of a layer's experts: ``scaling * left @ right``."""
+    """What adapters have added to the weights of a layer's experts: ``scaling * left @ right``, or their sum."""
 
-    factors: tuple[Tensor, Tensor, float]  # left [experts, out, rank], right [experts, rank, in]
+    # left [experts, out, rank], right [experts, rank, in]; right is None where left is the sum, [experts, out, in]
+    factors: tuple[Tensor, Tensor | None, float]
     checksums: dict[Side, Tensor]  # as in `_Checked`, of both
     norm: Tensor  # [], as in `Product`
     largest: tuple[Tensor, Tensor]
@@ -735,7 +736,8 @@ class ArithmeticChecks:
             mine, wide = of == expert, weight.double()
             if added is not None:
                 left, factor, scaling = added.factors
-                wide += scaling * (host_copy(left[expert]).double() @ host_copy(factor[expert]).double())
+                more = host_copy(left[expert]).double()
+                wide += more if factor is None else scaling * (more @ host_copy(factor[expert]).double())
             if side == "forward":
                 right[mine, rows] = x[mine] @ wide.T
                 norms[mine, rows] = wide.square().sum(1)
@@ -818,8 +820,9 @@ class _Within(TorchFunctionMode):
             weight = local(getattr(module, layer.key))  # as it is multiplied with: of PEFT's cache
             parametrised = getattr(module, "parametrizations", None)
             proxies = list(getattr(parametrised, layer.key, ()))
-            # Of several adapters at once PEFT has only the sum, and nothing is checked.
-            if not proxies or (len(proxies) == 1 and hasattr(proxies[0], "lhs")):
+            if not proxies or (
+                len(proxies) == 1 and (hasattr(proxies[0], "lhs") or hasattr(proxies[0], "delta_weight"))
+            ):
                 added = _added(layer, proxies[0]) if proxies else None
                 self._weights[weight.data_ptr()] = weight, layer, added
         self.__enter__()
@@ -871,6 +874,9 @@ _MULTIPLY = {
 
 
 def _added(layer: Product, proxy: Any) -> _Added:
+    """Of one adapter PEFT has the factors, from 0.21 on; of several at once, and before 0.21, the sum."""
+    if not hasattr(proxy, "lhs"):
+        return _added_sum(layer, proxy.delta_weight.detach())
     left, right, scaling = proxy.lhs.detach(), proxy.rhs.detach(), proxy.scaling
     if layer.transposed:
         left, right = right.mT, left.mT
@@ -884,6 +890,27 @@ def _added(layer: Product, proxy: Any) -> _Added:
             checksums={"forward": forward + two.mT @ (one.mT @ v), "backward": backward + one @ (two @ u)},
             norm=by_column.sum(1).amax().sqrt(),
             largest=(by_column.amax().sqrt(), by_row.amax().sqrt()),
+        )
+
+
+def _added_sum(layer: Product, delta: Tensor) -> _Added:
+    delta = delta.mT if layer.transposed else delta
+    with _unseen(layer.weight.device):
+        checksums = {each: layer.sides[each].checksum.clone() for each in _DIRECTIONS}
+        norms, columns, rows = [], [], []
+        for expert, part in enumerate(delta):  # one at a time: in float32 they take as much memory as the weights
+            one = part.float()
+            checksums["forward"][expert] += one.mT @ layer.sides["forward"].vectors
+            checksums["backward"][expert] += one @ layer.sides["backward"].vectors
+            squares = one.square()
+            norms.append(squares.sum())
+            columns.append(squares.sum(0).amax())
+            rows.append(squares.sum(1).amax())
+        return _Added(
+            factors=(delta, None, 1.0),
+            checksums=checksums,
+            norm=torch.stack(norms).amax().sqrt(),
+            largest=(torch.stack(columns).amax().sqrt(), torch.stack(rows).amax().sqrt()),
         )
 
 
