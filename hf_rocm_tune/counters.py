@@ -41,9 +41,12 @@ SECTIONS: dict[str, Section] = {
     "replicas": Section("equal weights on all ranks", ("checks", "mismatches"), ("checks",)),
     "files": Section("files read back", ("verified", "mismatches"), ("verified",)),
     "arithmetic": Section(
-        "arithmetic: products with frozen weights, micro-batches computed twice, attention",
-        ("products", "checked", "residuals", "cleared", "replays", "attention", "disagreements", "recovered"),
-        ("checked", "replays", "attention"),
+        "arithmetic: products with frozen weights, micro-batches computed twice, attention, samples of updates",
+        (
+            *("products", "checked", "residuals", "cleared", "replays", "attention", "updates"),
+            *("disagreements", "recovered"),
+        ),
+        ("checked", "replays", "attention", "updates"),
         wrong="disagreements",
     ),
     "memory": Section("", ("shortages", "recovered", "cache_given_back", "libraries_bytes"), wrong=""),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from hf_rocm_tune.train.arithmetic import ArithmeticChecks
     from hf_rocm_tune.train.replay import Replays
+    from hf_rocm_tune.train.update import UpdateChecks
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,7 @@ class TrainingGuard:
         settle: Callable[[int], None],
         products: ArithmeticChecks,
         replays: Replays,
+        updates: UpdateChecks,
         *,
         can_repeat: bool,
     ) -> bool:
@@ -143,17 +145,22 @@ class TrainingGuard:
             same = norm.dtype == loss.dtype
             numbers = torch.stack([loss, norm] if same else [loss.double(), norm.double()])
             with_first = residuals[:1] if residuals and residuals[0].device == loss.device else []
-            row = torch.cat([numbers, *with_first]).tolist()  # read together: no further wait
-            mine, known = row[:2], [row[2:]] if with_first else []
+            samples = [each for each in updates.pending() if each.device == loss.device]
+            row = torch.cat([numbers, *with_first, *samples]).tolist()  # read together: no further wait
+            count = 2 + sum(each.numel() for each in with_first)
+            mine, known = row[:2], [row[2:count]] if with_first else []
+            right = not samples or updates.is_right(row[count:])
         else:
             mine, known = [loss.item(), float(norm)], []
+            right = all(updates.is_right(each.tolist()) for each in updates.pending())
         known += [each.tolist() for each in residuals[len(known) :]]
         own = max(products.judge(known, can_repeat=can_repeat), replays.judge(can_repeat=can_repeat))
+        own = own if right else StepVerdict.END
         rows = everyone([*mine, own])  # NaN on one rank is NaN on all
         verdict = StepVerdict(int(max(row[2] for row in rows)))
         if verdict == StepVerdict.END:
             elsewhere = f"step {self._trainer.state.global_step + 1}: wrong arithmetic on another rank"
-            raise CorruptionError(products.failure or replays.failure or elsewhere)
+            raise CorruptionError(updates.failure or products.failure or replays.failure or elsewhere)
         if verdict == StepVerdict.REPEAT:
             return True
         mean = sum(row[0] for row in rows) / len(rows)

@@ -71,6 +71,7 @@ from hf_rocm_tune.train.replay import Replays
 from hf_rocm_tune.train.report import write_report
 from hf_rocm_tune.train.sentinels import SentinelCallback, has_writer, is_foreign
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry, show
+from hf_rocm_tune.train.update import UpdateChecks
 from hf_rocm_tune.transfer import (
     Mover,
     TransferReport,
@@ -190,6 +191,7 @@ class VerifiedTransferMixin(_Base):
         self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
         self._arithmetic = ArithmeticChecks(check_arithmetic, self.mover)
         self._replays = Replays(self, self._arithmetic, on=check_arithmetic != "off")
+        self._updates = UpdateChecks(self.mover.report, on=check_arithmetic != "off")
         self._keeping_checkpointing = 0  # micro-batches that are in their loss now: several in a pipeline
         self._num_items: Any = None  # label tokens of the current step
         self._prepared: Any = None  # the batch that is being evaluated
@@ -335,6 +337,9 @@ class VerifiedTransferMixin(_Base):
         self.way.start(self.model_wrapped, self.optimizer, max_steps=max_steps)
         step = self.state.global_step
         self._replays.prepare()
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        scaled = self.accelerator.scaler is not None
+        self._updates.watch(self.optimizer, names, scaled=scaled)
         self._arithmetic.prepare(self, lambda: self._sentinel.check_all(step, "their checksums are computed"))
         self._recovery.prepare(stop=self._on_oom == "stop", resumed=bool(resume_from_checkpoint))
         return prepared
@@ -484,7 +489,7 @@ class VerifiedTransferMixin(_Base):
         """As upstream. The trained state is checked here, before the optimizer uses it, and the step is judged."""
         self._sentinel.look()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        judges, can_repeat = (self._arithmetic, self._replays), self._recovery.has_start
+        judges, can_repeat = (self._arithmetic, self._replays, self._updates), self._recovery.has_start
         while self._guard.judge(model, norm, self._sentinel.settle, *judges, can_repeat=can_repeat):
             norm = self._repeat_step(model)
         return norm
@@ -644,7 +649,11 @@ class VerifiedTransferMixin(_Base):
             },
             "streaming": None if self.streamer is None else self.streamer.describe(),
             "crash_injection": self._crashes.text,
-            "arithmetic": {**self._arithmetic.describe(), **self._replays.describe()},
+            "arithmetic": {
+                **self._arithmetic.describe(),
+                **self._replays.describe(),
+                "update_refusal": self._updates.refusal,
+            },
         }
 
     # ---- for the objects that the trainer owns --------------------------------------------------------------
@@ -682,6 +691,7 @@ class VerifiedTransferMixin(_Base):
 
     def before_save(self) -> None:
         """Check every weight, on every rank, before anything is written; what it raises prevents the save."""
+        self._updates.settle()
         self._guard.require_finite(self.model)
         self._sentinel.check_all(self.state.global_step)
         if self.streamer is not None:
