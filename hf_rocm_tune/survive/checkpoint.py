@@ -28,6 +28,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
 from hf_rocm_tune.errors import CorruptionError, SeamError, TuneError, UsageError
+from hf_rocm_tune.foreign import read_object
 from hf_rocm_tune.models.adapter import plain_lora, write_plain_lora
 from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.survive import manifest, saved_state
@@ -310,7 +311,7 @@ class Checkpoints:
             self._stage.attempt(self._trainer.write_model, str(directory))
             return
         self._save_result(directory)
-        also = write_beside(directory)
+        also = self._written_beside(directory, write_beside)
         trainer = self._trainer
         beside = {name: Readback(manifest.entry_of(directory / name)) for name in also} if self._first else {}
         for _ in range(_WRITES):
@@ -330,6 +331,21 @@ class Checkpoints:
         if self._first:
             self._write_manifest(directory, "final", saved | beside)
         trainer.accelerator.wait_for_everyone()
+
+    def _written_beside(self, directory: Path, write: Callable[[Path], Iterable[str]]) -> list[str]:
+        """The names of the files that are written beside a result; its JSON can be read again. Collective."""
+        for _ in range(_READS):
+            names = list(write(directory))
+            broken = [name for name in names if name.endswith(".json") and not _is_json(directory / name)]
+            broken = broadcast_object_list([broken if self._first else []])[0]
+            if not broken:
+                return names
+            logger.warning("%s is no JSON any more after it was written: written again", ", ".join(broken))
+            self._trainer.transfer_report.count("files", mismatches=len(broken))
+        raise CorruptionError(
+            f"{', '.join(broken)} in {directory} cannot be read back as JSON, {_READS} times: check the disk, and "
+            "start the same command again"
+        )
 
     def _save_result(self, destination: Path, *, keep: Collection[str] = ()) -> None:
         self._trainer.before_save()
@@ -584,3 +600,11 @@ def _until_equal(load: Callable[[], list[str]], where: str) -> None:
         f"{len(differing)} values differ from {where} after loading it {_READS} times ({differing[0]} first): start "
         "the same command again; if it happens again, run the doctor's transfer checks"
     )
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        read_object(file)
+    except (OSError, ValueError):
+        return False
+    return True

@@ -194,6 +194,14 @@ class _FileDigests:
                 write_text_atomic(self._path, json.dumps(self._rows))
 
 
+def _restore(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What to do where two records differ only in what local files have: they may have changed by a fault."""
+    changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+    if not all(str(each.get(key)).startswith("content ") for key in changed for each in (old, new)):
+        return ""
+    return "; if it was not meant to change on disk, restore it, and the same command goes on"
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """ "learning_rate 0.0002 -> 0.001, seed 1 -> 2 and 3 more": differences between two records' settings."""
     rows = []
@@ -356,11 +364,12 @@ class _Start:
         extended = None if record is None or same else self._extended(record)
         if record is not None and not same and extended is None:
             checkpoints = list_checkpoints(directory)
+            restore = _restore(record.settings, self._new.settings)
             onward = f", with --resume_from_checkpoint {checkpoints[-1][1]} to go on from there" if checkpoints else ""
             raise UsageError(
                 f"{directory} holds another run, which differs in "
                 f"{differences(record.settings, self._new.settings)}: choose another --output_dir"
-                f"{onward}, or give --overwrite_output_dir to delete that run"
+                f"{onward}, or give --overwrite_output_dir to delete that run{restore}"
             )
         record = extended or record or self._new
         if self._named is not None and not restarted:

@@ -12,9 +12,11 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import threading
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.foreign import read_object, visible
-from hf_rocm_tune.machine.process import is_alive, start_ticks
+from hf_rocm_tune.machine.process import is_alive, start_ticks, state_of
 from hf_rocm_tune.survive.atomic import open_in_place
 
 LOCK_FILE = "_run.lock"
@@ -30,6 +32,7 @@ LEASE_FILE = "_run.lease"
 LEASE_SECONDS = 120.0
 """How long a lease holds after it was renewed."""
 _RENEWALS = 8  # within that time
+_PATIENCE = 100  # attempts, ten a second
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -79,7 +82,7 @@ class RunLock:
         """Lock the file; False where the file system cannot."""
         assert self._descriptor is not None
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(holder)
             if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path)):
                 raise FileNotFoundError  # another start has ended meanwhile
         except (BlockingIOError, PermissionError, FileNotFoundError) as error:
@@ -89,6 +92,19 @@ class RunLock:
                 raise
             return False
         return True
+
+    def _lock(self, holder: str) -> None:
+        """A worker that was just forked holds its dead parent's lock for a moment, until it has closed the file."""
+        assert self._descriptor is not None
+        for left in reversed(range(_PATIENCE)):
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                named = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", holder)
+                if not left or named is None or state_of(int(named[1])) not in ("", "Z", "X"):
+                    raise
+            time.sleep(0.1)
 
     # ---- the lease ----------------------------------------------------------------------------------------------
 

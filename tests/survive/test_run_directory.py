@@ -110,7 +110,7 @@ def test_a_finished_run_is_finished_until_its_result_is_damaged(tmp_path: Path) 
 
 def test_another_run_is_refused_with_the_settings_that_differ(tmp_path: Path) -> None:
     _begin(tmp_path, 1)
-    with pytest.raises(UsageError, match=r"in learning_rate 0\.0002 -> 0\.1, seed 1 -> None: .*--overwrite_out"):
+    with pytest.raises(UsageError, match=r"in learning_rate 0\.0002 -> 0\.1, seed 1 -> None: .*delete that run$"):
         _start(tmp_path, {"learning_rate": 0.1, "model_name_or_path": "some/model"})
     assert (tmp_path / "checkpoint-1").is_dir()
 
@@ -124,7 +124,7 @@ def test_a_run_is_known_by_the_content_of_its_files_and_not_by_their_place(tmp_p
     _begin(out, 1, settings={**SETTINGS, "dataset_name": str(data)})
     assert _start(out, {**SETTINGS, "dataset_name": str(tmp_path / "elsewhere")}).action == "resume"
     (tmp_path / "elsewhere" / "sub" / "train.jsonl").write_text("Rows")
-    with pytest.raises(UsageError, match=r"differs in the content of dataset_name: .*checkpoint-1 to go on from there"):
+    with pytest.raises(UsageError, match=r"differs in the content of dataset_name: .*to go on from there.* restore it"):
         _start(out, {**SETTINGS, "dataset_name": str(tmp_path / "elsewhere")})
 
 
