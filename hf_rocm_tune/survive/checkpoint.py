@@ -409,7 +409,7 @@ class Checkpoints:
     # ---- resuming -------------------------------------------------------------------------------------------
 
     def load_weights(self, directory: Path, stock: Callable[[], None]) -> None:
-        """Check the manifest, load, and compare the loaded weights with the manifest's digests, or with the files.
+        """Check the manifest, load, and compare the loaded weights with the files, and these with its digests.
 
         ``stock``: upstream's way to load sharded checkpoints.
         """
@@ -474,11 +474,13 @@ class Checkpoints:
         _until_equal(load_once, str(directory))
 
     def _differing_from(self, directory: Path) -> list[str]:
-        """Names of live tensors that differ from a checkpoint, the same on every rank."""
+        """Names of live tensors that differ from a checkpoint's files, or of files' tensors that differ from its
+        manifest's digests, the same on every rank."""
         sharded, live = self._trainer.full_state is not None, self._full_model()
         found: list[str] = []
         if not sharded or self._first:
-            found = _differing(saved_state.compare_model(directory, self._bare_model(), live))
+            compared = saved_state.compare_model(directory, self._bare_model(), live)
+            found = _differing(compared) + _not_as_recorded(directory, compared)
         self._forget_full()
         return list(broadcast_object_list([found])[0]) if sharded else found
 
@@ -588,6 +590,15 @@ def _entries(found: Mapping[str, Readback]) -> dict[str, manifest.FileEntry]:
 
 def _differing(found: Mapping[str, Readback]) -> list[str]:
     return [name for one in found.values() for name in one.differing]
+
+
+def _not_as_recorded(directory: Path, found: Mapping[str, Readback]) -> list[str]:
+    """Names of tensors whose digests in the manifest are others than those of the files; the files were verified
+    before they were loaded, and may have changed since."""
+    written = manifest.read(directory)
+    recorded = written.tensors if isinstance(written, manifest.Manifest) else {}
+    digests = {label: value for one in found.values() for label, value in one.digests.items()}
+    return [label for label, value in digests.items() if recorded.get(label, value) != value]
 
 
 def _until_equal(load: Callable[[], list[str]], where: str) -> None:
