@@ -521,13 +521,15 @@ def _choose_vision(arguments: Arguments, model: Any, config: Any) -> None:
     """
     tune, parts = arguments.tune, vision_parts(model)
     tower, projector = tune.train_vision_tower, tune.train_projector
+    # A resumed run of an earlier version has values that nobody gave, whatever its model is: see `_as_begun`.
+    asked = not {"train_vision_tower", "train_projector"}.isdisjoint(arguments.given)
     if parts is None:
-        if tower or projector:
+        if asked and (tower or projector):
             raise UsageError(f"--train_vision_tower, --train_projector: {type(model).__name__} has no vision tower")
         return
-    if "lora_target_modules" in arguments.given and not (tower or projector):
+    if "lora_target_modules" in arguments.given and not asked:
         return  # the user's own
-    if projector in ("lora", "whole") and not parts.projector:
+    if asked and projector in ("lora", "whole") and not parts.projector:
         raise UsageError(f"--train_projector: no linear layer of {type(model).__name__} is one of a projector")
     config.exclude_modules = parts.left_out(tower=tower == "lora", projector=projector == "lora")
     whole = whole_modules(model, parts, tower=tower == "whole", projector=projector == "whole")
