@@ -121,7 +121,7 @@ def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: s
     """Masks the labels from ``<think>`` to ``</think>``; returns the rows with other labels, and how many have none."""
     from datasets import Dataset
 
-    masked = dataset.map(_without_thinking, fn_kwargs={"tokenizer": tokenizer})
+    masked = dataset.map(thinking_masked, fn_kwargs={"tokenizer": tokenizer})
     left = masked.filter(lambda row: any(label != MASKED for label in row["labels"]))
     if not isinstance(dataset, Dataset):
         return left, 0
@@ -133,7 +133,8 @@ def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: s
     return left, len(dataset) - len(left)
 
 
-def _without_thinking(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def thinking_masked(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The labels of one row, given with its ``input_ids``, without those of its thinking."""
     ids, labels, start = row["input_ids"], list(row["labels"]), 0
     for length in row.get("seq_lengths") or [len(ids)]:
         # Pieces of ASCII stand for themselves in the vocabularies of byte-level BPE and of SentencePiece.

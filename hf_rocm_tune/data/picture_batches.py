@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_rocm_tune.data import masks
 from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.data.pictures import COLUMNS, TURNS, PictureError, PictureRows
 
@@ -55,6 +56,7 @@ class PictureCollator:
         *,
         placeholders: frozenset[int],
         loss_on_placeholders: bool = False,
+        mask_thinking: bool = False,
         rows: Sequence[Rows] = (),
     ) -> None:
         self.max_length: int | None = stock.max_length
@@ -62,6 +64,7 @@ class PictureCollator:
         self.pictures = pictures
         self._placeholders = torch.tensor(sorted(placeholders), dtype=torch.int64)
         self._loss_on_placeholders = loss_on_placeholders
+        self._mask_thinking = mask_thinking
         self._rows = tuple(rows)  # in which a bad picture is looked for
 
     def __call__(self, examples: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> Any:
@@ -76,6 +79,11 @@ class PictureCollator:
             raise PictureError("rows have pictures, and the model's processor made no pixels of them", kind="pixels")
         if "labels" in batch and not self._loss_on_placeholders:
             batch["labels"][self.is_placeholder(batch["input_ids"])] = MASKED
+        if "labels" in batch and self._mask_thinking:
+            rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+            tokenizer = self.stock.processor.tokenizer
+            masked = [masks.thinking_masked({"input_ids": ids, "labels": labels}, tokenizer) for ids, labels in rows]
+            batch["labels"] = torch.tensor([row["labels"] for row in masked])
         return batch
 
     def cut(self, batch: Any, examples: Sequence[Mapping[str, Any]] = ()) -> Any:

@@ -37,6 +37,7 @@ class JobPictures:
     rows: PictureRows
     placeholders: frozenset[int]
     loss_on_placeholders: bool
+    mask_thinking: bool
     tokens: Mapping[str, DataSummary]  # by split, ``train`` and ``eval``
     summaries: Mapping[str, PictureSummary]
     lengths: Mapping[str, Sequence[int]]  # tokens of each row after cutting
@@ -53,6 +54,7 @@ class JobPictures:
             self.rows,
             placeholders=self.placeholders,
             loss_on_placeholders=self.loss_on_placeholders,
+            mask_thinking=self.mask_thinking,
             rows=datasets,
         )
 
@@ -103,6 +105,7 @@ def looked_through(
         ),
         placeholders=placeholders,
         loss_on_placeholders=bool(arguments.tune.loss_on_picture_tokens),
+        mask_thinking=arguments.tune.mask_thinking,
         tokens={},
         summaries={},
         lengths={},
@@ -167,7 +170,13 @@ def _stock_collator(arguments: Arguments, processor: Any, rows: Rows) -> Any:
         completion_only = "prompt" in columns and "completion" in columns
     template = None
     if args.assistant_only_loss and not has_generation_markers(processor.chat_template):
-        template = get_training_chat_template(processor)
+        try:
+            template = get_training_chat_template(processor)
+        except ValueError as error:
+            raise UsageError(
+                "--assistant_only_loss of rows with pictures needs a chat template with {% generation %} marks: give "
+                "one with --chat_template_path, or rows with 'prompt' and 'completion', of which only the answer counts"
+            ) from error
     return DataCollatorForVisionLanguageModeling(
         completion_only_loss=completion_only,
         dataset_text_field=args.dataset_text_field,

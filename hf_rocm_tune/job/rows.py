@@ -182,7 +182,7 @@ def finish_rows(arguments: Arguments, trainer: Any, data: Splits) -> dict[str, D
     Raises:
         UsageError: no row has a token to learn from.
     """
-    masked = arguments.tune.mask_thinking
+    masked = arguments.tune.mask_thinking and data.pictures is None  # whose collator masks it
     for split in ("train", "eval") if masked else ():
         if (rows := getattr(trainer, f"{split}_dataset")) is not None:
             rows, lost = masks.without_thinking(rows, trainer.processing_class, split)

@@ -54,6 +54,13 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     given.add_argument("--file", type=Path, help="a text file with one prompt, or a .jsonl of prompts or messages")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a picture before the text; may be given several times",
+    )
     parser.add_argument("--raw", action="store_true", help="without the chat template: the model continues the text")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt, instead of streamed text")
 
@@ -118,7 +125,7 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> 
 def generate(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> int:
     prompts = read_prompts(wanted.prompt, wanted.file, sys.stdin)
     _ready(prepare, wanted.model)
-    from hf_rocm_tune.publish.generate import Settings, answer, loaded_model, render
+    from hf_rocm_tune.publish.generate import Settings, answer, loaded_model, render, render_pictures
 
     del wanted.prompt, wanted.file
     as_json = vars(wanted).pop("json")
@@ -128,7 +135,8 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) 
         names = {"base": f"base {loaded.base}"} if wanted.compare else {}
         names["completion"] = f"adapter {wanted.model}"
         for number, prompt in enumerate(prompts, start=1):
-            ids = render(loaded, prompt)
+            seen = render_pictures(loaded, prompt) if wanted.image else None
+            ids = render(loaded, prompt) if seen is None else seen["input_ids"][0].tolist()
             row: dict[str, Any] = {"prompt": prompt, "prompt_tokens": len(ids)}
             if len(prompts) > 1 and not as_json:
                 print(f"=== prompt {number} of {len(prompts)}", flush=True)
@@ -136,14 +144,14 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) 
                 if wanted.compare and not as_json:
                     print(f"--- {name}", flush=True)
                 with loaded.model.disable_adapter() if key == "base" else nullcontext():
-                    given = answer(loaded, ids) if as_json else _stream(loaded, ids, [])
+                    given = answer(loaded, ids, seen=seen) if as_json else _stream(loaded, ids, [], seen)
                 row |= {key: given.text, "tokens": given.tokens, "complete": given.complete}
             if as_json:
                 print(json.dumps(row, ensure_ascii=False), flush=True)
     return 0
 
 
-def _stream(loaded: Loaded, ids: list[int], pieces: list[str]) -> Answer:
+def _stream(loaded: Loaded, ids: list[int], pieces: list[str], seen: dict[str, Any] | None = None) -> Answer:
     """Print an answer as it is generated; its pieces are in the list even where Ctrl-C stops it."""
     from hf_rocm_tune.publish.generate import answer
 
@@ -152,7 +160,7 @@ def _stream(loaded: Loaded, ids: list[int], pieces: list[str]) -> Answer:
         print(visible(text), end="", flush=True)
 
     try:
-        given = answer(loaded, ids, show)
+        given = answer(loaded, ids, show, seen=seen)
     except KeyboardInterrupt:
         print(flush=True)
         raise

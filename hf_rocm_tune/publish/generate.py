@@ -50,6 +50,7 @@ class Settings:
     seed: int = 0
     system: str | None = None
     raw: bool = False
+    image: Sequence[str] = ()  # files or addresses of pictures, before the text of each prompt
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Loaded:
     mover: Mover  # moves inputs to the device
     base: str  # name of the model below the adapter, or of the model
     covered: Coverage
+    processor: Any = None  # of a model that reads pictures, which has the tokenizer
 
     def place(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move host tensors to the device, verified."""
@@ -113,7 +115,8 @@ def loaded_model(settings: Settings, say: Callable[[str], None]) -> Iterator[Loa
             f"bytes on the device verified{f' (not: {missing})' if missing else ''}; weight files attested "
             f"{records.attested}, not attested {len(records.unknown)}"
         )
-        yield Loaded(settings, model, _tokenizer(source, adapter), mover, source.name, covered)
+        tokenizer, processor = _tokenizer(source, adapter)
+        yield Loaded(settings, model, tokenizer, mover, source.name, covered, processor)
         for stage, sent in mover.report.to_dict().items():
             if isinstance(sent, dict) and sent.get("mismatches"):
                 say(f"{stage}: {sent['mismatches']} arrived wrong, {sent.get('recovered', 0)} of them were recovered")
@@ -157,12 +160,16 @@ def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[T
     return to_device
 
 
-def _tokenizer(source: ModelSource, adapter: Adapter | None) -> PreTrainedTokenizerBase:
+def _tokenizer(source: ModelSource, adapter: Adapter | None) -> tuple[PreTrainedTokenizerBase, Any]:
+    """The tokenizer, and the processor of a model that reads pictures (None: of text)."""
     if adapter is not None and adapter.has_tokenizer:
         source = ModelSource(name=str(adapter.directory), trust_remote_code=source.trust_remote_code)
     loaded: Any = load_tokenizer(source)
-    tokenizer: PreTrainedTokenizerBase = getattr(loaded, "tokenizer", loaded)  # of a processor for several modalities
-    return tokenizer
+    tokenizer: PreTrainedTokenizerBase = getattr(loaded, "tokenizer", loaded)
+    processor = None if tokenizer is loaded else loaded
+    if processor is not None and not tokenizer.chat_template:
+        tokenizer.chat_template = processor.chat_template
+    return tokenizer, processor
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
@@ -203,11 +210,47 @@ def render(loaded: Loaded, prompt: Prompt) -> list[int]:
     return [int(token) for token in ids]
 
 
-def answer(loaded: Loaded, ids: Sequence[int], write: Callable[[str], None] = lambda _: None) -> Answer:
-    """Generate from token ids. KeyboardInterrupt is raised; the text written so far stays."""
+def render_pictures(loaded: Loaded, prompt: Prompt) -> dict[str, Tensor]:
+    """What a model is given for ``--image`` and a prompt of text: host tensors of one row, as its processor makes them.
+
+    UsageError: the model reads no pictures, a picture cannot be used, or the prompt is a conversation.
+    """
+    from hf_rocm_tune.data.pictures import PictureRows
+
+    processor, settings = loaded.processor, loaded.settings
+    if processor is None:
+        raise UsageError(f"--image: {settings.model} is a model of text: leave it out, or give an image-text model")
+    if not isinstance(prompt, str):
+        raise UsageError("--image belongs to prompts of text: give --prompt, or a file of one prompt")
+    pictures = [PictureRows(as_rgb=True).opened(source) for source in settings.image]
+    text = prompt
+    if not settings.raw and processor.chat_template:
+        parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": prompt}]
+        messages = [{"role": "user", "content": parts}]
+        if settings.system:
+            messages.insert(0, {"role": "system", "content": [{"type": "text", "text": settings.system}]})
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        made = processor(images=[pictures], text=[text], return_tensors="pt", add_special_tokens=False)
+    except (*FOREIGN_ERRORS, StopIteration) as error:
+        raise UsageError(f"the processor of {loaded.base} refuses the pictures: {first_line(error)}") from error
+    return {name: value for name, value in made.items() if torch.is_tensor(value)}
+
+
+def answer(
+    loaded: Loaded,
+    ids: Sequence[int],
+    write: Callable[[str], None] = lambda _: None,
+    *,
+    seen: dict[str, Tensor] | None = None,
+) -> Answer:
+    """Generate from token ids. KeyboardInterrupt is raised; the text written so far stays.
+
+    ``seen``: of a prompt with pictures, what `render_pictures` made.
+    """
     config = _config(loaded, len(ids))
     tokens = torch.tensor([list(ids)])
-    inputs = loaded.place({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+    inputs = loaded.place(seen or {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
     stream = _Stream(loaded.tokenizer, write)
     set_seed(loaded.settings.seed)
     advice = "shorten the prompt, lower --max_new_tokens, or add --load_in_4bit"

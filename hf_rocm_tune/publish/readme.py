@@ -49,6 +49,9 @@ def build(
     trained, ids = clean.trained, published_names(datasets, private)
     adapted = trained["adapter_dtype"] is not None
     auto, task = _TASKS.get(trained["model_class"].rpartition("For")[2], (trained["model_class"], None))
+    sees = bool({"image", "images"} & {*columns}) and task != "text-classification"
+    if sees:
+        auto, task = "AutoModelForImageTextToText", "image-text-to-text"
     metadata = ModelCardData(
         library_name="peft" if adapted else "transformers",
         tags=sorted(["transformers", "trl", method, "hf-rocm-tune", "generated_from_trainer"] + ["lora"] * adapted),
@@ -73,6 +76,8 @@ def build(
         adapted=adapted,
         scores=task == "text-classification",
         auto=auto,
+        sees=sees,
+        held_by="AutoProcessor" if sees else "AutoTokenizer",
         verdict=clean.verdict,
     )
     whole = f"---\n{metadata.to_yaml()}\n---\n\n" + re.sub(r"\n{3,}", "\n\n", body)

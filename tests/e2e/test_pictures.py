@@ -316,3 +316,68 @@ def test_the_language_part_is_adapted_unless_more_is_asked_for(
     more = flags(model_name_or_path=model, dataset_name=data, output_dir=tmp_path / "on")
     done(server.run(*further, *more, "--adapter_name_or_path", str(tmp_path / "all")))
     assert _trained(tmp_path / "on") == _trained(tmp_path / "all")
+
+
+# ---- results ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's, in plain use
+def test_an_answer_about_a_picture_is_plain_transformers_and_so_is_the_cards_snippet(
+    server: CommandServer, model: Path, train: Train, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the adapter, and of the merged model; another picture gives other pixels, a missing one is one line."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", layouts(folder)["trl"])
+    done(train(data, "run", "--max_steps", "8"))
+    run, merged, asked = tmp_path / "run", tmp_path / "merged", pictures.question(3)
+    done(server.run(str(run), str(merged), env={"VERB": "merge"}))
+    options = ["--prompt", asked, "--max_new_tokens", "8", "--temperature", "0", "--json"]
+
+    def answered(directory: Path, picture: str = "3.png") -> Result:
+        more = ["--image", str(folder / picture)]
+        return server.run(str(directory), *options, *more, env={"VERB": "generate"})
+
+    plain = AutoModelForImageTextToText.from_pretrained(model)
+    adapted = PeftModel.from_pretrained(plain, str(run)).eval()
+    processor = AutoProcessor.from_pretrained(run)
+    parts = [{"type": "image", "path": str(folder / "3.png")}, {"type": "text", "text": asked}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": parts}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    made = adapted.generate(**inputs, max_new_tokens=8, do_sample=False)
+    wanted = processor.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    for directory in (run, merged):
+        said = json.loads(done(answered(directory)).stdout.splitlines()[-1])
+        assert said["completion"] == wanted and said["prompt_tokens"] == inputs["input_ids"].shape[1], directory
+    refused = answered(run, "never.png")
+    assert refused.code == 2 and "never.png does not exist" in refused.stderr
+
+    card = (run / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card and "AutoProcessor.from_pretrained(adapter)" in card
+    snippets = [part.partition("```")[0] for part in card.split("```python\n")[1:]]
+    pictures.picture(3).save(tmp_path / "picture.png")
+    code = "\n".join(snippets[:2]).replace('"picture.png"', repr(str(tmp_path / "picture.png")))
+    code = code.replace('base_model = "', f'base_model = "{model}"  # "').replace('adapter = "."', f'adapter = "{run}"')
+    exec(compile(code, "card", "exec"), {})
+
+
+def test_thinking_is_masked_and_a_template_without_marks_is_one_line(
+    train: Train, folder: Path, tmp_path: Path
+) -> None:
+    rows = layouts(folder)["trl"]
+    for row in rows:
+        row["messages"][1]["content"] = f"<think>Look at it.</think>{row['messages'][1]['content']}"
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows)
+    shown = json.loads(done(train(data, "out", "--dry_run", "json", "--mask_thinking", "true")).stdout)
+    pieces = shown["rows"][0]["parts"]["row"]
+    assert any("<think>Look at it.</think>" in piece["text"] for piece in pieces if not piece["counts"])
+    assert not any("Look" in piece["text"] for piece in pieces if piece["counts"])
+    refused = train(data, "out", "--assistant_only_loss", "true")
+    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "generation" in refused.stderr and "--chat_template_path" in refused.stderr
