@@ -52,14 +52,25 @@ from hf_rocm_tune.machine.variables import Action
 from hf_rocm_tune.version import __version__
 
 if TYPE_CHECKING:
+    from hf_rocm_tune.accelerator import VerifiedAccelerator
+    from hf_rocm_tune.engine import VerifiedTransfers
     from hf_rocm_tune.train.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
     from hf_rocm_tune.transfer import was_verified
 
-__all__ = ["VerifiedSFTTrainer", "VerifiedTransferMixin", "__version__", "was_verified"]
+__all__ = [
+    "VerifiedAccelerator",
+    "VerifiedSFTTrainer",
+    "VerifiedTransferMixin",
+    "VerifiedTransfers",
+    "__version__",
+    "was_verified",
+]
 
 _LAZY = {
     "VerifiedTransferMixin": "hf_rocm_tune.train.trainer",
     "VerifiedSFTTrainer": "hf_rocm_tune.train.trainer",
+    "VerifiedAccelerator": "hf_rocm_tune.accelerator",
+    "VerifiedTransfers": "hf_rocm_tune.engine",
     "was_verified": "hf_rocm_tune.transfer",
 }
 _CHOICE_SOURCE = "TheRock#5543; HIP environment variables page"

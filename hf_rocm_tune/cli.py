@@ -214,11 +214,44 @@ def _training(verb: Method) -> Verb:
     return command
 
 
+def script(argv: Sequence[str]) -> int:
+    """any training script, unmodified, with every copy verified"""
+    from hf_rocm_tune.launch import launch, split
+    from hf_rocm_tune.script import USAGE, check_file
+
+    options, file, arguments = _script_parts(argv)
+    if file is None:
+        if {"-h", "--help"} & set(options):
+            print(USAGE, end="")
+            return 0
+        raise UsageError(f"script: which one? `{PROGRAM} script FILE [ARGS]`")
+    check_file(file)
+    line = split(options)
+    if line.job:
+        raise UsageError(f"script: {line.job[0]} is no flag of accelerate's launcher; the script's own follow its name")
+    return launch(
+        "hf_rocm_tune.script", [file, *arguments], accelerate_config=line.accelerate_config, extra=line.launcher
+    )
+
+
+def _script_parts(argv: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
+    """The launcher's flags, the script, and the script's arguments."""
+    takes_value = {name for name, value in names.launcher_flags().items() if value} | {names.bare(names.CONFIG_FLAG)}
+    number = 0
+    while number < len(argv) and argv[number].startswith("-"):
+        follows = "=" not in argv[number] and names.bare(argv[number]) in takes_value
+        number += 2 if follows else 1
+    if number >= len(argv):
+        return list(argv), None, []
+    return list(argv[:number]), argv[number], list(argv[number + 1 :])
+
+
 _SFT = _training("sft")
 VERBS: dict[str, Verb] = {
     "sft": _SFT,
     "train": _SFT,
     **{verb: _training(verb) for verb in names.VERBS if verb != "sft"},
+    "script": script,
     "run": _module(
         "supervisor", "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"
     ),

@@ -32,6 +32,7 @@ SECTIONS: dict[str, Section] = {
     "optimizer": Section("optimizer state", SENT, ("tensors",), needed=True),
     "buckets": Section("gradients averaged through host memory", SENT, ("tensors",)),
     "streamed": Section("layers streamed while they compute", SENT, ("tensors",)),
+    "copies": Section("copies that libraries or the program make", SENT, ("tensors",)),
     "activations": Section("activations between cards, or to host memory and back", SENT, ("tensors",)),
     "casts": Section("casts of weights", ("checked", "mismatches", "recovered"), ("checked",), needed=True),
     "gradients": Section("averaged gradients", ("buckets", "mismatches", "recovered"), ("buckets",), needed=True),

@@ -18,7 +18,7 @@ from typing_extensions import override
 from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.gradients import GradientCheck, watch
 from hf_rocm_tune.cards.way import Compare, Way
-from hf_rocm_tune.models.placement import tensors_of
+from hf_rocm_tune.models.tensors import tensors_of
 
 
 class Ddp(Way):

@@ -27,8 +27,8 @@ from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_wo
 from hf_rocm_tune.cards.way import Way
 from hf_rocm_tune.errors import CorruptionError, SeamError
 from hf_rocm_tune.host_group import host_group
-from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.shards import cut_of, is_sharded, reshard, shard_digest
+from hf_rocm_tune.models.tensors import tensors_of
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest, host_copy, map_tensors, named_tensors
 
 if TYPE_CHECKING:

@@ -20,16 +20,17 @@ from typing_extensions import override
 
 from hf_rocm_tune.cards.way import Stock, Way
 from hf_rocm_tune.data.loader import AccumulationWindow
-from hf_rocm_tune.models.placement import tensors_of
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.split import Crossing, Hops, SplitMover, layer_stack
+from hf_rocm_tune.models.tensors import tensors_of
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.copies import Fetcher
-from hf_rocm_tune.transfer.redirect import READERS
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 
 logger = logging.getLogger(__name__)
 
+_READERS = (Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.tolist)
+"""Calls that read numbers from a card, for which the caller waits."""
 IN_FLIGHT = 2
 """Micro-batches in flight for each card."""
 
@@ -267,7 +268,7 @@ class _YieldOnRead(TorchFunctionMode):
         self._flight = flight
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READERS and args[0].device.type != "cpu":
+        if func in _READERS and args[0].device.type != "cpu":
             self._flight.wait(args[0])
         return func(*args, **(kwargs or {}))
 

@@ -31,8 +31,11 @@ _PREFETCH = "_hf_rocm_tune_prefetch"
 _ACTIVE: ContextVar[Mover | None] = ContextVar("hf_rocm_tune_active_mover", default=None)
 
 
-def verify_loader(loader: DataLoader[Any], prefetch: Prefetch) -> DataLoader[Any]:
-    """Makes a prepared loader send its batches through the mover: a subclass of its own class that shares its state."""
+def verify_loader(loader: DataLoader[Any], prefetch: Prefetch, shard: type | None = None) -> DataLoader[Any]:
+    """Makes a prepared loader send its batches through the mover: a subclass of its own class that shares its state.
+
+    ``shard``: the subclass of ``DataLoaderShard``; None: one whose batches are in flight when they are handed out.
+    """
     if _PREFETCH in vars(loader):
         return loader
     upstream.replace_for_good("skip_first_batches", _skip_first_batches)
@@ -46,7 +49,7 @@ def verify_loader(loader: DataLoader[Any], prefetch: Prefetch) -> DataLoader[Any
         return _adopt(loader, _VerifiedDispatcher, prefetch)
     if isinstance(loader, DataLoaderShard):
         upstream.resolve("shard_iteration")
-        verified = _adopt(loader, _VerifiedShard, prefetch)
+        verified = _adopt(loader, shard or _VerifiedShard, prefetch)
         verified.device = None
         verified.base_dataloader = _feed(loader.base_dataloader, prefetch)
         return verified

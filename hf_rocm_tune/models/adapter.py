@@ -19,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.experts import experts_of, routers_of
-from hf_rocm_tune.transfer import redirected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,7 +112,7 @@ def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> di
 def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tensor], mover: Mover) -> None:
     """Writes a model's adapter and its configuration as plain LoRA on the original weights, by PEFT's conversion."""
     training = model.training
-    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-") as scratch, redirected(mover, stage="adapter"):
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-") as scratch, mover.copies_as("adapter"):
         (begun := Path(scratch) / "start").mkdir()
         save_file(dict(start), begun / "adapter_model.safetensors")
         with warnings.catch_warnings():  # PiSSA does not combine with other adapters; the result is none

@@ -23,7 +23,7 @@ from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import Read, mark_loaded, remember_read
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import leave_device
-from hf_rocm_tune.transfer import digest, redirected
+from hf_rocm_tune.transfer import digest
 
 if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
@@ -56,7 +56,7 @@ def verified_loading(
         stack.enter_context(upstream.replaced("quantise", _quantise))
         if packed:
             stack.enter_context(upstream.replaced("dequantise_mxfp4", lambda stock: _keep_mxfp4(mover)))
-        stack.enter_context(redirected(mover, stage="weights"))  # tensors that quantisation moves
+        stack.enter_context(mover.copies_as("weights"))  # tensors that quantisation moves
         yield
 
 

@@ -11,13 +11,13 @@ import importlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,8 +26,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, listed
 from hf_rocm_tune.models.files import MappedFile, check_model_directory, hub_snapshot
-from hf_rocm_tune.models.shards import local, reshard
-from hf_rocm_tune.transfer import Digest, digest, redirected, was_verified
+from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.models.tensors import LANDINGS, places_of, quant_state_of, tensors_of
+from hf_rocm_tune.transfer import Digest, digest, was_verified
 from hf_rocm_tune.transfer.mover import Registry
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 from hf_rocm_tune.transfer.report import share_words
@@ -56,8 +57,6 @@ class Read:
 
 
 _READ: Registry[Read] = Registry()
-#: Device memory that streamed layers share, with its name, see `models.streaming`.
-LANDINGS: Registry[str] = Registry()
 
 
 def remember_read(tensor: Tensor, known: Read | None) -> None:
@@ -115,78 +114,6 @@ class Coverage:
         return not self.unverified
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All tensors that the model keeps on its device, each storage once; of a sharded tensor, this rank's part.
-
-    Dotted name and tensor: parameters, buffers, ``<weight>.quant_state.*`` (bitsandbytes 4-bit),
-    ``<weight>.CB``/``SCB`` (8-bit). Not those of streamed layers, which share landings.
-    """
-    return ((name, tensor) for name, tensor, _ in findable_tensors_of(model))
-
-
-def findable_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-    """As `tensors_of`, each with a function that looks it up again (AttributeError: it no longer exists)."""
-    reshard(model)
-    seen: set[int] = set()
-    for where in places_of(model):
-        tensor = where.find()
-        key = tensor.untyped_storage()._cdata
-        if key not in seen and LANDINGS.get(tensor) is None:
-            seen.add(key)
-            yield where.name, tensor, where.find
-
-
-class Place(NamedTuple):
-    name: str
-    module: nn.Module
-    path: str  # dotted attribute of the module
-
-    def find(self) -> Tensor:
-        tensor: Tensor | None = attrgetter(self.path)(self.module)
-        if tensor is None:  # bitsandbytes moves an 8-bit weight's state to its layer at the first forward
-            tensor = attrgetter(f"state.{self.path.rpartition('.')[2]}")(self.module)
-        return local(tensor)
-
-    def rebind(self, tensor: Tensor) -> Tensor:
-        """Puts a tensor in the place of one of the same shape and dtype; a parameter keeps its identity."""
-        owner_path, _, attribute = self.path.rpartition(".")
-        owner = attrgetter(owner_path)(self.module) if owner_path else self.module
-        if isinstance(known := getattr(owner, attribute), nn.Parameter):
-            known.data = tensor
-            return known
-        setattr(owner, attribute, tensor)
-        return tensor
-
-
-def places_of(model: nn.Module) -> Iterator[Place]:
-    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
-    for kind in ("_parameters", "_buffers"):
-        for prefix, module in modules:
-            held = getattr(module, kind).items()
-            yield from (Place(prefix + key, module, key) for key, each in held if each is not None)
-    for prefix, module in modules:
-        for key, parameter in module._parameters.items():
-            state, at = getattr(parameter, "quant_state", None), f"{key}.quant_state"
-            if state is None and key == "weight":  # a sharded 4-bit weight keeps it in its layer
-                state, at = getattr(module, "quant_state", None), "quant_state"
-            for suffix in quant_state_of(state):
-                yield Place(f"{prefix}{key}.quant_state.{suffix}", module, f"{at}.{suffix}")
-            for attribute in ("CB", "SCB"):
-                owners = (parameter, getattr(module, "state", None)) if hasattr(parameter, attribute) else ()
-                if any(isinstance(getattr(owner, attribute, None), torch.Tensor) for owner in owners):
-                    yield Place(f"{prefix}{key}.{attribute}", module, f"{key}.{attribute}")
-
-
-def quant_state_of(state: object) -> Iterator[str]:
-    """Names of the tensors in a 4-bit weight's quantisation state, nested state included."""
-    for attribute in ("absmax", "code", "offset"):
-        if isinstance(getattr(state, attribute, None), torch.Tensor):
-            yield attribute
-    nested = getattr(state, "state2", None)
-    if nested is not None:
-        yield from (f"state2.{attribute}" for attribute in quant_state_of(nested))
-
-
 def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
     """Moves every tensor that is still on the host to the mover's device, verified, in place.
 
@@ -223,8 +150,6 @@ def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
         found, tensor = where.name, where.find()
         if found != key and not found.startswith(f"{key}."):
             continue
-        if found.endswith(".code") and mover.device.type != "cpu":
-            continue  # code tables are made on the host: unless the mover transferred them, they are unverified
         if tensor.device.type == mover.device.type and mover.provenance(tensor) is None:
             is_packed = found != key or hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
             if mover.settings.verify == "full":
@@ -234,7 +159,7 @@ def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
 
 
 def mark_computed(model: nn.Module, mover: Mover) -> None:
-    """Marks as derived what the device computed inside `redirected`: DoRA's magnitudes, ``modules_to_save`` ...
+    """Marks as derived what the device computed: DoRA's magnitudes, ``modules_to_save`` ...
 
     If one of the tensors that were there before is unverified, so is everything computed. On the host backend nothing
     is marked: new tensors are host memory, which `place` digests.
@@ -373,7 +298,7 @@ def _quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) -
     if mover.device.type == "cpu" or not in_file.is_floating_point() or (state is None and rows is None):
         return {}
     functional = importlib.import_module("bitsandbytes.functional")
-    with redirected(mover, stage="weights"):
+    with mover.copies_as("weights"):
         if state is None:
             moved = mover.move_to(weight.device, in_file.to(torch.float16), name=name)
             packed, scales, _ = functional.int8_vectorwise_quant(moved)

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.host_group import host_group
-from hf_rocm_tune.models.placement import place, tensors_of
+from hf_rocm_tune.models.placement import place
 from hf_rocm_tune.models.shards import TENSOR_PARALLEL, as_shard, is_sharded, local, own_part, part_of, shard_digest
+from hf_rocm_tune.models.tensors import tensors_of
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest
 
 CUT = "cut on the device from a verified tensor"

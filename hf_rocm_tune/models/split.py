@@ -12,7 +12,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -166,6 +166,15 @@ class SplitMover(Mover):
         card = next((mover for mover in self.cards if mover.serves(tensor.device)), self.cards[0])
         return card.fetched(tensor, name=name, stage=stage)
 
+    @contextmanager
+    def copies_as(self, stage: str) -> Iterator[None]:
+        """As `Mover.copies_as`, on all cards."""
+        with ExitStack() as stack:
+            stack.enter_context(super().copies_as(stage))
+            for mover in self.cards:
+                stack.enter_context(mover.copies_as(stage))
+            yield
+
     @property
     def step(self) -> int | None:
         return self._session.step
@@ -181,7 +190,7 @@ class SplitMover(Mover):
         return {**found[0], "injected": sum(row["injected"] for row in found)} if found else None
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         for mover in self.cards:
             mover.close()  # the first one's backend is this one's, too
 

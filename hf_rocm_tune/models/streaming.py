@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.models.files import MappedFile
-from hf_rocm_tune.models.placement import LANDINGS, Place, places_of, read_as
+from hf_rocm_tune.models.placement import read_as
 from hf_rocm_tune.models.split import SplitMover, layer_stack
 from hf_rocm_tune.models.streamed import FLAG, LANDING_COUNT, Streamed
+from hf_rocm_tune.models.tensors import LANDINGS, Place, places_of
 from hf_rocm_tune.transfer import combine, tree_tensors
 from hf_rocm_tune.transfer.copies import ALIGNMENT, Segment
 from hf_rocm_tune.transfer.digest import digest_range

@@ -32,10 +32,10 @@ from hf_rocm_tune.models.experts import (
     use_packed,
     weights_of,
 )
-from hf_rocm_tune.models.placement import quant_state_of
 from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
 from hf_rocm_tune.models.split import find_layers
 from hf_rocm_tune.models.streaming import is_streamed
+from hf_rocm_tune.models.tensors import quant_state_of
 from hf_rocm_tune.plan.estimate import Counts, Weight
 from hf_rocm_tune.plan.request import PlanRequest, quiet, text_config
 

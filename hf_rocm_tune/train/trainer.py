@@ -78,7 +78,6 @@ from hf_rocm_tune.transfer import (
     TransferSettings,
     map_tensors,
     named_tensors,
-    redirected,
 )
 
 if TYPE_CHECKING:
@@ -207,8 +206,7 @@ class VerifiedTransferMixin(_Base):
             keywords["args"] = own
         arguments = tuple(own if each is args else each for each in arguments)
         before = self._digests_before(keywords.get("model", next(iter(arguments), None)), keywords.get("peft_config"))
-        # `redirected`: PEFT moves new adapters to the device itself.
-        with verified_loading(self.mover), redirected(self.mover, stage="adapter"):
+        with verified_loading(self.mover), self.mover.copies_as("adapter"):
             super().__init__(*arguments, **keywords)
         self.way.connect(self, one_by_one=step_faults is not None)
         self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
@@ -461,7 +459,7 @@ class VerifiedTransferMixin(_Base):
         generates = not isinstance(inputs, Mapping)
         with ExitStack() as stack:
             if generates:
-                stack.enter_context(redirected(self.mover, stage="batches"))
+                stack.enter_context(self.mover.copies_as("batches"))
                 stack.enter_context(self._arithmetic.paused())
             batch: Batch = super()._prepare_inputs(inputs)
         self._sentinel.use_batch(batch)

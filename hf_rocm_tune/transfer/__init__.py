@@ -1,7 +1,8 @@
 """Verified transfers to the device: every byte is digested at its source and again where it will be read.
 
 Reading order: `mover` (the only way to the device), `copies` (staging memory, packing, sending, fetching), `digest`,
-`ladder` (retries after a mismatch), `damage`, `backend` (CPU; HIP and CUDA), `faults`, `redirect`.
+`ladder` (retries after a mismatch), `damage`, `backend` (CPU; HIP and CUDA), `faults`, `interception` (where every
+copy of any other code comes to the mover), `mapped` (the file that a host tensor lies in).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from hf_rocm_tune.transfer.digest import (
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.mover import Mover, was_verified
 from hf_rocm_tune.transfer.raw_bytes import map_tensors, named_tensors, tree_tensors
-from hf_rocm_tune.transfer.redirect import redirected
 from hf_rocm_tune.transfer.report import STAGES, TransferReport, gb_per_s
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "host_copy",
     "map_tensors",
     "named_tensors",
-    "redirected",
     "tree_tensors",
     "triton_refusal",
     "was_verified",

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer.digest import Digest, digest, digest_on_device, from_sums
+from hf_rocm_tune.transfer.interception import own_copies
 from hf_rocm_tune.transfer.raw_bytes import ordinary
-from hf_rocm_tune.transfer.report import count_crossing
 
 
 class Part(NamedTuple):
@@ -216,8 +216,8 @@ class AcceleratorBackend:
     @contextmanager
     def _queue(self) -> Iterator[None]:
         # The device first: a new thread's device is card 0, and `stream` alone, when it restores that device, creates a
-        # context there, half a GB of memory. No torch functions: `redirected` must not intercept these copies.
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch._C.DisableTorchFunction():
+        # context there, half a GB of memory.
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), own_copies():
             yield
 
     def staging(self, nbytes: int) -> Tensor:
@@ -243,7 +243,6 @@ class AcceleratorBackend:
 
     def copy(self, target: Tensor, source: Tensor, label: Label, *, blocking: bool = False) -> Queued:
         with self._queue():
-            count_crossing(**{"to_host_bytes" if source.is_cuda else "to_device_bytes": source.nbytes})
             target.copy_(source, non_blocking=not blocking)
             return _EventTicket(self._stream.record_event())
 
@@ -254,7 +253,6 @@ class AcceleratorBackend:
     def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
         with self._queue():
             sums = digest_on_device(target, word_offset)
-            count_crossing(to_host_bytes=sums.nbytes)
             with ordinary():
                 landing = torch.empty(2, dtype=torch.int64, pin_memory=True)
             landing.copy_(sums, non_blocking=True)
@@ -263,7 +261,6 @@ class AcceleratorBackend:
     def read_back(self, target: Tensor) -> Tensor:
         with self._queue():
             # Blocking: pageable memory and a wait for this stream, so the host never reads before the copy ends.
-            count_crossing(to_host_bytes=target.nbytes)
             return target.cpu()
 
     def hand_out(self, buffer: Tensor, ticket: Queued) -> None:

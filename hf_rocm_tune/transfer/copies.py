@@ -19,8 +19,9 @@ from hf_rocm_tune.transfer.backend import Backend, Label, Part, Queued
 from hf_rocm_tune.transfer.damage import examine
 from hf_rocm_tune.transfer.digest import Digest, combine, digest, digest_range
 from hf_rocm_tune.transfer.faults import FaultyBackend
+from hf_rocm_tune.transfer.interception import own_copies
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, dense, ordinary, typed_view
-from hf_rocm_tune.transfer.report import TransferReport, count_crossing
+from hf_rocm_tune.transfer.report import TransferReport, own_origin
 
 MODES = {"verify": ("full", "sample", "off"), "on_corruption": ("recover", "stop")}
 SAMPLE_EVERY = 16
@@ -164,6 +165,7 @@ class Transfer:
     # its own, and gaps are zeros.
     source: Tensor | None
     verify: bool
+    origin: str = ""  # the file and function that asked for it; empty: this package
     pieces: list[Digest] = field(default_factory=list)  # digests of its chunks, taken by the first attempt, or known
     ticket: Queued | None = None
     arrived: Queued | None = None  # the digest of what arrived, queued behind the copy; None: taken when it is awaited
@@ -351,13 +353,16 @@ class Fetcher:
         self.slot_bytes = session.settings.slot_bytes or backend.default_slot_bytes
         self.ring = Ring(backend, slot_bytes=self.slot_bytes, slots=session.settings.slots)
 
-    def begin(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Fetched:
+    def begin(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None, origin: str = "") -> Fetched:
         """Queue the copy of a tensor of this device, after ``mark`` (None: now). Waits while all slots are taken."""
-        return Fetched(self, tensor.detach().contiguous(), name, stage, mark if tensor.is_contiguous() else None)
+        mark = mark if tensor.is_contiguous() else None
+        return Fetched(self, tensor.detach().contiguous(), name, stage, mark, origin)
 
     @contextmanager
-    def fetched(self, tensor: Tensor, *, name: str, stage: str, mark: Any = None) -> Iterator[Fetched]:
-        found = self.begin(tensor, name=name, stage=stage, mark=mark)
+    def fetched(
+        self, tensor: Tensor, *, name: str, stage: str, mark: Any = None, origin: str = ""
+    ) -> Iterator[Fetched]:
+        found = self.begin(tensor, name=name, stage=stage, mark=mark, origin=origin)
         try:
             found.settle()
             yield found
@@ -373,7 +378,8 @@ class Fetched:
         digest: of the fetched bytes, after `settle`; None if they are not verified.
     """
 
-    def __init__(self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any) -> None:
+    def __init__(self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any, origin: str) -> None:
+        self._origin = origin or own_origin(stage)
         self._session, self._backend, self._name, self._stage = fetcher.session, fetcher.backend, name, stage
         number, verify = self._session.number(stage)
         self._step = self._session.step
@@ -399,6 +405,7 @@ class Fetched:
         else:
             self._corrupt(0)
         size = self._memory.numel()
+        self._session.report.crossed(False, self._origin, size, verified=self.digest is not None)
         self._session.report.add(
             self._stage,
             tensors=1,
@@ -420,6 +427,8 @@ class Fetched:
             elif rung == "pageable":
                 self._memory.copy_(self._backend.read_back(self._source))
             self._corrupt(attempt)
+            if attempt:  # the sums of the first digest may have been read wrongly, too
+                self.digest = right = self._backend.digest(self._source).result()
             if digest(self._memory) == right:
                 if wrong is not None:
                     self._report(wrong, rung, "recovered")
@@ -457,9 +466,8 @@ def host_copy(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host and compare its digest with the device's; a wrong copy is repeated up to twice."""
     right = digest(tensor.detach())
     for _ in range(_TRIES):
-        if tensor.is_cuda:
-            count_crossing(to_host_bytes=tensor.nbytes)
-        host = tensor.detach().cpu()
+        with own_copies():
+            host = tensor.detach().cpu()
         if digest(host) == right:
             break
     return host.contiguous()  # one that stays wrong is found when it, or the file written from it, is compared

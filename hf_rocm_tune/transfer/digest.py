@@ -42,8 +42,8 @@ from torch.nn import functional
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.software import missing_for_triton
+from hf_rocm_tune.transfer.interception import own_copies
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, dense
-from hf_rocm_tune.transfer.report import count_crossing
 
 BLOCK_WORDS = 1 << 16
 """Words per block of the definition; also the host's working set: 256 KiB of input, 512 KiB of table."""
@@ -110,9 +110,7 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
 
 def from_sums(sums: Tensor, nbytes: int) -> Digest:
     """The digest from the int64[2] tensor of `digest_on_device`; waits for the device."""
-    if sums.is_cuda:
-        count_crossing(to_host_bytes=sums.nbytes)
-    with torch._C.DisableTorchFunction():  # `redirected` must not intercept this read
+    with torch._C.DisableTorchFunction(), own_copies():
         s1, s2 = sums.tolist()
     return Digest(s1 & _M64, s2 & _M64, nbytes)
 
@@ -154,12 +152,11 @@ class QueuedDigests:
             if device.type == "cpu":
                 self._found.update((at, Digest(*_host_sums(_bytes_of(each)), each.nbytes)) for at, each in mine)
                 continue
-            with torch.cuda.device(device), torch.inference_mode(False), torch._C.DisableTorchFunction():
+            with torch.cuda.device(device), torch.inference_mode(False), torch._C.DisableTorchFunction(), own_copies():
                 sums = torch.zeros(len(mine), 2, dtype=torch.int64, device=device)
                 for row, (_, each) in zip(sums, mine, strict=True):
                     _chosen(device)[0](_bytes_of(each), 0, row)
                 landing = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
-                count_crossing(to_host_bytes=sums.nbytes)
                 landing.copy_(sums, non_blocking=True)
                 event = torch.cuda.current_stream(device).record_event()
             self._landing.append(([(at, each.nbytes) for at, each in mine], landing, event))

@@ -17,6 +17,7 @@ from hf_rocm_tune.transfer.backend import Backend, Queued
 from hf_rocm_tune.transfer.copies import DIRECT, Route, Segment, Sender, Session, Transfer
 from hf_rocm_tune.transfer.damage import POISON, Damage, examine
 from hf_rocm_tune.transfer.raw_bytes import as_bytes
+from hf_rocm_tune.transfer.report import own_origin
 
 RUNGS = (
     Route("same_copy"),
@@ -88,6 +89,8 @@ class Ladder:
             self._backend.hand_out(buffer, transfer.ticket)
         transfer.settled = True
         nbytes = sum(segment.nbytes for segment in transfer.segments)
+        origin = transfer.origin or own_origin(transfer.stage)
+        self._report.crossed(True, origin, nbytes, verified=transfer.verify)
         self._report.add(
             transfer.stage,
             tensors=len(transfer.segments),

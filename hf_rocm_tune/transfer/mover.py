@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,12 +30,15 @@ from hf_rocm_tune.transfer.copies import (
 )
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, digest
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
+from hf_rocm_tune.transfer.interception import own_copies, serve, stop_serving
 from hf_rocm_tune.transfer.ladder import Ladder
 from hf_rocm_tune.transfer.landing import Landing
+from hf_rocm_tune.transfer.mapped import in_file
 from hf_rocm_tune.transfer.raw_bytes import (
     as_bytes,
     dense,
     map_tensors,
+    memory_order,
     named_tensors,
     not_plain,
     ordinary,
@@ -43,7 +46,7 @@ from hf_rocm_tune.transfer.raw_bytes import (
     tree_tensors,
     typed_view,
 )
-from hf_rocm_tune.transfer.report import TransferReport
+from hf_rocm_tune.transfer.report import BETWEEN_CARDS, TransferReport
 
 STREAMED = "streamed: equal to its source on each arrival"
 
@@ -102,6 +105,8 @@ class Mover:
     Attributes:
         step: training step for incidents, set by the training loop.
         loaded: digests of tensors read from files, one for each reading, by the file's path and the tensor's name.
+        failure: the first transfer that could not be corrected. Some callers of a copy (``load_state_dict``,
+            TorchScript) replace the error that it raised.
 
     All methods may be called from several threads. In a fork of the process that created it, where its threads do not
     exist, a mover raises. Not covered: changes of device memory after the verdict.
@@ -132,7 +137,12 @@ class Mover:
         self.loaded: dict[tuple[str, str], set[Digest]] = {}
         self._closed = False
         self._process = os.getpid()
+        self._copies_stage = "copies"
+        self._direct_failures = 0
+        self.failure: CorruptionError | None = None
         _live.add(self)
+        if self.device.type == "cuda":
+            serve(self)
 
     # ---- moving ---------------------------------------------------------------------------------------------
 
@@ -200,6 +210,129 @@ class Mover:
     def read_from(self, file: str, name: str, digest: Digest) -> None:
         """Record the digest of a tensor that was read from a file, for the comparison with the file's SHA-256."""
         self.loaded.setdefault((file, name), set()).add(digest)
+
+    # ---- copies that others ask for, see `interception` -----------------------------------------------------
+
+    @contextmanager
+    def copies_as(self, stage: str) -> Iterator[None]:
+        """Within the block, copies that others ask for, in any thread, are reported as ``stage``, one of `STAGES`."""
+        before, self._copies_stage = self._copies_stage, stage
+        try:
+            yield
+        finally:
+            self._copies_stage = before
+
+    def deliver(self, target: Tensor, source: Tensor, *, origin: str) -> None:
+        """Copy a host tensor into a tensor of this device, as ``target.copy_(source)``, and wait until it is verified.
+
+        A cast runs on the host before the digest, as torch does it. ``origin``: who asked for it.
+        """
+        where = in_file(source)
+        sent = source.detach()
+        if sent.dtype != target.dtype:
+            sent = sent.to(target.dtype)
+        order = memory_order(target)
+        in_a_row = target.detach() if order is None else target.detach().permute(order)
+        sent = sent.expand(target.shape)
+        sent = dense(sent if order is None else sent.permute(order))
+        exact = where is not None and sent.data_ptr() == source.data_ptr()
+        name = where.tensor if where is not None else described(target, origin)
+        segment = Segment(name, sent, 0, where.file if where is not None else None)
+        transfer = self._new_transfer(self._copies_stage, [segment], sent)
+        transfer.origin = origin
+        if order is None:
+            buffer = self._backend.allocate(transfer.nbytes, long_lived=True)
+        else:
+            buffer = as_bytes(in_a_row)
+            self._backend.follow(self._backend.mark())  # what was queued before may still use the memory
+        self._sender.send(transfer, buffer, self._ladder.route, attempt=0)
+        segment.digest = transfer.expected
+        self._finish(transfer, buffer)
+        if order is None:
+            target.copy_(typed_view(buffer, 0, target.dtype, target.shape))
+        if exact and where is not None and transfer.verify:
+            self.read_from(where.file, where.tensor, transfer.expected)
+        self._note_delivered(target, transfer, in_a_row if order is not None else None)
+
+    def _note_delivered(self, target: Tensor, transfer: Transfer, whole: Tensor | None) -> None:
+        if not transfer.verify:
+            self._registry.put(target, self._not_verified())
+        elif whole is not None and _is_whole(whole):
+            self._registry.put(target, Entry("transferred", digest=transfer.expected))
+        elif self.provenance(target) != "unverified":
+            self._registry.put(target, Entry("derived", "written in parts, each verified on arrival"))
+
+    def collect(self, target: Tensor, source: Tensor, *, origin: str) -> None:
+        """Copy a tensor of this device into a host tensor, as ``target.copy_(source)``, verified. Waits.
+
+        A cast runs on the device, as torch does it. Memory beside the target is that of the ring.
+        """
+        self._check_open()
+        sent = source.detach()
+        if sent.dtype != target.dtype:
+            sent = sent.to(target.dtype)
+        sent = sent.expand(target.shape)
+        order = memory_order(target)
+        if order is None:
+            with ordinary():
+                host = torch.empty(target.shape, dtype=target.dtype)
+            self._collect_bytes(as_bytes(host), sent.contiguous(), origin)
+            target.copy_(host)
+            return
+        self._collect_bytes(as_bytes(target.detach().permute(order)), sent.permute(order).contiguous(), origin)
+
+    def _collect_bytes(self, target: Tensor, source: Tensor, origin: str) -> None:
+        data, name, stage = as_bytes(source), described(source, origin), self._copies_stage
+        step = self._fetcher.slot_bytes
+        for start in range(0, data.numel(), step):
+            part = data[start : start + step]
+            with self._keeping_failure(), self._fetcher.fetched(part, name=name, stage=stage, origin=origin) as fetched:
+                target[start : start + step].copy_(fetched.host)
+
+    def receive(self, target: Tensor, source: Tensor, sending: Mover, *, origin: str) -> None:
+        """Copy a tensor of another card, which ``sending`` serves, into one of this card; verified on both. Waits.
+
+        The driver's copy is tried first. One that arrived wrong is repeated through the host, and after three of them
+        all copies take that way.
+        """
+        sent = source.detach()
+        if sent.dtype != target.dtype:
+            sent = sent.to(target.dtype)
+        sent = sent.expand(target.shape).contiguous()
+        number, verify = self._session.number(BETWEEN_CARDS)
+        if self._direct_failures < _DIRECT_FAILURES:
+            before = QueuedDigests([as_bytes(sent)]) if verify else None
+            arrived = target if target.is_contiguous() else target.new_empty(target.shape)
+            with own_copies():
+                arrived.copy_(sent, non_blocking=True)
+            self.inject(arrived, name=described(target, origin), stage=BETWEEN_CARDS, number=number, attempt=0)
+            right = before is None or QueuedDigests([as_bytes(arrived)]).result() == before.result()
+            self.report.add(BETWEEN_CARDS, mismatches=int(not right))
+            if right:
+                if arrived is not target:
+                    target.copy_(arrived)
+                self.report.crossed(True, origin, sent.nbytes, verified=verify, why="" if verify else "between cards")
+                self.report.add(
+                    BETWEEN_CARDS, tensors=1, bytes=sent.nbytes, verified_bytes=sent.nbytes if verify else 0
+                )
+                return
+            self._direct_failures += 1
+            row: dict[str, Any] = {"step": self.step, "stage": BETWEEN_CARDS, "tensor": described(target, origin)}
+            self.report.incident({**row, "kind": "other", "rung": "through_host", "outcome": "recovered"})
+            self.report.add(BETWEEN_CARDS, recovered=1)
+        with sending.copies_as(BETWEEN_CARDS), self.copies_as(BETWEEN_CARDS):
+            with ordinary():
+                host = torch.empty(sent.shape, dtype=sent.dtype)
+            sending.collect(host, sent, origin=origin)
+            self.deliver(target, host, origin=origin)
+
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except CorruptionError as failure:
+            self.failure = self.failure or failure
+            raise
 
     def serves(self, device: torch.device) -> bool:
         """Whether `move_to` moves tensors to this device."""
@@ -325,7 +458,8 @@ class Mover:
 
     def _finish(self, transfer: Transfer, buffer: Tensor) -> None:
         try:
-            self._ladder.finish(transfer, buffer)
+            with self._keeping_failure():
+                self._ladder.finish(transfer, buffer)
         except CorruptionError as failure:
             transfer.failure = failure
             raise
@@ -455,6 +589,8 @@ class Mover:
         """End the copy queue after its last copy. Provenance stays known. Does nothing the second time."""
         if not self._closed and self._process == os.getpid():
             self._closed = True
+            if self.device.type == "cuda":
+                stop_serving(self)
             self._backend.close()
 
     def __enter__(self) -> Mover:
@@ -497,6 +633,14 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 
 def _plain_nan(tensor: Tensor) -> Tensor:
     return tensor.masked_fill(tensor.isnan(), float("nan")) if tensor.is_floating_point() else tensor
+
+
+_DIRECT_FAILURES = 3  # copies between two cards that arrived wrong, after which all go through the host
+
+
+def described(tensor: Tensor, origin: str) -> str:
+    """Shape and dtype of a tensor without a name, and who asked for its copy."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} of {origin}"
 
 
 def _is_whole(tensor: Tensor) -> bool:

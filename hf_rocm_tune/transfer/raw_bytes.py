@@ -76,6 +76,18 @@ def dense(tensor: Tensor) -> Tensor:
     return copy
 
 
+def memory_order(tensor: Tensor) -> list[int] | None:
+    """The order of dimensions in which a tensor's elements lie in a row, as in channels_last; None: they do not.
+
+    ``tensor.permute(order)`` is contiguous then.
+    """
+    if tensor.is_contiguous():
+        return list(range(tensor.dim()))
+    sizes, strides = tensor.shape, tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], sizes[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
 def tree_tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors of a nested structure, in order; one that occurs twice is yielded twice."""
     for _, tensor in named_tensors(tree):

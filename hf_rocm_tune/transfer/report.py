@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from hf_rocm_tune.counters import SECTIONS, SENT
+from hf_rocm_tune.redaction import redact_json
 
-STAGES = ("weights", "batches", "adapter", "optimizer", "buckets", "streamed")
+STAGES = ("weights", "batches", "adapter", "optimizer", "buckets", "streamed", "copies")
 """What is transferred: model weights, training and evaluation batches, adapter weights, optimizer state, buckets of
-gradients that are averaged on the host (both directions), and layers that are streamed while they compute."""
+gradients that are averaged on the host (both directions), layers that are streamed while they compute, and other copies
+that a program or a library makes by itself."""
 BETWEEN_CARDS = "activations"
 """Transfers between the cards of a split model: activations, their gradients, masks; each direction counts."""
 _COUNTED = (*STAGES, BETWEEN_CARDS)
-_CROSSINGS = ("to_device_bytes", "to_host_bytes")
+_CROSSINGS = ("to_device_bytes", "to_host_bytes", "numbers_read", "numbers_bytes")
 _crossed = dict.fromkeys(_CROSSINGS, 0)
 _crossed_lock = threading.Lock()
 
 
 def count_crossing(*, to_device_bytes: int = 0, to_host_bytes: int = 0) -> None:
-    """Count all bytes that the engine sends over the link, with gaps, retries and results of digests."""
+    """Count bytes that this process sends over the link, as the driver does: with gaps, retries and digests."""
     with _crossed_lock:
         _crossed["to_device_bytes"] += to_device_bytes
         _crossed["to_host_bytes"] += to_host_bytes
+
+
+def count_number(nbytes: int) -> None:
+    """Count a number that was read from a card by ``item`` or what is built on it, unverified."""
+    with _crossed_lock:
+        _crossed["numbers_read"] += 1
+        _crossed["numbers_bytes"] += nbytes
+
+
+def own_origin(stage: str) -> str:
+    """Who asked for a copy that this package makes itself."""
+    return f"hf_rocm_tune ({stage})"
+
+
+def crossings() -> dict[str, int]:
+    """All that this process has sent over the link so far, as a driver would count it."""
+    with _crossed_lock:
+        return dict(_crossed)
 
 
 def gb_per_s(nbytes: float, seconds: float) -> float:
@@ -50,6 +71,19 @@ class TransferReport:
         }
         self._incidents: list[dict[str, Any]] = []
         self._rebaselined: list[dict[str, Any]] = []
+        self._origins: dict[tuple[str, str, str], list[int]] = {}
+
+    def crossed(self, to_card: bool, origin: str, nbytes: int, *, verified: bool, why: str = "") -> None:
+        """Count one copy between host and card that somebody asked for.
+
+        ``origin``: the file and function that asked for it; ``why`` it was not verified.
+        """
+        key = ("to_device" if to_card else "to_host", origin, why)
+        with self._lock:
+            row = self._origins.setdefault(key, [0, 0, 0])
+            row[0] += 1
+            row[1] += nbytes
+            row[2] += nbytes if verified else 0
 
     def add(self, stage: str, **increments: float) -> None:
         """Add to the counters of a stage (tensors, bytes, verified_bytes, mismatches, recovered, ``*_seconds``), or of
@@ -98,7 +132,7 @@ class TransferReport:
         """
         with self._lock, _crossed_lock:
             rows = ([dict(row) for row in each] for each in (self._rebaselined, self._incidents))
-            return _assemble(self._counters, _crossed, *rows)
+            return _assemble(self._counters, _crossed, _origin_rows(self._origins), *rows)
 
     def __repr__(self) -> str:
         """One line: what was moved, and what was wrong."""
@@ -136,12 +170,55 @@ class TransferReport:
             [{**row, **rank[number]} for number, report in enumerate(reports) for row in report[name]]
             for name in ("rebaselined", "incidents")
         )
-        return _assemble(counters, crossed, *lists)
+        origins: dict[tuple[str, str, str], list[int]] = {}
+        for row in (row for report in reports for row in report["origins"]):
+            sums = origins.setdefault((row["direction"], row["origin"], row["why"]), [0, 0, 0])
+            for at, key in enumerate(_ORIGIN_SUMS):
+                sums[at] += row[key]
+        return _assemble(counters, crossed, _origin_rows(origins), *lists)
+
+
+_ORIGIN_SUMS = ("copies", "bytes", "verified_bytes")
+
+
+def _origin_rows(origins: Mapping[tuple[str, str, str], list[int]]) -> list[dict[str, Any]]:
+    """The copies by who asked for them, the largest first."""
+    rows = [
+        {"direction": direction, "origin": origin, "why": why, **dict(zip(_ORIGIN_SUMS, sums, strict=True))}
+        for (direction, origin, why), sums in origins.items()
+    ]
+    return sorted(rows, key=lambda row: (-row["bytes"], row["direction"], row["origin"]))
+
+
+def coverage_of(counters: Mapping[str, Any]) -> dict[str, Any]:
+    """How much of what crossed between host and card was verified, of the result of `TransferReport.to_dict`.
+
+    ``unverified``: what crossed and was not verified, by who asked for it; ``numbers_read``: by ``item``, unverified.
+    """
+    rows = counters["origins"]
+    unverified = [
+        {"origin": row["origin"], "direction": row["direction"], "bytes": row["bytes"] - row["verified_bytes"],
+         "reason": row["why"] or "moved without verification, as --verify says"}
+        for row in rows
+        if row["verified_bytes"] < row["bytes"]
+    ]  # fmt: skip
+    return {
+        "verified_bytes": sum(row["verified_bytes"] for row in rows),
+        "crossed_bytes": sum(row["bytes"] for row in rows),
+        "unverified": unverified,
+        "numbers_read": counters["crossings"]["numbers_read"],
+    }
+
+
+def to_json(content: Mapping[str, Any]) -> str:
+    """A report as text: secrets and control characters are taken out."""
+    return json.dumps(redact_json(dict(content)), indent=2) + "\n"
 
 
 def _assemble(
     counters: Mapping[str, Mapping[str, float]],
     crossed: Mapping[str, int],
+    origins: list[dict[str, Any]],
     rebaselined: list[dict[str, Any]],
     incidents: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -150,4 +227,5 @@ def _assemble(
         seconds = row["transfer_seconds"] + row["verify_seconds"]
         row.update({key: round(row[key], 6) for key in row if key.endswith("seconds")})
         row.update(seconds=round(seconds, 6), gb_per_s=round(gb_per_s(row["bytes"], seconds), 4))
-    return {**result, "crossings": dict(crossed), "rebaselined": rebaselined, "incidents": incidents}
+    lists = {"origins": origins, "rebaselined": rebaselined, "incidents": incidents}
+    return {**result, "crossings": dict(crossed), **lists}

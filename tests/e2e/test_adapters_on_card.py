@@ -51,9 +51,6 @@ def test_fresh_adapters_cross_through_the_engine_alone(names: list[str], tmp_pat
     assert list(found) == names
     if "flipped copy" in found:
         assert found.pop("flipped copy")["refused"].startswith("CorruptionError: the device's copy of")
-    if "new tensors" in found:
-        reasons = {row["reason"] for row in found.pop("new tensors")["unverified"]}
-        assert "copied to the device by torch itself (new_tensor)" in reasons
     for name, row in found.items():
         assert ("refused" in row) == (name in REFUSED_UPSTREAM), row
         assert not row.get("unverified") and row.get("trainable") != 0, row

@@ -34,7 +34,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.factory import ModelSource, load_model
-from hf_rocm_tune.models.placement import tensors_of
+from hf_rocm_tune.models.tensors import tensors_of
 from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 from hf_rocm_tune.transfer import Mover, tree_tensors
 from tests import tiny

@@ -25,7 +25,8 @@ from hf_rocm_tune.models.adapter import adaptable, check_targets
 from hf_rocm_tune.models.experts import experts_of, weights_of
 from hf_rocm_tune.models.factory import ModelSource, check_source, load_model
 from hf_rocm_tune.models.loading import verified_loading
-from hf_rocm_tune.models.placement import coverage, quant_state_of, tensors_of
+from hf_rocm_tune.models.placement import coverage
+from hf_rocm_tune.models.tensors import quant_state_of, tensors_of
 from hf_rocm_tune.transfer import FaultSpec, Mover, digest
 from hf_rocm_tune.transfer import mover as mover_module
 from hf_rocm_tune.transfer.mover import SAMPLE_ELEMENTS

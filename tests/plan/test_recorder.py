@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models import loss
-from hf_rocm_tune.models.placement import tensors_of
+from hf_rocm_tune.models.tensors import tensors_of
 from hf_rocm_tune.plan import recorder as shapes_device
 from hf_rocm_tune.plan.estimate import Case, Step, Tape, Weights
 from hf_rocm_tune.plan.recorder import DeviceMode, Recorder, autocast_flags, record

@@ -221,13 +221,13 @@ def _caller() -> str:
         frame: FrameType | None = sys._getframe(2)
     except ValueError:
         return "thread " + Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
-    name = ""
+    name, engine = "", False
     while frame is not None:
         path = frame.f_code.co_filename
-        passes_on = "/torch/" in path or path.startswith("<") or path.endswith("/hf_rocm_tune/transfer/redirect.py")
-        if not name and not passes_on:
-            name = "/".join(path.split("/")[-2:]) + ":" + frame.f_code.co_qualname
-        if "/hf_rocm_tune/transfer/" in path and not passes_on:
-            return f"engine {name}"
+        if path.endswith("/hf_rocm_tune/transfer/interception.py"):
+            name = ""  # whoever asked for this copy is above
+        elif "/torch/" not in path and not path.startswith("<"):
+            name = name or "/".join(path.split("/")[-2:]) + ":" + frame.f_code.co_qualname
+            engine = engine or "/hf_rocm_tune/transfer/" in path
         frame = frame.f_back
-    return name
+    return f"engine {name}" if engine else name

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rocm_tune.train import sentinels
-from hf_rocm_tune.train.sentinels import Change, Found, FrozenSentinel, TrainedSentinel
+from hf_rocm_tune.models import sentinels
+from hf_rocm_tune.models.sentinels import Change, Found, FrozenSentinel, TrainedSentinel
 from hf_rocm_tune.transfer import digest
 
 

@@ -1,0 +1,207 @@
+"""`VerifiedAccelerator`: Accelerate's `Accelerator` with verified transfers, for loops written for it.
+
+    accelerator = VerifiedAccelerator(mixed_precision="bf16")   # in place of Accelerator(...); the rest stays
+
+Every copy between host and card is verified (`engine.VerifiedTransfers`), also of what is never prepared: VAE, text
+encoders, EMA. A prepared loader sends the next batch while one is in use, a prepared optimizer is watched, and
+`save_state` and `load_state` seal and check what they write and read. Not covered: batches that rank 0 broadcasts to
+other ranks (``dispatch_batches``), and collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from torch import nn
+from typing_extensions import override
+
+from hf_rocm_tune.data.loader import Prefetch, verify_loader
+from hf_rocm_tune.engine import REPORT_NAME, VerifiedTransfers
+from hf_rocm_tune.errors import CorruptionError, listed
+from hf_rocm_tune.models.files import sums
+from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.atomic import create_staging, move_files
+from hf_rocm_tune.transfer import Digest, QueuedDigests, named_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class VerifiedAccelerator(Accelerator):
+    """As `Accelerator`, with every copy verified.
+
+    Args:
+        transfers: the engine; None: a new one for this process's device, closed by `end_training`.
+
+    Attributes:
+        transfers: the engine, for `VerifiedTransfers.check`, `VerifiedTransfers.save` and the report.
+
+    Raises, from what copies, prepares, steps, saves or loads:
+        CorruptionError: a tensor could not be transferred correctly, or a saved state is not what was written.
+        MemoryFaultError: a watched tensor changed in memory.
+    """
+
+    def __init__(self, *arguments: Any, transfers: VerifiedTransfers | None = None, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.transfers = transfers or VerifiedTransfers(self.device)
+
+    @override
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """As upstream; each batch is handed out verified, and the next one crosses meanwhile."""
+        loader = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        places = self.device_placement if device_placement is None else device_placement
+        if not places or not isinstance(loader, DataLoaderShard) or isinstance(loader, _VerifiedBatches):
+            return loader
+        verified = _verified(loader, self.transfers)
+        self._dataloaders[self._dataloaders.index(loader)] = verified
+        return verified
+
+    @override
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
+        """As upstream; its frozen weights are watched."""
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        self.transfers.watch(model)
+        return prepared
+
+    @override
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> Any:
+        """As upstream; what it trains and its state are watched."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        self.transfers.watch(prepared)
+        return prepared
+
+    @override
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As upstream; the rest of the batches is handed out verified, too."""
+        rest = super().skip_first_batches(dataloader, num_batches)
+        if isinstance(dataloader, _VerifiedBatches) and isinstance(rest, DataLoaderShard):
+            return _verified(rest, self.transfers)
+        return rest
+
+    @override
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **keywords: Any) -> Any:
+        """As upstream; what is watched is checked first, and what was written is compared and sealed.
+
+        A single process writes aside, and the files take their place when they are right.
+        """
+        self.transfers.check()
+        if output_dir is None or self.num_processes > 1 or self.project_configuration.automatic_checkpoint_naming:
+            written = super().save_state(output_dir, safe_serialization, **keywords)
+            self.wait_for_everyone()
+            if self.is_main_process:
+                self._seal(Path(written))
+            return written
+        final = Path(output_dir)
+        staging = create_staging(final)
+        super().save_state(str(staging), safe_serialization, **keywords)
+        self._seal(staging)
+        move_files(staging, final)
+        staging.rmdir()
+        return str(final)
+
+    @override
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **keywords: Any) -> None:
+        """As upstream, after the files were compared with their manifest."""
+        directory = Path(input_dir) if input_dir is not None else self._newest_state()
+        if directory is not None:
+            self._require_intact(directory)
+        super().load_state(input_dir, load_kwargs, **keywords)
+
+    @override
+    def free_memory(self, *objects: Any) -> Any:
+        """As upstream; nothing is watched any more."""
+        self.transfers.forget()
+        return super().free_memory(*objects)
+
+    @override
+    def end_training(self) -> None:
+        """As upstream, after a last check of everything that is watched; copies are torch's own from then on."""
+        self.transfers.check()
+        super().end_training()
+        if self.is_main_process and self.project_dir is not None:
+            self.transfers.write_report(self.project_dir)
+        self.transfers.close()
+
+    # ---- saved states ---------------------------------------------------------------------------------------
+
+    def _seal(self, directory: Path) -> None:
+        """Compare what was written with the live tensors, then write the manifest."""
+        wrong: list[str] = []
+        for number, model in enumerate(self._models):
+            file = directory / ("model.safetensors" if number == 0 else f"model_{number}.safetensors")
+            if file.is_file():  # else a hook of the program has saved it in its own way
+                manifest.drop_from_cache(file)
+                stored = {name: row.digest for name, row in sums(file).tensors.items()}
+                wrong += _differing(dict(named_tensors(self.get_state_dict(model))), stored, file.name)
+        for number, optimizer in enumerate(self._optimizers):
+            file = directory / ("optimizer.bin" if number == 0 else f"optimizer_{number}.bin")
+            if file.is_file():
+                manifest.drop_from_cache(file)
+                read = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+                live = dict(named_tensors(optimizer.state_dict()))
+                wrong += _differing(live, _digests(dict(named_tensors(read))), file.name)
+        if wrong:
+            raise CorruptionError(
+                f"{directory}: the saved state is not what is in memory: {listed(wrong)} differ when they are read "
+                "back. Older states are intact; run the doctor and check the disk"
+            )
+        manifest.write(directory, run_id="", step=self.transfers.step, status="checkpoint", files=_files(directory))
+
+    def _require_intact(self, directory: Path) -> None:
+        if not directory.is_dir():
+            return  # upstream says so
+        problems, found = manifest.inspect(directory)
+        if found is None and problems and problems[0].kind == "missing":
+            logger.warning("%s has no %s: its files cannot be checked", directory, manifest.MANIFEST_NAME)
+        elif problems:
+            raise CorruptionError(
+                f"{directory} is not what was saved: {listed([str(problem) for problem in problems])}. It was not "
+                "loaded: load an older state"
+            )
+
+    def _newest_state(self) -> Path | None:
+        """Where upstream loads from without a directory: the checkpoint with the highest number."""
+        folder = Path(self.project_dir or ".") / "checkpoints"
+        names = [name for name in os.listdir(folder) if re.search(r"\d+$", name)] if folder.is_dir() else []
+        return folder / max(names, key=lambda name: int(re.findall(r"\d+$", name)[0])) if names else None
+
+
+class _VerifiedBatches(DataLoaderShard):
+    """A ``DataLoaderShard`` that places nothing itself: its inner loader starts the transfers."""
+
+    _transfers: VerifiedTransfers
+    _prefetch: Prefetch
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield self._transfers.deliver(self._prefetch.begin(batch))
+
+
+def _verified(loader: DataLoaderShard, transfers: VerifiedTransfers) -> Any:
+    prefetch = Prefetch(transfers.mover)
+    verified: Any = verify_loader(loader, prefetch, shard=_VerifiedBatches)
+    verified._transfers, verified._prefetch = transfers, prefetch
+    return verified
+
+
+def _files(directory: Path) -> list[str]:
+    return [name for name in manifest.list_files(directory) if name != REPORT_NAME]
+
+
+def _differing(live: dict[str, torch.Tensor], stored: dict[str, Digest], file: str) -> list[str]:
+    """The tensors that are in the file with other bytes. Upstream leaves out one of two that share memory."""
+    return [f"{name} in {file}" for name, digest in _digests(live).items() if stored.get(name, digest) != digest]
+
+
+def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
+    found = QueuedDigests([tensor.detach() for tensor in tensors.values()]).result()
+    return dict(zip(tensors, found, strict=True))

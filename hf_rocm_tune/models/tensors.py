@@ -1,0 +1,91 @@
+"""The tensors that a model keeps on its device: :func:`tensors_of` is the one list of them.
+
+Coverage, placement and the sentinels all walk it. No library but torch is needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm_tune.models.shards import local, reshard
+from hf_rocm_tune.transfer.mover import Registry
+
+#: Device memory that streamed layers share, with its name, see `models.streaming`.
+LANDINGS: Registry[str] = Registry()
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All tensors that the model keeps on its device, each storage once; of a sharded tensor, this rank's part.
+
+    Dotted name and tensor: parameters, buffers, ``<weight>.quant_state.*`` (bitsandbytes 4-bit),
+    ``<weight>.CB``/``SCB`` (8-bit). Not those of streamed layers, which share landings.
+    """
+    return ((name, tensor) for name, tensor, _ in findable_tensors_of(model))
+
+
+def findable_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
+    """As `tensors_of`, each with a function that looks it up again (AttributeError: it no longer exists)."""
+    reshard(model)
+    seen: set[int] = set()
+    for where in places_of(model):
+        tensor = where.find()
+        key = tensor.untyped_storage()._cdata
+        if key not in seen and LANDINGS.get(tensor) is None:
+            seen.add(key)
+            yield where.name, tensor, where.find
+
+
+class Place(NamedTuple):
+    name: str
+    module: nn.Module
+    path: str  # dotted attribute of the module
+
+    def find(self) -> Tensor:
+        tensor: Tensor | None = attrgetter(self.path)(self.module)
+        if tensor is None:  # bitsandbytes moves an 8-bit weight's state to its layer at the first forward
+            tensor = attrgetter(f"state.{self.path.rpartition('.')[2]}")(self.module)
+        return local(tensor)
+
+    def rebind(self, tensor: Tensor) -> Tensor:
+        """Puts a tensor in the place of one of the same shape and dtype; a parameter keeps its identity."""
+        owner_path, _, attribute = self.path.rpartition(".")
+        owner = attrgetter(owner_path)(self.module) if owner_path else self.module
+        if isinstance(known := getattr(owner, attribute), nn.Parameter):
+            known.data = tensor
+            return known
+        setattr(owner, attribute, tensor)
+        return tensor
+
+
+def places_of(model: nn.Module) -> Iterator[Place]:
+    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
+    for kind in ("_parameters", "_buffers"):
+        for prefix, module in modules:
+            held = getattr(module, kind).items()
+            yield from (Place(prefix + key, module, key) for key, each in held if each is not None)
+    for prefix, module in modules:
+        for key, parameter in module._parameters.items():
+            state, at = getattr(parameter, "quant_state", None), f"{key}.quant_state"
+            if state is None and key == "weight":  # a sharded 4-bit weight keeps it in its layer
+                state, at = getattr(module, "quant_state", None), "quant_state"
+            for suffix in quant_state_of(state):
+                yield Place(f"{prefix}{key}.quant_state.{suffix}", module, f"{at}.{suffix}")
+            for attribute in ("CB", "SCB"):
+                owners = (parameter, getattr(module, "state", None)) if hasattr(parameter, attribute) else ()
+                if any(isinstance(getattr(owner, attribute, None), torch.Tensor) for owner in owners):
+                    yield Place(f"{prefix}{key}.{attribute}", module, f"{key}.{attribute}")
+
+
+def quant_state_of(state: object) -> Iterator[str]:
+    """Names of the tensors in a 4-bit weight's quantisation state, nested state included."""
+    for attribute in ("absmax", "code", "offset"):
+        if isinstance(getattr(state, attribute, None), torch.Tensor):
+            yield attribute
+    nested = getattr(state, "state2", None)
+    if nested is not None:
+        yield from (f"state2.{attribute}" for attribute in quant_state_of(nested))

@@ -1,0 +1,264 @@
+"""The one place that every copy between host and card passes: ``aten::copy_`` with the dispatch key CUDA (ROCm too).
+
+Whoever asks for a copy (``Tensor.to``, a data loader, bitsandbytes, an optimizer, a checkpoint writer), in whichever
+thread, ends in this operator. `torch.library` lets a function of ours stand there, and it gives each copy to the mover
+of that card, which verifies it. Autograd, autocast and functorch lie above the key and notice nothing.
+
+The function is installed once, when the first mover of a card is made, and never removed: removing it while another
+thread copies raises internal errors of torch. Without an open mover for the card a copy is torch's own.
+
+What does not pass here, and so is not verified: numbers read by ``item`` and what is built on it (counted, see
+`numbers_read`), quantised tensors (a dispatch key of their own), collectives, the driver's own staging between cards,
+managed memory, replays of a captured graph, other processes. A copy while a stream is captured is counted and not
+verified, because nothing may wait there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.transfer.report import TransferReport, count_crossing, count_number
+
+if TYPE_CHECKING:
+    from torch.library import Library
+
+_OPERATOR = "aten::copy_"
+_NUMBER = "aten::_local_scalar_dense"  # ``item``
+_CARD, _HOST = "CUDA", "CPU"
+
+
+class Server(Protocol):
+    """What the copies of a card are given to: a mover."""
+
+    device: torch.device
+    report: TransferReport
+
+    # Copy a host tensor into one of the card, a tensor of the card into one of the host, or one of the card that
+    # ``sending`` serves into one of this card; of any strides, dtypes and shapes that ``Tensor.copy_`` takes.
+    def deliver(self, target: Tensor, source: Tensor, *, origin: str) -> None: ...
+    def collect(self, target: Tensor, source: Tensor, *, origin: str) -> None: ...
+    def receive(self, target: Tensor, source: Tensor, sending: Any, *, origin: str) -> None: ...
+
+
+class _Thread(threading.local):
+    own_copies = 0  # above 0: what this thread copies is the engine's own
+
+
+_thread = _Thread()
+_movers: dict[int, list[weakref.ref[Server]]] = {}  # of each card, by its index; the last open one serves
+_install_lock = threading.Lock()
+_libraries: dict[str, Library] = {}  # by dispatch key
+_writes: dict[int, int] = {}  # copies into watched storages, by their address in torch
+
+
+class _OwnCopies:
+    """Within it, copies of this thread are the engine's own and are not given to a mover."""
+
+    def __enter__(self) -> None:
+        _thread.own_copies += 1
+
+    def __exit__(self, *_: object) -> None:
+        _thread.own_copies -= 1
+
+
+_OWN = _OwnCopies()
+
+
+def own_copies() -> _OwnCopies:
+    """A context for the engine's own copies. By thread, not by the stack: autograd's threads have no Python frames."""
+    return _OWN
+
+
+# ---- which mover serves a card ------------------------------------------------------------------------------
+
+
+def serve(mover: Server) -> None:
+    """Give every copy between the host and the mover's card to this mover, until it is closed or collected."""
+    _install()
+    with _install_lock:
+        _movers.setdefault(mover.device.index, []).append(weakref.ref(mover))
+
+
+def stop_serving(mover: Server) -> None:
+    """The copies of its card go to the mover that served before, if that is still open. The second time: nothing."""
+    with _install_lock:
+        kept = [other for other in _movers.get(mover.device.index, ()) if other() not in (None, mover)]
+        _movers[mover.device.index] = kept
+
+
+def serving(device: torch.device) -> Server | None:
+    """The open mover to which copies of this card are given."""
+    for reference in reversed(_movers.get(device.index or 0, ())):
+        mover = reference()
+        if mover is not None:
+            return mover
+    return None if _make_server is None else _make_server(device)
+
+
+_make_server: Callable[[torch.device], Server] | None = None
+
+
+def serve_others_with(make: Callable[[torch.device], Server]) -> None:
+    """From now on ``make`` a server for a card that has none when something is copied there first; they are kept."""
+    kept: list[Server] = []
+    making = threading.RLock()
+
+    def made(device: torch.device) -> Server:
+        with making:
+            known = next((server for server in kept if server.device == device), None)
+            if known is None:
+                known = make(device)
+                kept.append(known)
+            return known
+
+    global _make_server
+    _make_server = made
+
+
+# ---- the function that stands there -------------------------------------------------------------------------
+
+
+def _install(key: str = _CARD) -> None:
+    with _install_lock:
+        if key in _libraries:
+            return
+        get_kernel: Callable[..., Any] | None = getattr(torch.library, "get_kernel", None)
+        if get_kernel is None:
+            raise UsageError(
+                f"torch {torch.__version__} has no torch.library.get_kernel, with which every copy is verified: "
+                "install torch 2.10 or newer"
+            )
+        library = torch.library.Library("aten", "IMPL")  # kept for good
+        copy = get_kernel(_OPERATOR, key)
+        functions = {"copy_": _noting(copy) if key == _HOST else _copy_through(copy)}
+        if key == _CARD:
+            functions["_local_scalar_dense"] = _read_through(get_kernel(_NUMBER, key))
+        with warnings.catch_warnings():  # torch warns of what `allow_override` asks for
+            warnings.simplefilter("ignore", UserWarning)
+            for operator, function in functions.items():
+                library.impl(operator, function, key, with_keyset=True, allow_override=True)
+        _libraries[key] = library
+
+
+# ---- which copies were written into a tensor ----------------------------------------------------------------
+#
+# A program that rewrites a weight on purpose through ``tensor.data`` leaves no trace in the tensor's version counter.
+# Such writes are copies too, and pass here.
+
+
+def watch_writes(tensor: Tensor) -> None:
+    """Count the copies into a tensor's storage from now on, for `writes_to`."""
+    _install(_HOST if tensor.is_cpu else _CARD)
+    _writes.setdefault(tensor.untyped_storage()._cdata, 0)
+
+
+def writes_to(tensor: Tensor) -> int:
+    """The number of copies into a watched tensor's storage so far; 0 for one that is not watched."""
+    return _writes.get(tensor.untyped_storage()._cdata, 0) if _writes else 0
+
+
+def forget_writes() -> None:
+    """Watch no tensor any more."""
+    _writes.clear()
+
+
+def _note_write(target: Tensor) -> None:
+    storage = target.untyped_storage()._cdata
+    if storage in _writes:
+        _writes[storage] += 1
+
+
+def _noting(stock: Any) -> Callable[..., Tensor]:
+    call_stock = stock.call_boxed
+
+    def copy_(keys: Any, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+        if _writes and not _thread.own_copies:
+            _note_write(target)
+        call_stock(keys, target, _as_tensor(source), non_blocking)
+        return target
+
+    return copy_
+
+
+def _as_tensor(source: Any) -> Tensor:
+    """The source of a copy. torch hands a number on as Python's own, and its kernels do not take it so."""
+    return torch.tensor(source) if isinstance(source, (bool, int, float, complex)) else source
+
+
+def _copy_through(stock: Any) -> Callable[..., Tensor]:
+    call_stock = stock.call_boxed
+
+    def copy_(keys: Any, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+        source = _as_tensor(source)
+        # The most frequent case first, and it must cost little: a cast or a copy on one card.
+        if _writes and not _thread.own_copies:
+            _note_write(target)
+        to_card = target.is_cuda
+        if to_card and source.is_cuda:
+            if target.get_device() != source.get_device() and not _thread.own_copies and target.numel():
+                return _between_cards(call_stock, keys, target, source, non_blocking)
+            call_stock(keys, target, source, non_blocking)
+            return target
+        card, other = (target, source) if to_card else (source, target)
+        if not other.is_cpu:  # it has no bytes here: a meta tensor, which torch refuses
+            call_stock(keys, target, source, non_blocking)
+            return target
+        mover = None if _thread.own_copies or not target.numel() else serving(card.device)
+        if mover is not None and torch.cuda.is_current_stream_capturing():
+            mover.report.crossed(to_card, requester(), target.nbytes, verified=False, why="a stream was captured")
+            mover = None
+        if mover is None:
+            count_crossing(**{"to_device_bytes" if to_card else "to_host_bytes": target.nbytes})
+            with _OWN:  # torch enters this operator again for casts and strides: one copy
+                call_stock(keys, target, source, non_blocking)
+        elif to_card:
+            mover.deliver(target, source, origin=requester())
+        else:
+            mover.collect(target, source, origin=requester())
+        return target
+
+    return copy_
+
+
+def _read_through(stock: Any) -> Callable[..., Any]:
+    call_stock = stock.call_boxed
+
+    def local_scalar_dense(keys: Any, tensor: Tensor) -> Any:
+        count_number(tensor.element_size())
+        return call_stock(keys, tensor)
+
+    return local_scalar_dense
+
+
+def _between_cards(call_stock: Any, keys: Any, target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+    receiving = serving(target.device)
+    sending = serving(source.device)
+    if receiving is None or sending is None or torch.cuda.is_current_stream_capturing():
+        if receiving is not None:
+            receiving.report.crossed(True, requester(), target.nbytes, verified=False, why="between cards")
+        call_stock(keys, target, source, non_blocking)
+        return target
+
+    receiving.receive(target, source, sending, origin=requester())
+    return target
+
+
+def requester() -> str:
+    """``file:function`` of the innermost Python caller outside torch and this package; for origins and incidents."""
+    frame = sys._getframe(1)
+    last = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "hf_rocm_tune/transfer/" not in file:
+            return f"{'/'.join(file.split('/')[-2:])}:{frame.f_code.co_name}"
+        last, frame = file, frame.f_back  # type: ignore[assignment]
+    return "torch's own threads" if last is None or "/torch/" not in last else "torch"

@@ -1,0 +1,114 @@
+"""Which tensor of which safetensors file a host tensor is, told by its address: its memory is the mapped file's.
+
+Loaders such as safetensors return views of the mapped file. The kernel lists the mapped files of a process with their
+addresses (``/proc/self/maps``, see proc(5)), and the file's header lists its tensors with their offsets
+(https://github.com/huggingface/safetensors#format). So no library needs to tell where its tensors came from.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import re
+import threading
+from typing import NamedTuple
+
+from torch import Tensor
+
+_MAPS = "/proc/self/maps"
+_SUFFIX = ".safetensors"
+_MAX_HEADER_BYTES = 100 << 20  # the library's own limit
+_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ \d+ +(/.*)")
+
+
+class InFile(NamedTuple):
+    file: str
+    tensor: str  # its name in the file
+
+
+class _Region(NamedTuple):
+    start: int  # address of its first byte
+    end: int
+    offset: int  # in the file
+    file: str
+
+
+_regions: list[_Region] = []
+_headers: dict[tuple[str, int, int, int], dict[tuple[int, int], str]] = {}
+_lock = threading.Lock()
+
+
+def in_file(tensor: Tensor) -> InFile | None:
+    """The entry of a safetensors file whose bytes are exactly those of a contiguous host tensor; None: it has none.
+
+    A file that was replaced or deleted since it was mapped has none.
+    """
+    if not tensor.nbytes or not tensor.is_contiguous():
+        return None
+    address = tensor.data_ptr()
+    with _lock:
+        region = _region_of(address)
+        if region is None or address + tensor.nbytes > region.end:
+            return None
+        begin = address - region.start + region.offset
+        name = _entries(region.file).get((begin, begin + tensor.nbytes))
+    return None if name is None else InFile(region.file, name)
+
+
+def _region_of(address: int) -> _Region | None:
+    region = _known(address)
+    if region is None or not os.path.lexists(f"/proc/self/map_files/{region.start:x}-{region.end:x}"):
+        _read_maps()
+        region = _known(address)
+    return region
+
+
+def _known(address: int) -> _Region | None:
+    at = bisect.bisect_right(_regions, address, key=lambda region: region.start) - 1
+    if at >= 0 and _regions[at].start <= address < _regions[at].end:
+        return _regions[at]
+    return None
+
+
+_last_maps = ""
+
+
+def _read_maps() -> None:
+    global _regions
+    try:
+        with open(_MAPS, encoding="utf-8", errors="surrogateescape") as lines:
+            found = [match for line in lines if _SUFFIX in line and (match := _LINE.match(line.rstrip("\n")))]
+    except OSError:  # another system than Linux: no tensor is known to be in a file
+        found = []
+    _regions = sorted(
+        _Region(int(match[1], 16), int(match[2], 16), int(match[3], 16), match[4])
+        for match in found
+        if match[4].endswith(_SUFFIX)
+    )
+
+
+def _entries(file: str) -> dict[tuple[int, int], str]:
+    """The names of a file's tensors by the begin and end of their bytes in it; empty for a file that is none."""
+    try:
+        state = os.stat(file)
+        key = (file, state.st_ino, state.st_size, state.st_mtime_ns)
+        if key not in _headers:
+            _headers[key] = _read_header(file)
+        return _headers[key]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _read_header(file: str) -> dict[tuple[int, int], str]:
+    with open(file, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        if size > _MAX_HEADER_BYTES:
+            return {}
+        rows = json.loads(stream.read(size))
+    data = 8 + size
+    return {
+        (data + row["data_offsets"][0], data + row["data_offsets"][1]): name
+        for name, row in rows.items()
+        if name != "__metadata__"
+    }

@@ -1,0 +1,181 @@
+"""In one process on the simulated card: what a program writes on purpose is no fault, and a flipped bit is one."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+import hf_rocm_tune
+from hf_rocm_tune import saved_result
+from hf_rocm_tune.errors import CorruptionError, TuneError
+
+DEVICE = "cuda"
+
+
+class Loop:
+    """A small model with a frozen and a trained layer, watched."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.transfers = hf_rocm_tune.VerifiedTransfers(DEVICE, check_every=1)
+        self.frozen, self.head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 2)
+        self.model = nn.Sequential(self.frozen, self.head).to(DEVICE)
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=0.1)
+        self.transfers.watch(self.model, self.optimizer)
+        self.step()
+
+    def step(self) -> None:
+        for (batch,) in self.transfers.batches([(torch.randn(4, 8),)]):
+            self.model(batch).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """One bit, in the card's memory, behind torch's back."""
+    torch.cuda.synchronize()
+    byte = ctypes.c_uint8.from_address(tensor.data_ptr() + 2)
+    byte.value ^= 16
+
+
+@torch.no_grad()
+def lerp(loop: Loop) -> None:  # as schedule-free optimizers' train and eval
+    for parameter in loop.head.parameters():
+        parameter.lerp_(torch.zeros_like(parameter), 0.3)
+
+
+def copied_data(loop: Loop) -> None:  # as EMA's store, copy_to and restore
+    for parameter in loop.model.parameters():
+        kept = parameter.data.clone()
+        parameter.data.copy_(kept * 0.5)
+
+
+def new_storage(loop: Loop) -> None:  # as LocalSGD
+    for parameter in loop.model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+@torch.no_grad()
+def rows(loop: Loop) -> None:  # as textual inversion
+    loop.head.weight[torch.tensor([0], device=DEVICE)] = 0.25
+
+
+def loaded_state(loop: Loop) -> None:
+    loop.model.load_state_dict({name: value * 0.5 for name, value in loop.model.state_dict().items()})
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
+def another_optimizer(loop: Loop) -> None:
+    loop.transfers.forget()
+    loop.optimizer = torch.optim.SGD(loop.head.parameters(), lr=0.1, momentum=0.9)
+    loop.transfers.watch(loop.optimizer, loop.model)
+
+
+def trained_from_now(loop: Loop) -> None:
+    loop.frozen.requires_grad_(True)
+    loop.optimizer.add_param_group({"params": list(loop.frozen.parameters())})
+
+
+WRITES: dict[str, Callable[[Loop], None]] = {
+    function.__name__: function
+    for function in (
+        lerp, copied_data, new_storage, rows, loaded_state, another_optimizer, trained_from_now
+    )
+}  # fmt: skip
+FLIPS: dict[str, Callable[[Loop], torch.Tensor]] = {
+    "frozen weight": lambda loop: loop.frozen.weight,
+    "trained weight": lambda loop: loop.head.weight,
+    "optimizer state": lambda loop: loop.optimizer.state[loop.head.weight]["exp_avg"],
+}
+
+
+def outcome(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except TuneError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def stepped(write: Callable[[Loop], None]) -> str:
+    loop = Loop()
+
+    def act() -> None:
+        write(loop)
+        loop.step()
+        loop.step()
+        loop.transfers.check()
+
+    try:
+        return outcome(act)
+    finally:
+        loop.transfers.close()
+
+
+def flipped_batch() -> str:
+    loop = Loop()
+
+    def act() -> None:
+        for (batch,) in loop.transfers.batches([(torch.randn(4, 8),)] * 2):
+            loop.model(batch).square().sum().backward()
+            flip(batch)
+            loop.optimizer.step()
+
+    return outcome(act)
+
+
+def damaged_file() -> str:
+    loop = Loop()
+    stock = saved_result.save_file
+
+    def save(tensors: Any, file: Path, **more: Any) -> None:
+        stock(tensors, file, **more)
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+
+    with TemporaryDirectory() as directory:
+        target = Path(directory) / "result"
+        loop.transfers.save(loop.model.state_dict(), target)
+        right = (target / "model.safetensors").read_bytes()
+        saved_result.save_file = save
+        said = outcome(lambda: loop.transfers.save(loop.model.state_dict(), target))
+        saved_result.save_file = stock
+        assert (target / "model.safetensors").read_bytes() == right
+        (Path(directory) / "mine").mkdir()
+        (Path(directory) / "mine" / "notes.txt").write_text("kept")
+        foreign = outcome(lambda: loop.transfers.save(loop.model.state_dict(), Path(directory) / "mine"))
+        assert (Path(directory) / "mine" / "notes.txt").read_text() == "kept"
+    assert foreign.startswith("UsageError"), foreign
+    assert issubclass(CorruptionError, TuneError)
+    return said
+
+
+def two_engines() -> str:
+    first, second = Loop(), Loop()
+    second.step()
+    second.transfers.close()
+    before = first.transfers.describe()["coverage"]["crossed_bytes"]
+    first.step()
+    first.transfers.check()
+    return "fine" if first.transfers.describe()["coverage"]["crossed_bytes"] > before else "not served"
+
+
+print(
+    json.dumps(
+        {
+            "writes": {name: stepped(write) for name, write in WRITES.items()},
+            "flips": {name: stepped(lambda loop, find=find: flip(find(loop))) for name, find in FLIPS.items()},
+            "batch": flipped_batch(),
+            "file": damaged_file(),
+            "engines": two_engines(),
+        }
+    )
+)

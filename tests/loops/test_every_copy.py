@@ -1,0 +1,47 @@
+"""Every copy between host and card is verified, whoever asks for it, and what we count is what the driver counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loops.conftest import Done, RunFile
+from tests.simcard.log import Log
+
+CALLS = Path(__file__).with_name("card_calls.py")
+
+
+def answer(done: Done) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    content: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return content
+
+
+def test_every_way_of_copying_is_verified_and_counted_as_the_driver_does(
+    run_file: RunFile, card: dict[str, str], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    found = answer(run_file(CALLS, env={**card, "SIMCARD_LOG": str(log), "SIMCARD_POISON": "1"}))
+    for name, row in found["calls"].items():
+        assert row["right"], name
+        assert row["verified"] == row["crossed"], name
+        assert (row["crossed"] > 0) == (name != "empty"), name
+    events = Log(log).events
+    for kind, counter in (("to_card", "to_device_bytes"), ("to_host", "to_host_bytes")):
+        driver = sum(event.nbytes for event in events if event.kind == kind)
+        ours = found["crossings"][counter] + (found["crossings"]["numbers_bytes"] if kind == "to_host" else 0)
+        assert driver == ours, kind
+
+
+@pytest.mark.parametrize("harm", ["flip", "zero", "stale", "drop"])
+@pytest.mark.parametrize("direction", ["SIMCARD_HARM", "SIMCARD_HARM_BACK"])
+def test_harm_below_everything_is_found_and_sent_again(
+    run_file: RunFile, card: dict[str, str], harm: str, direction: str
+) -> None:
+    more = {direction: f"{harm},0.05,16", "SIMCARD_DELAYS": "0,50,0,50", "SIMCARD_SEED": "11"}
+    found = answer(run_file(CALLS, env={**card, **more}))
+    assert all(row["right"] for row in found["calls"].values())
+    assert found["mismatches"] > 0
