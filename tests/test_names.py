@@ -24,7 +24,14 @@ TYPED = {
     "epochs": "2",
     "batch_size": "3",
     "max_seq_length": "77",
+    "lora_rank": "8",
+    "checkpointing": "false",
 }
+
+
+SECOND = {"seq": "max_length", "micro_batch": "per_device_train_batch_size"}
+"""Further names of flags that have a short one."""
+FULL = [f"--{names.ALIASES[name]}={value}" for name, value in TYPED.items()]
 
 
 def read(*argv: str) -> dict[str, Any]:
@@ -65,7 +72,8 @@ def test_the_screen_shows_what_a_run_on_a_card_would_use(verb: Method) -> None:
 
 
 def test_aliases_are_the_flags_that_they_stand_for(tmp_path: Path) -> None:
-    assert TYPED.keys() == names.ALIASES.keys()
+    assert TYPED.keys() | SECOND.keys() == names.ALIASES.keys()
+    assert read(*FULL, "--seq", "33", "--micro_batch=3") == read(*FULL, "--max_length", "33", "--batch_size", "3")
     assert not names.ALIASES.keys() & names.flags("sft")
     assert not names.ALIASES.keys() & names.launcher_flags().keys()
     short = [part for name, value in TYPED.items() for part in (f"--{name.replace('_', '-')}", value)]
@@ -77,6 +85,19 @@ def test_aliases_are_the_flags_that_they_stand_for(tmp_path: Path) -> None:
     recipe.write_text("".join(f"{name}: {value}\n" for name, value in TYPED.items()))
     assert read("--config", str(recipe)) == expected
     assert read("--config", str(recipe), "--lr", "0.5")["learning_rate"] == 0.5
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_both_names_of_checkpointing_work_whichever_transformers_has(
+    knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer, older = "activation_checkpointing", "gradient_checkpointing"
+    monkeypatch.setattr(names, "flags", lambda verb: frozenset({older, *([newer] if knows else [])}))
+    assert names.canonical([f"--{newer}", "false"]) == [f"--{newer if knows else older}", "false"]
+    assert names.canonical([f"--{newer}_kwargs={{}}"]) == [
+        f"--{older}_kwargs={{}}" if not knows else f"--{newer}_kwargs={{}}"
+    ]
+    assert names.canonical([f"--{older}", "false"]) == [f"--{older}", "false"]
 
 
 def test_an_alias_and_its_flag_in_one_recipe_are_refused(tmp_path: Path) -> None:
@@ -92,7 +113,7 @@ def _no_rows(*_: object) -> tuple[list[int], dict[str, object]]:
 
 
 def test_the_planner_knows_the_same_names(capsys: pytest.CaptureFixture[str]) -> None:
-    typed = {name: value for name, value in TYPED.items() if name not in ("lr", "epochs")} | {"batch_size": "0"}
+    typed = TYPED | {"batch_size": "0"}
     flags = [part for name, value in typed.items() for part in (f"--{name}", value)]
     with pytest.raises(UsageError, match="--batch_size 0 does not divide"):
         plan(flags, prepare=lambda: None, read_rows=_no_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.e2e.command import log_rows
 
 ROOT = Path(__file__).parent.parent
 MODEL = "meta-llama/Llama-3.2-1B-Instruct"
@@ -54,14 +56,62 @@ def execute(workplace: Path, language: str, block: str) -> subprocess.CompletedP
     )
 
 
+def newcomers(place: Path, page: Path) -> Path:
+    """A directory with the rows that a page shows, as a file, and its model."""
+    shutil.copytree(tiny.build("qwen3", place / "tiny"), place / "Qwen/Qwen3-0.6B")
+    (rows,) = re.findall(r"```json\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len([json.loads(row) for row in rows.splitlines()]) == 2
+    (place / "my_chats.jsonl").write_text(rows)
+    return place
+
+
+@pytest.mark.long
+def test_getting_started_runs_as_it_stands(tmp_path: Path) -> None:
+    page = ROOT / "docs/getting_started.md"
+    place = newcomers(tmp_path / "start", page)
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    plan, shown, used = blocks
+    assert execute(place, "bash", plan).returncode == 0
+    done = execute(place, "bash", shown)
+    assert done.returncode == 0 and "Under the third pot." in done.stdout, done.stderr[-3000:]
+    done = execute(place, "bash", shown.replace(" --dry_run", ""))
+    assert done.returncode == 0 and log_rows(done.stdout), done.stderr[-3000:]
+    for command in used.splitlines():
+        if "hf-rocm-tune push" not in command:  # needs the Hub
+            done = execute(place, "bash", command)
+            assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_readme_is_short_and_says_first_what_a_newcomer_needs() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 140
+    text = " ".join(lines)
+    assert text.index("No AMD GPU has run it yet") < text.index("Get the code") < text.index('"messages"')
+
+
+def test_every_flag_of_ours_is_in_the_table() -> None:
+    from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
+
+    table = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
+    ours = [field.name for owner in (TuneArguments, RanksArguments) for field in dataclasses.fields(owner)]
+    named = set(re.findall(r"--([a-z_0-9]+)", table)) | {"verbose"}
+    assert len(ours) > 35 and [name for name in ours if name not in named] == []
+
+
 @pytest.mark.parametrize(
     ("kind", "language", "block"),
     [
-        pytest.param(*block, id=f"{n}-{block[0] or 'run'}", marks=[] if n in (0, 4) else pytest.mark.long)
+        pytest.param(
+            *block, id=f"{n}-{block[0] or 'run'}", marks=[] if block[0] in ("fault", "start") else pytest.mark.long
+        )
         for n, block in enumerate(BLOCKS)
     ],
 )
 def test_block_runs(workplace: Path, kind: str, language: str, block: str) -> None:
+    if kind == "start":
+        workplace = newcomers(workplace / "start", ROOT / "README.md")
+        doctor, block = block.split("\n", 1)
+        assert execute(workplace, language, doctor).returncode in (0, 1)  # 1: a finding on this machine
     done = execute(workplace, language, block)
     assert done.returncode == 0, done.stderr[-3000:]
     output = re.search(r'output_dir[ =]"?([\w-]+)', block)
@@ -73,6 +123,8 @@ def test_block_runs(workplace: Path, kind: str, language: str, block: str) -> No
     assert report["ranks"] == (2 if kind == "dual" else 1)
     assert report["coverage"]["verified_bytes"] == report["coverage"]["device_bytes"]
     assert "integrity: " in done.stdout
+    if kind == "start":
+        assert log_rows(done.stdout), "the example prints no row of the log"
     if kind == "fault":
         assert report["batches"]["recovered"] == report["fault_injection"]["injected"] > 0
         shutil.rmtree(workplace / output[1])
@@ -81,7 +133,7 @@ def test_block_runs(workplace: Path, kind: str, language: str, block: str) -> No
 
 
 def test_readme_has_every_kind_of_block() -> None:
-    assert sorted(kind for kind, _, _ in BLOCKS) == ["", "", "", "dual", "fault", "python"]
+    assert sorted(kind for kind, _, _ in BLOCKS) == ["", "", "", "dual", "fault", "python", "start"]
 
 
 def test_every_flag_exists() -> None:

@@ -64,6 +64,33 @@ def test_validate_refuses_in_one_line_and_names_the_fault(setting: str, named: s
     assert (code, out, err.count("\n")) == (2, "", 1) and named in err
 
 
+@pytest.mark.parametrize(
+    ("settings", "verb"),
+    [
+        ("learning_rate: 1.0e-5", "sft"),
+        ("beta: 0.2\nloss_type: [ipo]", "dpo"),
+        ("desirable_weight: 1.1", "kto"),
+        ("num_generations: 4\nreward_funcs: [accuracy_reward]", "grpo"),
+    ],
+)
+def test_a_recipe_of_the_users_own_is_checked_for_the_verb_that_has_its_keys(
+    settings: str, verb: str, tmp_path: Path, run: Run
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"dataset_name: org/data\nmodel_name_or_path: org/model\n{settings}\n")
+    code, out, err = run("validate", str(mine))
+    assert (code, err) == (0, "") and f"all valid for {verb};" in out
+
+
+def test_a_copy_is_checked_for_the_verb_that_its_comment_names(tmp_path: Path, run: Run) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(recipes.path("qwen_8b_dpo_qlora").read_text() + "beta: 0.3\n")
+    assert "all valid for dpo;" in run("validate", str(mine))[1]
+    mine.write_text(recipes.path("qwen_8b_dpo_qlora").read_text() + "desirable_weight: 0.3\n")
+    code, _, err = run("validate", str(mine))
+    assert code == 2 and "unknown key desirable_weight" in err
+
+
 def test_all_are_listed_and_nothing_else() -> None:
     assert recipes.names() == NAMES
 
@@ -105,7 +132,8 @@ def test_listed_with_purpose_and_memory(run: Run) -> None:
     code, out, _ = run("ls")
     assert (code, out) == run()[:2] and code == 0
     for name in NAMES:
-        assert f"{name}\n  {recipes.describe(name)}\n  memory: {planned_memory(name)}\n" in out
+        assert f"{name}\n  {recipes.describe(name)}\n  memory: {planned_memory(name)}\n  start: hf-rocm-tune " in out
+    assert "  start: hf-rocm-tune dpo --config qwen_8b_dpo_qlora\n" in out
 
 
 def test_shown_as_it_stands_and_copied_once(run: Run, tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ def _speed(plan: Plan, found: Estimate, data: dict[str, Any] | None, read: int) 
     if data:
         tokens = data["computed"] * count / read
         assumed = "as read" if count == read else "assumed: as long as those of the dataset"
-    tokens *= 2 if request.trainer == "dpo" else 1
+    tokens *= request.epochs * (2 if request.trainer == "dpo" else 1)
+    assumed += "" if request.epochs == 1 else f", {request.epochs:g} epochs"
     hours = [tokens / rate / 3600 for rate in (most, least)]
     told = {"least": least, "most": most, "rows": count, "assumed": assumed, "hours": hours}
     return {"tokens_per_second": found.tokens_per_second, **told, "shares": dict(found.shares)}
@@ -325,8 +326,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     flag("--method", "default: the faster of lora and qlora that fits", choices=METHODS)
     flag("--host_gib", "memory of the host (default: of this machine, with its card)", type=float, metavar="GIB")
-    link = "from host memory to the card, as `hf-rocm-tune doctor --full` measures it (13, assumed)"
+    link = "from host memory to the card, as `hf-rocm-tune doctor` measures it (13, assumed)"
     flag("--link_gb_s", link, type=checked(float, lambda rate: rate > 0, "above 0"), metavar="GB/S")
+    flag(
+        "--no-checkpointing --no_gradient_checkpointing",
+        "keep activations",
+        dest="checkpointing",
+        action="store_const",
+        const=False,
+    )
+    rate = "accepted as in a training command; it takes no memory and no time"
+    flag("--lr --learning_rate", rate, type=float)
     flag("--dataset --dataset_name", "rows to read for lengths, padding and hours", dest="dataset_name")
     flag("-v --verbose", "all parts; --json has all cases and ways", action="store_true")
     flag("--json", "print JSON; memory in bytes", action="store_true")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 import warnings
-from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -38,6 +38,17 @@ def _flag(default: Any, names: str, meaning: str, *, least: int | None = None, *
     return field(default=default, metadata={"names": names.split(), "help": meaning, **kind, **more})
 
 
+def _is_few(epochs: float) -> bool:
+    return 0 < epochs < 1e6
+
+
+def _on_or_off(word: str) -> bool:
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if word.lower() not in known:
+        raise argparse.ArgumentTypeError(f"it must be true or false, got {word}")
+    return known[word.lower()]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A request to the planner; invalid values are named in a UsageError."""
@@ -47,33 +58,49 @@ class PlanRequest:
     trust_remote_code: bool = _flag(False, "--trust_remote_code", "run the model's own configuration code")
     trainer: str = _flag("sft", "--trainer", "the verb to plan (sft)", choices=TRAINERS)
     methods: tuple[str, ...] = ("lora", "qlora")  # to choose from, of `METHODS`
-    length: int = _flag(2048, "--seq --max_length --max_seq_length", "tokens of a row (2048, or the limit)", least=2)
+    length: int = _flag(2048, "--max_length --max_seq_length --seq", "tokens of a row (2048, or the limit)", least=2)
     effective_batch: int = _flag(16, "--effective_batch", "sequences per step, over all cards (16)", least=1)
     micro_batch: int | None = _flag(None, _MICRO_BATCH, "sequences at a time on a card (default: fastest)", type=int)
     eval_batch: int | None = _flag(None, _EVAL_BATCH, "rows at a time in evaluation", least=1)
     evaluates: bool = True
     cards: int = _flag(1, "--cards", "with several, all ways over them are compared (1)", least=1)
-    rows: int = _flag(0, "--rows", "rows to count hours for; without --dataset each has --seq tokens (1000)", least=0)
+    rows: int = _flag(
+        0, "--rows", "rows to count hours for; without --dataset each has --max_length tokens (1000)", least=0
+    )
+    epochs: float = _flag(
+        1.0,
+        "--epochs --num_train_epochs",
+        "passes over the rows, for the hours (1)",
+        type=checked(float, _is_few, "above 0"),
+    )
     checkpointing: bool | None = _flag(
-        None, "--checkpointing", "recompute activations (default: the faster that fits)", action=BooleanOptionalAction
+        None,
+        "--gradient_checkpointing --checkpointing --activation_checkpointing",
+        "recompute activations, or not: false (default: the faster that fits)",
+        type=_on_or_off,
+        nargs="?",
+        const=True,
+        metavar="BOOL",
     )
     recompute: tuple[int, int] | None = None  # only this mix; see `estimate.Case`
     mixes: bool = True  # consider mixes of recomputation
     packing: bool = _flag(False, "--packing", "several short sequences in a row")
     stream: int = _flag(0, FLAG, "layers whose weights live in host memory (off)", type=parse, metavar="auto|off|N")
-    rank: int = _flag(16, "--rank --lora_r", "of the adapters (16)", least=1)
-    dropout: float = _flag(0.0, "--dropout --lora_dropout", "of the adapters (0)", type=float)
+    rank: int = _flag(16, "--lora_r --lora_rank --rank", "rank of the adapters (16)", least=1)
+    dropout: float = _flag(0.0, "--lora_dropout --dropout", "dropout before the adapters (0)", type=float)
     targets: str | tuple[str, ...] = _flag(ALL_LINEAR, "--targets --lora_target_modules", "adapted modules", nargs="+")
     target_parameters: tuple[str, ...] = _flag((), _EXPERTS, "adapted experts: experts.down_proj ...", nargs="+")
     modules_to_save: tuple[str, ...] = _flag((), _WHOLE, "modules that are trained whole", nargs="+")
     dora: bool = _flag(False, "--dora --use_dora", "DoRA")
     one_pass_loss: bool = _flag(False, "--one_pass_loss", "gradient of the loss in the forward pass")
     nested: bool = True  # constants of 4-bit weights are quantised too
-    dtype: str | None = _flag(None, "--dtype", "of the weights (bfloat16; --method full: float32)", choices=DTYPES)
+    dtype: str | None = _flag(
+        None, "--dtype", "dtype of the weights (bfloat16; --method full: float32)", choices=DTYPES
+    )
     autocast: bool = True  # mixed precision in bfloat16
     optim: str = _flag(_OPTIMIZER, "--optim", f"optimizer ({_OPTIMIZER})", choices=tuple(OPTIMIZERS))
     attention: str = _flag("sdpa", "--attention --attn_implementation", "(sdpa)", choices=ATTENTIONS)
-    workers: int = _flag(0, "--workers --dataloader_num_workers", "data loader workers of a process (0)", least=0)
+    workers: int = _flag(0, "--workers --dataloader_num_workers", "data loader workers of each process (0)", least=0)
     platform: str = "hip"  # whose kernels count: ``hip``, ``cuda`` or ``cpu``
     triton: bool = True  # whether Triton's run there
 

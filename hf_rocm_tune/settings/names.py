@@ -35,14 +35,18 @@ HELP_ALL = "--help_all"
 #: Names of both the launcher and ``trl sft``; they belong to the job, as in ``trl``.
 SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
 _NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
-#: Short names of flags, on the command line and in recipes.
+#: Other names of flags, on the command line and in recipes: short ones, and those of `plan` and of newer transformers.
 ALIASES = {
     "model": "model_name_or_path",
     "dataset": "dataset_name",
     "lr": "learning_rate",
     "epochs": "num_train_epochs",
     "batch_size": "per_device_train_batch_size",
+    "micro_batch": "per_device_train_batch_size",
     "max_seq_length": "max_length",
+    "seq": "max_length",
+    "lora_rank": "lora_r",
+    "checkpointing": "gradient_checkpointing",
 }
 #: TRL's flag, which also takes ``auto`` here; `job.rows` decides it by the rows.
 ANSWERS_ONLY = "assistant_only_loss"
@@ -238,10 +242,18 @@ def bare(argument: str) -> str:
     return argument.partition("=")[0].lstrip("-").replace("-", "_")
 
 
+def full_name(name: str) -> str:
+    """The flag that a name stands for, which may be the name itself."""
+    newer = "activation_checkpointing"  # of transformers from 5.23 on; older ones know the other name only
+    if name.startswith(newer) and newer not in flags("sft"):
+        return name.replace("activation", "gradient", 1)
+    return ALIASES.get(name, name)
+
+
 def canonical(argv: Sequence[str]) -> list[str]:
     def renamed(argument: str) -> str:
-        full = ALIASES.get(bare(argument)) if argument.startswith("--") else None
-        return argument if full is None else "--" + full + "".join(argument.partition("=")[1:])
+        full = full_name(bare(argument)) if argument.startswith("--") else bare(argument)
+        return argument if full == bare(argument) else "--" + full + "".join(argument.partition("=")[1:])
 
     return [renamed(argument) for argument in argv]
 
@@ -261,11 +273,13 @@ _SCREEN = """\
 model and data:
   --model NAME                    Hub id or directory
   --dataset NAME                  Hub id, directory or file
-  --config RECIPE                 flags from a YAML file, or of `recipes ls`
+  --config RECIPE                 a YAML file, or the name of a built-in recipe
   --output_dir DIR                result and report
   --max_seq_length N              tokens per row; longer rows are cut [1024]
-  --packing                       several short examples in a row
+  --packing                       pack several short examples into one sequence
   --assistant_only_loss BOOL|auto train on the assistant's answers only
+  --mask_thinking                 leave <think> ... </think> out of the loss
+  --eval_split_size X|auto        rows split off from the data to evaluate
 
 method:
   --use_peft BOOL                 LoRA; false trains all weights [true]
@@ -274,6 +288,7 @@ method:
   --lora_alpha N                  adapter scale is alpha over rank [32]
   --lora_dropout X                dropout before the adapters [0]
   --lora_target_modules NAME ...  layers with adapters [all-linear]
+  --adapter_name_or_path DIR|ID   continue training an adapter
 OWN
 steps:
   --epochs X                      passes over the data [3]
@@ -283,6 +298,7 @@ steps:
   --gradient_accumulation_steps N passes per step [1]
   --warmup_steps N                steps to reach the full rate
   --eval_strategy no|steps|epoch  when to evaluate [no]
+  --early_stopping_patience N     stop after N evaluations without improvement
   --save_steps N                  steps between two checkpoints [500]
   --logging_steps N               steps between two log rows [10]
   --seed N                        seed of all random numbers [42]
@@ -291,7 +307,8 @@ memory:
   --auto_fit off|plan             choose batch and checkpointing [off]
   --gradient_checkpointing BOOL   recompute activations [true]
   --stream_weights auto|off|N     layers in host memory, fetched in use [off]
-  --split_layers auto|N,N         one model over several cards
+  --split_layers auto|N,N         put one model on several cards
+  --tensor_parallel               compute each layer on two cards
   --on_oom step_down|stop         smaller passes, or exit code 5 [step_down]
 
 verification and result:
@@ -302,7 +319,7 @@ verification and result:
   --report_to NAME                tensorboard, trackio, wandb ... [none]
 
 more:
-  --accelerate_config NAME        launcher settings: of `configs ls`, or a file
+  --accelerate_config NAME        name or path of an Accelerate config
   --dry_run                       show the rows and what counts, and exit
   --print_config                  print all settings as a recipe and exit
   -v, --quiet                     print more at the start, or warnings only
@@ -464,7 +481,7 @@ def read_recipe(given: str | Path) -> RecipeFile:
     remember(content)
     values: dict[str, Any] = {}
     for key, value in content.items():  # which may have dashes or be aliases
-        name = ALIASES.get(bare(str(key)), bare(str(key)))
+        name = full_name(bare(str(key)))
         if name in values:
             raise UsageError(f"recipe {path}: {key} and another key are the same flag, --{name}; keep one")
         values[name] = value

@@ -123,6 +123,25 @@ def test_missing_splits_are_listed_with_the_flag(tmp_path: Path) -> None:
     assert "--eval_split_size 0.05" in message
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(2, 1), (200, 10), (9_000, 200)])
+def test_an_automatic_share_is_split_off_where_there_is_no_split(tmp_path: Path, rows: int, expected: int) -> None:
+    (tmp_path / "mine.jsonl").write_text("".join(f'{{"text": "row {number}"}}\n' for number in range(rows)))
+    loaded = load_source(str(tmp_path / "mine.jsonl"), need_eval=True, eval_split_size="auto")
+    assert (len(loaded.train), len(loaded.eval or ())) == (rows - expected, expected)
+    assert "split off from 'train'" in loaded.description
+
+
+def test_an_automatic_share_leaves_a_split_that_is_there_or_named(tmp_path: Path) -> None:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    for split, count in (("train", 40), ("test", 3)):
+        (folder / f"{split}.jsonl").write_text('{"text": "a"}\n' * count)
+    loaded = load_source(str(folder), need_eval=True, eval_split_size="auto")
+    assert (len(loaded.train), len(loaded.eval or ())) == (40, 3)
+    message = refusal(folder / "train.jsonl", need_eval=True, eval_split_size="auto", test_split="validation")
+    assert "has no split 'validation'" in message
+
+
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder/at/all", "missing.jsonl", "data/missing.parquet"])
 def test_a_missing_path_is_not_looked_for_on_the_hub(name: str) -> None:
     assert refusal(name).startswith(f"no such file or folder: '{name}'")
