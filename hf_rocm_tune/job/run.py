@@ -46,6 +46,7 @@ from hf_rocm_tune.models.factory import (
     load_model,
     load_tokenizer,
     named_templates,
+    require_writer,
     tokens_for,
 )
 from hf_rocm_tune.models.placement import release_memory
@@ -384,7 +385,10 @@ def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
         init=init | (training.model_init_kwargs or {}),
         quantization=get_quantization_config(arguments.model),
     )
-    return source, check_source(source, training.device)
+    config = check_source(source, training.device)
+    if not source.reward:
+        require_writer(source.name, config)
+    return source, config
 
 
 def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizerBase:

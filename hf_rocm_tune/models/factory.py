@@ -78,8 +78,6 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     if source.is_local:
         check_model_directory(expand_user(source.name))
     config = read_config(source)
-    if not source.reward:
-        _require_writer(source.name, config)
     bits = checkpoint_bits(config, source.name, on_card=device.type != "cpu")
     if has_mxfp4(config):
         if source.quantization is not None:
@@ -94,7 +92,7 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
     return config
 
 
-def _require_writer(name: str, config: PreTrainedConfig) -> None:
+def require_writer(name: str, config: PreTrainedConfig) -> None:
     """Refuses a model that does not write text from left to right: encoders, classifiers, encoder-decoders."""
     first = config.architectures[0]
     model_class = getattr(transformers, first, None)  # None: of the model's own code

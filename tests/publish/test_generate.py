@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rocm_tune import cli
+from hf_rocm_tune.foreign import visible
 from hf_rocm_tune.publish.commands import talk
 from hf_rocm_tune.publish.generate import Loaded, Settings, answer, loaded_model, render
 from hf_rocm_tune.survive import manifest
@@ -77,7 +78,7 @@ def test_adapter_merged_model_and_stock_transformers_say_the_same(made: dict[str
 
 def test_a_model_without_a_template_takes_plain_text_and_says_so(made: dict[str, Path], run: Any) -> None:
     code, out, err = run("bare", "--prompt", QUESTION)
-    assert (code, out) == (0, said(made["bare"], raw=True) + "\n")
+    assert (code, out) == (0, visible(said(made["bare"], raw=True)) + "\n")
     assert "has no chat template: prompts are taken as plain text" in err
 
 
