@@ -25,7 +25,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 def test_the_verbs_are_the_public_commands() -> None:
     training, machine = (
-        ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "run"],
+        ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "script", "run"],
         ["doctor", "plan", "configs", "recipes", "env", "demo"],
     )
     result = ["report", "push", "merge", "generate", "chat"]
