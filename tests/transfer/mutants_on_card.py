@@ -29,6 +29,7 @@ from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
 from hf_rocm_tune.transfer.backend import AcceleratorBackend, _EventDigest, _EventTicket
 from hf_rocm_tune.transfer.copies import Fetched, Slot
 from hf_rocm_tune.transfer.digest import from_sums
+from hf_rocm_tune.transfer.interception import own_copies
 from tests import card_time
 
 CARD = torch.device("cuda", 0)
@@ -300,38 +301,40 @@ def _hand_out(self: Any, buffer: Tensor, ticket: Any, *, waits: bool = False, re
 
 
 def _copy_on_callers_stream(self: Any, target: Tensor, source: Tensor, label: Any, *, blocking: bool = False) -> Any:
-    target.copy_(source, non_blocking=not blocking)
+    with own_copies():
+        target.copy_(source, non_blocking=not blocking)
     return _EventTicket(self._stream.record_event())
 
 
 def _event_before_copy(self: Any, target: Tensor, source: Tensor, label: Any, *, blocking: bool = False) -> Any:
-    with torch.cuda.stream(self._stream):
+    with torch.cuda.stream(self._stream), own_copies():
         ticket = _EventTicket(self._stream.record_event())
         target.copy_(source, non_blocking=not blocking)
     return ticket
 
 
 def _blocking_not_waited_for(self: Any, target: Tensor, source: Tensor, label: Any, *, blocking: bool = False) -> Any:
-    with torch.cuda.stream(self._stream):
+    with torch.cuda.stream(self._stream), own_copies():
         target.copy_(source, non_blocking=True)
         return _EventTicket(self._stream.record_event())
 
 
 def _digest_on_callers_stream(self: Any, target: Tensor, word_offset: int = 0) -> Any:
     landing = torch.empty(2, dtype=torch.int64, pin_memory=True)
-    landing.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
+    with own_copies():
+        landing.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
     return _EventDigest(torch.cuda.current_stream().record_event(), landing, target.numel())
 
 
 def _one_landing_for_all(self: Any, target: Tensor, word_offset: int = 0) -> Any:
-    with torch.cuda.stream(self._stream):
+    with torch.cuda.stream(self._stream), own_copies():
         landing = vars(self).setdefault("landing", torch.empty(2, dtype=torch.int64, pin_memory=True))
         landing.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
         return _EventDigest(self._stream.record_event(), landing, target.numel())
 
 
 def _read_back_without_wait(self: Any, target: Tensor) -> Tensor:
-    with torch.cuda.stream(self._stream):
+    with torch.cuda.stream(self._stream), own_copies():
         return torch.full(target.shape, 17, dtype=target.dtype).pin_memory().copy_(target, non_blocking=True)
 
 
