@@ -82,6 +82,9 @@ class UpdateChecks:
         if any(isinstance(each, DTensor) for _, each in self._rows):
             self.refusal = "the weights are sharded over ranks"
             return
+        if len({each.device for _, each in self._rows}) > 1:
+            self.refusal = "the weights are on several cards"
+            return
         self._handles = [
             optimizer.register_step_pre_hook(lambda owner, *_: self._look_before(owner)),
             optimizer.register_step_post_hook(lambda owner, *_: self._look_after(owner)),

@@ -64,7 +64,10 @@ def trained(model: Any, **more: Any) -> Any:
     else:
         args, rows, kind = SFTConfig(**SETTINGS), ROWS, hf_rocm_tune.VerifiedSFTTrainer
     trainer = kind(model=model, args=args, processing_class=tokenizer, train_dataset=rows, **more)
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        trainer.mover.close()  # the next model reaches the card before anything verifies its copies
     return trainer
 
 

@@ -145,4 +145,4 @@ def test_an_index_names_only_files_beside_it(
     for named in (f"../{shard.name}", str(elsewhere)):
         index.write_text((model / index.name).read_text().replace(shard.name, named))
         done = server.run(*argv, "--model_name_or_path", str(copy))
-        assert done.code == 2 and "is not a file beside it" in done.error_lines[0], done.stderr[-2000:]
+        assert done.code == 2 and "no path within its directory" in done.error_lines[0], done.stderr[-2000:]
