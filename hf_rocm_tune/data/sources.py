@@ -76,9 +76,10 @@ def load_source(
             f"name in them, and {_listed(unread)} belong to none: rename them (train.jsonl), or name one file"
         )
     train = _pick(splits, train_split, flag="--dataset_train_split", name=name)
-    notes = (f"warning: the folder '{name}': not read are {_listed(unread)}",) if unread else ()
+    notes = [f"warning: the folder '{name}': not read are {_listed(unread)}"] if unread else []
+    notes += ["streamed rows are trained on in the order of the files: shuffle them there"] * streaming
     in_csv = "nothing, or a word that stands for a missing value in CSV (NA, None, null, nan ...)"
-    more: dict[str, Any] = {"notes": notes, **({"missing": in_csv} if _is_csv(name) else {})}
+    more: dict[str, Any] = {"notes": tuple(notes), **({"missing": in_csv} if _is_csv(name) else {})}
     if not need_eval:
         return Splits(train=train, eval=None, description=_describe(name, train, None), **more)
     is_named = test_split in splits or test_split != "test"
@@ -266,10 +267,10 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
         for file in files:
             if fault := _find_fault(file, str(cause)):
                 raise UsageError(fault) from error
-        if unlike := _unlike_columns(error):
+        if len(files) > 1 and (unlike := _unlike_columns(files)):
             raise UsageError(f"the dataset '{name}' could not be read: {unlike}") from error
-        text = str(cause).strip() or type(cause).__name__
-        raise UsageError(f"the dataset '{name}' could not be read: {text.splitlines()[0]}") from error
+        text = " ".join(str(cause).split())[:300] or type(cause).__name__
+        raise UsageError(f"the dataset '{name}' could not be read: {text}") from error
     finally:
         logging.set_verbosity(level)
 
@@ -432,13 +433,27 @@ def _fault_for_arrow(file: Any) -> str | None:
     return None
 
 
-def _unlike_columns(error: BaseException) -> str | None:
-    """Which file has other columns, by the message of `datasets`."""
-    said = str(error)
-    names = re.search(r"there are (\d+ new columns \(.*?\)|\d+ missing columns \(.*?\))(?: and (.*?\)))?", said)
-    file = re.search(r"using (\S.*?)(?: \(|\n|$)", said)
-    if names is None:
-        return None
-    unlike = names[1] + (f" and {names[2]}" if names[2] else "")
-    where = Path(file[1]).name if file else "one file"
-    return f"{where} has other columns than the files before it, {unlike}: give all files the same columns"
+def _unlike_columns(files: Sequence[Path]) -> str | None:
+    """Which of several files has other columns than the first, or columns of another type; None: none has."""
+    from datasets import load_dataset
+
+    known: dict[str, Any] = {}
+    for file in files[:_COMPARED]:
+        try:
+            rows = load_dataset(str(_reader_of(file)), data_files=glob.escape(str(file.absolute())), split="train")
+        except (ValueError, OSError, RuntimeError):  # this file is what is wrong, and not beside the others
+            continue
+        types = {name: str(kind) for name, kind in rows.features.items()}
+        if not known:
+            first, known = file, types
+        for what, names in (("lacks", known.keys() - types.keys()), ("also has", types.keys() - known.keys())):
+            if names:
+                listed = ", ".join(repr(name) for name in sorted(names))
+                return f"{file} {what} {listed}, unlike {first}: give all files the same columns"
+        for name in known:
+            if known[name] != types[name]:
+                return f"column '{name}' of {file} holds {types[name]}, and of {first} {known[name]}"
+    return None
+
+
+_COMPARED = 100  # files

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import re
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,6 +55,40 @@ def say(*lines: str) -> None:
     """Prints lines on rank 0; of a quiet run warnings only."""
     if int(os.environ.get("RANK", "0")) == 0:
         _print("", [line for line in lines if not telemetry.is_quiet() or line.startswith("warning")])
+
+
+_IN_OUR_WORDS: dict[str, str] = {
+    "The tokenized prompt is not a prefix": "warning: the end of a prompt is tokenised otherwise alone than before its "
+    "answer, and learned with it: end prompts where a token ends (a space belongs to the answer), or use chat messages",
+    "Cloning chat template added new tokens": "warning: the output layer is not trained on the added tokens: give "
+    "--lora_modules_to_save lm_head if the answers lack them",
+    "Token indices sequence length is longer": "",  # what --max_length cuts is told
+    "The new embeddings will be initialized": "",
+    "The new lm_head weights will be initialized": "",
+    "Repo card metadata block": "",  # of a dataset's page
+}
+_SPEAKERS = (
+    *(f"trl.trainer.{method}_trainer" for method in ("sft", "dpo", "kto", "reward", "grpo")),
+    *("transformers.tokenization_utils_base", "transformers.modeling_utils", "huggingface_hub.repocard"),
+)
+
+
+def speak_for_libraries() -> None:
+    """From now on what libraries log about rows and tokens is said in our words, or not at all."""
+    for name in _SPEAKERS:
+        logging.getLogger(name).addFilter(_said_in_our_words)  # adding it again changes nothing
+
+
+def _said_in_our_words(record: logging.LogRecord) -> bool:
+    """False for a message that is told otherwise; a message of TRL's loses its rank."""
+    message = re.sub(r"^\[RANK \d+\] ", "", record.getMessage())
+    for begin, words in _IN_OUR_WORDS.items():
+        if message.startswith(begin):
+            if words:
+                say(words)
+            return False
+    record.msg, record.args = message, None
+    return True
 
 
 def say_of_this_rank(*lines: str) -> None:

@@ -107,6 +107,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         print(arguments.to_yaml(), end="")
         return 0
     check_world(arguments.training.world_size, os.environ)
+    announce.speak_for_libraries()
     if arguments.tune.dry_run:
         trainer = _without_weights(arguments, "--dry_run")
         if int(os.environ.get("RANK", "0")) == 0:

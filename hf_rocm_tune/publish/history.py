@@ -87,7 +87,7 @@ def compiled(template: str, *, html: bool) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {each.__name__: each for each in (plain, figure, data_row, prose, code)}
+    found.filters |= {each.__name__: each for each in (plain, figure, data_row, data_findings, prose, code)}
     found.filters |= {"json": json.dumps, "literal": repr}
     shared = (text, number, count, items, mapping, figures, shown_settings, counted, coverage)
     found.globals |= {each.__name__: each for each in shared} | {"size": size}
@@ -405,6 +405,15 @@ def data_row(row: Any) -> dict[str, str]:
     share = 100 * count(row, "trained") / max(count(row, "kept"), 1)
     names = ("rows", "tokens", "median", "p95", "longest", "cut", "lost", "dropped")
     return {"split": text(row, "split"), **{name: f"{count(row, name):,}" for name in names}, "share": f"{share:.3g} %"}
+
+
+def data_findings(row: Any) -> list[str]:
+    """What of the rows of one split is not trained as they say, each in words."""
+    return [
+        f"{count(finding, 'rows'):,} rows: {text(finding, 'what')}"
+        for finding in items(row, "findings")
+        if text(finding, "what")
+    ]
 
 
 def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:

@@ -106,6 +106,7 @@ def build(runs: Mapping[str, Run]) -> str:
         run=run,
         report=run.report,
         data=[tuple(history.data_row(row).values()) for row in items(run.report, "data")],
+        findings=[line for row in items(run.report, "data") for line in history.data_findings(row)],
         link_of=link_of,
         tiles=_tiles(run),
         samples=list(samples.items()),

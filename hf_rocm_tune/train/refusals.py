@@ -64,6 +64,11 @@ def _said(error: Exception, packages: Collection[str]) -> str | None:
         return f"--metric_for_best_model: {error.args[0]}"
     if isinstance(error, ConnectionError):
         return f"{text}; check the network, or leave --push_to_hub out"
+    if "incompatible with Mamba" in text:  # their kernels read the weights of these layers themselves
+        return (
+            "--lora_target_modules: PEFT puts no adapters on out_proj and conv1d of Mamba's layers: name the others, "
+            "such as in_proj x_proj dt_proj"
+        )
     raised_by = frames[-1].f_globals.get("__name__", "").partition(".")[0]
     if isinstance(error, ValueError | ImportError) and raised_by in packages:
         return f"these settings do not go together: {text}"

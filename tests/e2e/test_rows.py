@@ -1,0 +1,389 @@
+"""What the rows say is what is trained: each kind of row that something could be lost of, dry and trained, gives the
+tokens and labels that were computed here by hand, or a line that names the row; a dry run and a run agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from tests import tiny
+from tests.e2e.command import CommandServer, Result
+from tests.e2e.conftest import flags, report_of
+
+Row = dict[str, Any]
+Start = Callable[..., Result]
+
+
+@pytest.fixture
+def start(server: CommandServer, model_of: Callable[[str], Path], tmp_path: Path) -> Start:
+    """Runs a command of a training method; settings may be overridden."""
+
+    def run(*extra: str, method: str = "sft", **settings: Any) -> Result:
+        shared = {
+            "model_name_or_path": model_of("llama3"),
+            "output_dir": tmp_path / "out",
+            "max_steps": 1,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 2,
+            "max_length": 200,
+            "doctor": "off",
+            "disable_tqdm": True,
+        }
+        env = {} if method == "sft" else {"METHOD": method}
+        return server.run(*flags(**shared | settings), *extra, env=env, cwd=tmp_path)
+
+    return run
+
+
+def user(text: str) -> Row:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> Row:
+    return {"role": "assistant", "content": text, **more}
+
+
+def written(folder: Path, rows: list[Row], name: str = "given.jsonl") -> Path:
+    file = folder / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def chatml(*turns: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+
+
+QUESTION, ANSWER = ("user", "Where is the mole?"), ("assistant", "Under the lawn.")
+CALL = '{"name": "dig", "arguments": {"depth": "deep"}}'
+# Row, flags, what the model reads, which parts of that are in the loss (None: all), what is said
+READ: dict[str, tuple[Row, dict[str, Any], str, list[str] | None, str]] = {
+    "a mark of a message": (
+        {"messages": [user("Say A"), assistant("B", loss=False), user("Say C"), assistant("C", loss=True)]},
+        {"assistant_only_loss": True},
+        chatml(("user", "Say A"), ("assistant", "B"), ("user", "Say C"), ("assistant", "C")),
+        ["C<|im_end|>\n"],
+        "",
+    ),
+    "a weight without a flag": (
+        {"messages": [user("Say A"), assistant("B", weight=0), user("Say C"), assistant("C", weight=1)]},
+        {},
+        chatml(("user", "Say A"), ("assistant", "B"), ("user", "Say C"), ("assistant", "C")),
+        ["<|im_start|>user\nSay A<|im_end|>\n<|im_start|>assistant\n", chatml(("user", "Say C"), ("assistant", "C"))],
+        "",
+    ),
+    "a system column beside messages": (
+        {"messages": [user(QUESTION[1]), assistant(ANSWER[1])], "system": "Be a gardener."},
+        {},
+        chatml(("system", "Be a gardener."), QUESTION, ANSWER),
+        None,
+        "'system' goes into it",
+    ),
+    "a history": (
+        {"query": QUESTION[1], "response": ANSWER[1], "history": [["Hello", "Good day"]], "system": "Garden."},
+        {},
+        chatml(("system", "Garden."), ("user", "Hello"), ("assistant", "Good day"), QUESTION, ANSWER),
+        ["Under the lawn.<|im_end|>\n"],
+        "'history' stands before it",
+    ),
+    "roles in any case": (
+        {"conversations": [{"from": "HUMAN", "value": QUESTION[1]}, {"from": "Bot", "value": ANSWER[1]}]},
+        {"assistant_only_loss": True},
+        chatml(QUESTION, ANSWER),
+        ["Under the lawn.<|im_end|>"],
+        "Bot is assistant",
+    ),
+    "padding": (
+        {"input_ids": [0, 0, 7, 8, 9], "attention_mask": [0, 0, 1, 1, 1]},
+        {},
+        "",
+        None,
+        "positions with attention_mask 0 are removed",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_the_model_reads_and_learns_what_the_row_says(kind: str, start: Start, tmp_path: Path) -> None:
+    row, settings, text, learned, said = READ[kind]
+    shown = start("--dry_run", "json", dataset_name=written(tmp_path, [row] * 3), **settings)
+    assert shown.code == 0, shown.stderr[-2000:]
+    assert said in shown.stderr and "warning" not in shown.stderr
+    pieces = json.loads(shown.stdout)["rows"][0]["parts"]["row"]
+    if text:
+        assert "".join(piece["text"] for piece in pieces) == text
+    else:
+        assert sum(piece["tokens"] for piece in pieces) == sum(row["attention_mask"])
+    if learned is None:
+        assert all(piece["counts"] for piece in pieces)
+    else:
+        assert [piece["text"] for piece in pieces if piece["counts"]] == learned
+
+
+THOUGHT = {"role": "assistant", "content": "Yes", "reasoning_content": "Moles dig."}
+SAID: dict[str, tuple[list[Row], str, str]] = {
+    "thinking of the answer": (
+        [{"messages": [user("q"), THOUGHT]}],
+        "sft",
+        "3 of 3 train rows: the thinking of assist",
+    ),
+    "an answer that also stands elsewhere": (
+        [{"messages": [user("Answer Yes or No"), {"role": "oracle", "content": "Yes"}, assistant("Fine")]}],
+        "sft",
+        "the text of oracle messages is not in what the model reads",
+    ),
+    "a key": ([{"messages": [{**user("q"), "mood": "glad"}, assistant("a")]}], "sft", "'mood' of user messages"),
+    "a call": (
+        [{"messages": [user("q"), assistant("", function_call=json.loads(CALL)), assistant("a")]}],
+        "sft",
+        "tool calls of assistant messages are not in the text",
+    ),
+    "a column": ([{"messages": [user("q"), assistant("a")], "context": "moles"}], "sft", "not used: column 'context'"),
+    "an empty answer": ([{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": " "}], "sft", "is empty"),
+    "pairs of one answer": ([{"prompt": "q", "chosen": "a", "rejected": "a"}], "dpo", "answer are the same"),
+    "one label": ([{"prompt": "q", "completion": "a", "label": True}], "kto", "all answers have the label good"),
+}
+BARE = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant', 'system') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_what_is_lost_is_told_by_dry_run_run_report_and_card(kind: str, start: Start, tmp_path: Path) -> None:
+    rows, method, said = SAID[kind]
+    template = {}
+    if method == "sft" and "messages" in rows[0]:
+        (tmp_path / "bare.jinja").write_text(BARE)
+        template = {"chat_template_path": tmp_path / "bare.jinja"}
+    settings = {"dataset_name": written(tmp_path, (rows * 3)[:3]), "method": method, **template}
+    shown, run = start("--dry_run", "json", **settings), start(**settings)
+    assert shown.code == run.code == 0, shown.stderr[-2000:] + run.stderr[-2000:]
+    assert "warning: " in run.stdout and said in run.stdout, run.stdout
+    assert "RANK" not in run.stdout + run.stderr
+    summaries = json.loads(shown.stdout)["summaries"]
+    assert summaries == report_of(tmp_path / "out")["data"]
+    whats = [finding["what"] for finding in summaries[0]["findings"]]
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert any(said.partition("rows: ")[2] in what for what in whats), whats
+    assert len([line for line in card.splitlines() if line.startswith("  - ")]) == len(whats)
+
+
+def many(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def file_of(name: str, content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def folder_of(**files: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        made = many(folder / "rows")
+        for name, text in files.items():
+            (made / name.replace("__", ".")).write_text(text)
+        return made
+
+    return write
+
+
+LINE = json.dumps({"text": "moles dig"}) + "\n"
+PAIR = [{"chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("d")]}]
+REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "pairs without a common prompt": (lambda f: written(f, PAIR), "dpo", "row 1 of the 'train' split: 'chosen' and"),
+    "a history that is none": (
+        lambda f: written(f, [{"query": "q", "response": "a", "history": "before"}]),
+        "sft",
+        "row 1 of the 'train' split: column 'history' holds text, not pairs",
+    ),
+    "a weight of a half": (
+        lambda f: written(f, [{"messages": [user("q"), assistant("a", weight=0.5)]}]),
+        "sft",
+        "message 2 has 'weight': 0.5",
+    ),
+    "a call that is no JSON": (
+        lambda f: written(f, [{"conversations": [{"from": "function_call", "value": "dig()"}]}]),
+        "sft",
+        "message 1 is a function_call, and its 'value' is no JSON",
+    ),
+    "nothing to learn": (lambda f: written(f, [{"text": ""}] * 3), "sft", "no token of the train rows is in the loss"),
+    "labels that are all masked": (
+        lambda f: written(f, [{"input_ids": [5, 6], "labels": [-100, -100]}] * 2),
+        "sft",
+        "no training row is left",
+    ),
+    "Windows-1252": (file_of("a.jsonl", b'{"text": "\x93moles\x94"}\n'), "sft", "`iconv -f windows-1252 -t utf-8`"),
+    "UTF-16": (file_of("a.jsonl", LINE.encode("utf-16")), "sft", "`iconv -f utf-16 -t utf-8`"),
+    "a key given twice": (
+        file_of("a.jsonl", (LINE * 2 + '{"text": "a", "text": "b"}\n').encode()),
+        "sft",
+        "a.jsonl, line 3: the key 'text' is given twice",
+    ),
+    "a broken surrogate": (
+        file_of("a.jsonl", (LINE + '{"text": "\\ud83d"}\n').encode()),
+        "sft",
+        "line 2: The surrogate",
+    ),
+    "a pointer": (file_of("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n"), "sft", "run `git lfs pull`"),
+    "NA in CSV": (
+        file_of("a.csv", b"prompt,completion\nq,NA\n"),
+        "sft",
+        "a word that stands for a missing value in CSV",
+    ),
+    "semicolons": (file_of("a.csv", b"prompt;completion\nq;a\n"), "sft", "separated by ';'"),
+    "unlike columns": (folder_of(a__jsonl=LINE, b__jsonl='{"text": "a", "where": "b"}\n'), "sft", "also has 'where'"),
+    "several formats": (folder_of(a__jsonl=LINE, b__csv="text\nmoles\n"), "sft", "leaves out b.csv"),
+    "notes that outvote the rows": (folder_of(a__jsonl=LINE, b__txt="x", c__txt="y"), "sft", "leaves out a.jsonl"),
+    "only a test split": (folder_of(a__jsonl=LINE, mole_eval__jsonl=LINE), "sft", "a.jsonl belong to none"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_trained_is_one_line_of_dry_run_and_run(kind: str, start: Start, tmp_path: Path) -> None:
+    write, method, said = REFUSED[kind]
+    data = write(tmp_path)
+    for extra in (("--dry_run", "json"), ()):
+        refused = start(*extra, dataset_name=data, method=method)
+        assert refused.code == 2 and "Traceback" not in refused.stderr, refused.stderr[-2000:]
+        assert len(refused.error_lines) == 1 and said in refused.error_lines[0], refused.stderr[-2000:]
+
+
+ACCEPTED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a CSV of Excel's": (file_of("a.csv", "\ufeffprompt,completion\nq,a\n".encode()), "1 with"),
+    "a blank line first": (file_of("a.csv", b"\n\nprompt,completion\nq,a\n"), "1 with"),
+    "a first row without a column": (
+        lambda f: written(f, [{"instruction": "q", "output": "a"}, {"instruction": "q", "input": "b", "output": "a"}]),
+        "2 with",
+    ),
+    "files beside train.jsonl": (folder_of(train__jsonl=LINE, moles__jsonl=LINE * 3), "not read are moles.jsonl"),
+}
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_files_that_are_fine_are_read_and_others_named(kind: str, start: Start, tmp_path: Path) -> None:
+    write, said = ACCEPTED[kind]
+    shown = start("--dry_run", dataset_name=write(tmp_path))
+    assert shown.code == 0 and said in shown.stdout + shown.stderr, shown.stderr[-2000:]
+
+
+def test_thinking_that_is_masked_is_masked_in_the_preview_too(start: Start, tmp_path: Path) -> None:
+    rows = written(tmp_path, [{"messages": [user("q"), assistant("<think>moles dig deep</think>Yes")]}] * 2)
+    settings = {"dataset_name": rows, "assistant_only_loss": True, "mask_thinking": True}
+    shown, run = start("--dry_run", "json", **settings), start(**settings)
+    assert shown.code == run.code == 0, shown.stderr[-2000:] + run.stderr[-2000:]
+    content = json.loads(shown.stdout)
+    assert content["summaries"] == report_of(tmp_path / "out")["data"]
+    assert [piece["text"] for piece in content["rows"][0]["parts"]["row"] if piece["counts"]] == ["Yes<|im_end|>"]
+
+
+def test_pairs_for_kto_are_all_there(start: Start, tmp_path: Path) -> None:
+    rows = written(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b"}] * 3)
+    shown = start("--dry_run", "json", method="kto", dataset_name=rows)
+    (summary,) = json.loads(shown.stdout)["summaries"]
+    assert (summary["rows"], summary["dropped"]) == (6, 0)
+
+
+def test_a_bad_row_late_in_a_stream_is_named_and_what_was_learned_is_saved(start: Start, tmp_path: Path) -> None:
+    rows = [{"messages": [user(f"q {number}"), assistant("a")]} for number in range(140)]
+    rows[120]["messages"][1]["content"] = None
+    asked = {"max_steps": 100, "save_strategy": "steps", "save_steps": 500, "logging_steps": 100}
+    refused = start("--dataset_streaming", dataset_name=written(tmp_path, rows), **asked)
+    assert refused.code == 2 and len(refused.error_lines) == 1, refused.stderr[-2000:]
+    (saved,) = (tmp_path / "out").glob("checkpoint-*")
+    assert "row 121 of the 'train' split" in refused.stderr and saved.name in refused.stderr
+    assert (saved / "integrity.json").is_file() and 50 < int(saved.name.partition("-")[2]) <= 60
+    assert "in the order of the files" in refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "said"),
+    [
+        ("T5Config", "T5ForConditionalGeneration", "has an encoder and a decoder"),
+        ("BertConfig", "BertForMaskedLM", "writes no text"),
+        ("LlamaConfig", "LlamaForSequenceClassification", "train it with `reward`"),
+    ],
+)
+def test_models_that_write_no_text_are_refused_by_their_configuration(
+    start: Start, tmp_path: Path, config: str, architecture: str, said: str
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = getattr(transformers, architecture)(getattr(transformers, config)(vocab_size=512, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "model")
+    refused = start(dataset_name=written(tmp_path, [{"text": "a"}]), model_name_or_path=tmp_path / "model")
+    assert refused.code == 2 and len(refused.error_lines) == 1 and said in refused.stderr, refused.stderr[-2000:]
+
+
+# ---- the end of an answer --------------------------------------------------------------------------------------------
+
+WORDS = ("mole", "lawn", "worm", "root")
+
+
+def base_without_chat(folder: Path, *, tokens: tuple[str, ...] = ()) -> Path:
+    """A model whose tokenizer has no chat template and, unless given, none of ChatML's tokens; it ends a text with
+    ``<|endoftext|>``."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<|endoftext|>", *tokens],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(tiny.training_text(), trainer=trainer)
+    end = "<|endoftext|>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end, pad_token=end, model_max_length=256)
+    config = tiny.config_of("llama3", tiny.build_tokenizer(), eos_token_id=0, bos_token_id=0, pad_token_id=0)
+    assert isinstance(config, LlamaConfig)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", ["without the tokens", pytest.param("another eos", marks=pytest.mark.long)])
+def test_trained_until_it_answers_plain_transformers_stops(case: str, start: Start, tmp_path: Path) -> None:
+    has_tokens = case == "another eos"
+    base = base_without_chat(tmp_path / "base", tokens=("<|im_start|>", "<|im_end|>") if has_tokens else ())
+    rows = [{"messages": [user(f"Say {word}"), assistant(word)]} for word in WORDS] * 8
+    (tmp_path / "bare.jinja").write_text(BARE)
+    steps = {"max_steps": 60, "learning_rate": 0.02, "per_device_train_batch_size": 8, "lora_r": 32}
+    template = {"chat_template_path": tmp_path / "bare.jinja" if has_tokens else "chatml"}
+    run = start(dataset_name=written(tmp_path, rows), model_name_or_path=base, **steps, **template)
+    assert run.code == 0, run.stderr[-2000:]
+    assert ("at which the base does not stop" if has_tokens else "are added and trained: <|im_start|>") in run.stdout
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if not has_tokens:
+        model.resize_token_embeddings(len(tokenizer))
+    model = PeftModel.from_pretrained(model, tmp_path / "out")
+    generation = GenerationConfig.from_pretrained(tmp_path / "out", max_new_tokens=40, do_sample=False)
+    asked = [user("Say worm")]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, generation_config=generation)[0, ids["input_ids"].shape[1] :]
+    assert len(answer) < 40 and tokenizer.convert_ids_to_tokens(int(answer[-1])) == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [("", "ends an answer with no token"), ("<|stop_here|>", "'<|stop_here|>', which is ")]
+)
+def test_a_template_that_ends_no_answer_is_refused(end: str, said: str, start: Start, tmp_path: Path) -> None:
+    template = tmp_path / "endless.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "\n{% endfor %}")
+    rows = written(tmp_path, [{"messages": [user("q"), assistant("a")]}])
+    for extra in (("--dry_run", "json"), ()):
+        refused = start(*extra, dataset_name=rows, chat_template_path=template)
+        assert refused.code == 2 and len(refused.error_lines) == 1 and said in refused.stderr, refused.stderr[-2000:]
