@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import DistributedType
 from torch import nn
 from typing_extensions import override
 
@@ -27,11 +29,14 @@ from hf_rocm_tune.data.loader import Prefetch, verify_loader
 from hf_rocm_tune.engine import REPORT_NAME, VerifiedTransfers
 from hf_rocm_tune.errors import CorruptionError, listed
 from hf_rocm_tune.models.files import sums
+from hf_rocm_tune.saved_result import digests_in, digests_of
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import create_staging, move_files
-from hf_rocm_tune.transfer import Digest, QueuedDigests, named_tensors
+from hf_rocm_tune.transfer import Digest, named_tensors
 
 logger = logging.getLogger(__name__)
+
+_REPLICAS = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)  # each process has all weights
 
 
 class VerifiedAccelerator(Accelerator):
@@ -50,6 +55,8 @@ class VerifiedAccelerator(Accelerator):
 
     def __init__(self, *arguments: Any, transfers: VerifiedTransfers | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._saved_models: list[nn.Module] = []  # in the order in which upstream saves them
+        self._saved_optimizers: list[Any] = []
         self.transfers = transfers or VerifiedTransfers(self.device)
 
     @override
@@ -61,15 +68,15 @@ class VerifiedAccelerator(Accelerator):
         places = self.device_placement if device_placement is None else device_placement
         if not places or not isinstance(loader, DataLoaderShard) or isinstance(loader, _VerifiedBatches):
             return loader
-        verified = _verified(loader, self.transfers)
-        self._dataloaders[self._dataloaders.index(loader)] = verified
-        return verified
+        return _verified(loader, self.transfers)
 
     @override
     def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
         """As upstream; its frozen weights are watched."""
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         self.transfers.watch(model)
+        if all(known is not prepared for known in self._saved_models):
+            self._saved_models.append(prepared)
         return prepared
 
     @override
@@ -77,6 +84,8 @@ class VerifiedAccelerator(Accelerator):
         """As upstream; what it trains and its state are watched."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         self.transfers.watch(prepared)
+        if all(known is not prepared for known in self._saved_optimizers):
+            self._saved_optimizers.append(prepared)
         return prepared
 
     @override
@@ -98,14 +107,16 @@ class VerifiedAccelerator(Accelerator):
             written = super().save_state(output_dir, safe_serialization, **keywords)
             self.wait_for_everyone()
             if self.is_main_process:
-                self._seal(Path(written))
+                self._seal(Path(written), Path(written))
             return written
         final = Path(output_dir)
         staging = create_staging(final)
-        super().save_state(str(staging), safe_serialization, **keywords)
-        self._seal(staging)
-        move_files(staging, final)
-        staging.rmdir()
+        try:
+            super().save_state(str(staging), safe_serialization, **keywords)
+            self._seal(staging, final)
+            move_files(staging, final)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
         return str(final)
 
     @override
@@ -120,6 +131,7 @@ class VerifiedAccelerator(Accelerator):
     def free_memory(self, *objects: Any) -> Any:
         """As upstream; nothing is watched any more."""
         self.transfers.forget()
+        self._saved_models, self._saved_optimizers = [], []
         return super().free_memory(*objects)
 
     @override
@@ -133,25 +145,28 @@ class VerifiedAccelerator(Accelerator):
 
     # ---- saved states ---------------------------------------------------------------------------------------
 
-    def _seal(self, directory: Path) -> None:
-        """Compare what was written with the live tensors, then write the manifest."""
+    def _seal(self, directory: Path, final: Path) -> None:
+        """Compare what was written with the live tensors, then write the manifest.
+
+        A file that a hook of the program has written in its own way, and shards of FSDP and DeepSpeed, are sealed
+        without a comparison.
+        """
         wrong: list[str] = []
-        for number, model in enumerate(self._models):
-            file = directory / ("model.safetensors" if number == 0 else f"model_{number}.safetensors")
-            if file.is_file():  # else a hook of the program has saved it in its own way
-                manifest.drop_from_cache(file)
-                stored = {name: row.digest for name, row in sums(file).tensors.items()}
-                wrong += _differing(dict(named_tensors(self.get_state_dict(model))), stored, file.name)
-        for number, optimizer in enumerate(self._optimizers):
-            file = directory / ("optimizer.bin" if number == 0 else f"optimizer_{number}.bin")
-            if file.is_file():
-                manifest.drop_from_cache(file)
-                read = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-                live = dict(named_tensors(optimizer.state_dict()))
-                wrong += _differing(live, _digests(dict(named_tensors(read))), file.name)
+        if self.distributed_type in _REPLICAS:
+            for number, model in enumerate(self._saved_models):
+                file = directory / f"model{'' if number == 0 else f'_{number}'}.safetensors"
+                if file.is_file():
+                    manifest.drop_from_cache(file)
+                    stored = {name: row.digest for name, row in sums(file).tensors.items()}
+                    wrong += _differing(self.get_state_dict(model, unwrap=False), stored, file.name)
+            for number, optimizer in enumerate(self._saved_optimizers):
+                file = directory / f"optimizer{'' if number == 0 else f'_{number}'}.bin"
+                if file.is_file():
+                    manifest.drop_from_cache(file)
+                    wrong += _differing(dict(named_tensors(optimizer.state_dict())), digests_in(file), file.name)
         if wrong:
             raise CorruptionError(
-                f"{directory}: the saved state is not what is in memory: {listed(wrong)} differ when they are read "
+                f"{final}: the saved state is not what is in memory: {listed(wrong)} differ when they are read "
                 "back. Older states are intact; run the doctor and check the disk"
             )
         manifest.write(directory, run_id="", step=self.transfers.step, status="checkpoint", files=_files(directory))
@@ -198,10 +213,9 @@ def _files(directory: Path) -> list[str]:
 
 
 def _differing(live: dict[str, torch.Tensor], stored: dict[str, Digest], file: str) -> list[str]:
-    """The tensors that are in the file with other bytes. Upstream leaves out one of two that share memory."""
-    return [f"{name} in {file}" for name, digest in _digests(live).items() if stored.get(name, digest) != digest]
-
-
-def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
-    found = QueuedDigests([tensor.detach() for tensor in tensors.values()]).result()
-    return dict(zip(tensors, found, strict=True))
+    """The tensors that a file holds with other bytes, or lacks: of several that share memory it has one."""
+    digests = digests_of(live)
+    kept = {live[name].untyped_storage()._cdata for name in stored.keys() & live.keys()}
+    lacking = [name for name in live if name not in stored and live[name].untyped_storage()._cdata not in kept]
+    other = [name for name, digest in stored.items() if digests.get(name) != digest]
+    return [f"{name} in {file}" for name in (*lacking, *other)]

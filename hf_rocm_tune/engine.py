@@ -45,7 +45,7 @@ from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.models.tensors import findable_tensors_of
 from hf_rocm_tune.saved_result import save_result
 from hf_rocm_tune.survive.atomic import write_text_atomic
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings
+from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferReport, TransferSettings
 from hf_rocm_tune.transfer.digest import device_method, host_method
 from hf_rocm_tune.transfer.interception import watch_writes
 from hf_rocm_tune.transfer.raw_bytes import map_tensors, not_plain
@@ -292,12 +292,11 @@ class VerifiedTransfers:
     def __enter__(self) -> VerifiedTransfers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._raise_failure()
-        finally:
-            self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.close()
+        if error is None:
+            self._raise_failure()
+        self._mover.raise_swallowed(error)
 
 
 class Batches:
@@ -359,14 +358,17 @@ class _FrozenWeights(FrozenSentinel):
     def __init__(self, list_tensors: Callable[[], Iterator[Found]], period: int, mover: Mover) -> None:
         self._mover = mover
         self._written: dict[str, tuple[int, tuple[int, int]]] = {}  # storage and version, by name
+        self._as_arrived: set[int] = set()  # storages to which nothing has been written since they were made
         for name, tensor, _ in list_tensors():
             watch_writes(tensor)
-            self._written[name] = _state_of(tensor)
+            self._written[name] = storage, version = _state_of(tensor)
+            if version == (0, 0):
+                self._as_arrived.add(storage)
         super().__init__(list_tensors, period, self._arrived_with, self._explained)
 
-    def _arrived_with(self, tensor: Tensor) -> Any:
+    def _arrived_with(self, data: Tensor) -> Digest | None:
         """The digest with which a weight arrived, unless the program may have written to it since."""
-        return self._mover.digest_of(tensor) if tensor._version == 0 else None
+        return self._mover.digest_of(data) if data.untyped_storage()._cdata in self._as_arrived else None
 
     def _explained(self, name: str, tensor: Tensor, same: bool) -> str | None:
         now = _state_of(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def _is_flat(state: Mapping[str, Any]) -> bool:
 
 
 def _write_weights(state: Mapping[str, Tensor], directory: Path) -> tuple[str, list[str]]:
-    live = _digests(state)
+    live = digests_of(state)
     file = directory / WEIGHTS_NAME
     # Tensors that share memory, such as tied weights, are written once each: the format has no sharing.
     save_file({name: _on_host(tensor) for name, tensor in state.items()}, file, metadata={"format": "pt"})
@@ -68,18 +68,20 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _write_state(state: Mapping[str, Any], directory: Path) -> tuple[str, list[str]]:
-    live = _digests(dict(named_tensors(state)))
+    live = digests_of(dict(named_tensors(state)))
     file = directory / STATE_NAME
     torch.save(state, file)
     manifest.drop_from_cache(file)
-    stored = _digests(dict(named_tensors(torch.load(file, map_location="cpu", mmap=True, weights_only=False))))
+    stored = digests_in(file)
     return file.name, [name for name, digest in live.items() if stored.get(name) != digest]
 
 
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
-    return dict(_queued(tensors))
-
-
-def _queued(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Digest]]:
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
+    """The digests of named tensors, each taken on its own device; waits."""
     found = QueuedDigests([tensor.detach() for tensor in tensors.values()]).result()
-    return zip(tensors, found, strict=True)
+    return dict(zip(tensors, found, strict=True))
+
+
+def digests_in(file: Path) -> dict[str, Digest]:
+    """The digests of the tensors in a file of ``torch.save`` that this process has just written."""
+    return digests_of(dict(named_tensors(torch.load(file, map_location="cpu", mmap=True, weights_only=False))))

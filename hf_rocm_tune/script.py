@@ -61,14 +61,12 @@ def _run(argv: list[str]) -> int:
 
     check_torch()
     process.prepare_process(os.environ)
-    transfers = _transfers()
-    code = 0
-    try:
-        code = _execute(file, argv)
-        transfers.check()
-    finally:
-        _write_report(transfers, argv[1:])
-    transfers.close()
+    with _transfers() as transfers:
+        try:
+            code = _execute(file, argv)
+            transfers.check()
+        finally:
+            _write_report(transfers, argv[1:])
     return code
 
 

@@ -185,6 +185,11 @@ class SplitMover(Mover):
         for mover in self.cards:
             mover.step = value
 
+    @property
+    def failure(self) -> CorruptionError | None:
+        """As `Mover.failure`, of any card."""
+        return next((found for mover in self.cards if (found := mover.failure) is not None), super().failure)
+
     def fault_injection(self) -> dict[str, Any] | None:
         found = [row for mover in self.cards if (row := mover.fault_injection()) is not None]
         return {**found[0], "injected": sum(row["injected"] for row in found)} if found else None

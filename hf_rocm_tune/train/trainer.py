@@ -690,6 +690,8 @@ class VerifiedTransferMixin(_Base):
     def before_save(self) -> None:
         """Check every weight, on every rank, before anything is written; what it raises prevents the save."""
         self._updates.settle()
+        if self.mover.failure is not None:  # whoever asked for that copy went on without it
+            raise self.mover.failure
         self._guard.require_finite(self.model)
         self._sentinel.check_all(self.state.global_step)
         if self.streamer is not None:

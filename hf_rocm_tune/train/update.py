@@ -150,7 +150,7 @@ class UpdateChecks:
         if self._pending is None:
             return True
         (samples, _, count), self._pending = self._pending, None
-        before, after = _Reader(numbers[:count]), _Reader(numbers[count:])
+        before, after = _Elements(numbers[:count]), _Elements(numbers[count:])
         for sample in samples:
             p, g = before.take(sample.length), before.take(sample.length)
             zero = np.zeros(sample.length)
@@ -186,7 +186,7 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.dtype == torch.float64 else tensor.double()
 
 
-class _Reader:
+class _Elements:
     """Takes the numbers of a row one part after another."""
 
     def __init__(self, numbers: list[float]) -> None:

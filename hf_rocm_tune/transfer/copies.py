@@ -405,7 +405,7 @@ class Fetched:
         else:
             self._corrupt(0)
         size = self._memory.numel()
-        self._session.report.crossed(False, self._origin, size, verified=self.digest is not None)
+        self._session.report.crossed("to_host", self._origin, size, verified=self.digest is not None)
         self._session.report.add(
             self._stage,
             tensors=1,

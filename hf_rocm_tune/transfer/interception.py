@@ -15,11 +15,13 @@ verified, because nothing may wait there.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -57,7 +59,7 @@ _thread = _Thread()
 _movers: dict[int, list[weakref.ref[Server]]] = {}  # of each card, by its index; the last open one serves
 _install_lock = threading.Lock()
 _libraries: dict[str, Library] = {}  # by dispatch key
-_writes: dict[int, int] = {}  # copies into watched storages, by their address in torch
+_writes: dict[int, int] = {}  # copies into watched storages that are alive, by their address in torch
 
 
 class _OwnCopies:
@@ -156,9 +158,12 @@ def _install(key: str = _CARD) -> None:
 
 
 def watch_writes(tensor: Tensor) -> None:
-    """Count the copies into a tensor's storage from now on, for `writes_to`."""
+    """Count the copies into a tensor's storage, as long as it lives, for `writes_to`."""
     _install(_HOST if tensor.is_cpu else _CARD)
-    _writes.setdefault(tensor.untyped_storage()._cdata, 0)
+    storage = tensor.untyped_storage()
+    if storage._cdata not in _writes:
+        _writes[storage._cdata] = 0
+        weakref.finalize(storage, _writes.pop, storage._cdata, None)
 
 
 def writes_to(tensor: Tensor) -> int:
@@ -166,15 +171,10 @@ def writes_to(tensor: Tensor) -> int:
     return _writes.get(tensor.untyped_storage()._cdata, 0) if _writes else 0
 
 
-def forget_writes() -> None:
-    """Watch no tensor any more."""
-    _writes.clear()
-
-
 def _note_write(target: Tensor) -> None:
     storage = target.untyped_storage()._cdata
     if storage in _writes:
-        _writes[storage] += 1
+        _writes[storage] += 1  # two threads may count as one: only a change matters
 
 
 def _noting(stock: Any) -> Callable[..., Tensor]:
@@ -214,7 +214,8 @@ def _copy_through(stock: Any) -> Callable[..., Tensor]:
             return target
         mover = None if _thread.own_copies or not target.numel() else serving(card.device)
         if mover is not None and torch.cuda.is_current_stream_capturing():
-            mover.report.crossed(to_card, requester(), target.nbytes, verified=False, why="a stream was captured")
+            direction = "to_device" if to_card else "to_host"
+            mover.report.crossed(direction, requester(), target.nbytes, verified=False, why="a stream was captured")
             mover = None
         if mover is None:
             count_crossing(**{"to_device_bytes" if to_card else "to_host_bytes": target.nbytes})
@@ -243,22 +244,30 @@ def _between_cards(call_stock: Any, keys: Any, target: Tensor, source: Tensor, n
     receiving = serving(target.device)
     sending = serving(source.device)
     if receiving is None or sending is None or torch.cuda.is_current_stream_capturing():
-        if receiving is not None:
-            receiving.report.crossed(True, requester(), target.nbytes, verified=False, why="between cards")
+        if (known := receiving or sending) is not None:
+            why = "a stream was captured" if receiving and sending else "one of the two cards has no mover"
+            known.report.crossed("between_cards", requester(), target.nbytes, verified=False, why=why)
         call_stock(keys, target, source, non_blocking)
         return target
-
     receiving.receive(target, source, sending, origin=requester())
     return target
 
 
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/(.*)")
+
+
 def requester() -> str:
-    """``file:function`` of the innermost Python caller outside torch and this package; for origins and incidents."""
-    frame = sys._getframe(1)
-    last = None
+    """``file:function`` of the innermost Python caller outside torch and this package; for origins and incidents.
+
+    Of an installed library the file's last two parts are named, of any other file its name alone: its directory may
+    name a person, and reports are published.
+    """
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if "/torch/" not in file and "hf_rocm_tune/transfer/" not in file:
-            return f"{'/'.join(file.split('/')[-2:])}:{frame.f_code.co_name}"
-        last, frame = file, frame.f_back  # type: ignore[assignment]
-    return "torch's own threads" if last is None or "/torch/" not in last else "torch"
+            installed = _INSTALLED.match(file)
+            named = "/".join(installed[1].split("/")[-2:]) if installed else file.rpartition("/")[2]
+            return f"{named}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "torch's own threads"

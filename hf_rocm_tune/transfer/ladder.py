@@ -90,7 +90,7 @@ class Ladder:
         transfer.settled = True
         nbytes = sum(segment.nbytes for segment in transfer.segments)
         origin = transfer.origin or own_origin(transfer.stage)
-        self._report.crossed(True, origin, nbytes, verified=transfer.verify)
+        self._report.crossed("to_device", origin, nbytes, verified=transfer.verify)
         self._report.add(
             transfer.stage,
             tensors=len(transfer.segments),

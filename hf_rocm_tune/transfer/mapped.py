@@ -44,8 +44,8 @@ def in_file(tensor: Tensor) -> InFile | None:
 
     A file that was replaced or deleted since it was mapped has none.
     """
-    if not tensor.nbytes or not tensor.is_contiguous():
-        return None
+    if not tensor.nbytes or not tensor.is_contiguous() or tensor.untyped_storage().resizable():
+        return None  # memory that torch has allocated is of no file
     address = tensor.data_ptr()
     with _lock:
         region = _region_of(address)
@@ -69,9 +69,6 @@ def _known(address: int) -> _Region | None:
     if at >= 0 and _regions[at].start <= address < _regions[at].end:
         return _regions[at]
     return None
-
-
-_last_maps = ""
 
 
 def _read_maps() -> None:

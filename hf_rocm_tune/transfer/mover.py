@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, TuneError, UsageError
 from hf_rocm_tune.transfer.backend import Backend, Label, Part, backend_for
 from hf_rocm_tune.transfer.copies import (
     Fetched,
@@ -105,8 +105,6 @@ class Mover:
     Attributes:
         step: training step for incidents, set by the training loop.
         loaded: digests of tensors read from files, one for each reading, by the file's path and the tensor's name.
-        failure: the first transfer that could not be corrected. Some callers of a copy (``load_state_dict``,
-            TorchScript) replace the error that it raised.
 
     All methods may be called from several threads. In a fork of the process that created it, where its threads do not
     exist, a mover raises. Not covered: changes of device memory after the verdict.
@@ -139,7 +137,7 @@ class Mover:
         self._process = os.getpid()
         self._copies_stage = "copies"
         self._direct_failures = 0
-        self.failure: CorruptionError | None = None
+        self._failure: CorruptionError | None = None
         _live.add(self)
         if self.device.type == "cuda":
             serve(self)
@@ -222,23 +220,22 @@ class Mover:
         finally:
             self._copies_stage = before
 
-    def deliver(self, target: Tensor, source: Tensor, *, origin: str) -> None:
+    def deliver(self, target: Tensor, source: Tensor, *, origin: str, stage: str | None = None) -> None:
         """Copy a host tensor into a tensor of this device, as ``target.copy_(source)``, and wait until it is verified.
 
-        A cast runs on the host before the digest, as torch does it. ``origin``: who asked for it.
+        A cast runs on the host before the digest, as torch does it. ``origin``: who asked for it; ``stage``: one of
+        `STAGES`, None: that of `copies_as`.
         """
         where = in_file(source)
-        sent = source.detach()
-        if sent.dtype != target.dtype:
-            sent = sent.to(target.dtype)
-        order = memory_order(target)
-        in_a_row = target.detach() if order is None else target.detach().permute(order)
-        sent = sent.expand(target.shape)
-        sent = dense(sent if order is None else sent.permute(order))
+        with torch._C.DisableTorchFunction():  # a subclass is sent as plain data
+            order = memory_order(target)
+            in_a_row = target.detach() if order is None else target.detach().permute(order)
+            sent = _as_copied(source, target)
+            sent = dense(sent if order is None else sent.permute(order))
         exact = where is not None and sent.data_ptr() == source.data_ptr()
         name = where.tensor if where is not None else described(target, origin)
         segment = Segment(name, sent, 0, where.file if where is not None else None)
-        transfer = self._new_transfer(self._copies_stage, [segment], sent)
+        transfer = self._new_transfer(stage or self._copies_stage, [segment], sent)
         transfer.origin = origin
         if order is None:
             buffer = self._backend.allocate(transfer.nbytes, long_lived=True)
@@ -262,31 +259,29 @@ class Mover:
         elif self.provenance(target) != "unverified":
             self._registry.put(target, Entry("derived", "written in parts, each verified on arrival"))
 
-    def collect(self, target: Tensor, source: Tensor, *, origin: str) -> None:
+    def collect(self, target: Tensor, source: Tensor, *, origin: str, stage: str | None = None) -> None:
         """Copy a tensor of this device into a host tensor, as ``target.copy_(source)``, verified. Waits.
 
-        A cast runs on the device, as torch does it. Memory beside the target is that of the ring.
+        A cast runs on the device, as torch does it. Memory beside the target is that of the ring. ``origin`` and
+        ``stage`` as for `deliver`.
         """
         self._check_open()
-        sent = source.detach()
-        if sent.dtype != target.dtype:
-            sent = sent.to(target.dtype)
-        sent = sent.expand(target.shape)
-        order = memory_order(target)
-        if order is None:
+        with torch._C.DisableTorchFunction():
+            sent, order = _as_copied(source, target), memory_order(target)
+            if order is not None:
+                in_a_row = target.detach().permute(order)
+                self._collect_bytes(as_bytes(in_a_row), sent.permute(order).contiguous(), origin, stage)
+                return
             with ordinary():
                 host = torch.empty(target.shape, dtype=target.dtype)
-            self._collect_bytes(as_bytes(host), sent.contiguous(), origin)
+            self._collect_bytes(as_bytes(host), sent.contiguous(), origin, stage)
             target.copy_(host)
-            return
-        self._collect_bytes(as_bytes(target.detach().permute(order)), sent.permute(order).contiguous(), origin)
 
-    def _collect_bytes(self, target: Tensor, source: Tensor, origin: str) -> None:
-        data, name, stage = as_bytes(source), described(source, origin), self._copies_stage
-        step = self._fetcher.slot_bytes
+    def _collect_bytes(self, target: Tensor, source: Tensor, origin: str, stage: str | None) -> None:
+        how = {"name": described(source, origin), "stage": stage or self._copies_stage, "origin": origin}
+        data, step = as_bytes(source), self._fetcher.slot_bytes
         for start in range(0, data.numel(), step):
-            part = data[start : start + step]
-            with self._keeping_failure(), self._fetcher.fetched(part, name=name, stage=stage, origin=origin) as fetched:
+            with self._keeping_failure(), self._fetcher.fetched(data[start : start + step], **how) as fetched:
                 target[start : start + step].copy_(fetched.host)
 
     def receive(self, target: Tensor, source: Tensor, sending: Mover, *, origin: str) -> None:
@@ -295,43 +290,55 @@ class Mover:
         The driver's copy is tried first. One that arrived wrong is repeated through the host, and after three of them
         all copies take that way.
         """
-        sent = source.detach()
-        if sent.dtype != target.dtype:
-            sent = sent.to(target.dtype)
-        sent = sent.expand(target.shape).contiguous()
-        number, verify = self._session.number(BETWEEN_CARDS)
-        if self._direct_failures < _DIRECT_FAILURES:
-            before = QueuedDigests([as_bytes(sent)]) if verify else None
-            arrived = target if target.is_contiguous() else target.new_empty(target.shape)
-            with own_copies():
-                arrived.copy_(sent, non_blocking=True)
-            self.inject(arrived, name=described(target, origin), stage=BETWEEN_CARDS, number=number, attempt=0)
-            right = before is None or QueuedDigests([as_bytes(arrived)]).result() == before.result()
-            self.report.add(BETWEEN_CARDS, mismatches=int(not right))
-            if right:
-                if arrived is not target:
-                    target.copy_(arrived)
-                self.report.crossed(True, origin, sent.nbytes, verified=verify, why="" if verify else "between cards")
-                self.report.add(
-                    BETWEEN_CARDS, tensors=1, bytes=sent.nbytes, verified_bytes=sent.nbytes if verify else 0
-                )
-                return
-            self._direct_failures += 1
-            row: dict[str, Any] = {"step": self.step, "stage": BETWEEN_CARDS, "tensor": described(target, origin)}
-            self.report.incident({**row, "kind": "other", "rung": "through_host", "outcome": "recovered"})
+        with torch._C.DisableTorchFunction():
+            sent = _as_copied(source, target).contiguous()
+        direct = self._direct_failures < _DIRECT_FAILURES
+        if direct and self._receive_directly(target, sent, origin):
+            return
+        with ordinary():
+            host = torch.empty(sent.shape, dtype=sent.dtype)
+        sending.collect(host, sent, origin=origin, stage=BETWEEN_CARDS)
+        self.deliver(target, host, origin=origin, stage=BETWEEN_CARDS)
+        if direct:
             self.report.add(BETWEEN_CARDS, recovered=1)
-        with sending.copies_as(BETWEEN_CARDS), self.copies_as(BETWEEN_CARDS):
-            with ordinary():
-                host = torch.empty(sent.shape, dtype=sent.dtype)
-            sending.collect(host, sent, origin=origin)
-            self.deliver(target, host, origin=origin)
+            self._tell_direct(target, origin, "recovered")
+
+    def _receive_directly(self, target: Tensor, sent: Tensor, origin: str) -> bool:
+        """The driver's own copy from card to card. False: it arrived wrong."""
+        number, verify = self._session.number(BETWEEN_CARDS)
+        before = QueuedDigests([as_bytes(sent)]) if verify else None
+        arrived = target.detach() if target.is_contiguous() else target.new_empty(target.shape)
+        with own_copies():
+            arrived.copy_(sent, non_blocking=True)
+        self.inject(arrived, name=described(target, origin), stage=BETWEEN_CARDS, number=number, attempt=0)
+        if before is not None and QueuedDigests([as_bytes(arrived)]).result() != before.result():
+            self._direct_failures += 1
+            self.report.add(BETWEEN_CARDS, mismatches=1)
+            if self.settings.on_corruption == "stop":
+                self._tell_direct(target, origin, "stopped")
+                with self._keeping_failure():
+                    raise CorruptionError(
+                        f"{described(target, origin)} arrived wrong on {self.device} from another card, and "
+                        "--on_corruption stop is set. It was not used; run the doctor"
+                    )
+            return False
+        if not target.is_contiguous():
+            target.copy_(arrived)
+        nbytes = sent.nbytes
+        self.report.crossed("between_cards", origin, nbytes, verified=verify)
+        self.report.add(BETWEEN_CARDS, tensors=1, bytes=nbytes, verified_bytes=nbytes if verify else 0)
+        return True
+
+    def _tell_direct(self, target: Tensor, origin: str, outcome: str) -> None:
+        row: dict[str, Any] = {"step": self.step, "stage": BETWEEN_CARDS, "tensor": described(target, origin)}
+        self.report.incident({**row, "kind": "other", "rung": "through_host", "outcome": outcome})
 
     @contextmanager
     def _keeping_failure(self) -> Iterator[None]:
         try:
             yield
         except CorruptionError as failure:
-            self.failure = self.failure or failure
+            self._failure = self._failure or failure
             raise
 
     def serves(self, device: torch.device) -> bool:
@@ -596,8 +603,19 @@ class Mover:
     def __enter__(self) -> Mover:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close()
+        self.raise_swallowed(error)
+
+    @property
+    def failure(self) -> CorruptionError | None:
+        """The first transfer that could not be corrected. Some callers of a copy replace the error that it raised."""
+        return self._failure
+
+    def raise_swallowed(self, error: BaseException | None) -> None:
+        """Raise the failed transfer from which ``error`` follows: whoever asked for the copy has replaced its error."""
+        if self.failure is not None and isinstance(error, Exception) and not isinstance(error, TuneError):
+            raise self.failure from error
 
 
 def _replaced(tree: Any, given: Iterable[int], memory: Tensor, packed: Pack) -> Any:
@@ -633,6 +651,14 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 
 def _plain_nan(tensor: Tensor) -> Tensor:
     return tensor.masked_fill(tensor.isnan(), float("nan")) if tensor.is_floating_point() else tensor
+
+
+def _as_copied(source: Tensor, target: Tensor) -> Tensor:
+    """A source as ``target.copy_(source)`` takes it: of the target's dtype, cast where it is, and of its shape."""
+    sent = source.detach()
+    if sent.dtype != target.dtype:
+        sent = sent.to(target.dtype)
+    return sent.expand(target.shape)
 
 
 _DIRECT_FAILURES = 3  # copies between two cards that arrived wrong, after which all go through the host

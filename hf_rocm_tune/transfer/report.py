@@ -73,12 +73,12 @@ class TransferReport:
         self._rebaselined: list[dict[str, Any]] = []
         self._origins: dict[tuple[str, str, str], list[int]] = {}
 
-    def crossed(self, to_card: bool, origin: str, nbytes: int, *, verified: bool, why: str = "") -> None:
-        """Count one copy between host and card that somebody asked for.
+    def crossed(self, direction: str, origin: str, nbytes: int, *, verified: bool, why: str = "") -> None:
+        """Count one copy that somebody asked for: ``to_device``, ``to_host`` or ``between_cards``.
 
         ``origin``: the file and function that asked for it; ``why`` it was not verified.
         """
-        key = ("to_device" if to_card else "to_host", origin, why)
+        key = (direction, origin, why)
         with self._lock:
             row = self._origins.setdefault(key, [0, 0, 0])
             row[0] += 1

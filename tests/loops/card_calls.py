@@ -80,8 +80,7 @@ def assigned_storage() -> bool:
     return torch.equal(card.cpu(), host)
 
 
-def swallowed() -> bool:
-    """`load_state_dict` with its copies: the parameters hold the host's values."""
+def loaded_state() -> bool:
     layer, state = nn.Linear(3, 2).to("cuda"), nn.Linear(3, 2).state_dict()
     layer.load_state_dict(state)
     return all(torch.equal(layer.state_dict()[name].cpu(), value) for name, value in state.items())
@@ -102,11 +101,12 @@ CALLS: dict[str, Callable[[], bool]] = {
     "broadcast": lambda: torch.equal(filled(torch.arange(6.0)).cpu(), torch.arange(6.0).expand(4, 6)),
     "empty": lambda: torch.empty(0).to("cuda").cpu().shape == (0,),
     "bool tensor": lambda: torch.tensor([True, False, True]).to("cuda").tolist() == [True, False, True],
+    "item": lambda: host.to("cuda")[2, 3].item() == host[2, 3].item(),
     "new_tensor": lambda: torch.equal(card.new_tensor(host.tolist()).cpu(), host),
     **{
         function.__name__: function
         for function in (
-            strided, strided_on_host, large, backward, in_threads, inference, foreach, assigned_storage, swallowed
+            strided, strided_on_host, large, backward, in_threads, inference, foreach, assigned_storage, loaded_state
         )
     },
 }  # fmt: skip

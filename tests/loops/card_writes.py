@@ -14,7 +14,8 @@ from torch import nn
 
 import hf_rocm_tune
 from hf_rocm_tune import saved_result
-from hf_rocm_tune.errors import CorruptionError, TuneError
+from hf_rocm_tune.errors import TuneError
+from hf_rocm_tune.transfer import FaultSpec
 
 DEVICE = "cuda"
 
@@ -154,7 +155,60 @@ def damaged_file() -> str:
         foreign = outcome(lambda: loop.transfers.save(loop.model.state_dict(), Path(directory) / "mine"))
         assert (Path(directory) / "mine" / "notes.txt").read_text() == "kept"
     assert foreign.startswith("UsageError"), foreign
-    assert issubclass(CorruptionError, TuneError)
+    return said
+
+
+def before_the_first_check(change: Callable[[torch.Tensor], Any]) -> str:
+    """A frozen weight as it arrived, changed before it is watched."""
+    with hf_rocm_tune.VerifiedTransfers(DEVICE) as transfers:
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.randn(8, 8).to(DEVICE), requires_grad=False)
+        change(model.weight)
+        transfers.watch(model)
+        return outcome(transfers.check)
+
+
+def replaced_error() -> str:
+    """`load_state_dict` reports a copy that fails as an error of its own."""
+
+    def load() -> None:
+        spec = FaultSpec.parse("kind=zero,persist=1")
+        with hf_rocm_tune.VerifiedTransfers(DEVICE, faults=spec):
+            nn.Linear(8, 8, device=DEVICE).load_state_dict(nn.Linear(8, 8).state_dict())
+
+    return outcome(load)
+
+
+def damaged_state() -> str:
+    """A file that `VerifiedAccelerator.save_state` has written, changed before it is read back."""
+    accelerator = hf_rocm_tune.VerifiedAccelerator()
+    model = nn.Linear(8, 8)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    stock = torch.save
+
+    def save(state: Any, file: Any, *given: Any, **more: Any) -> None:
+        stock(state, file, *given, **more)
+        if Path(str(file)).name.startswith("optimizer"):
+            stock({**state, "foreign": torch.ones(3)}, file, *given, **more)
+
+    def harm(models: Any, weights: Any, directory: str) -> None:
+        weights[0] = {name: value.clone() for name, value in weights[0].items()}
+        flip(weights[0]["weight"])
+
+    with TemporaryDirectory() as directory:
+        target = Path(directory) / "state"
+        accelerator.save_state(str(target))
+        kept = {file.name: file.read_bytes() for file in target.iterdir()}
+        hook = accelerator.register_save_state_pre_hook(harm)
+        said = outcome(lambda: accelerator.save_state(str(target)))
+        hook.remove()
+        assert {file.name: file.read_bytes() for file in target.iterdir()} == kept
+        torch.save = save
+        also = outcome(lambda: accelerator.save_state(str(target)))
+        torch.save = stock
+        assert sorted(file.name for file in Path(directory).iterdir()) == ["state"]
+    assert "optimizer.bin" in also, also
+    accelerator.end_training()
     return said
 
 
@@ -175,6 +229,10 @@ print(
             "flips": {name: stepped(lambda loop, find=find: flip(find(loop))) for name, find in FLIPS.items()},
             "batch": flipped_batch(),
             "file": damaged_file(),
+            "initialised": before_the_first_check(nn.init.normal_),
+            "flipped at the start": before_the_first_check(flip),
+            "replaced error": replaced_error(),
+            "state": damaged_state(),
             "engines": two_engines(),
         }
     )

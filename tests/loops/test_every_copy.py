@@ -45,3 +45,14 @@ def test_harm_below_everything_is_found_and_sent_again(
     found = answer(run_file(CALLS, env={**card, **more}))
     assert all(row["right"] for row in found["calls"].values())
     assert found["mismatches"] > 0
+
+
+@pytest.mark.parametrize("faults", ["", "kind=flip,stage=activations,rate=0.3,seed=5"])
+def test_copies_between_two_cards_are_verified_on_both(run_file: RunFile, card: dict[str, str], faults: str) -> None:
+    env = {**card, "SIMCARD_DEVICES": "2", "HF_ROCM_TUNE_SPLIT": "1", "HF_ROCM_TUNE_FAULT": faults}
+    found = answer(run_file(CALLS.with_name("two_cards.py"), env=env))
+    assert found["right"] and found["unverified"] == []
+    assert found["between"] > 1_000_000 or faults
+    assert (found["activations"]["mismatches"] > 0) == bool(faults)
+    assert found["activations"]["mismatches"] == found["activations"]["recovered"]
+    assert set(found["incidents"]) == ({"recovered"} if faults else set())

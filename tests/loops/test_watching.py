@@ -16,4 +16,8 @@ def test_writes_are_no_faults_and_flipped_bits_are(run_file: RunFile, card: dict
     assert all(said.startswith("MemoryFaultError") for said in found["flips"].values()), found["flips"]
     assert found["batch"].startswith("MemoryFaultError: batch tensors"), found["batch"]
     assert found["file"].startswith("CorruptionError: model.safetensors does not hold"), found["file"]
+    assert found["initialised"] == "fine"
+    assert found["flipped at the start"].startswith("MemoryFaultError: frozen weights"), found["flipped at the start"]
+    assert found["replaced error"].startswith("CorruptionError"), found["replaced error"]
+    assert found["state"].startswith("CorruptionError") and "weight in model.safetensors" in found["state"]
     assert found["engines"] == "fine"
