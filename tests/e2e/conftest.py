@@ -239,3 +239,25 @@ def settings_for_trl(printed: str, output: Path) -> dict[str, Any]:
     own = {field.name for owner in (TuneArguments, RanksArguments) for field in dataclasses.fields(owner)}
     settings = {name: value for name, value in yaml.safe_load(printed).items() if name not in own}
     return {**settings, "output_dir": str(output)}
+
+
+Start = Callable[..., Result]
+
+
+@pytest.fixture
+def start(server: CommandServer, model_of: Callable[[str], Path], tmp_path: Path) -> Start:
+    """Runs a command of a training method; settings may be overridden."""
+
+    def run(*extra: str, method: str = "sft", **settings: Any) -> Result:
+        shared = {
+            "model_name_or_path": model_of("llama3"),
+            "output_dir": tmp_path / "out",
+            "max_steps": 1,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 2,
+        }
+        return server.run(
+            *flags(**shared | settings), *extra, env={} if method == "sft" else {"METHOD": method}, cwd=tmp_path
+        )
+
+    return run

@@ -11,28 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import tiny
-from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.command import Result
+from tests.e2e.conftest import Start, report_of
 
-Start = Callable[..., Result]
 ROWS = 20
-
-
-@pytest.fixture
-def start(server: CommandServer, model_of: Callable[[str], Path], tmp_path: Path) -> Start:
-    """Runs a command of a training method; settings may be overridden."""
-
-    def run(*extra: str, method: str = "sft", **settings: Any) -> Result:
-        shared = {
-            "model_name_or_path": model_of("llama3"),
-            "output_dir": tmp_path / "out",
-            "max_steps": 1,
-            "save_strategy": "no",
-            "per_device_train_batch_size": 2,
-        }
-        return server.run(*flags(**shared | settings), *extra, env={} if method == "sft" else {"METHOD": method})
-
-    return run
 
 
 @pytest.fixture

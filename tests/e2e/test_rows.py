@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from tests import tiny
-from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import flags, report_of
+from tests.e2e.conftest import Start, report_of
 
 Row = dict[str, Any]
-Start = Callable[..., Result]
 
 
 @pytest.fixture
-def start(server: CommandServer, model_of: Callable[[str], Path], tmp_path: Path) -> Start:
-    """Runs a command of a training method; settings may be overridden."""
-
-    def run(*extra: str, method: str = "sft", **settings: Any) -> Result:
-        shared = {
-            "model_name_or_path": model_of("llama3"),
-            "output_dir": tmp_path / "out",
-            "max_steps": 1,
-            "save_strategy": "no",
-            "per_device_train_batch_size": 2,
-            "max_length": 200,
-            "doctor": "off",
-            "disable_tqdm": True,
-        }
-        env = {} if method == "sft" else {"METHOD": method}
-        return server.run(*flags(**shared | settings), *extra, env=env, cwd=tmp_path)
-
-    return run
+def start(start: Start) -> Start:
+    """The shared one, with quiet settings and room for each row."""
+    return partial(start, max_length=200, doctor="off", disable_tqdm=True)
 
 
 def user(text: str) -> Row:
