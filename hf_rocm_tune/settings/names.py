@@ -134,7 +134,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "1 or more",
         lambda value: value >= 1,
         "sample_every effective_batch early_stopping_patience per_device_train_batch_size per_device_eval_batch_size "
-        "gradient_accumulation_steps max_length lora_r lora_alpha eval_accumulation_steps",
+        "gradient_accumulation_steps max_length lora_r lora_alpha eval_accumulation_steps max_pixels",
     ),
     (
         "0 or more, and finite",

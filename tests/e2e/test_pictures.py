@@ -235,6 +235,29 @@ def test_bad_pictures_are_named_with_their_rows_before_the_model_is_loaded(
     assert not (tmp_path / "out" / "integrity.json").exists()
 
 
+def test_larger_pictures_are_made_smaller(train: Train, tmp_path: Path) -> None:
+    """As a person would make them: the same run on copies that were resized before."""
+    noise = torch.Generator().manual_seed(3)
+    for number in range(COUNT):
+        pixels = torch.randint(256, (80, 120, 3), generator=noise, dtype=torch.uint8)
+        picture = Image.fromarray(pixels.numpy())
+        for folder, one in {"large": picture, "small": picture.resize((60, 40), Image.Resampling.BICUBIC)}.items():
+            (tmp_path / folder).mkdir(exist_ok=True)
+            one.save(tmp_path / folder / f"{number}.png")
+    data = {
+        folder: pictures.write_jsonl(tmp_path / folder / "rows.jsonl", layouts(tmp_path / folder)["trl"])
+        for folder in ("large", "small")
+    }
+    done(train(data["large"], "reduced", "--max_pixels", "2400"))
+    done(train(data["small"], "copies"))
+    done(train(data["large"], "whole"))
+    assert losses_of(tmp_path / "reduced") == losses_of(tmp_path / "copies") != losses_of(tmp_path / "whole")
+    for value in ("0", "-4", "many"):
+        refused = train(data["large"], "refused", "--max_pixels", value)
+        assert refused.code == 2 and "--max_pixels" in refused.stderr, (value, refused.stderr)
+        assert refused.stderr.count("\n") == 1 and not (tmp_path / "refused").exists()
+
+
 def test_transparency_is_said(train: Train, folder: Path, tmp_path: Path) -> None:
     pictures.picture(5, mode="RGBA").save(tmp_path / "clear.png")
     rows = layouts(folder)["trl"]
