@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from collections.abc import Callable
 from functools import cache
@@ -330,6 +331,26 @@ def test_a_wrong_product_of_the_adapter_is_found_by_the_replay_of_its_step(run: 
     assert_same(trainer, clean)
     (row,) = trainer.transfer_report.incidents
     assert (row["tensor"], row["kind"], row["outcome"]) == ("gradients", "transient", "recovered")
+
+
+@pytest.mark.parametrize("harmed", [torch.nn.functional.silu, torch.rsqrt], ids=["SiLU", "RMSNorm"])
+def test_a_fault_that_differs_from_call_to_call_is_not_taken_for_a_kernel_without_an_order(
+    run: Any, harmed: Callable[..., Tensor]
+) -> None:
+    """By a hundredth of what such kernels are allowed, each time in another place: a CPU gives the same bits twice."""
+    chooser = random.Random(5)
+
+    class Differing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is not harmed:
+                return found
+            factors = torch.ones(found.numel())
+            factors[chooser.randrange(found.numel())] = 1 + 1e-4
+            return found * factors.view(found.shape)
+
+    with pytest.raises(CorruptionError, match="step 3"):
+        run(Differing(), mode="sampled")
 
 
 def test_attention_is_compared_with_plain_products_at_the_first_step(run: Any) -> None:
