@@ -235,6 +235,16 @@ def test_bad_pictures_are_named_with_their_rows_before_the_model_is_loaded(
     assert not (tmp_path / "out" / "integrity.json").exists()
 
 
+@pytest.mark.parametrize("turn", [0, 1], ids=["question", "answer"])
+def test_a_placeholder_that_stands_in_a_text_is_refused(train: Train, folder: Path, tmp_path: Path, turn: int) -> None:
+    """The processor would put a picture there that the row does not have."""
+    rows = inline(lambda path: {"type": "image", "image": path}, folder)
+    rows[6]["messages"][turn]["content"][-1]["text"] = "the word <image> in the middle"
+    refused = train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out")
+    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "row 7 " in refused.stderr and "<image>" in refused.stderr
+
+
 def test_larger_pictures_are_made_smaller(train: Train, tmp_path: Path) -> None:
     """As a person would make them: the same run on copies that were resized before."""
     noise = torch.Generator().manual_seed(3)
