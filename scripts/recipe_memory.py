@@ -77,9 +77,10 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
     if choice.case.recompute:
         raise ValueError(f"{name}: the plan chooses a mix of recomputation, which is for one model only")
     each = " on each card" if cards > 1 else ""
+    little = "" if choice.roomy else " (nothing leaves 2 GiB free)"
     memory = (
-        f"{choice.total / GIB:.1f} of {card.usable / GIB:.1f} GiB{each}, {DESKTOP_GIB:g} GiB of a desktop included; "
-        "planned, not measured on a card."
+        f"{choice.total / GIB:.1f} of {card.usable / GIB:.1f} GiB{each}, {DESKTOP_GIB:g} GiB of a desktop included"
+        f"{little}; planned, not measured on a card."
     )
     return memory, choice.case
 
@@ -91,9 +92,10 @@ def _planned_split(name: str, request: PlanRequest, layers: str, card: CardMemor
     if not found.fits:
         raise ValueError(f"{name} does not fit two of {card.name}")
     each = " and ".join(f"{estimate.total / GIB:.1f}" for estimate in found.estimates)
+    little = "" if found.least_spare >= card.room else " (nothing leaves 2 GiB free)"
     memory = (
-        f"{each} of {card.usable / GIB:.1f} GiB on the two cards, {DESKTOP_GIB:g} GiB of a desktop on each included; "
-        "planned, not measured on a card."
+        f"{each} of {card.usable / GIB:.1f} GiB on the two cards, {DESKTOP_GIB:g} GiB of a desktop on each included"
+        f"{little}; planned, not measured on a card."
     )
     return memory, whole.with_evaluation(found.option).case
 

@@ -6,6 +6,7 @@ Whether they train is shown in ``tests/e2e/test_recipes.py``.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,14 @@ def test_batch_and_memory_of_recipes_are_what_the_planner_says_today(names: Sequ
     told = {name: recipes.path(name).read_text() for name in names}
     today = {name: script.updated(text, *script.planned(name, card)) for name, text in told.items()}
     assert told == today, "run scripts/recipe_memory.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_leaves_2_gib_or_says_that_none_of_its_choices_does(name: str) -> None:
+    told = planned_memory(name)
+    used = [float(number) for number in re.findall(r"[\d.]+(?=(?: and [\d.]+)? of 19\.9 GiB)", told)]
+    used += [float(number) for number in re.findall(r"(?<= and )[\d.]+(?= of 19\.9)", told)]
+    assert used and (max(used) > 17.9) == ("nothing leaves 2 GiB free" in told)
 
 
 def test_listed_with_purpose_and_memory(run: Run) -> None:

@@ -31,6 +31,7 @@ from hf_rocm_tune.plan import (
     describe,
     even_counts,
     from_training,
+    little_room,
     missing,
     plan_for,
     split_plan,
@@ -92,6 +93,7 @@ class Choice:
     streamed: int = 0  # layers whose weights are streamed
     budget_bytes: int  # available to torch's allocator on the rank with least
     predicted_bytes: int  # the allocator's peak by the plan
+    free_bytes: int | None = None  # of the budget, that the plan leaves; None: chosen by an earlier version
 
     @classmethod
     def from_record(cls, values: Mapping[str, Any]) -> Choice:
@@ -143,10 +145,7 @@ def before_loading(
 
 def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--auto_fit plan") -> Choice:
     """The plan's choice."""
-    # the budget is free memory, without that of other programs and the context
-    memory = psutil.virtual_memory().total
-    card = replace(card_memory(), name="this card", usable=budget, desktop=0, context=0, host=memory)
-    training = arguments.training
+    card, training = _card_of(budget), arguments.training
     platform, evaluates = _platform(training.device), training.eval_strategy != "no"
     given = evaluates and "per_device_eval_batch_size" in arguments.given
     request = replace(
@@ -168,7 +167,13 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
         )
     names = ("micro_batch", "accumulation", "checkpointing", "recompute", "eval_batch", "streamed")
     case = {name: getattr(found.case, name) for name in names}
-    return Choice(**case, budget_bytes=budget, predicted_bytes=int(found.allocated))
+    return Choice(**case, budget_bytes=budget, predicted_bytes=int(found.allocated), free_bytes=int(found.spare))
+
+
+def _card_of(budget: int) -> CardMemory:
+    """A card with so much for torch's allocator: without the memory of other programs and of the context."""
+    memory = psutil.virtual_memory().total
+    return replace(card_memory(), name="this card", usable=budget, desktop=0, context=0, host=memory)
 
 
 def _why(choice: Choice, wanted: Demand, arguments: Arguments) -> list[str]:
@@ -177,6 +182,8 @@ def _why(choice: Choice, wanted: Demand, arguments: Arguments) -> list[str]:
         f"auto-fit: {describe(vars(choice))} for {effective} sequences a step, fastest by estimate",
         f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB of {_gib(choice.budget_bytes)} GiB available",
     ]
+    if choice.free_bytes is not None and (room := little_room(choice.free_bytes, _card_of(choice.budget_bytes))):
+        lines.append(f"auto-fit: {room}")
     flags = ("torch_compile", "use_liger_kernel", "activation_offloading")
     if uncounted := [f"--{name}" for name in flags if getattr(arguments.training, name, False)]:
         lines.append(f"auto-fit: the plan does not count what {' and '.join(uncounted)} would change")

@@ -5,7 +5,7 @@ Reading order: `request` (the question), `sample` and `recorder` (one step of th
 `command`. Only `sample` and `recorder` import torch.
 """
 
-from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, GIB, CardMemory, Estimate, describe, missing
+from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, GIB, CardMemory, Estimate, describe, little_room, missing
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
     PUBLIC_MODELS,
@@ -19,5 +19,5 @@ from hf_rocm_tune.plan.request import (
 from hf_rocm_tune.plan.ways import advice, even_counts, split_plan
 
 __all__ = ["CONTEXT_BYTES", "GIB", "PUBLIC_MODELS", "TRAINERS", "CardMemory", "Estimate", "Plan", "PlanRequest"]
-__all__ += ["advice", "card_memory", "config_of", "describe", "even_counts", "from_training", "missing"]
+__all__ += ["advice", "card_memory", "config_of", "describe", "even_counts", "from_training", "little_room", "missing"]
 __all__ += ["plan_for", "public_model", "split_plan"]

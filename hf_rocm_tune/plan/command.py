@@ -17,7 +17,7 @@ from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, che
 from hf_rocm_tune.machine.software import missing_for_triton
 from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.models.streamed import FLAG as STREAM
-from hf_rocm_tune.plan.estimate import GIB, LINK, CardMemory, Case, Estimate, describe, host, missing
+from hf_rocm_tune.plan.estimate import GIB, LINK, NEAR, CardMemory, Case, Estimate, describe, host, little_room, missing
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
     METHODS,
@@ -110,8 +110,12 @@ def _values(plan: Plan, dataset: str, lengths: Sequence[int], summary: dict[str,
     else:
         roomy = [each for each in plan.grid if each.variant != found.variant and each.fits and not each.tight]
         fast = {each.variant: each for each in sorted(roomy, key=lambda each: each.tokens_per_second)}
-        calm = max((each for each in plan.grid if each.variant == found.variant), key=lambda each: each.spare)
-        others = [*fast.values(), *([calm] if calm.spare > found.spare + GIB / 2 else [])]
+        same = [each for each in plan.grid if each.variant == found.variant]
+        fuller = [each for each in same if each.fits and not (each.tight or each.roomy or each.case.recompute)]
+        fuller = [each for each in fuller if each.tokens_per_second > found.tokens_per_second * (1 + NEAR)]
+        calm = max(same, key=lambda each: each.spare)
+        others = sorted(fuller, key=lambda each: each.tokens_per_second)[-1:]
+        others += [*fast.values(), *([calm] if calm.spare > found.spare + GIB / 2 else [])]
         more = {"longest": {method: plan.longest(method) for method in plan.recordings}}
         more |= {"others": [_choice(each) for each in others if found.fits]}
     data = _data(lengths, summary, found.case) if lengths else None
@@ -125,7 +129,8 @@ def _values(plan: Plan, dataset: str, lengths: Sequence[int], summary: dict[str,
         "layers": plan.layers,
         "card": {name: value for name, value in vars(plan.card).items() if name != "rates"} | {"free": plan.card.free},
         "request": {"trainer": request.trainer, "length": request.length, "effective_batch": request.effective_batch},
-        **{name: getattr(found, name) for name in ("fits", "tight", "total", "spare")},
+        **{name: getattr(found, name) for name in ("fits", "tight", "roomy", "total", "spare")},
+        "room": little_room(found.spare, plan.card) if found.fits else None,
         "choice": _choice(found),
         "flags": flags,
         "command": command(request, found, dataset, flags) if found.fits else None,
@@ -140,7 +145,7 @@ def _values(plan: Plan, dataset: str, lengths: Sequence[int], summary: dict[str,
 
 
 def _choice(option: Estimate) -> dict[str, Any]:
-    names = ("fits", "tight", "total", "spare", "moment", "host_missing")
+    names = ("fits", "tight", "roomy", "total", "spare", "moment", "host_missing")
     found = {"method": option.variant, **vars(option.case), **{name: getattr(option, name) for name in names}}
     found |= {"parts": dict(option.parts), "moments": dict(option.moments), "allocator_peak": option.allocated}
     return found | {"estimated_tokens_per_second": option.tokens_per_second}
@@ -217,13 +222,16 @@ def _text(found: dict[str, Any], *, verbose: bool) -> Iterator[str]:
     case = case if request["trainer"] == "sft" else f"{request['trainer']}, {case}"
     if found["fits"]:
         yield from ("", f"  {found['command']}", "", case)
+        if found["room"]:
+            yield found["room"]
         yield from _fitting_lines(found)
     else:
         yield f"nearest: {case}"
-    yield (
-        f"of this, other programs {_gib(card['desktop'])} GiB ({card['desktop_source']}), the runtime "
-        f"{_gib(card['context'])} (assumed); -v lists all parts"
-    )
+    desktop, source = f"{_gib(card['desktop'])} GiB for other programs", card["desktop_source"]
+    runtime = f"{_gib(card['context'])} GiB for the runtime"
+    both = f"{desktop} and {runtime} (both assumed)"
+    included = both if source == "assumed" else f"{desktop} ({source}) and {runtime} (assumed)"
+    yield f"includes {included}; -v lists all parts"
     yield from found.get("card_lines", ())
     if verbose:
         yield from _details(found)
@@ -253,7 +261,7 @@ def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"evaluation: {choice['eval_batch']} rows at a time"
     if speed:
         low, high = speed["hours"]
-        unit, each = ("hours", 1) if high > 0.2 else ("minutes", 60) if high > 1 / 60 else ("seconds", 3600)
+        unit, each = ("hours", 1) if high > 2 else ("minutes", 60) if high > 1 / 60 else ("seconds", 3600)
         yield (
             f"{low * each:.2g} to {high * each:.2g} {unit} for {speed['rows']:,} rows ({speed['assumed']}): about "
             f"{speed['tokens_per_second']:,.0f} tokens/s, estimated, not measured"
@@ -267,7 +275,8 @@ def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
     others += [(each, f"{each['name']}, {each['method']}", f" ({each['flags']})") for each in ways]
     for other, name, flags in others:
         ratio = other["estimated_tokens_per_second"] / choice["estimated_tokens_per_second"]
-        yield f"also fits: {_gib(other['total'])} GiB, {ratio:.2f} of the speed: {name}, {describe(other)}{flags}"
+        figures = f"{_gib(other['total'])} GiB, {100 * ratio:.0f} % of the speed"
+        yield f"also fits: {name}, {figures}: {describe(other)}{flags}"
     if longest := ", ".join(f"{method} {most:,}" for method, most in found.get("longest", {}).items() if most):
         yield f"longest sequence, one row at a time, recomputed: {longest} tokens"
 

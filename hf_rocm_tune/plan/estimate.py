@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from hf_rocm_tune.models.streamed import LANDING_COUNT, spread
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 Counts: TypeAlias = "tuple[int, ...]"
+T = TypeVar("T")
 
 GIB = 1 << 30
 # Assumed, not measured on a 7900 XT: memory of the runtime before the first tensor, kernels and workspaces included;
@@ -26,14 +27,17 @@ CONTEXT_BYTES, SLACK_SHARE, SLACK_FLOOR, DESKTOP_BYTES = GIB // 2, 0.05, GIB // 
 #: A case that leaves less is called tight. Reserved minus allocated memory plus the context was 0.5 to 1.8 GiB on T4s
 #: (fitcheck), the context alone 612 MiB on a B200 (unsloth#8669), more than is assumed here.
 TIGHT = 7 * GIB // 10
+#: A choice that leaves so much is preferred until an AMD card has run a plan's choice: the context and the allocator's
+#: slack are assumed, and peaks were compared with published figures only. Never a condition of fitting.
+ROOM = 2 * GIB
 #: Assumed: bytes a second from host memory to the card over PCIe 4.0 x8, the link of two cards on most AM5 boards, each
 #: byte packed by the processor before; on x16, 28 to 29e9 were measured (ROCm/ROCm#2253).
 LINK = 13e9
 # An operation reads about twice what it writes. Assumed: seconds per kernel launch, Python's share included; share of
 # the data sheet's bandwidth that a kernel reaches.
 MOVED_PER_WRITTEN, LAUNCH, BANDWIDTH_SHARE = 3.0, 10e-6, 0.8
-#: Estimates of speed that differ by less count as equal.
-NEAR = 0.02
+#: Estimates of speed that differ by less count as equal; their bounds are far wider (`Rates`).
+NEAR = 0.05
 #: A mix of recomputation fills the card; it must be estimated to be faster than what else fits by this share.
 MIX_GAIN = 0.15
 #: In order of time. Of an evaluation, only the first three; the ``reference`` pass is that of DPO and KTO.
@@ -380,6 +384,16 @@ class CardMemory:
         """Bytes that a choice should leave free: `TIGHT`, or a share of a limit that is smaller than any card."""
         return TIGHT if self.usable >= 4 * GIB else self.usable / 64
 
+    @property
+    def room(self) -> float:
+        """Bytes that a choice leaves free if any does: `ROOM`, or a share of a card or a limit below 16 GiB."""
+        return max(self.margin, min(ROOM, self.usable / 8))
+
+    @property
+    def rooms(self) -> tuple[float, float]:
+        """What a choice should leave, the best first."""
+        return self.room, self.margin
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -443,6 +457,7 @@ class Estimate:
     total: float  # bytes of the card, everything included
     spare: float  # bytes left over; negative: missing
     tight: bool  # it fits with less left over than the assumed parts may be wrong
+    roomy: bool  # it leaves what is preferred until a card has run it
     tokens_per_second: float  # on all cards, padding counted as tokens
     shares: Mapping[str, float]  # of the time, by cause
     visiting: float = 0.0  # bytes of streamed weights that come to a card in an optimizer step
@@ -507,6 +522,7 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         total=total,
         spare=card.usable - total,
         tight=0 <= card.usable - total < card.margin,
+        roomy=card.usable - total >= card.room,
         tokens_per_second=case.cards * case.micro_batch * case.length / sum(seconds.values()),
         shares={name: each / sum(seconds.values()) for name, each in seconds.items()},
         visiting=visiting * case.accumulation,
@@ -532,19 +548,37 @@ def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[s
 
 
 def fastest(options: Iterable[Estimate]) -> Estimate | None:
-    """The fastest option that fits with the card's margin; of nearly equal ones, that which leaves most memory.
+    """The fastest of the options that leave the card's room; of nearly equal ones the smallest micro-batch, then that
+    which leaves most memory.
 
-    If none leaves the margin, the option that leaves most. A mix of recomputation must be faster by `MIX_GAIN`.
+    If none leaves the room, the same of those that leave the margin; if none leaves that, the option that leaves most.
+    A mix of recomputation must be faster by `MIX_GAIN`.
     """
-
-    def rank(option: Estimate) -> float:
-        return option.tokens_per_second * (1 - MIX_GAIN if option.case.recompute else 1)
-
     fitting = [each for each in options if each.fits]
-    roomy = [each for each in fitting if not each.tight]
-    best = max(map(rank, roomy), default=0.0)
-    equals = [each for each in roomy if rank(each) >= best * (1 - NEAR)]
-    return max(equals or fitting, key=lambda each: each.spare, default=None)
+    offered = roomiest(fitting, lambda each: each)
+    plain = max((each.tokens_per_second for each in offered if not each.case.recompute), default=0.0)
+    offered = [each for each in offered if not each.case.recompute or each.tokens_per_second * (1 - MIX_GAIN) > plain]
+    best = max((each.tokens_per_second for each in offered), default=0.0)
+    equals = [each for each in offered if each.tokens_per_second >= best * (1 - NEAR)]
+    if any(each.tight for each in equals):
+        return max(fitting, key=lambda each: each.spare)
+    return min(equals, key=lambda each: (each.case.micro_batch, -each.spare), default=None)
+
+
+def roomiest(fitting: Sequence[T], option_of: Callable[[T], Estimate]) -> Sequence[T]:
+    """Those that leave the card's room; if there are none, those that leave its margin; else all."""
+    roomy = [each for each in fitting if option_of(each).roomy]
+    return roomy or [each for each in fitting if not option_of(each).tight] or fitting
+
+
+def little_room(spare: float, card: CardMemory) -> str | None:
+    """The line on a choice that fits and leaves less than is preferred; None: it leaves that."""
+    if not 0 <= spare < card.room:
+        return None
+    return (
+        f"leaves {spare / GIB:.1f} GiB free; {card.room / GIB:.1f} are preferred until an AMD card has run what is "
+        "planned, and no choice that fits leaves as much"
+    )
 
 
 # Assumed: system and desktop session; Python, torch, ROCm runtime and kernels of one process; one data loader worker.

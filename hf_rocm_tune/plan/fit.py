@@ -286,8 +286,10 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest) -> l
     for case in cases:
         found = [estimate(variant, replace(case, checkpointing=how), card) for how in hows]
         grid += found
-        if request.mixes and recordings.mixes and [each.spare >= card.margin for each in found] == [False, True]:
-            grid += _best_mix(variant, case, card, layers)
+        if request.mixes and recordings.mixes:
+            kept_does_not = (room for room in card.rooms if [one.spare >= room for one in found] == [False, True])
+            if (room := next(kept_does_not, None)) is not None:
+                grid += _best_mix(variant, case, card, layers, room)
     if request.stream and not (request.stream == AUTO and any(each.fits for each in grid)):
         cases = [each.case for each in grid if each.case.checkpointing and each.case.recompute is None]
         return [_streamed(variant, case, card, request.stream) for case in cases]
@@ -298,21 +300,26 @@ def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Est
     def at(streamed: int) -> Estimate:
         return estimate(variant, replace(case, streamed=streamed), card)
 
-    if count == AUTO:
-        every = range(1, len(variant.weights.streams) + 1)
-        count = min(len(every), 1 + bisect_left(every, True, key=lambda n: at(n).spare >= card.margin))
-    return at(count)
+    if count != AUTO:
+        return at(count)
+    every = range(1, len(variant.weights.streams) + 1)
+
+    def leaving(room: float) -> Estimate:
+        return at(min(len(every), 1 + bisect_left(every, True, key=lambda n: at(n).spare >= room)))
+
+    found = leaving(card.room)  # more layers in host memory leave more of the card, if the host has it
+    return found if found.roomy and not found.host_missing else leaving(card.margin)
 
 
-def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int) -> list[Estimate]:
-    """The fastest mix that leaves the card's margin, if any; the more layers whole, the fewer need to be selective."""
+def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int, least: float) -> list[Estimate]:
+    """The fastest mix that leaves ``least`` bytes, if any; the more layers whole, the fewer need to be selective."""
     found, fewest = [], layers
     for whole in range(layers):
         fewest = min(fewest, layers - whole)
         best: Estimate | None = None
         for count in range(fewest, -1, -1):
             each = estimate(variant, replace(case, recompute=(whole, count)), card) if whole + count else None
-            if each is None or each.spare < card.margin:
+            if each is None or each.spare < least:
                 break
             fewest, best = count, each
         found += [best] if best is not None else []

@@ -15,13 +15,23 @@ from typing import Any
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.models.streamed import FLAG as STREAM
-from hf_rocm_tune.plan.estimate import GIB, LINK, NEAR, CardMemory, Case, Counts, Estimate, Weights, estimate, fastest
+from hf_rocm_tune.plan.estimate import (
+    GIB,
+    LINK,
+    NEAR,
+    CardMemory,
+    Case,
+    Counts,
+    Estimate,
+    Weights,
+    estimate,
+    fastest,
+    roomiest,
+)
 from hf_rocm_tune.plan.fit import Plan, grid_of, plan_for
 
 #: Assumed: as `LINK` through host memory, with digests, and with gloo for averages.
 THROUGH_HOST = 3e9
-#: Ways whose estimates differ by less count as equal: the first of them, which sends least, is taken.
-CLOSE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +99,11 @@ def split_plan(
     found = [best(option) for option in whole.grid if option.case.recompute is None]  # a mix is what fits one card
     if not found:
         raise UsageError("a mix of recomputed layers is planned for one card only")
-    if roomy := [each for each in found if each.least_spare >= cards[0].margin]:
-        top = max(each.option.tokens_per_second for each in roomy)
-        found = [each for each in roomy if each.option.tokens_per_second >= top * (1 - NEAR)]
+    for least in cards[0].rooms:
+        if roomy := [each for each in found if each.least_spare >= least]:
+            top = max(each.option.tokens_per_second for each in roomy)
+            equals = [each for each in roomy if each.option.tokens_per_second >= top * (1 - NEAR)]
+            return min(equals, key=lambda each: (each.option.case.micro_batch, -each.least_spare))
     return max(found, key=lambda each: each.least_spare)
 
 
@@ -146,11 +158,11 @@ def ways(plan: Plan) -> list[CardsWay]:
 
 
 def best_of(found: Iterable[CardsWay]) -> CardsWay | None:
-    """The fastest that fits, with the card's margin if one does, the first of nearly equal ones; None: none fits."""
-    fitting = [each for each in found if each.option.fits]
-    offered = [each for each in fitting if not each.option.tight] or fitting
+    """The fastest that fits, with the card's room or margin if one does; of nearly equal ones the first, which sends
+    least. None: none fits."""
+    offered = roomiest([each for each in found if each.option.fits], lambda each: each.option)
     top = max((each.option.tokens_per_second for each in offered), default=0.0)
-    return next((each for each in offered if each.option.tokens_per_second >= top * (1 - CLOSE)), None)
+    return next((each for each in offered if each.option.tokens_per_second >= top * (1 - NEAR)), None)
 
 
 def sentence(plan: Plan, best: CardsWay) -> str:

@@ -75,6 +75,7 @@ def test_the_plan_chooses_and_the_run_is_the_one_to_which_that_was_given(job: Jo
     assert steps > 1, "0.11 GiB less the allocator's slack are not enough for 8 rows"
     chosen = report_of(tmp_path / "out")["auto_fit"]
     assert chosen["predicted_bytes"] < chosen["budget_bytes"]
+    assert (chosen["free_bytes"] < chosen["budget_bytes"] / 8) == ("are preferred until" in done.stdout)
     assert f"batch {micro_batch} x {steps} accumulated x 1 = 8 effective" in done.stdout
     assert "predicted peak" in done.stdout
     assert_same(tmp_path / "out", given(job, micro_batch, steps, checkpointing))
@@ -195,6 +196,23 @@ def test_a_head_that_is_not_known_falls_back_to_the_loss_of_trl(
     assert any("TRL's own loss" in line for line in said)
     with pytest.raises(UsageError, match="--one_pass_loss does not know the fused head"):
         loss.install()  # what --one_pass_loss true does
+
+
+def test_a_way_that_leaves_little_is_taken_where_nothing_leaves_more_and_said(job: Job, tmp_path: Path) -> None:
+    """A given micro-batch that fits a limit, an eighth of which it does not leave."""
+    way = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "gradient_checkpointing": False}
+
+    def chosen(gib: float) -> tuple[Any, str]:
+        said: list[str] = []
+        arguments = parse(job.argv(tmp_path, use_cpu=True, auto_fit="plan", auto_fit_gib=gib, **way))
+        return before_loading(arguments, None, libraries=0, say=lambda *lines: said.extend(lines)), "\n".join(said)
+
+    plenty, said = chosen(PLENTY)
+    assert "preferred" not in said
+    needed = (plenty.budget_bytes - plenty.free_bytes) / (1 << 30)
+    close, said = chosen(needed * 1.05)
+    assert (close.micro_batch, close.checkpointing) == (8, False)
+    assert "are preferred until an AMD card has run what is planned, and no choice that fits leaves as much" in said
 
 
 @pytest.mark.parametrize(

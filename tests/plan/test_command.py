@@ -130,6 +130,54 @@ def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(planned: Any) ->
         assert first.startswith("FITS: ") and (" GiB (tight): " in first) == tight
 
 
+#: 1 to 8 rows of 2,048 tokens of the small model, where other programs leave about 4 GiB of a card's 20.
+ROWS = ("--seq", "2048", "--effective_batch", "8", "--method", "lora", "--vram", "20", "--desktop_gib")
+
+
+def _case(found: Found) -> tuple[int, bool, str]:
+    return found["micro_batch"], found["checkpointing"], str(found["recompute"] or "all alike")
+
+
+def test_a_choice_that_leaves_2_gib_is_preferred_and_is_never_a_condition(planned: Any) -> None:
+    """The fastest case leaves less here: it is named, as is how it compares; alone, it fits, with a line."""
+    plenty = planned(*ROWS, "0")
+    full = next(each for each in plenty["grid"] if _case(each) == (8, False, "all alike"))
+    desktop = full["spare"] / GIB - 1.4
+    found = planned(*ROWS, f"{desktop:.3f}")
+    text = text_of(found)
+    assert found["roomy"] and found["spare"] >= 2 * GIB and "preferred" not in text
+    grid = {_case(each): each for each in found["grid"]}
+    passed = grid[8, False, "all alike"]
+    assert passed["fits"] and not passed["roomy"] and passed["spare"] == pytest.approx(1.4 * GIB, abs=0.01 * GIB)
+    assert found["choice"]["estimated_tokens_per_second"] < passed["estimated_tokens_per_second"]
+
+    alone = planned(*ROWS, f"{desktop:.3f}", "--micro_batch", "8", "--gradient_checkpointing", "false")
+    said = text_of(alone).splitlines()
+    assert said[0].startswith("FITS: ") and _case(alone["choice"]) == (8, False, "all alike")
+    assert [line for line in said if line.startswith("leaves 1.4 GiB free; 2.0 are preferred until an AMD card")]
+
+
+def test_what_was_passed_over_for_its_memory_is_named_with_its_speed(planned: Any) -> None:
+    """One row at a time is far slower: where only that leaves 2 GiB, the faster one is among what else fits."""
+    words = ("--seq", "64", *ROWS[2:])
+    plenty = planned(*words, "0", "--no-checkpointing")
+    sizes = {each["micro_batch"]: each for each in plenty["grid"]}
+    between = (sizes[1]["spare"] + sizes[8]["spare"]) / 2 - 2 * GIB
+    found = planned(*words, f"{between / GIB:.4f}", "--no-checkpointing")
+    assert found["roomy"] and found["choice"]["micro_batch"] < 8
+    assert any(line.startswith("also fits: ") and "micro-batch 8 x 1" in line for line in text_of(found).splitlines())
+
+
+def test_of_nearly_equal_choices_the_smaller_micro_batch_is_taken(planned: Any) -> None:
+    for desktop in ("0", "12", "15.5"):
+        found = planned(*ROWS, desktop)
+        roomy = [each for each in found["grid"] if each["roomy"] and not each["recompute"]]
+        top = max(each["estimated_tokens_per_second"] for each in roomy)
+        equal = [each for each in roomy if each["estimated_tokens_per_second"] >= 0.95 * top]
+        assert found["choice"]["recompute"] is None and len(roomy) > len(equal)
+        assert found["choice"]["micro_batch"] == min(each["micro_batch"] for each in equal)
+
+
 def test_rows_of_a_dataset_give_length_padding_and_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, data = tiny.build("llama3", tmp_path), tmp_path / "rows.jsonl"

@@ -92,7 +92,8 @@ def test_where_not_all_activations_fit_as_few_as_needs_be_are_recomputed(plan: P
     for each in mixes:
         case = each.case
         off, on = (_find(plan, each.variant, case.micro_batch, checkpointing=way, length=case.length) for way in (0, 1))
-        assert off.spare < 0.7 * GIB <= each.spare and on.fits
+        least = (2 if on.roomy else 0.7) * GIB
+        assert off.spare < least <= each.spare and on.fits
         assert on.tokens_per_second < each.tokens_per_second < off.tokens_per_second
     for each in {each.variant: each for each in mixes}.values():
         every = [
@@ -100,7 +101,8 @@ def test_where_not_all_activations_fit_as_few_as_needs_be_are_recomputed(plan: P
             for whole in range(0, 33, 2)
             for some in range(0 if whole else 1, 33 - whole)
         ]
-        best = max(one.tokens_per_second for one in every if one.spare >= 0.7 * GIB)
+        on = _find(plan, each.variant, each.case.micro_batch, checkpointing=True)
+        best = max(one.tokens_per_second for one in every if one.spare >= (2 if on.roomy else 0.7) * GIB)
         assert each.tokens_per_second >= best
 
 

@@ -43,12 +43,20 @@ def test_bytes_that_leave_the_card_are_the_host_s_and_come_twice_a_pass(method: 
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_auto_streams_as_few_layers_as_leave_the_margin(method: str) -> None:
+def test_auto_streams_as_few_layers_as_leave_what_is_preferred_or_else_the_margin(method: str) -> None:
     whole, least = planned(method, 0).nearest.total, planned(method, LAYERS).nearest.total
-    card = replace(LARGE, usable=int((whole + least) / 2))
+    card = replace(LARGE, usable=int(0.98 * whole))
+    assert least < card.usable - card.room, "with all layers in host memory the room is left"
     found = planned(method, AUTO, card).nearest
-    assert 0 < found.case.streamed < LAYERS and found.spare >= card.margin
-    assert planned(method, found.case.streamed - 1, card).nearest.spare < card.margin
+    assert 0 < found.case.streamed < LAYERS and found.spare >= card.room
+    assert planned(method, found.case.streamed - 1, card).nearest.spare < card.room
+
+    # a host that holds fewer layers: as many as leave the margin
+    few = next(n for n in range(1, LAYERS) if planned(method, n, card).nearest.spare >= card.margin)
+    assert few < found.case.streamed
+    needed = sum(host(planned(method, few).variants[method], planned(method, few).nearest.case).values())
+    small = planned(method, AUTO, replace(card, host=int(needed) + 1)).nearest
+    assert (small.case.streamed, small.host_missing) == (few, 0)
     assert planned(method, AUTO, replace(card, usable=2 * int(whole))).nearest.case.streamed == 0
 
 
