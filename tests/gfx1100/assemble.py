@@ -138,3 +138,96 @@ def program(*parts: list[int]) -> bytes:
     """The code of instructions in order, ended."""
     words = [word for part in (*parts, END) for word in part]
     return struct.pack(f"<{len(words)}I", *words)
+
+
+def code_object(
+    name: str,
+    code: bytes,
+    descriptor: bytes,
+    arguments: list[tuple[int, int, str]],
+    *,
+    data: bytes = b"",
+    relocations: list[tuple[int, int, int]] = (),  # type: ignore[assignment]
+) -> bytes:
+    """An ELF file as AMD's linker lays it out, with one kernel and, behind it, data.
+
+    Args:
+        arguments: offset, size and ``.value_kind`` of each.
+        data: the symbol ``data`` names its first byte.
+        relocations: place in `data`, R_AMDGPU_ABS64 (3; of ``data``) or R_AMDGPU_RELATIVE64 (13; of the file), addend.
+    """
+    size = max((offset + length for offset, length, _ in arguments), default=0)
+    noted = {
+        ".name": name, ".symbol": name + ".kd", ".kernarg_segment_size": size, ".max_flat_workgroup_size": 1024,
+        ".group_segment_fixed_size": 0, ".private_segment_fixed_size": 0, ".vgpr_count": 16,
+        ".args": [dict(zip((".offset", ".size", ".value_kind"), each, strict=True)) for each in arguments],
+    }  # fmt: skip
+    metadata = _packed({"amdhsa.kernels": [noted]})
+    names = b"\0" + (name + ".kd").encode() + b"\0data\0"
+    titles = b"\0.note\0"
+    at, parts = 64 + 2 * 56, {}
+
+    def place(title: str, content: bytes, alignment: int) -> int:
+        nonlocal at
+        at = (at + alignment - 1) // alignment * alignment
+        parts[title] = (at, content)
+        at += len(content)
+        return at - len(content)
+
+    place("note", struct.pack("<III8s", 7, len(metadata), 32, b"AMDGPU\0") + metadata + bytes(-len(metadata) % 4), 4)
+    kernel = place("kernel", descriptor, 64)
+    entry = place("code", code, 256)
+    parts["kernel"] = (kernel, descriptor[:16] + struct.pack("<q", entry - kernel) + descriptor[24:])
+    behind = place("data", data, 16)
+    symbol = struct.Struct("<IBBHQQ")
+    symbols = [(0, 0, 0, 0, 0, 0), (1, 17, 0, 1, kernel, 64), (len(name) + 5, 17, 0, 1, behind, len(data))]
+    place("symbols", b"".join(symbol.pack(*each) for each in symbols), 8)
+    place("names", names, 1)
+    rows = [(behind + where, kind, 2 if kind == 3 else 0, addend) for where, kind, addend in relocations]
+    place("relocations", b"".join(struct.pack("<QIIq", *row) for row in rows), 8)
+    place("titles", titles, 1)
+    section = struct.Struct("<IIQQQQIIQQ")
+
+    def row(title: str, kind: int, link: int = 0, width: int = 0) -> bytes:
+        where, content = parts[title]
+        return section.pack(0, kind, 2, where, where, len(content), link, 0, 8, width)
+
+    sections = [bytes(64), row("relocations", 4, 2, 24), row("symbols", 11, 3, 24), row("names", 3), row("titles", 3)]
+    table = (at + 7) // 8 * 8
+    identity = b"\x7fELF\x02\x01\x01\x40\x04" + bytes(7)
+    header = identity + struct.pack("<HHIQQQIHHHHHH", 3, 224, 1, 0, 64, table, 0x41, 64, 56, 2, 64, len(sections), 4)
+    segment = struct.Struct("<IIQQQQQQ")
+    note = parts["note"]
+    image = bytearray(table)
+    image[:64] = header
+    image[64:176] = segment.pack(1, 7, 0, 0, 0, at, at, 4096) + segment.pack(
+        4, 4, note[0], note[0], note[0], len(note[1]), len(note[1]), 4
+    )
+    for where, content in parts.values():
+        image[where : where + len(content)] = content
+    return bytes(image) + b"".join(sections)
+
+
+def bundle(code_objects: dict[str, bytes]) -> bytes:
+    """An uncompressed bundle of code objects by target."""
+    sizes = sum(24 + len(target) for target in code_objects)
+    at, rows = (32 + sizes + 4095) // 4096 * 4096, b""
+    body = bytearray()
+    for target, content in code_objects.items():
+        rows += struct.pack("<QQQ", at + len(body), len(content), len(target)) + target.encode()
+        body += content + bytes(-len(content) % 4096)
+    head = b"__CLANG_OFFLOAD_BUNDLE__" + struct.pack("<Q", len(code_objects)) + rows
+    return head + bytes(at - len(head)) + bytes(body)
+
+
+def _packed(value: object) -> bytes:
+    """MessagePack."""
+    if isinstance(value, dict):
+        pairs = [_packed(each) for pair in value.items() for each in pair]
+        return struct.pack(">BH", 0xDE, len(value)) + b"".join(pairs)
+    if isinstance(value, list):
+        return struct.pack(">BH", 0xDC, len(value)) + b"".join(map(_packed, value))
+    if isinstance(value, str):
+        return struct.pack(">BH", 0xDA, len(value)) + value.encode()
+    assert isinstance(value, int)
+    return struct.pack(">Bq", 0xD3, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,9 @@ TARGET = "gfx1100"
 _COMPRESSED, _PLAIN, _ELF = b"CCOB", b"__CLANG_OFFLOAD_BUNDLE__", b"\x7fELF"
 _SIZES = {2: "<II", 3: "<QQ"}  # of the file and of what is in it, by version of the header
 _METADATA_NOTE = 32
+_LINES = b".debug_line\0"
+_RELOCATIONS, _DYNAMIC_SYMBOLS = 4, 11  # kinds of sections
+_ABSOLUTE, _RELATIVE = 3, 13  # R_AMDGPU_ABS64, R_AMDGPU_RELATIVE64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +50,35 @@ def elf_files(bundle: bytes) -> list[bytes]:
         header = 16 + struct.calcsize(_SIZES[version])
         bundle = pyarrow.Codec("zstd").decompress(bundle[header:total], decompressed_size=raw, asbytes=True)
     assert bundle.startswith(_PLAIN)
-    found, at = [], 32
-    for _ in range(struct.unpack_from("<Q", bundle, 24)[0]):
-        offset, size, length = struct.unpack_from("<QQQ", bundle, at)
-        if bundle[at + 24 : at + 24 + length].decode().endswith(TARGET):
-            found.append(bundle[offset : offset + size])
+    entries = _entries(lambda form, at: struct.unpack_from(form, bundle, at))
+    return [bundle[offset : offset + size] for offset, size, name in entries if name.endswith(TARGET)]
+
+
+def _entries(read: Callable[[str, int], tuple[Any, ...]]) -> Iterator[tuple[int, int, str]]:
+    """Offset, size and target of each code object of an uncompressed bundle; `read` unpacks at an offset."""
+    (count,), at = read("<Q", 24), 32
+    for _ in range(count):
+        offset, size, length = read("<QQQ", at)
+        (name,) = read(f"{length}s", at + 24)
+        yield offset, size, name.decode()
         at += 24 + length
-    return found
 
 
 def at_address(address: int) -> list[bytes]:
-    """The code objects for `TARGET` at an address in this process: of a compressed bundle, or an ELF file itself."""
+    """The code objects for `TARGET` at an address in this process: of a bundle, or an ELF file itself."""
     head = ctypes.string_at(address, 64)
     if head[:4] == _COMPRESSED:
         (total, _) = struct.unpack_from(_SIZES[struct.unpack_from("<H", head, 4)[0]], head, 8)
         return elf_files(ctypes.string_at(address, total))
+    if head.startswith(_PLAIN):
+
+        def read(form: str, at: int) -> tuple[Any, ...]:
+            return struct.unpack(form, ctypes.string_at(address + at, struct.calcsize(form)))
+
+        entries = list(_entries(read))
+        return [ctypes.string_at(address + at, size) for at, size, name in entries if name.endswith(TARGET)]
     if head[:4] != _ELF:
-        raise ValueError(f"neither a compressed bundle nor an ELF file: {head[:24]!r}")
+        raise ValueError(f"neither a bundle nor an ELF file: {head[:24]!r}")
     (sections,) = struct.unpack_from("<Q", head, 40)
     size, count = struct.unpack_from("<HH", head, 58)
     return [ctypes.string_at(address, sections + size * count)]
@@ -83,17 +98,15 @@ def load(elf: bytes) -> list[Kernel]:
     descriptors: dict[str, int] = {}
     lines = ""
     (names_at,) = struct.unpack_from("<H", elf, 62)
-    titles = struct.unpack_from("<IIQQQQIIQQ", elf, sections + names_at * section_size)[4]
-    for index in range(section_count):
-        title, kind, _, _, offset, length, link, _, _, _ = struct.unpack_from(
-            "<IIQQQQIIQQ", elf, sections + index * section_size
-        )
-        if elf[titles + title :].startswith(b".debug_line\0"):
+    rows = [struct.unpack_from("<IIQQQQIIQQ", elf, sections + index * section_size) for index in range(section_count)]
+    titles = rows[names_at][4]
+    for title, kind, _, _, offset, length, link, _, _, _ in rows:
+        if elf[titles + title : titles + title + len(_LINES)] == _LINES:
             lines = "".join(f"{at:x} {place}\n" for at, place in sorted(_Lines(elf[offset : offset + length]).rows()))
-        if kind == 4 and length:
-            raise ValueError("the code object has relocations")
-        if kind == 11:  # dynamic symbols
-            names = struct.unpack_from("<IIQQQQIIQQ", elf, sections + link * section_size)[4]
+        if kind == _RELOCATIONS:
+            _relocate(image, base, elf[offset : offset + length], elf, rows[link][4])
+        if kind == _DYNAMIC_SYMBOLS:
+            names = rows[link][4]
             for symbol in range(length // 24):
                 name, _, _, _, value, _ = struct.unpack_from("<IBBHQQ", elf, offset + symbol * 24)
                 descriptors[elf[names + name : elf.index(b"\0", names + name)].decode()] = value
@@ -115,6 +128,19 @@ def load(elf: bytes) -> list[Kernel]:
 
 
 _kept: list[mmap.mmap] = []
+
+
+def _relocate(image: mmap.mmap, base: int, entries: bytes, elf: bytes, symbols: int) -> None:
+    """Puts addresses into an image that lies at `base`: of symbols, whose table begins at `symbols`, or of its own."""
+    for offset, kind, symbol, addend in struct.iter_unpack("<QIIq", entries):
+        if kind == _ABSOLUTE:
+            _, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", elf, symbols + symbol * 24)
+            address = (base + value if section else 0) + addend
+        elif kind == _RELATIVE:
+            address = base + addend
+        else:
+            raise ValueError(f"a relocation of type {kind} at {offset:#x}")
+        struct.pack_into("<Q", image, offset, address)
 
 
 def _entry(image: mmap.mmap, descriptor: int) -> int:

@@ -124,7 +124,8 @@ struct Launch {
     const gfx_launch *launch;
     gfx_lookup lookup;
     gfx_stats stats{};
-    std::vector<int32_t> decoded; // index into `instructions` by word of code, -1 where not met yet
+    // Index into `instructions` by word of code, -1 where not met yet; a page is empty until one of its words is.
+    std::vector<std::vector<int32_t>> decoded;
     std::vector<std::unique_ptr<Instruction>> instructions;
     Allocation recent[8];
     unsigned next_recent = 0;
@@ -168,7 +169,8 @@ struct Wave {
     uint32_t low_undefined[256], high_undefined[256]; // lanes whose lower or upper 16 bits were never written
     bool flush32, flush16_64;
     Arrivals memory, local; // counted by vmcnt and lgkmcnt: vector loads; LDS and scalar ones
-    uint32_t from_memory[256], from_local[256], to_scalar[128]; // number of the load that last went into a register
+    // Number of the load that last went into a register: into the lower and the upper half of a vector register.
+    uint32_t from_memory[2][256], from_local[2][256], to_scalar[128];
     std::vector<uint8_t> scratch, scratch_undefined; // lane by lane
 
     uint32_t exec() const { return s[EXEC]; }
@@ -180,13 +182,14 @@ struct Wave {
         set(code, uint32_t(value), uint32_t(undefined));
         if (code != NUL) set(code + 1, uint32_t(value >> 32), uint32_t(undefined >> 32));
     }
-    uint32_t *row(unsigned vgpr) { // to read, or to write by what is no load
-        if (vgpr < 256 && (from_memory[vgpr] > memory.come || from_local[vgpr] > local.come)) awaited('v', vgpr);
+    bool outstanding(unsigned vgpr, int half) const { return from_memory[half][vgpr] > memory.come || from_local[half][vgpr] > local.come; }
+    uint32_t *row(unsigned vgpr, int half = -1) { // to read, or to write by what is no load; half as for `define`
+        if (vgpr < 256 && ((half != 1 && outstanding(vgpr, 0)) || (half != 0 && outstanding(vgpr, 1)))) awaited('v', vgpr);
         return target(vgpr);
     }
     uint32_t *target(unsigned vgpr); // to load into
     [[noreturn]] void awaited(char kind, unsigned number) const;
-    void issued(unsigned vgpr, unsigned words, bool by_memory, bool by_local);
+    void issued(unsigned vgpr, unsigned words, bool by_memory, bool by_local, int half = -1);
     uint32_t lanes_undefined(unsigned vgpr) { return low_undefined[vgpr] | high_undefined[vgpr]; }
     void define(unsigned vgpr, uint32_t mask, uint32_t undefined = 0, int half = -1); // half: 0 low, 1 high, -1 both
     void require(uint32_t undefined, const char *what, const char *decides) const;
@@ -217,7 +220,8 @@ const ScalarOp *scalar_op(Scalar, unsigned op);
 struct Buffer {
     alignas(64) Row lo, hi;
 };
-void fetch(Wave &, const Instruction &, int index, uint16_t code, Kind, Buffer &, const uint32_t *&lo, const uint32_t *&hi);
+// `half`: which one of a register of 32 bits is used, -1 for both.
+void fetch(Wave &, const Instruction &, int index, uint16_t code, Kind, Buffer &, const uint32_t *&lo, const uint32_t *&hi, int half = -1);
 uint32_t inline_constant(unsigned code, Kind); // its lower 32 bits
 uint64_t inline_constant64(unsigned code, Kind);
 inline void blend(uint32_t *d, const uint32_t *from, uint32_t mask) {

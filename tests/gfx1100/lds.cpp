@@ -142,7 +142,7 @@ void run_lds(Wave &w, const Instruction &i) {
             }
         }
     }
-    w.issued(i.dst, load || op.flags & RETURNS ? parts * ((op.bytes + 3) / 4) : 0, false, true);
+    w.issued(i.dst, load || op.flags & RETURNS ? parts * ((op.bytes + 3) / 4) : 0, false, true, half_of(op));
     w.launch->stats.lds_conflict_cycles += banks.conflicts();
 }
 

@@ -179,7 +179,7 @@ void load_lane(Wave &w, uint16_t dst, const MemoryOp &op, Target from, int lane)
         uint32_t undefined = 0;
         for (unsigned n = 0; from.undefined && n < op.bytes; n++) undefined |= from.undefined[n];
         w.v[dst][lane] = narrow(op, w.v[dst][lane], from.data);
-        if (op.flags & HALF16) return w.define(dst, bit, undefined ? bit : 0, (op.flags & UPPER) != 0);
+        if (op.flags & HALF16) return w.define(dst, bit, undefined ? bit : 0, half_of(op));
         w.define(dst, bit, undefined ? bit : 0, 0);
         w.define(dst, bit, undefined && op.flags & SIGNED ? bit : 0, 1);
         return;
@@ -194,7 +194,7 @@ void load_lane(Wave &w, uint16_t dst, const MemoryOp &op, Target from, int lane)
 
 void store_lane(Wave &w, uint16_t data, const MemoryOp &op, Target to, int lane) {
     if (op.bytes < 4) {
-        uint32_t v = w.row(data)[lane] >> (op.flags & UPPER ? 16 : 0);
+        uint32_t v = w.row(data, (op.flags & UPPER) != 0)[lane] >> (op.flags & UPPER ? 16 : 0);
         std::memcpy(to.data, &v, op.bytes);
         if (to.undefined) std::memset(to.undefined, (op.flags & UPPER ? w.high_undefined : w.low_undefined)[data] >> lane & 1, op.bytes);
         return;
@@ -254,9 +254,9 @@ static void load_together(Wave &w, const Instruction &i, const MemoryOp &op, con
             if (op.bytes < 4) row[l] = narrow(op, row[l], from);
             else std::memcpy(&row[l], from, 4);
         }
-        w.define(i.dst + n, mask, 0, op.flags & HALF16 ? (op.flags & UPPER) != 0 : -1);
+        w.define(i.dst + n, mask, 0, half_of(op));
     }
-    w.issued(i.dst, words, true, flat);
+    w.issued(i.dst, words, true, flat, half_of(op));
 }
 
 // What all memory instructions do once the place of each lane is known.
@@ -276,7 +276,7 @@ template <class PLACE> static void access(Wave &w, const Instruction &i, uint32_
         } else store_lane(w, i.data, op, t, l);
     }
     bool flat = i.run == run_memory && i.segment == 0;
-    if (load || (atomic && i.glc)) w.issued(i.dst, words, true, flat);
+    if (load || (atomic && i.glc)) w.issued(i.dst, words, true, flat, half_of(op));
     else if (flat) w.local.issued++;
 }
 

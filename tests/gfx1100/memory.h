@@ -16,6 +16,8 @@ struct MemoryOp {
     uint8_t bytes;
     Atomic atomic = Atomic::NONE;
 };
+// The half of a register that a load fills: 0 low, 1 high, -1 all of the register.
+inline int half_of(const MemoryOp &op) { return op.flags & UPPER ? 1 : op.flags & HALF16 ? 0 : -1; }
 const MemoryOp *memory_op(unsigned op); // of FLAT, GLOBAL, SCRATCH and MUBUF, which have the same numbers
 const MemoryOp *lds_op(unsigned op);
 

@@ -10,33 +10,38 @@ namespace {
 struct Sources {
     Buffer buffer[3];
     const uint32_t *row[3], *unused;
-    uint32_t undefined = 0; // lanes
+    uint32_t undefined[2] = {}; // lanes in which the sources of the lower and of the upper result were never written
 };
 
-void read(Wave &w, const Instruction &i, int count, bool halves, Sources &s) {
+// `mixed`: a source is a half only where opsel_hi says so, and then opsel says which.
+void read(Wave &w, const Instruction &i, int count, bool halves, Sources &s, bool mixed = false) {
     Instruction plain = i;
     plain.neg = plain.abs = plain.opsel = 0;
     for (int k = 0; k < count; k++) {
         uint16_t code = i.src[k];
-        fetch(w, plain, k, code, Kind::B32, s.buffer[k], s.row[k], s.unused);
+        int of[2] = {i.opsel >> k & 1, i.opsel_hi >> k & 1}; // the half that each result takes
+        if (mixed) of[1] = of[1] ? of[0] : 1 - of[0];
+        fetch(w, plain, k, code, Kind::B32, s.buffer[k], s.row[k], s.unused, of[0] == of[1] ? of[0] : -1);
         if (halves && code >= HALF && code <= HALF + 8) {
             std::fill_n(s.buffer[k].lo, LANES, inline_constant(code, Kind::F16));
             s.row[k] = s.buffer[k].lo;
         }
-        if (code >= VGPR) { // only the half that is read counts
-            bool low = !(i.opsel >> k & 1) || !(i.opsel_hi >> k & 1), high = i.opsel >> k & 1 || i.opsel_hi >> k & 1;
-            s.undefined |= (low ? w.low_undefined[code - VGPR] : 0) | (high ? w.high_undefined[code - VGPR] : 0);
-        } else if (w.scalar_undefined(code)) s.undefined = ALL;
+        for (int h = 0; h < 2; h++) {
+            if (code >= VGPR) s.undefined[h] |= (of[h] ? w.high_undefined : w.low_undefined)[code - VGPR];
+            else if (w.scalar_undefined(code)) s.undefined[h] = ALL;
+        }
     }
-    if (i.dpp && s.undefined) s.undefined = ALL;
+    for (uint32_t &lanes : s.undefined)
+        if (i.dpp && lanes) lanes = ALL;
 }
 
-void write(Wave &w, const Instruction &i, const uint32_t *out, uint32_t undefined) {
+void write(Wave &w, const Instruction &i, const uint32_t *out, uint32_t low, uint32_t high) {
     uint32_t mask = w.exec();
     if (i.dpp == 1 && (i.control >> 19 & 1) == 0) fault("DPP that leaves lanes unwritten is not known for packed operations");
     if (i.dpp == 1 && i.control >> 24 != 0xff) fault("DPP with row or bank masks is not known for packed operations");
     blend(w.row(i.dst), out, mask);
-    w.define(i.dst, mask, undefined);
+    w.define(i.dst, mask, low, 0);
+    w.define(i.dst, mask, high, 1);
 }
 
 float clamped(const Wave &w, float v, bool clamp) {
@@ -77,7 +82,7 @@ template <class T, int COUNT, class F> void each_half(Wave &w, const Instruction
             out[l] |= uint32_t(bits) << (16 * h);
         }
     }
-    write(w, i, out, s.undefined);
+    write(w, i, out, s.undefined[0], s.undefined[1]);
 }
 
 void pk_fmac(Wave &w, const Instruction &i) {
@@ -95,7 +100,7 @@ template <bool CLAMPS, class FROM> void dot2(Wave &w, const Instruction &i, FROM
     const uint32_t *c, *unused;
     Buffer buffer;
     fetch(w, i, 2, i.src[2], Kind::F32, buffer, c, unused);
-    if (i.src[2] >= VGPR) s.undefined |= w.lanes_undefined(i.src[2] - VGPR);
+    uint32_t undefined = s.undefined[0] | s.undefined[1] | (i.src[2] >= VGPR ? w.lanes_undefined(i.src[2] - VGPR) : 0);
     Row out;
     for (int l = 0; l < LANES; l++) {
         float sum = std::bit_cast<float>(c[l]);
@@ -110,7 +115,7 @@ template <bool CLAMPS, class FROM> void dot2(Wave &w, const Instruction &i, FROM
         }
         out[l] = std::bit_cast<uint32_t>(clamped(w, sum, CLAMPS && i.clamp));
     }
-    write(w, i, out, s.undefined);
+    write(w, i, out, undefined, undefined);
 }
 
 int64_t element(uint32_t word, int index, int bits, bool is_signed) {
@@ -127,21 +132,20 @@ template <int BITS, bool ANY_SIGN> void dot_integers(Wave &w, const Instruction 
         for (int n = 0; n < 32 / BITS; n++) sum += element(s.row[0][l], n, BITS, a) * element(s.row[1][l], n, BITS, b);
         out[l] = !i.clamp ? uint32_t(sum) : ANY_SIGN ? uint32_t(saturate<int32_t>(sum)) : saturate<uint32_t>(sum);
     }
-    write(w, i, out, s.undefined);
+    uint32_t undefined = s.undefined[0] | s.undefined[1];
+    write(w, i, out, undefined, undefined);
 }
 
 // Each source is a float, or a half where opsel_hi says so; the result a float, or one half of the register.
 template <int WHERE> void fma_mix(Wave &w, const Instruction &i) {
     Sources s;
-    read(w, i, 3, false, s);
+    read(w, i, 3, false, s, true);
     for (int k = 0; k < 3; k++) {
         bool half = i.opsel_hi >> k & 1;
         if (half && i.src[k] >= HALF && i.src[k] <= HALF + 8) std::fill_n(s.buffer[k].lo, LANES, inline_constant(i.src[k], Kind::F16));
-        if (half || i.src[k] < VGPR) continue;
-        s.undefined |= w.lanes_undefined(i.src[k] - VGPR);
     }
     Row out;
-    uint32_t *row = w.row(i.dst);
+    uint32_t *row = w.row(i.dst, WHERE == 2 ? -1 : WHERE);
     for (int l = 0; l < LANES; l++) {
         float v[3];
         for (int k = 0; k < 3; k++) {
@@ -161,7 +165,7 @@ template <int WHERE> void fma_mix(Wave &w, const Instruction &i) {
     }
     blend(row, out, w.exec());
     if (i.dpp) fault("%s with DPP is not known", i.name);
-    w.define(i.dst, w.exec(), s.undefined, WHERE == 2 ? -1 : WHERE);
+    w.define(i.dst, w.exec(), s.undefined[0] | s.undefined[1], WHERE == 2 ? -1 : WHERE);
 }
 
 // D = A B + C of 16 x 16 elements. Lane l holds row l mod 16 of A and column l mod 16 of B, the half waves the same; register
@@ -202,7 +206,7 @@ template <Element FROM, bool WIDE> void wmma(Wave &w, const Instruction &i) {
         Buffer buffer;
         const uint32_t *c = buffer.lo;
         if (i.src[2] >= VGPR) {
-            c = w.row(i.src[2] - VGPR + r);
+            c = w.row(i.src[2] - VGPR + r, WIDE ? -1 : upper);
             undefined |= !WIDE ? (upper ? w.high_undefined : w.low_undefined)[i.src[2] - VGPR + r] : w.lanes_undefined(i.src[2] - VGPR + r);
         } else {
             bool constant = i.src[2] >= HALF && i.src[2] <= HALF + 8;
@@ -226,13 +230,13 @@ template <Element FROM, bool WIDE> void wmma(Wave &w, const Instruction &i) {
             if (WIDE) out[r][l] = std::bit_cast<uint32_t>(total);
             else {
                 uint32_t half = FROM == Element::HALF ? std::bit_cast<uint16_t>(_Float16(sum + plus)) : float_to_bfloat(total);
-                uint32_t old = w.row(i.dst + r)[l];
+                uint32_t old = w.row(i.dst + r, upper)[l];
                 out[r][l] = upper ? (old & 0xffff) | half << 16 : (old & 0xffff0000) | half;
             }
         }
     }
     for (int r = 0; r < 8; r++) {
-        std::memcpy(w.row(i.dst + r), out[r], sizeof out[r]);
+        std::memcpy(w.row(i.dst + r, WIDE ? -1 : upper), out[r], sizeof out[r]);
         w.define(i.dst + r, ALL, undefined ? ALL : 0, WIDE ? -1 : upper);
     }
 }

@@ -75,6 +75,20 @@ void jump(Wave &w, const Instruction &i) {
 void message(Wave &, const Instruction &i) {
     if (i.offset != 3) fault("s_sendmsg %d: only 3, vector registers are given back, is known", i.offset);
 }
+// What will come into scalar registers, in any order with what was asked for before.
+void sent(Wave &w, const Instruction &i, unsigned words) {
+    w.local.scalar = ++w.local.issued;
+    for (unsigned n = 0; n < words; n++) w.to_scalar[i.dst + n] = w.local.issued;
+    if (!w.launch->check_undefined) w.local.wait(0);
+}
+
+void message_with_answer(Wave &w, const Instruction &i) {
+    if (i.src[0] != 131) fault("%s %u: only 131, the time, is known", i.name, i.src[0]);
+    bool wide = i.op == 0x4d;
+    if (wide) w.set64(i.dst, w.launch->stats.instructions);
+    else w.set(i.dst, uint32_t(w.launch->stats.instructions));
+    sent(w, i, wide ? 2 : 1);
+}
 // vmcnt in bits 15:10, lgkmcnt in 9:4; SOPK's forms have one in the immediate.
 void wait(Wave &w, const Instruction &i) {
     uint32_t n = uint32_t(i.offset) & 0xffff;
@@ -235,6 +249,8 @@ const ScalarOp table[] = {
     DO(SOP1, 0x47, "s_getpc_b64", D64, NO, w.set64(i.dst, w.pc))
     DO(SOP1, 0x48, "s_setpc_b64", NO, D64, jump(w, i))
     DO(SOP1, 0x49, "s_swappc_b64", D64, D64, jump(w, i))
+    DO(SOP1, 0x4c, "s_sendmsg_rtn_b32", D32, NO, message_with_answer(w, i))
+    DO(SOP1, 0x4d, "s_sendmsg_rtn_b64", D64, NO, message_with_answer(w, i))
 
     COMPARE(0x00, "s_cmp_eq_i32", a == b) COMPARE(0x01, "s_cmp_lg_i32", a != b)
     COMPARE(0x02, "s_cmp_gt_i32", i32(a) > i32(b)) COMPARE(0x03, "s_cmp_ge_i32", i32(a) >= i32(b))
@@ -334,12 +350,6 @@ const ScalarOp *scalar_op(Scalar form, unsigned op) {
     return op < 256 ? all[size_t(form)][op] : nullptr;
 }
 
-static void sent(Wave &w, const Instruction &i) {
-    w.local.scalar = ++w.local.issued;
-    for (unsigned n = 0; n < i.bytes / 4u; n++) w.to_scalar[i.dst + n] = w.local.issued;
-    if (!w.launch->check_undefined) w.local.wait(0);
-}
-
 void run_smem(Wave &w, const Instruction &i) {
     if (i.bytes == 0) return; // a cache is invalidated
     uint64_t at = w.scalar64(i.address, i);
@@ -361,13 +371,13 @@ void run_smem(Wave &w, const Instruction &i) {
             if (from + 4 <= records) std::memcpy(&value, w.launch->memory(at + from, 4, false, -1), 4);
             w.set(i.dst + n, value);
         }
-        return sent(w, i);
+        return sent(w, i, words);
     }
     const uint8_t *from = w.launch->memory((at + uint64_t(offset)) & ~3ull, i.bytes, false, -1);
     uint32_t values[16];
     std::memcpy(values, from, i.bytes);
     for (unsigned n = 0; n < words; n++) w.set(i.dst + n, values[n]);
-    sent(w, i);
+    sent(w, i, words);
     w.launch->stats.bytes_loaded += i.bytes;
 }
 

@@ -212,6 +212,74 @@ def test_loads_come_in_order() -> None:
     assert total({FETCH: first, "end": asm.WAIT})[0] == COUNT * (COUNT + 1)
 
 
+def halves(*then: list[int], left: int = 0) -> None:
+    """Loads two numbers into the halves of v6, waits until `left` of the loads are outstanding, and goes on."""
+    loads = [
+        *asm.flat(0x20, addr=5, dst=6, saddr=4),
+        *asm.flat(0x23, addr=5, dst=6, saddr=4, offset=4),
+        *asm.sopp(0x09, left << 10 | 63 << 4),
+    ]
+    total({"place": [*PARTS["place"], *loads, *(word for part in then for word in part)]})
+
+
+LOWER, UPPER = (
+    {
+        "a store": asm.flat(store, addr=5, data=6, saddr=6),
+        "a sum of halves": asm.vop3(0x132, 7, v(6), v(6), opsel=3 * half),
+        "a packed sum": asm.vop3p(0x0F, 7, v(6), v(6), opsel=3 * half, opsel_hi=3 * half),
+        "a mixed product": asm.vop3p(0x20, 7, v(6), v(6), v(6), opsel=7 * half, opsel_hi=7),
+        "a half written anew": asm.vop3(0x132, 6, const(1), const(1), opsel=8 * half),
+    }
+    for half, store in ((0, 0x19), (1, 0x25))
+)
+
+
+@pytest.mark.parametrize("name", LOWER)
+def test_halves_of_a_register_are_awaited_one_by_one(name: str) -> None:
+    """Loads of 16 bits fill one half each: the first may be used while the second is still on its way."""
+    halves(LOWER[name], left=1)
+    for used, left in ((UPPER, 1), (LOWER, 2), (UPPER, 2)):
+        with pytest.raises(GpuFault, match="v6 is used, but the program has not waited for the load into it"):
+            halves(used[name], left=left)
+    halves(UPPER[name], left=0)
+
+
+@pytest.mark.parametrize("whole", [asm.vop1(1, 7, v(6)), asm.vop2(0x25, 7, v(6), v(5)), asm.ds(0x0D, addr=5, data0=6)])
+def test_a_whole_register_waits_for_both_halves(whole: list[int]) -> None:
+    with pytest.raises(GpuFault, match="v6 is used, but the program has not waited for the load into it"):
+        halves(whole, left=1)
+    halves(asm.BARRIER, whole)
+
+
+@pytest.mark.parametrize("first", ["lower", "upper"])
+def test_half_of_a_packed_result_is_unknown_only_where_its_sources_are(first: str) -> None:
+    """v6 has one half that was never written; what depends on the other one may decide an address."""
+    half, store = (0, 0x20) if first == "lower" else (1, 0x23)
+    load = [*asm.flat(store, addr=5, dst=6, saddr=4), *asm.WAIT, *asm.vop3p(0x0A, 7, v(6), const(0))]
+    of = [[*asm.vop2(0x1B, 7, asm.LITERAL, v(7)), 0xFFFF], asm.vop2(0x19, 7, const(16), v(7))]
+    mixed = [
+        [*asm.vop3p(0x20, 8, v(6), v(6), v(6), opsel=7 * of, opsel_hi=7), *asm.vop2(0x1B, 8, const(4), v(8))]
+        for of in (0, 1)
+    ]
+    for known, register in ((of[half], 7), (mixed[half], 8)):
+        total({"place": [*PARTS["place"], *load, *known, *asm.ds(0x36, addr=register, dst=10)]})
+    for unknown, register in ((of[1 - half], 7), (mixed[1 - half], 8)):
+        with pytest.raises(GpuFault, match="holds what was never written, and decides an address of LDS"):
+            total({"place": [*PARTS["place"], *load, *unknown, *asm.ds(0x36, addr=register, dst=10)]})
+
+
+def test_the_time_is_asked_for_and_awaited() -> None:
+    """s_sendmsg_rtn: its answer comes as a scalar load's does."""
+    ask = {words: [0xBE800000 | 20 << 16 | op << 8 | 131] for op, words in ((0x4C, 1), (0x4D, 2))}
+    for words, asked in ask.items():
+        read = asm.sop1(0, 22, 20 + words - 1)
+        total({"place": [*PARTS["place"], *asked, *asm.WAIT, *read]})
+        with pytest.raises(GpuFault, match=rf"s{20 + words - 1} is used, but the program has not waited"):
+            total({"place": [*PARTS["place"], *asked, *read]})
+    with pytest.raises(GpuFault, match="s_sendmsg_rtn_b32 128: only 131, the time, is known"):
+        total({"place": [*PARTS["place"], 0xBE800000 | 20 << 16 | 0x4C << 8 | 128]})
+
+
 def test_what_is_allowed_is_not_reported() -> None:
     """Undefined bits that decide nothing; waves that write the same; buffers that leave out what is outside."""
     fine: list[Callable[[], object]] = [

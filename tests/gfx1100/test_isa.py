@@ -47,6 +47,7 @@ ELSEWHERE = (
     "setpc",
     "swappc",
     "call",
+    "sendmsg",
     "getreg",
     "setreg",
     "waitcnt",

@@ -141,6 +141,7 @@ std::string scalar_text(const Instruction &i) {
         return text;
     }
     if (op.d != Kind::NONE) add(text, operand(i, i.dst, words_of(op.d)));
+    if (op.form == Scalar::SOP1 && (op.op == 0x4c || op.op == 0x4d)) add(text, format("sendmsg(%lld)", i.src[0]));
     for (int k = 0; k < 2; k++)
         if (op.s[k] != Kind::NONE) add(text, operand(i, i.src[k], words_of(op.s[k])));
     return text;

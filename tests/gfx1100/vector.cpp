@@ -58,13 +58,15 @@ void Wave::awaited(char kind, unsigned number) const {
     fault("%c%u is used, but the program has not waited for the load into it", kind, number);
 }
 
-void Wave::issued(unsigned vgpr, unsigned words, bool by_memory, bool by_local) {
+void Wave::issued(unsigned vgpr, unsigned words, bool by_memory, bool by_local, int half) {
     uint32_t number = by_memory ? ++memory.issued : 0, local_number = by_local ? ++local.issued : 0;
     if (!launch->check_undefined) return memory.wait(0), local.wait(0);
-    for (unsigned r = vgpr; r < vgpr + words; r++) {
-        if (by_memory) from_memory[r] = number;
-        if (by_local) from_local[r] = local_number;
-    }
+    for (unsigned r = vgpr; r < vgpr + words; r++)
+        for (int each : {0, 1}) {
+            if (half == 1 - each) continue;
+            if (by_memory) from_memory[each][r] = number;
+            if (by_local) from_local[each][r] = local_number;
+        }
 }
 
 uint32_t *Wave::target(unsigned vgpr) {
@@ -196,9 +198,9 @@ void write_result(Wave &w, const Instruction &i, const VectorOp &op, unsigned ds
             else F64::put(out.lo, out.hi, l, change(F64::get(out.lo, out.hi, l)));
         }
     }
-    uint32_t *row = w.row(dst);
+    bool upper = i.opsel >> 3 & 1;
+    uint32_t *row = w.row(dst, bits_of(op.d) == 16 ? upper : -1);
     if (bits_of(op.d) == 16) {
-        bool upper = i.opsel >> 3 & 1;
         for (int l = 0; l < LANES; l++)
             out.lo[l] = upper ? (row[l] & 0xffff) | out.lo[l] << 16 : (row[l] & 0xffff0000) | (out.lo[l] & 0xffff);
         blend(row, out.lo, mask);
@@ -270,7 +272,7 @@ void compute(Wave &w, const Instruction &i, const VectorOp &op, const uint16_t *
 
 } // namespace
 
-void fetch(Wave &w, const Instruction &i, int k, uint16_t code, Kind kind, Buffer &b, const uint32_t *&lo, const uint32_t *&hi) {
+void fetch(Wave &w, const Instruction &i, int k, uint16_t code, Kind kind, Buffer &b, const uint32_t *&lo, const uint32_t *&hi, int half) {
     bool wide = bits_of(kind) == 64, copied = false;
     hi = b.hi;
     if (kind == Kind::MASK) {
@@ -280,7 +282,7 @@ void fetch(Wave &w, const Instruction &i, int k, uint16_t code, Kind kind, Buffe
         return;
     }
     if (code >= VGPR) {
-        lo = w.row(code - VGPR);
+        lo = w.row(code - VGPR, bits_of(kind) == 16 ? i.opsel >> k & 1 : half);
         if (wide) hi = w.row(code - VGPR + 1);
     } else {
         uint64_t value;
@@ -411,12 +413,12 @@ void swap_b16(Wave &w, const Instruction &i) {
     unsigned a = i.dst, b = i.src[0] - VGPR;
     int shift_a = i.opsel & 8 ? 16 : 0, shift_b = i.opsel & 1 ? 16 : 0;
     uint32_t *ua = shift_a ? w.high_undefined : w.low_undefined, *ub = shift_b ? w.high_undefined : w.low_undefined;
-    uint32_t of_a = ua[a], of_b = ub[b];
+    uint32_t of_a = ua[a], of_b = ub[b], *row_a = w.row(a, shift_a != 0), *row_b = w.row(b, shift_b != 0);
     for (int l = 0; l < LANES; l++) {
         if (!(w.exec() >> l & 1)) continue;
-        uint32_t x = w.row(a)[l] >> shift_a & 0xffff, y = w.row(b)[l] >> shift_b & 0xffff;
-        w.row(a)[l] = (w.row(a)[l] & ~(0xffffu << shift_a)) | y << shift_a;
-        w.row(b)[l] = (w.row(b)[l] & ~(0xffffu << shift_b)) | x << shift_b;
+        uint32_t x = row_a[l] >> shift_a & 0xffff, y = row_b[l] >> shift_b & 0xffff;
+        row_a[l] = (row_a[l] & ~(0xffffu << shift_a)) | y << shift_a;
+        row_b[l] = (row_b[l] & ~(0xffffu << shift_b)) | x << shift_b;
     }
     w.define(a, w.exec(), of_b, shift_a != 0), w.define(b, w.exec(), of_a, shift_b != 0);
 }

@@ -6,10 +6,14 @@
 
 namespace gfx {
 
+constexpr size_t PAGE = 1024; // words of code: a library's image has millions, of which a launch meets a few thousand
+
 const Instruction &Launch::at(uint64_t pc) {
     uint64_t offset = pc - kernel->code_address;
     if (offset >= kernel->code_bytes || pc & 3) fault("the program counter left the code");
-    int32_t &index = decoded[offset / 4];
+    auto &page = decoded[offset / 4 / PAGE];
+    if (page.empty()) page.assign(PAGE, -1);
+    int32_t &index = page[offset / 4 % PAGE];
     if (index < 0) {
         auto *code = reinterpret_cast<const uint32_t *>(static_cast<const uint8_t *>(kernel->code) + offset);
         instructions.push_back(std::make_unique<Instruction>(decode(code, (kernel->code_bytes - offset) / 4, pc)));
@@ -73,7 +77,7 @@ void start(Wave &w, Launch &launch, Group &group, unsigned number) {
     for (unsigned r = 0; r < launch.vgprs; r++) std::fill_n(w.v[r], LANES, 0xdeadbeef);
     std::fill_n(w.low_undefined, 256, ALL), std::fill_n(w.high_undefined, 256, ALL);
     w.memory = w.local = {};
-    std::fill_n(w.from_memory, 256, 0), std::fill_n(w.from_local, 256, 0), std::fill_n(w.to_scalar, 128, 0);
+    std::fill_n(w.from_memory[0], 512, 0), std::fill_n(w.from_local[0], 512, 0), std::fill_n(w.to_scalar, 128, 0);
     w.scratch.assign(size_t(launch.scratch_bytes) * LANES, 0xcc), w.scratch_undefined.assign(w.scratch.size(), 1);
 
     uint32_t lanes = l.block[0] * l.block[1] * l.block[2], first = number * LANES;
@@ -170,7 +174,7 @@ void prepare(Launch &launch) {
     launch.scratch_bytes = field<uint32_t>(k.descriptor, 4);
     if (launch.lds_bytes > 65536) fault("%u bytes of LDS; a workgroup can have 65536", launch.lds_bytes);
     launch.check_undefined = l.checks & GFX_CHECK_UNINITIALISED, launch.check_races = l.checks & GFX_CHECK_RACES;
-    launch.decoded.assign(k.code_bytes / 4, -1);
+    launch.decoded.resize(k.code_bytes / 4 / PAGE + 1);
     // The dispatch packet, as HSA defines it.
     auto put = [&](size_t at, auto value) { std::memcpy(launch.packet + at, &value, sizeof value); };
     put(2, uint16_t(3));
