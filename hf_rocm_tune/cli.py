@@ -230,7 +230,11 @@ def script(argv: Sequence[str]) -> int:
     if line.job:
         raise UsageError(f"script: {line.job[0]} is no flag of accelerate's launcher; the script's own follow its name")
     return launch(
-        "hf_rocm_tune.script", [file, *arguments], accelerate_config=line.accelerate_config, extra=line.launcher
+        "hf_rocm_tune.script",
+        [file, *arguments],
+        accelerate_config=line.accelerate_config,
+        extra=line.launcher,
+        passes_exit_code=True,
     )
 
 

@@ -68,8 +68,27 @@ def split(argv: Sequence[str]) -> CommandLine:
     return CommandLine(accelerate_config, launcher, job)
 
 
-def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, extra: Sequence[str]) -> int:
-    """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says."""
+def launch(
+    entry: str,
+    argv: Sequence[str],
+    *,
+    accelerate_config: str | None,
+    extra: Sequence[str],
+    passes_exit_code: bool = False,
+) -> int:
+    """Run ``python -m ENTRY ARGV`` in as many processes as the configuration says.
+
+    Args:
+        entry: module to run.
+        argv: its arguments.
+        accelerate_config: name or path of the launcher's configuration; by the machine where it is None.
+        extra: flags for Accelerate's launcher.
+        passes_exit_code: a process's exit code that it did not record is returned as it is (a script's own), not as 1.
+
+    Raises:
+        UsageError: the launcher refuses its flags, or its configuration cannot be used.
+        StallError: the processes could not meet.
+    """
     names.apply_environment(argv, os.environ)
     if quiet := "quiet" in _given(extra):
         os.environ["HF_ROCM_TUNE_QUIET"] = "1"
@@ -85,14 +104,14 @@ def launch(entry: str, argv: Sequence[str], *, accelerate_config: str | None, ex
         )
     if arguments.use_deepspeed or kind == "DEEPSPEED":
         process.require_deepspeed()
-    return _launch(arguments, extra)
+    return _launch(arguments, extra, passes_exit_code=passes_exit_code)
 
 
 def _given(argv: Sequence[str]) -> set[str]:
     return {names.bare(argument) for argument in argv if argument.startswith("--")}
 
 
-def _launch(arguments: Any, argv: Sequence[str]) -> int:
+def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool) -> int:
     """Run a job and give its code. A launcher above this one (the supervisor) is told what the job told us."""
     _quieten()
     arguments.quiet = False  # accelerate would hide how the job ended; its own traceback is never shown
@@ -121,6 +140,8 @@ def _launch(arguments: Any, argv: Sequence[str]) -> int:
         return INTERRUPTED
     follows = told is not None and told.pop("follows", False)
     if told is None or (follows and status != told["code"]):
+        if passes_exit_code and status > 0:
+            return status
         return _unrecorded(status, "the training process" + ("" if rank is None else f" of rank {rank}"))
     if follows:  # and nobody here knows what it follows from
         print_line(f"{PROGRAM}: error: {told['message']}", sys.stderr)

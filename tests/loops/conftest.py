@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import simcard
+from tests.e2e.command import CommandServer
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+SCRIPT = ("-m", "hf_rocm_tune.script")
 Done = subprocess.CompletedProcess[str]
 RunFile = Callable[..., Done]
+WARNINGS = {"PYTHONWARNINGS": "ignore"}
 
 
 @pytest.fixture(scope="session")
@@ -27,21 +30,50 @@ def card() -> dict[str, str]:
         pytest.skip(str(missing))
 
 
-@pytest.fixture
-def run_file(tmp_path: Path) -> RunFile:
-    """``run_file(*words, env=...)``: a Python command line in an empty directory; its result is what it printed."""
+@pytest.fixture(scope="session")
+def server_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], CommandServer]]:
+    """Forks processes that have imported the libraries, with the card or without; each is started when it is asked for."""
+    started: dict[bool, CommandServer] = {}
 
-    def run(*words: object, env: dict[str, str] | None = None) -> Done:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **(env or {})}
-        return subprocess.run(
-            [sys.executable, *map(str, words)],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=400,
-        )
+    def server(with_card: bool) -> CommandServer:
+        if with_card not in started:
+            env = simcard.environment() if with_card else {}
+            started[with_card] = CommandServer(tmp_path_factory.mktemp("loops"), {**env, **WARNINGS})
+        return started[with_card]
+
+    yield server
+    for one in started.values():
+        one.close()
+
+
+@pytest.fixture
+def run_file(server_for: Callable[[bool], CommandServer], tmp_path: Path) -> RunFile:
+    """``run_file(*words, env=...)``: a Python command line in an empty directory; its result is what it printed.
+
+    A file, and `-m hf_rocm_tune.script` with one, run in a process that is forked with the libraries imported; all else,
+    and what asks for it by ``fresh=True``, in a new one.
+    """
+
+    def run(*words: object, env: dict[str, str] | None = None, fresh: bool = False) -> Done:
+        env = env or {}
+        command = [str(word) for word in words]
+        if fresh or command[0].startswith("-") and tuple(command[:2]) != SCRIPT:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), **WARNINGS, **env}
+            return subprocess.run(
+                [sys.executable, *command],
+                env=environment,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=400,
+            )
+        server = server_for("SIMCARD" in env)
+        if tuple(command[:2]) == SCRIPT:
+            result = server.run(*command[2:], env={**env, "VERB": "script"}, cwd=tmp_path)
+        else:
+            result = server.run(*command[1:], env={**env, "SCRIPT": command[0]}, cwd=tmp_path)
+        return subprocess.CompletedProcess(command, result.code, result.stdout, result.stderr)
 
     return run
 

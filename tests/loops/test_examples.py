@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.loops.conftest import EXAMPLES, RunFile, losses
+from tests.loops.conftest import EXAMPLES, SCRIPT, RunFile, losses
 
 PLAIN, ACCELERATE = EXAMPLES / "plain_loop.py", EXAMPLES / "accelerate_loop.py"
-SCRIPT = ("-m", "hf_rocm_tune.script")
+
 
 
 @pytest.mark.parametrize("example", [PLAIN, ACCELERATE], ids=["plain", "accelerate"])
@@ -42,7 +42,7 @@ def test_a_script_has_a_report_beside_its_output_and_ends_with_our_codes(
         "sys.exit(7)\n"
     )
     done = run_file(*SCRIPT, script, "--output_dir", tmp_path / "out", env=card)
-    assert done.returncode == 7, done.stderr[-2000:]
+    assert done.returncode == 7 and "error:" not in done.stderr, done.stderr[-2000:]
     report = json.loads((tmp_path / "out" / "transfer_report.json").read_text())
     assert report["schema"] == 2 and report["coverage"]["unverified"] == []
     assert report["coverage"]["crossed_bytes"] == report["coverage"]["verified_bytes"] > 4 * 64 * 64
