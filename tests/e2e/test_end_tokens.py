@@ -62,7 +62,9 @@ def place(model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     return place
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(
+    scope="module", params=[pytest.param("full", marks=pytest.mark.long), *(name for name in RUNS if name != "full")]
+)
 def run(request: pytest.FixtureRequest, server: CommandServer, place: Path) -> Path:
     out = place / request.param.replace(", ", "-")
     argv = flags(model="base", dataset="rows.jsonl", output_dir=out, **MEMORISED | RUNS[request.param])

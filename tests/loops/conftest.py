@@ -32,7 +32,7 @@ def card() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def server_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], CommandServer]]:
-    """Forks processes that have imported the libraries, with the card or without; each is started when it is asked for."""
+    """Forks processes that have imported the libraries, with the card or without; one is started when it is needed."""
     started: dict[bool, CommandServer] = {}
 
     def server(with_card: bool) -> CommandServer:
@@ -50,14 +50,14 @@ def server_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[b
 def run_file(server_for: Callable[[bool], CommandServer], tmp_path: Path) -> RunFile:
     """``run_file(*words, env=...)``: a Python command line in an empty directory; its result is what it printed.
 
-    A file, and `-m hf_rocm_tune.script` with one, run in a process that is forked with the libraries imported; all else,
-    and what asks for it by ``fresh=True``, in a new one.
+    A file, and `-m hf_rocm_tune.script` with one, run in a process that is forked with the libraries imported; all else
+    in a new one.
     """
 
-    def run(*words: object, env: dict[str, str] | None = None, fresh: bool = False) -> Done:
+    def run(*words: object, env: dict[str, str] | None = None) -> Done:
         env = env or {}
         command = [str(word) for word in words]
-        if fresh or command[0].startswith("-") and tuple(command[:2]) != SCRIPT:
+        if command[0].startswith("-") and tuple(command[:2]) != SCRIPT:
             environment = {**os.environ, "PYTHONPATH": str(ROOT), **WARNINGS, **env}
             return subprocess.run(
                 [sys.executable, *command],

@@ -12,7 +12,6 @@ from tests.loops.conftest import EXAMPLES, SCRIPT, RunFile, losses
 PLAIN, ACCELERATE = EXAMPLES / "plain_loop.py", EXAMPLES / "accelerate_loop.py"
 
 
-
 @pytest.mark.parametrize("example", [PLAIN, ACCELERATE], ids=["plain", "accelerate"])
 @pytest.mark.parametrize("on_card", [False, True], ids=["cpu", "card"])
 def test_losses_are_those_of_the_stock_loop(
