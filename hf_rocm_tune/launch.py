@@ -111,7 +111,7 @@ def _given(argv: Sequence[str]) -> set[str]:
     return {names.bare(argument) for argument in argv if argument.startswith("--")}
 
 
-def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool) -> int:
+def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool = False) -> int:
     """Run a job and give its code. A launcher above this one (the supervisor) is told what the job told us."""
     _quieten()
     arguments.quiet = False  # accelerate would hide how the job ended; its own traceback is never shown
