@@ -7,6 +7,7 @@ refused is an ``OSError`` or a ``ValueError`` that says why; the caller names th
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from types import FrameType
 from typing import Any
 
 import yaml
+
+from hf_rocm_tune.errors import UsageError
 
 LARGEST_BYTES = 16 << 20
 """Most bytes of a file without a limit of its own in `LARGEST`."""
@@ -244,6 +247,106 @@ def bounded_patterns() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+# ---- chat templates -------------------------------------------------------------------------------------------------
+
+TEMPLATE_SECONDS = 10.0
+"""CPU time that one rendering of a chat template may take; those of long conversations take milliseconds."""
+_LARGEST_POWER = 1 << 12  # bits of a power, an exponent's or a product's operand
+_LONGEST_REPEATED = 1 << 20  # items of a repeated or padded text or list
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{6,}|\*)")
+
+
+def limit_templates() -> None:
+    """From now on jinja2's sandbox, in which chat templates run, ends a rendering that takes too long, and refuses
+    operations whose result is huge: powers, repeated texts and lists, wide fields.
+
+    Time is watched in the main thread only; what a template collects piece by piece is not limited.
+    """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
+
+    if issubclass(Sandbox.template_class, _limited_template()):
+        return
+    Sandbox.template_class = _limited_template()
+    Sandbox.intercepted_binops = frozenset({"**", "*", "%"})  # which also keeps them from running when it is compiled
+    Sandbox.call_binop = _checked_operation  # type: ignore[method-assign, assignment]
+    Sandbox.call = _checked_call(Sandbox.call)  # type: ignore[method-assign]
+
+
+@functools.cache
+def _limited_template() -> Any:
+    from jinja2 import Template
+
+    class LimitedTemplate(Template):
+        """A template whose rendering, also piece by piece, is limited in time."""
+
+        def render(self, *arguments: Any, **keywords: Any) -> str:
+            with _limited_time():
+                return super().render(*arguments, **keywords)
+
+        def generate(self, *arguments: Any, **keywords: Any) -> Iterator[str]:
+            with _limited_time():
+                yield from super().generate(*arguments, **keywords)
+
+    return LimitedTemplate
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Within the block a ``UsageError``, which nobody takes for a row's fault, is raised after so much CPU time of this
+    thread, the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    end = time.thread_time() + TEMPLATE_SECONDS
+
+    def ring(*_: object) -> None:
+        if time.thread_time() > end:  # the timer counts all threads
+            raise UsageError(
+                f"the chat template takes more than {TEMPLATE_SECONDS:.0f} s of CPU time for one conversation: give "
+                "another one (--chat_template_path), or another model"
+            )
+
+    before = signal.signal(signal.SIGVTALRM, ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS, _TICK_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _checked_operation(sandbox: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
+    from jinja2.exceptions import SecurityError
+
+    if operator == "**" and isinstance(left, int) and isinstance(right, int):
+        huge = left.bit_length() * abs(right) > _LARGEST_POWER
+    elif operator == "*":
+        several, times = (left, right) if isinstance(right, int) else (right, left)
+        if isinstance(several, int) and isinstance(times, int):
+            huge = several.bit_length() + times.bit_length() > _LARGEST_POWER
+        else:
+            huge = isinstance(times, int) and hasattr(several, "__len__") and len(several) * times > _LONGEST_REPEATED
+    else:
+        huge = isinstance(left, str) and _WIDTH.search(left) is not None
+    if huge:
+        raise SecurityError(f"the chat template asks for a huge value (operator {operator})")
+    return sandbox.binop_table[operator](left, right)
+
+
+def _checked_call(stock: Any) -> Any:
+    from jinja2.exceptions import SecurityError
+
+    def call(sandbox: Any, context: Any, called: Any, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; methods of texts get no huge width."""
+        if isinstance(getattr(called, "__self__", None), str):
+            given = (*arguments, *keywords.values())
+            if any(isinstance(each, int) and abs(each) > _LONGEST_REPEATED for each in given):
+                raise SecurityError("the chat template asks for a huge text")
+        return stock(sandbox, context, called, *arguments, **keywords)
+
+    return call
 
 
 # ---- YAML -----------------------------------------------------------------------------------------------------------

@@ -198,8 +198,11 @@ def _is_csv(name: str) -> bool:
     return any(_reader_of(file) == "csv" for file in files)
 
 
-def _check_card(card: Path) -> None:
-    """Refuse the metadata of a README.md, which `datasets` reads, before its aliases or its types do harm."""
+def _check_card(card: Path, named: str = "") -> None:
+    """Refuse the metadata of a README.md, which `datasets` reads, before its aliases or its types do harm.
+
+    ``named``: what to call it; without, by its path.
+    """
     if not os.path.lexists(card):
         return
     try:
@@ -207,7 +210,22 @@ def _check_card(card: Path) -> None:
         parse_yaml(front[1] if front else "")
     except (OSError, ValueError, YAMLError) as error:
         said = getattr(error, "problem", None) or error
-        raise UsageError(f"{card}: its metadata cannot be read: {said}; correct it, or move that file away") from error
+        fix = (
+            "take another dataset, or download its data files and name one" if named else "correct it, or move it away"
+        )
+        raise UsageError(f"{named or card}: its metadata cannot be read: {said}; {fix}") from error
+
+
+def _check_hub_card(name: str) -> None:
+    """`_check_card` for a dataset on the Hub, or in its cache, which `datasets` reads from there."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        card = hf_hub_download(name, "README.md", repo_type="dataset")
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return  # there is none, or `load_dataset` says why it cannot be had
+    _check_card(Path(card), f"{name}: README.md")
 
 
 def _is_saved(path: Path) -> bool:
@@ -220,6 +238,7 @@ def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[st
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import HFValidationError
 
+    _check_hub_card(name)
     try:
         return dict(load_dataset(name, name=config, streaming=streaming))
     except (ConnectionError, DatasetNotFoundError, FileNotFoundError, HFValidationError) as error:

@@ -32,10 +32,17 @@ from transformers import (
 )
 
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, device_shortage, first_line
-from hf_rocm_tune.foreign import check_counts, check_value, visible
+from hf_rocm_tune.foreign import check_counts, check_value, limit_templates, visible
 from hf_rocm_tune.machine import torchvision
 from hf_rocm_tune.models.experts import use_packed
-from hf_rocm_tune.models.files import FileRecords, check_files, check_model_directory, hub_snapshot
+from hf_rocm_tune.models.files import (
+    FileRecords,
+    check_beside,
+    check_files,
+    check_hub_settings,
+    check_model_directory,
+    hub_snapshot,
+)
 from hf_rocm_tune.models.loading import verified_loading
 from hf_rocm_tune.models.placement import place
 from hf_rocm_tune.models.quantised import (
@@ -239,6 +246,7 @@ def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
 def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Loads a model's tokenizer or processor; a model's template of ``--chat_template_path`` is left to TRL."""
     template = read_chat_template(chat_template, source.trust_remote_code) if chat_template is not None else None
+    check_tokenizer_files(source.name, source.revision)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
@@ -253,6 +261,15 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Pre
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def check_tokenizer_files(name: str, revision: str | None = None) -> None:
+    """Checks what a tokenizer or processor is made from, and limits its chat template, before it is loaded."""
+    limit_templates()
+    if is_local_model(name):
+        check_beside(expand_user(name))
+    else:
+        check_hub_settings(name, revision)
 
 
 def stop_ids(source: ModelSource) -> set[int]:
@@ -315,6 +332,7 @@ def read_chat_template(path: str, trust_remote_code: bool = False) -> str | None
     if path in named and not os.path.exists(path):
         file = named[path]
         return _CHATML if file is None else _read_template(file)
+    check_tokenizer_files(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:

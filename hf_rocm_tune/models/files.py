@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
-from hf_rocm_tune.foreign import check_printable, checked_names, file_in, read_object
+from hf_rocm_tune.foreign import RefusedName, check_printable, checked_name, checked_names, file_in, read_object
 from hf_rocm_tune.transfer import Digest, combine, digest
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ def check_model_directory(directory: Path) -> list[Path]:
         )
     if not (directory / "config.json").is_file():
         raise UsageError(f"model: {directory} has no config.json: give the directory that save_pretrained wrote")
+    if (directory / "adapter_config.json").is_file():  # transformers would load the base that it names
+        raise UsageError(
+            f"model: {directory} has config.json and adapter_config.json: move an adapter to a directory of its own"
+        )
+    check_beside(directory)
     _read_json(directory / "config.json")
     if (directory / "generation_config.json").is_file():
         _read_json(directory / "generation_config.json")
@@ -50,6 +55,73 @@ def check_model_directory(directory: Path) -> list[Path]:
     for file in files:
         check_safetensors(file)
     return files
+
+
+_SETTINGS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "special_tokens_map.json")
+_READ_WITH_MODEL = re.compile(r".*\.(json|jinja|j2|txt|model|tiktoken|safetensors|bin|py)")
+_NAMES_A_FILE = re.compile(r".*(_files?|_path|_dir|_paths)")
+
+
+def check_beside(directory: Path) -> None:
+    """Checks what libraries read of a model's directory beside its weights, tokenizer and templates: plain files, none
+    of them a link to a file of another name, and no setting that names a file elsewhere.
+
+    Raises:
+        UsageError: names the file.
+    """
+    listed = [*directory.iterdir(), *(directory / "additional_chat_templates").glob("*")]
+    for path in sorted(listed):
+        if not _READ_WITH_MODEL.fullmatch(path.name) or path.is_dir():
+            continue
+        try:
+            # A shared file of the same name is the user's own link; the Hub's cache links to what it downloaded.
+            if path.is_symlink() and Path(os.path.realpath(path)).name != path.name:
+                file_in(directory, path.relative_to(directory).as_posix())
+            if not path.is_file():
+                raise OSError("it is no plain file")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"model file {path}: {error}: do not use this model, or copy it again") from error
+        if path.name in _SETTINGS:
+            _check_named_files(path)
+
+
+def check_hub_settings(name: str, revision: str | None) -> None:
+    """`check_beside` for the settings of a model on the Hub: downloaded, or in its cache."""
+    for file in _SETTINGS[:3]:
+        try:
+            _check_named_files(Path(hf_hub_download(name, file, revision=revision)))
+        except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
+            continue  # there is none, or the loader will say why it cannot be had
+
+
+def _check_named_files(file: Path) -> None:
+    """Refuse a path out of the directory that leads to a file of this machine. Authors' own paths, which are in the
+    settings of many models, lead nowhere here."""
+    content = _read_json(file)
+    versions = content.get("fast_tokenizer_files", [])
+    try:
+        for name in checked_names(versions if isinstance(versions, list) else [versions]):
+            if "/" in name:
+                raise RefusedName(f"it names {name!r}, which is not a file beside it")
+        level: list[Any] = [content]
+        while level:
+            each = level.pop()
+            level += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+            for key, value in each.items() if isinstance(each, dict) else ():
+                if _NAMES_A_FILE.fullmatch(str(key)) and isinstance(value, str) and key != "name_or_path":
+                    _refuse_elsewhere(file.parent, value)
+    except ValueError as error:
+        raise UsageError(f"model file {file}: {error}: do not use this model") from error
+
+
+def _refuse_elsewhere(directory: Path, name: str) -> None:
+    try:
+        checked_name(name)
+    except RefusedName:
+        if "\0" in name:
+            raise
+        if any(os.path.lexists(os.path.normpath(start / name)) for start in (directory, Path.cwd())):
+            raise
 
 
 def is_lfs_pointer(file: Path) -> bool:

@@ -265,3 +265,14 @@ def test_a_file_with_a_broken_line_is_named(part: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load(part("a", 3), broken)
     assert "broken.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "configs: !!python/object/apply:os.system [x]", "a: " + "[" * 99])
+def test_the_card_of_a_dataset_on_the_hub_is_checked_before_datasets_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "README.md"))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(UsageError, match=r"someone/rows: README.md: its metadata"):
+        load_source("someone/rows")
