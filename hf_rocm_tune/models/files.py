@@ -75,7 +75,9 @@ def check_beside(directory: Path) -> None:
             continue
         try:
             # A shared file of the same name is the user's own link; the Hub's cache links to what it downloaded.
-            if path.is_symlink() and Path(os.path.realpath(path)).name != path.name:
+            # Copies in this process's memory have been checked.
+            checked = path.is_symlink() and os.readlink(path).startswith(f"/proc/{os.getpid()}/fd/")
+            if path.is_symlink() and not checked and Path(os.path.realpath(path)).name != path.name:
                 file_in(directory, path.relative_to(directory).as_posix())
             if not path.is_file():
                 raise OSError("it is no plain file")

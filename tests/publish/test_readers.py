@@ -80,7 +80,13 @@ HARMS: dict[str, Callable[[Path, Path], None]] = {
     "empty": _replace(lambda file: file.write_bytes(b"")),
     "directory": _replace(Path.mkdir),
 }
-CASES = [(file, harm, verb) for file, verbs in READ.items() for harm in HARMS for verb in verbs]
+CASES = [
+    (file, harm, verb)
+    for file, verbs in READ.items()
+    for harm in HARMS
+    for verb in verbs
+    if (file, harm) != ("prompts.jsonl", "pipe")  # the user's own, who may wait for it
+]
 SAMPLE = {
     ("package/base/tokenizer_config.json", "pipe"), ("package/base/chat_template.jinja", "link"),
     ("package/base/special_tokens_map.json", "deep"), ("package/base/preprocessor_config.json", "escapes"),
@@ -129,7 +135,7 @@ def endure(place: Place, verb: str) -> tuple[int, str]:
     said = re.sub(r"\x1b\[[0-9;]*m|\r", "", done.stdout + done.stderr)
     assert "Traceback" not in said, said[-3000:]
     allowed = (0, 1, 2) if verb == "push" else (0, 2)  # 1: there is no Hub
-    assert done.code in allowed and len(done.error_lines) == (done.code == 2), f"{done.code}: {said[-2000:]}"
+    assert done.code in allowed and len(done.error_lines) == (done.code != 0), f"{done.code}: {said[-2000:]}"
     assert not ACTS.search(said), said
     assert names(place.victim) == outside and "private" not in said
     if done.code == 2:
