@@ -138,7 +138,7 @@ class FrozenSentinel:
         if tensor is None:
             return [Change("frozen", row.name, "removed")]
         replaced = tensor.untyped_storage() is not row.storage()
-        (found,) = QueuedDigests([storage_bytes(tensor)]).result()
+        (found,) = QueuedDigests([storage_bytes(tensor)]).confirmed()
         same = found == row.baseline
         if same and not replaced:
             return []  # the first digest was wrong
@@ -150,7 +150,7 @@ class FrozenSentinel:
 
     def _begin(self, found: list[Found], *, late: bool = False) -> list[Change]:
         """Record baselines. Returns tensors that differ from theirs; ``late``: tensors added without a reason, too."""
-        digests = QueuedDigests([storage_bytes(tensor) for _, tensor, _ in found]).result()
+        digests = QueuedDigests([storage_bytes(tensor) for _, tensor, _ in found]).confirmed()
         changes = []
         for (name, tensor, find), now in zip(found, digests, strict=True):
             if late and self._explain(name, tensor, False) is None:
@@ -193,7 +193,7 @@ class TrainedSentinel:
         """Before the first update: tensors that differ from the bytes with which they arrived, where that is known."""
         rows = [(kind, storage_bytes(tensor)) for kind, tensor in self._list()]
         known = [(kind, data, before) for kind, data in rows if (before := self._arrived_with(data)) is not None]
-        now = QueuedDigests([data for _, data, _ in known]).result()
+        now = QueuedDigests([data for _, data, _ in known]).confirmed()
         self.take()
         wrong = dict.fromkeys(kind for (kind, _, before), found in zip(known, now, strict=True) if found != before)
         return [Change("trained", kind, "changed in memory") for kind in wrong]
@@ -233,10 +233,12 @@ class TrainedSentinel:
         for groups, untouched, before, now in queued:
             self.checks += 1
             then = before.result()
-            for at, found in zip(untouched, now.result(), strict=True):
-                # Checked once more: the digest itself may be wrong.
-                if found != then[at] and QueuedDigests([groups[at].bytes]).result() != [then[at]]:
-                    self._changes.setdefault(groups[at].kind, "changed in memory")
+            differing = [row for row, at in enumerate(untouched) if now.result()[row] != then[at]]
+            for row in differing:
+                # Read once more, then taken once more: the digest itself may be wrong.
+                group, right = groups[untouched[row]], before.confirmed()[untouched[row]]
+                if now.confirmed()[row] != right and QueuedDigests([group.bytes]).confirmed() != [right]:
+                    self._changes.setdefault(group.kind, "changed in memory")
         changes, self._changes = self._changes, {}
         return [Change("trained", kind, how) for kind, how in changes.items()]
 
@@ -293,7 +295,10 @@ class BatchSentinel:
         changes = {}
         for name, known, now in queued:
             right = known if isinstance(known, Digest) else known.result()[0]
-            if not now.result()[0].same_words(right):  # gaps between its tensors do not count
+            if now.result()[0].same_words(right):  # gaps between its tensors do not count
+                continue
+            right = known if isinstance(known, Digest) else known.confirmed()[0]
+            if not now.confirmed()[0].same_words(right):  # a digest may be read back wrong
                 changes[name] = Change("batches", name, "changed in memory")
         return list(changes.values())
 

@@ -138,6 +138,9 @@ class TensorGroup:
         return torch.cat(words).view(torch.uint8)
 
 
+_READINGS = 8  # of digests that differ each time they are read
+
+
 class QueuedDigests:
     """Digests of tensors or `TensorGroup`s, queued on the current streams of their devices without a wait.
 
@@ -147,6 +150,7 @@ class QueuedDigests:
     def __init__(self, tensors: Sequence[Tensor | TensorGroup]) -> None:
         self._found: dict[int, Digest] = {}
         self._landing: list[tuple[list[tuple[int, int]], Tensor, torch.cuda.Event]] = []
+        self._on_device: list[tuple[list[tuple[int, int]], Tensor]] = []
         for device in {each.device for each in tensors}:
             mine = [(at, each) for at, each in enumerate(tensors) if each.device == device]
             if device.type == "cpu":
@@ -159,7 +163,9 @@ class QueuedDigests:
                 landing = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
                 landing.copy_(sums, non_blocking=True)
                 event = torch.cuda.current_stream(device).record_event()
-            self._landing.append(([(at, each.nbytes) for at, each in mine], landing, event))
+            rows = [(at, each.nbytes) for at, each in mine]
+            self._landing.append((rows, landing, event))
+            self._on_device.append((rows, sums))
 
     def done(self) -> bool:
         """Whether `result` will not wait."""
@@ -172,6 +178,24 @@ class QueuedDigests:
             self._found.update((at, from_sums(row, size)) for (at, size), row in zip(rows, landing, strict=True))
         self._landing = []
         return [self._found[at] for at in range(len(self._found))]
+
+    def confirmed(self) -> list[Digest]:
+        """As `result`, read from the device until two readings in succession agree, at most `_READINGS` times.
+
+        A digest crosses the link that it checks, and may arrive wrong; each reading crosses as other words, so that two
+        zeroed or stale ones do not agree. Waits for the device.
+        """
+        found = self.result()
+        for reading in range(1, (_READINGS if self._on_device else 0) + 1):
+            before, mask = found, mix(reading)
+            for rows, sums in self._on_device:
+                with own_copies(), torch.inference_mode(False):
+                    landed = (sums ^ mask).cpu() ^ mask  # device: the engine's own
+                self._found.update((at, from_sums(row, size)) for (at, size), row in zip(rows, landed, strict=True))
+            found = [self._found[at] for at in range(len(self._found))]
+            if found == before:
+                break
+        return found
 
 
 def _bytes_of(tensor: Tensor | TensorGroup) -> Tensor:

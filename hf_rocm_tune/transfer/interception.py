@@ -219,6 +219,8 @@ def _copy_through(stock: Any) -> Callable[..., Tensor]:
             mover = None
         if mover is None:
             count_crossing(**{"to_device_bytes" if to_card else "to_host_bytes": target.nbytes})
+            if not non_blocking and not _thread.own_copies:
+                _wait_without_lock(card.device)
             with _OWN:  # torch enters this operator again for casts and strides: one copy
                 call_stock(keys, target, source, non_blocking)
         elif to_card:
@@ -235,9 +237,21 @@ def _read_through(stock: Any) -> Callable[..., Any]:
 
     def local_scalar_dense(keys: Any, tensor: Tensor) -> Any:
         count_number(tensor.element_size())
+        _wait_without_lock(tensor.device)
         return call_stock(keys, tensor)
 
     return local_scalar_dense
+
+
+def _wait_without_lock(card: torch.device) -> None:
+    """Wait for the current stream of a card, before a kernel of torch's that would wait with Python's lock held.
+
+    Called from Python a kernel keeps the lock: loaders, prefetchers and writers would stand still meanwhile.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(card)
+        if not stream.query():
+            stream.synchronize()
 
 
 def _between_cards(call_stock: Any, keys: Any, target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from simcard import card  # the simulated card of this process
 from torch import nn
 
 import hf_rocm_tune
@@ -18,6 +20,7 @@ from hf_rocm_tune.errors import TuneError
 from hf_rocm_tune.transfer import FaultSpec
 
 DEVICE = "cuda"
+ZERO = card.HARMS.index("zero")
 
 
 class Loop:
@@ -212,6 +215,43 @@ def damaged_state() -> str:
     return said
 
 
+def digests_read_back_wrong() -> str:
+    """Copies of digests to the host are zeroed now and then: the digests are read again, and nothing has changed."""
+    loop = Loop()
+
+    def act() -> None:
+        for _ in range(8):
+            loop.step()
+        loop.transfers.check()
+
+    card.lib.sim_harm(1, ZERO, 0.4, 1)
+    try:
+        return outcome(act)
+    finally:
+        card.lib.sim_harm(1, 0, 0.0, 1)
+        loop.transfers.close()
+
+
+def others_run_while_a_number_is_read() -> str:
+    """`item` waits for the card; Python's lock is free meanwhile."""
+    with hf_rocm_tune.VerifiedTransfers(DEVICE):
+        number, ended, counted = torch.ones(1, device=DEVICE), threading.Event(), []
+
+        def count() -> None:
+            while not ended.wait(0.01):
+                counted.append(None)
+
+        other = threading.Thread(target=count)
+        other.start()
+        card.lib.sim_sleep(400_000)
+        before = len(counted)
+        number.item()
+        seen = len(counted) - before
+        ended.set()
+        other.join()
+    return "fine" if seen >= 5 else f"the other thread ran {seen} times"
+
+
 def two_engines() -> str:
     first, second = Loop(), Loop()
     second.step()
@@ -233,6 +273,8 @@ print(
             "flipped at the start": before_the_first_check(flip),
             "replaced error": replaced_error(),
             "state": damaged_state(),
+            "digests": digests_read_back_wrong(),
+            "number": others_run_while_a_number_is_read(),
             "engines": two_engines(),
         }
     )

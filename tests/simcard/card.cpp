@@ -1068,6 +1068,9 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   // Kernels of their own, as a card has them: else torch takes them apart into a batch norm.
   for (const char* name : {"native_layer_norm", "native_layer_norm_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&sim::fallback>());
+  // Losses whose out variants give the result two shapes one after the other.
+  for (const char* name : {"mse_loss", "smooth_l1_loss"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&sim::fallback>());
   m.impl("empty.memory_format", sim::empty);
   m.impl("empty_strided", sim::empty_strided);
   m.impl("copy_", sim::copy_);
