@@ -191,7 +191,7 @@ class VerifiedAccelerator(Accelerator):
 
 
 class _VerifiedBatches(DataLoaderShard):
-    """A ``DataLoaderShard`` that places nothing itself: its inner loader starts the transfers."""
+    """A ``DataLoaderShard`` that no longer moves tensors to the device: its inner loader starts the transfers."""
 
     _transfers: VerifiedTransfers
     _prefetch: Prefetch

@@ -121,7 +121,7 @@ def _shipped(files: NamedFiles, verb: Verb, argv: Sequence[str], **others: str) 
     for action, meaning in {**others, "cp": "copy one, to edit it"}.items():
         verbs = actions.add_parser(action, help=meaning)
         verbs.add_argument("name")
-    verbs.add_argument("dest", help="a file, or a directory that exists")
+    verbs.add_argument("dest", help="copy to this file or existing directory")
     verbs.add_argument("--force", action="store_true", help="replace an existing file")
     wanted = parser.parse_args(argv or ["ls"])
     if wanted.action == "cp":

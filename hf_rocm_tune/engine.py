@@ -60,8 +60,8 @@ _WHAT = {
     "batches": "batch tensors on the device",
 }
 _ADVICE = (
-    "Nothing was saved since: load the newest state that was saved and verified, and go on from there; if it happens "
-    "again, run hf-rocm-tune doctor --full and a memory test"
+    "Nothing has been saved since. Load the latest state that was saved and verified, and resume from it; if it "
+    "happens again, run hf-rocm-tune doctor --full and a memory test"
 )
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")  # of normalisations, which forward changes
 

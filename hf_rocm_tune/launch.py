@@ -136,7 +136,7 @@ def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool = Fal
         complete()
         return 0
     if told is None and ended_by_request:
-        print(f"{PROGRAM}: interrupted: it had not begun to train", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: interrupted before training started", file=sys.stderr, flush=True)
         return INTERRUPTED
     follows = told is not None and told.pop("follows", False)
     if told is None or (follows and status != told["code"]):
@@ -175,7 +175,7 @@ def _run(arguments: Any) -> tuple[int, int | None]:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1, None
     except (RendezvousError, DistError) as error:
-        raise StallError(f"the processes could not meet ({error}): start the same command again") from error
+        raise StallError(f"rendezvous failed ({error}); rerun the same command") from error
     except (ValueError, ConnectionError) as error:
         raise UsageError(f"accelerate's launcher refuses: {error}") from error
     return 0, None

@@ -55,12 +55,14 @@ def _flag(default: float, meaning: str) -> Any:
 class Limits:
     """The flags of ``hf-rocm-tune run``."""
 
-    max_restarts: int = _flag(8, "restarts without a new checkpoint between them")
-    max_skips: int = _flag(3, "optimizer steps that may be skipped because the run dies in them")
-    stall_seconds: float = _flag(1800.0, "without a heartbeat after which the job is restarted; 0: never")
-    start_seconds: float = _flag(7200.0, "the same before the first step")
-    backoff_seconds: float = _flag(5.0, "before the first restart, doubled for each further one")
-    grace_seconds: float = _flag(60.0, "from SIGTERM to SIGKILL for a stalled job")
+    max_restarts: int = _flag(8, "give up after this many restarts without a new checkpoint between them")
+    max_skips: int = _flag(3, "skip at most this many optimizer steps in which the run dies again and again")
+    stall_seconds: float = _flag(1800.0, "restart the job after this many seconds without a heartbeat; 0: never")
+    start_seconds: float = _flag(7200.0, "restart it after this many seconds without one before the first step")
+    backoff_seconds: float = _flag(
+        5.0, "wait this long before the first restart, and twice as long before each further one"
+    )
+    grace_seconds: float = _flag(60.0, "give a stalled job this many seconds between SIGTERM and SIGKILL")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -286,7 +288,7 @@ class _Supervision:
             while not self._asked and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
             if self._asked:
-                _say("not restarted, as requested; the same command continues from the newest checkpoint")
+                _say("stopped on request; rerun the same command to resume from the latest checkpoint")
                 return INTERRUPTED
 
     def _see_through(self, watch: PulseWatch) -> _End:

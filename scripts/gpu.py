@@ -128,12 +128,21 @@ def _share(seconds: float, minutes: float) -> float:
 def main() -> int:
     """Runs the parts and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=FULL_MINUTES, help="for all parts together (default: 10)")
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in parts()], help="these parts")
-    parser.add_argument("--wheels", type=Path, help="a directory of wheels for what this Python lacks")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="default: %(default)s")
+    parser.add_argument(
+        "--minutes", type=float, default=FULL_MINUTES, help="stop after this many minutes in all (default: 10)"
+    )
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in parts()], help="run these parts only")
+    parser.add_argument("--wheels", type=Path, help="take what this Python lacks from a directory of wheels")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "benchmarks" / "results",
+        help="write the results here (default: %(default)s)",
+    )
     parser.add_argument("--pack", type=Path, metavar="DIRECTORY", help="fetch these wheels into a new directory")
-    parser.add_argument("--library", default="cuda130", help="of bitsandbytes, with --pack: cuda130, rocm72 ...")
+    parser.add_argument(
+        "--library", default="cuda130", help="keep this library of bitsandbytes with --pack: cuda130, rocm72 ..."
+    )
     parser.add_argument("--inside", choices=INSIDE, help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.inside:

@@ -172,6 +172,24 @@ def test_mistyped_names_are_told_before_anything_large_is_imported(start: tuple[
         assert named in done.stderr
 
 
+#: A help text that begins so needs the flag's name as its subject.
+FRAGMENT = re.compile(r"(of|from|the same|without|for|as|with|at most|may|default:|so|before|\(|\d+:)\b|\(|\d+:")
+
+
+@pytest.mark.parametrize(
+    "verb", ["run", "doctor", "plan", "env", "demo", "report", "push", "merge", "generate", "chat", "recipes"]
+)
+def test_a_flag_s_help_can_be_read_without_its_name(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    code, out, err = run(capsys, verb, *(["cp"] if verb == "recipes" else []), "--help")
+    assert (code, err) == (0, "")
+    texts = re.findall(r"^  (-\S.*?)(?:  +|\n +)(\S.*)$", out, re.MULTILINE)
+    assert len(texts) > 1 and ("-h, --help", "show this help message and exit") in texts
+    assert [(flag, text) for flag, text in texts if FRAGMENT.match(text)] == []
+
+
 def test_help_all_has_every_flag_with_our_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "sft", "--help_all")
     assert code == 0

@@ -122,7 +122,7 @@ def test_block_runs(workplace: Path, kind: str, language: str, block: str) -> No
     report = json.loads((workplace / output[1] / "transfer_report.json").read_text())
     assert report["ranks"] == (2 if kind == "dual" else 1)
     assert report["coverage"]["verified_bytes"] == report["coverage"]["device_bytes"]
-    assert "integrity: " in done.stdout
+    assert "integrity: VERIFIED" in done.stdout
     if kind == "start":
         assert log_rows(done.stdout), "the example prints no row of the log"
     if kind == "fault":

@@ -50,8 +50,8 @@ class Split(Way):
         "--auto_fit": "it plans for one card; choose the batch with `hf-rocm-tune plan --cards 2`",
         "--activation_offloading": "it serves one card",
         "--torch_compile": "leave it out",
-        "--init_lora_weights": "it was never tried; leave it out",
-        "--adapter_name_or_path": "it was never tried; merge the adapter into the base first",
+        "--init_lora_weights": "this is untested; leave it out",
+        "--adapter_name_or_path": "this is untested; merge the adapter into the base first",
         "--attn_implementation flex_attention": "its masks are not tensors; leave it out",
     }
 

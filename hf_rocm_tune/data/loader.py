@@ -57,7 +57,7 @@ def verify_loader(loader: DataLoader[Any], prefetch: Prefetch, shard: type | Non
 
 
 class _VerifiedShard(DataLoaderShard):
-    """A ``DataLoaderShard`` that places nothing: its inner loader starts the transfers."""
+    """A ``DataLoaderShard`` that no longer moves tensors to the device: its inner loader starts the transfers."""
 
 
 class _VerifiedDispatcher(DataLoaderDispatcher):

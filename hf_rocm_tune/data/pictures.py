@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlparse
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.machine.caches import unwritable
 from hf_rocm_tune.paths import expand_user
 
 if TYPE_CHECKING:
@@ -379,6 +380,8 @@ def _fetched(address: str) -> Path:
             kind=f"address of {urlparse(address).hostname}",
             picture=address,
         ) from error
+    if why := unwritable("pictures"):
+        raise UsageError(f"{address} cannot be kept, for the cache {why}")
     cache.mkdir(parents=True, exist_ok=True)
     begun = file.with_suffix(f".{os.getpid()}")
     begun.write_bytes(content)

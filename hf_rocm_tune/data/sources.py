@@ -23,6 +23,7 @@ from yaml import YAMLError
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.foreign import parse_yaml, read_text
+from hf_rocm_tune.machine.caches import unwritable
 from hf_rocm_tune.paths import expand_user
 
 if TYPE_CHECKING:
@@ -242,6 +243,8 @@ def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[st
     try:
         return dict(load_dataset(name, name=config, streaming=streaming))
     except (ConnectionError, DatasetNotFoundError, FileNotFoundError, HFValidationError) as error:
+        if why := unwritable("datasets"):
+            raise UsageError(f"the dataset '{name}' could not be read, for the cache {why}") from error
         raise UsageError(
             f"no dataset '{name}': there is no file or folder of that name, and the Hugging Face Hub either does not "
             f"have it (check the spelling, log in if it is private or gated) or cannot be reached "
@@ -283,6 +286,8 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
             every = [path] if whole else sorted(path.rglob("*")) if os.path.isdir(path) else []
             files = [file for file in every if file.is_file() and _reader_of(file)]
         cause = error.__cause__ or error
+        if isinstance(cause, OSError) and (why := unwritable("datasets")):
+            raise UsageError(f"the dataset '{name}' could not be read, for the cache {why}") from error
         for file in files:
             if fault := _find_fault(file, str(cause)):
                 raise UsageError(fault) from error

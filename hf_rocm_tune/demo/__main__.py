@@ -31,8 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     started = time.perf_counter()
     parser = CommandParser(prog="python -m hf_rocm_tune.demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output_dir", type=Path, default=Path("demo-output"), help="default: demo-output")
-    parser.add_argument("--steps", type=int, default=250, help="optimizer steps of the fine-tuning (default: 250)")
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("demo-output"),
+        help="write data, base model and result here (default: demo-output)",
+    )
+    parser.add_argument("--steps", type=int, default=250, help="train for this many optimizer steps (default: 250)")
     parser.add_argument("--fresh", action="store_true", help="create data and base model again even if they exist")
     options = parser.parse_args(argv)
     if options.steps < 1:

@@ -90,19 +90,21 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code: 0 ok, 1 warnings, 2 failures.",
         epilog=f"Groups and their checks: {listing()}.",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="everything that was read and measured")
-    json_help = "JSON instead, to standard output or a file"
+    parser.add_argument("-v", "--verbose", action="store_true", help="print everything that was read and measured")
+    json_help = "print JSON instead, or write it to a file"
     parser.add_argument("--json", nargs="?", type=Path, const=Path("-"), metavar="FILE", help=json_help)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these groups or checks only")
-    parser.add_argument("--full", action="store_true", help="measure longer (the drill: inject more faults); minutes")
-    seconds_help = "at most so long: what is not measured then is named as not run"
+    parser.add_argument("--full", action="store_true", help="measure for minutes (with --drill: inject more faults)")
+    seconds_help = "stop measuring after this many seconds, and name what was not run"
     parser.add_argument("--seconds", type=checked(float, lambda value: value > 0, "above 0"), help=seconds_help)
     drill = parser.add_argument_group("drill", "inject faults into real transfers, and show that each is detected")
     drill.add_argument("--drill", action="store_true", help="run the drill instead of the checks")
-    drill.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (HIP and CUDA) where torch sees one")
-    drill.add_argument("--faults", type=int, help="faults to inject (default: 2000)")
-    drill.add_argument("--clean", type=int, help="transfers without a fault (default: 5000)")
-    drill.add_argument("--seed", type=int, help="of transfers and faults (default: 0)")
+    drill.add_argument(
+        "--device", choices=("cpu", "cuda"), help="use this device (default: cuda, which is HIP too, if torch sees one)"
+    )
+    drill.add_argument("--faults", type=int, help="inject this many faults (default: 2000)")
+    drill.add_argument("--clean", type=int, help="make this many transfers without a fault (default: 5000)")
+    drill.add_argument("--seed", type=int, help="seed of the transfers and faults (default: 0)")
     return parser
 
 

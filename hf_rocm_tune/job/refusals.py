@@ -76,8 +76,8 @@ def uses(job: Arguments, what: str) -> bool:
 _LOST = "the saved adapter would lack it"
 _LORA = "it is for LoRA"
 _OTHER_METHODS = {
-    **dict.fromkeys(("FSDP", "DeepSpeed"), "it was never tried; use --accelerate_config dual_rx7900xt"),
-    **dict.fromkeys(("--split_layers", "--tensor_parallel"), "it was never tried; leave it out"),
+    **dict.fromkeys(("FSDP", "DeepSpeed"), "untested; use --accelerate_config dual_rx7900xt"),
+    **dict.fromkeys(("--split_layers", "--tensor_parallel"), "untested; leave it out"),
     **dict.fromkeys(("--mask_thinking", "--one_pass_loss"), "it is for supervised fine-tuning"),
     "--precompute_ref_log_probs": "its batches are moved unverified",
     _VLLM: "what it loads and answers is not verified",
@@ -103,11 +103,11 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
     "--activation_offloading": {"the CPU": "it moves activations from a card to the host"},
     "--gradient_checkpointing_kwargs": {"its `offload`": "it is not listed as unverified"},
     "--mask_thinking": {"--packing_strategy wrapped": "it cuts examples"},
-    "--one_pass_loss": {"--torch_compile": "it was never tried"},
+    "--one_pass_loss": {"--torch_compile": "untested"},
     "--recompute_layers": {
         "--gradient_checkpointing false": "it recomputes nothing",
         "--gradient_checkpointing_kwargs": "they apply to all layers",
-        "--torch_compile": "it was never tried",
+        "--torch_compile": "untested",
     },
     "--sample_every": dict.fromkeys(
         ("FSDP", "DeepSpeed", "--split_layers", "--tensor_parallel"),
@@ -119,7 +119,7 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "--init_lora_weights": "it rewrites the weights",
         "--use_dora": "its magnitudes are computed from all weights at the start",
         **dict.fromkeys(("FSDP", "DeepSpeed"), "each card streams the whole model"),
-        "--tensor_parallel": "it was never tried",
+        "--tensor_parallel": "untested",
         "--pipeline auto": "a layer's weights would have to stay for several micro-batches",
         "--torch_compile": "compiled layers do not wait for their weights",
     },
@@ -128,7 +128,7 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         "--use_peft false": "packed weights cannot be trained; adapters can",
         "--use_vllm": _UNPACKED,
         "FSDP2 or --tensor_parallel": "packed experts cannot be cut; use --split_layers auto",
-        "--torch_compile": "it was never tried",
+        "--torch_compile": "untested",
     },
     **{verb: _OTHER_METHODS for verb in VERBS if verb != "sft"},
     "grpo": {
@@ -151,8 +151,8 @@ def check(job: Arguments, config: Any) -> None:
     packed = has_mxfp4(config) or (job.model.load_in_4bit and has_experts(config))
     for what, excluded in EXCLUDES.items():
         applies = packed if what == PACKED else what == job.method or (what.startswith("--") and uses(job, what))
-        if applies and (found := [f"{flag} ({why})" for flag, why in excluded.items() if uses(job, flag)]):
-            raise UsageError(f"{what} does not work with {'; nor with '.join(found)}")
+        if applies and (found := {flag: why for flag, why in excluded.items() if uses(job, flag)}):
+            raise UsageError("; ".join(f"{flag} is not supported with {what} ({why})" for flag, why in found.items()))
     way = job.way()
     way.refuse(job.training, job.model, {flag: uses(job, flag) for flag in way.excludes}, os.environ)
 

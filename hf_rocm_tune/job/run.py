@@ -55,6 +55,7 @@ from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.vision import parameters_of, vision_parts, whole_modules
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
+from hf_rocm_tune.publish.history import verdict_line
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.publish.vocabulary import end_tokens, tokenizer_directory
 from hf_rocm_tune.settings import arguments as command_line
@@ -178,8 +179,8 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
         publisher = _open_publisher(arguments)
         if plan.action == "finished":
             announce.say(
-                f"this run is finished in {plan.directory}; a larger --max_steps or --num_train_epochs extends it "
-                "where its learning rate is constant, --overwrite_output_dir trains again"
+                f"{plan.directory} already holds this finished run. --overwrite_output_dir trains again; with a "
+                "constant learning rate a larger --max_steps or --num_train_epochs extends it."
             )
             if publisher is not None:  # an earlier push may have failed; files already there are not sent again
                 publisher.result(plan.directory)
@@ -300,7 +301,11 @@ def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
         )
     trainer.save_model(training.output_dir)
     what = "adapter" if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config") else "model"
-    announce.say(f"{what} and report are in {training.output_dir}", report.closing_line(job.files.content))
+    content = job.files.content
+    announce.say(
+        f"{what} and report are in {training.output_dir}",
+        f"integrity: {verdict_line(content)}: {report.closing_line(content)}",
+    )
     if training.push_to_hub:
         trainer.beat("publish")  # everything is on disk and verified before the push
     trainer.end()

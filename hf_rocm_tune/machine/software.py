@@ -19,6 +19,7 @@ from importlib import metadata
 from typing import Any
 
 from hf_rocm_tune.machine import torchvision
+from hf_rocm_tune.machine.caches import unwritable
 from hf_rocm_tune.machine.child import Task, answer, pci_address, run_together, step
 from hf_rocm_tune.machine.variables import package_directory, read_torch_file
 
@@ -146,7 +147,8 @@ def missing_for_triton() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the C compiler {compiler} cannot be run: {error}"
     if not done.returncode:
-        return ""
+        why = unwritable("triton")
+        return f"the cache of what it compiles, {why}" if why else ""
     if not os.path.exists(os.path.join(headers, "Python.h")):
         return f"{headers} has no Python.h: install python3-dev (python3-devel)"
     said = next((line for line in done.stderr.splitlines() if "error" in line), "no message")

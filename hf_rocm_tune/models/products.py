@@ -1,4 +1,4 @@
-"""How the gradient of the loss is multiplied on a Radeon card: timed once a process and card, then chosen.
+"""Selects the GEMM library for the loss's gradient on a Radeon card, by timing each once per process and card.
 
 The fused head adds ``tile @ head`` to a float32 sum, of bfloat16 factors, for which rocBLAS has no tuned kernel on
 gfx1100, but hipBLASLt has. A bfloat16 result is tuned in both, and is rounded once more: used only over the whole

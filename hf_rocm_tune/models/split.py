@@ -91,7 +91,7 @@ def find_layers(model: nn.Module, text: PreTrainedConfig) -> tuple[str, nn.Modul
 
 def layer_stack(model: nn.Module, config: PreTrainedConfig, flag: str = FLAG) -> tuple[str, nn.ModuleList]:
     if (found := find_layers(model, config.get_text_config())) is None:
-        raise UsageError(f"{flag}: its layers could not be told in {type(model).__name__}: leave it out")
+        raise UsageError(f"{flag}: cannot identify the decoder layers of {type(model).__name__}; leave the flag out")
     return found[:2]
 
 

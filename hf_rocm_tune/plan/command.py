@@ -333,13 +333,18 @@ def _parser() -> argparse.ArgumentParser:
         "memory of other processes (default: read from the card, else 1; headless: 0)",
         type=_gib_from(0),
     )
-    flag("--method", "default: the faster of lora and qlora that fits", choices=METHODS)
-    flag("--host_gib", "memory of the host (default: of this machine, with its card)", type=float, metavar="GIB")
-    link = "from host memory to the card, as `hf-rocm-tune doctor` measures it (13, assumed)"
+    flag("--method", "train with this method (default: the faster of lora and qlora that fits)", choices=METHODS)
+    flag(
+        "--host_gib",
+        "memory of the host (default: that of this machine, if its card is planned)",
+        type=float,
+        metavar="GIB",
+    )
+    link = "speed from host memory to the card, as `hf-rocm-tune doctor` measures it (13, assumed)"
     flag("--link_gb_s", link, type=checked(float, lambda rate: rate > 0, "above 0"), metavar="GB/S")
     flag(
         "--no-checkpointing --no_gradient_checkpointing",
-        "keep activations",
+        "keep activations instead of recomputing them",
         dest="checkpointing",
         action="store_const",
         const=False,
@@ -347,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
     rate = "accepted as in a training command; it takes no memory and no time"
     flag("--lr --learning_rate", rate, type=float)
     flag("--dataset --dataset_name", "rows to read for lengths, padding and hours", dest="dataset_name")
-    flag("-v --verbose", "all parts; --json has all cases and ways", action="store_true")
+    flag("-v --verbose", "print all parts; --json has all cases and ways", action="store_true")
     flag("--json", "print JSON; memory in bytes", action="store_true")
     flag("--largest", "list the largest known public models that fit, by method", action="store_true")
     return parser

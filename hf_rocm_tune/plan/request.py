@@ -60,12 +60,14 @@ class PlanRequest:
     methods: tuple[str, ...] = ("lora", "qlora")  # to choose from, of `METHODS`
     length: int = _flag(2048, "--max_length --max_seq_length --seq", "tokens of a row (2048, or the limit)", least=2)
     effective_batch: int = _flag(16, "--effective_batch", "sequences per step, over all cards (16)", least=1)
-    micro_batch: int | None = _flag(None, _MICRO_BATCH, "sequences at a time on a card (default: fastest)", type=int)
+    micro_batch: int | None = _flag(
+        None, _MICRO_BATCH, "sequences at a time on a card (default: the fastest that leaves room)", type=int
+    )
     eval_batch: int | None = _flag(None, _EVAL_BATCH, "rows at a time in evaluation", least=1)
     evaluates: bool = True
-    cards: int = _flag(1, "--cards", "with several, all ways over them are compared (1)", least=1)
+    cards: int = _flag(1, "--cards", "number of cards; with several, all ways over them are compared (1)", least=1)
     rows: int = _flag(
-        0, "--rows", "rows to count hours for; without --dataset each has --max_length tokens (1000)", least=0
+        0, "--rows", "count hours for this many rows, of --max_length tokens each without --dataset (1000)", least=0
     )
     epochs: float = _flag(
         1.0,
@@ -84,22 +86,24 @@ class PlanRequest:
     )
     recompute: tuple[int, int] | None = None  # only this mix; see `estimate.Case`
     mixes: bool = True  # consider mixes of recomputation
-    packing: bool = _flag(False, "--packing", "several short sequences in a row")
+    packing: bool = _flag(False, "--packing", "pack several short sequences into one")
     stream: int = _flag(0, FLAG, "layers whose weights live in host memory (off)", type=parse, metavar="auto|off|N")
     rank: int = _flag(16, "--lora_r --lora_rank --rank", "rank of the adapters (16)", least=1)
     dropout: float = _flag(0.0, "--lora_dropout --dropout", "dropout before the adapters (0)", type=float)
     targets: str | tuple[str, ...] = _flag(ALL_LINEAR, "--targets --lora_target_modules", "adapted modules", nargs="+")
     target_parameters: tuple[str, ...] = _flag((), _EXPERTS, "adapted experts: experts.down_proj ...", nargs="+")
     modules_to_save: tuple[str, ...] = _flag((), _WHOLE, "modules that are trained whole", nargs="+")
-    dora: bool = _flag(False, "--dora --use_dora", "DoRA")
-    one_pass_loss: bool = _flag(False, "--one_pass_loss", "gradient of the loss in the forward pass")
+    dora: bool = _flag(False, "--dora --use_dora", "use DoRA instead of plain LoRA")
+    one_pass_loss: bool = _flag(False, "--one_pass_loss", "compute the gradient of the loss in the forward pass")
     nested: bool = True  # constants of 4-bit weights are quantised too
     dtype: str | None = _flag(
         None, "--dtype", "dtype of the weights (bfloat16; --method full: float32)", choices=DTYPES
     )
     autocast: bool = True  # mixed precision in bfloat16
     optim: str = _flag(_OPTIMIZER, "--optim", f"optimizer ({_OPTIMIZER})", choices=tuple(OPTIMIZERS))
-    attention: str = _flag("sdpa", "--attention --attn_implementation", "(sdpa)", choices=ATTENTIONS)
+    attention: str = _flag(
+        "sdpa", "--attention --attn_implementation", "implementation of attention (sdpa)", choices=ATTENTIONS
+    )
     workers: int = _flag(0, "--workers --dataloader_num_workers", "data loader workers of each process (0)", least=0)
     platform: str = "hip"  # whose kernels count: ``hip``, ``cuda`` or ``cpu``
     triton: bool = True  # whether Triton's run there

@@ -34,17 +34,26 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     add("model", help="directory of an adapter or a model, or a Hub id of either")
     add("--base", help="base of an adapter, where it is not the one that the adapter names")
     add("--revision", help="branch, tag or commit of a Hub id")
-    add("--dtype", default="auto", choices=("auto", *_DTYPES), help="default: auto, as the model says")
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", *_DTYPES),
+        help="load the weights in this dtype (default: auto, as the model says)",
+    )
     add("--load_in_4bit", action="store_true", help="quantise the base, as the adapter's run did")
     add("--trust_remote_code", action="store_true", help="run the model's own Python code")
-    add("--max_new_tokens", type=at_least_one, default=256, help="of an answer (default: 256)")
+    add("--max_new_tokens", type=at_least_one, default=256, help="stop an answer after this many tokens (default: 256)")
     warm = checked(float, lambda value: value == 0 or 1e-6 <= value < float("inf"), "0, or 1e-6 or more")
-    add("--temperature", type=warm, help="0: always the likeliest token (default: as the model says)")
+    add(
+        "--temperature",
+        type=warm,
+        help="sampling temperature; 0 takes the likeliest token (default: as the model says)",
+    )
     share = checked(float, lambda value: 0 < value <= 1, "more than 0 and at most 1")
     add("--top_p", type=share, help="draw from the likeliest tokens with this share of probability")
-    add("--top_k", type=at_least_one, help="draw from so many likeliest tokens")
+    add("--top_k", type=at_least_one, help="draw from this many of the likeliest tokens")
     seed = checked(int, lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
-    add("--seed", type=seed, default=0, help="of the random numbers (default: 0)")
+    add("--seed", type=seed, default=0, help="seed of the random numbers (default: 0)")
     add("--system", help="a system message before the conversation")
 
 
@@ -52,17 +61,23 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     add_chat_flags(parser)
     parser.add_argument("--compare", action="store_true", help="run the base without the adapter too")
     given = parser.add_mutually_exclusive_group()
-    given.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    given.add_argument("--file", type=Path, help="a text file with one prompt, or a .jsonl of prompts or messages")
+    given.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="answer this prompt; may be given several times"
+    )
+    given.add_argument(
+        "--file", type=Path, help="answer a text file with one prompt, or a .jsonl of prompts or messages"
+    )
     parser.add_argument(
         "--image",
         action="append",
         default=[],
         metavar="FILE",
-        help="a picture before the text; may be given several times",
+        help="put this picture before the text; may be given several times",
     )
-    parser.add_argument("--raw", action="store_true", help="without the chat template: the model continues the text")
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, instead of streamed text")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per prompt instead of streaming text"
+    )
 
 
 def add_merge_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,15 +85,17 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", help="directory or Hub id of an adapter")
     parser.add_argument("out", type=Path, help="directory to create")
     parser.add_argument("--base", help="directory or Hub id of the base model (default: the one the adapter names)")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the stored weights (default: as the base stores them)")
-    parser.add_argument("--max_shard_size", type=size, default="5GB", help="most bytes of a weight file (default: 5GB)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="store the weights in this dtype (default: that of the base)")
+    parser.add_argument(
+        "--max_shard_size", type=size, default="5GB", help="largest size of a weight file (default: 5GB)"
+    )
     parser.add_argument(
         "--gguf",
         nargs="?",
         const=export.DEFAULT_TYPE,
         type=str.lower,
         metavar="TYPE",
-        help=f"as GGUF too, by llama.cpp, with a Modelfile for Ollama: q8_0, f16 ... (default: {export.DEFAULT_TYPE})",
+        help=f"write GGUF of this type too, with llama.cpp: q8_0, f16 ... (default: {export.DEFAULT_TYPE})",
     )
     parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help="llama.cpp's directory (default: look on PATH)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python code")

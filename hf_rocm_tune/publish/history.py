@@ -119,17 +119,17 @@ def last(rows: Iterable[Row], key: str) -> float | None:
 
 
 _FIGURES = {
-    "training loss, last": "loss",
-    "evaluation loss, last": "eval_loss",
-    "token accuracy, last": "mean_token_accuracy",
+    "training loss (last)": "loss",
+    "evaluation loss (last)": "eval_loss",
+    "token accuracy (last)": "mean_token_accuracy",
     "evaluation, token accuracy": "eval_mean_token_accuracy",
-    "reward, last": "reward",
-    "reward margin, last": "rewards/margins",
+    "reward (last)": "reward",
+    "reward margin (last)": "rewards/margins",
     "evaluation, reward margin": "eval_rewards/margins",
     "epochs": "epoch",
     "tokens": "num_tokens",
-    "tokens a second, last": "speed/tokens_per_second",
-    "seconds since the last start": "train_runtime",
+    "tokens a second (last)": "speed/tokens_per_second",
+    "training time (s), from the last start": "train_runtime",
 }
 
 
@@ -336,10 +336,33 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
     if share is None or text(report, "verify") == "off":
         return verdict("unknown", "Transfers were not verified in this run.")
     complete = finished and share >= 100 and text(report, "verify") == "full" and not found and not _varies(report)
-    times = "once" if found == 1 else f"{found:,} times"
-    recovered = f". Corruption was found {times} and recovered before it was used"
+    recovered = f". Corruption was found {_times(found)} and recovered before it was used"
     end = recovered if found else ", and none of them was wrong"
     return verdict("good" if complete else "note", f"{share:g} % of the bytes on the device were verified{end}.")
+
+
+#: The verdict in a word, at the head of the page and of the closing line of a run.
+LEVELS = {"good": "verified", "note": "verified, with remarks", "bad": "wrong bytes", "unknown": "not known"}
+
+
+def verdict_line(report: Mapping[str, Any]) -> str:
+    """The verdict on a finished run and, unless it is good, its reason: the head of the run's closing line."""
+    verdict, share = judge(report, finished=True), coverage(report)
+    if verdict.level == "good":
+        return f"{LEVELS['good'].upper()}, nothing was wrong"
+    reasons = [verdict.headline] if verdict.level != "note" else []
+    if verdict.level == "note":
+        found = mismatches(report)
+        reasons += [f"corruption was found {_times(found)} and recovered before it was used"] if found else []
+        reasons += [f"{share:g} % of the bytes on the device"] if share is not None and share < 100 else []
+        reasons += ["a sample of the transfers only"] if text(report, "verify") == "sample" else []
+        reasons += ["the same micro-batch gave different gradients"] if _varies(report) else []
+    word, comma, rest = LEVELS[verdict.level].partition(",")
+    return f"{word.upper()}{comma}{rest} ({'; '.join(reasons).rstrip('.')})"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def _unrecovered(report: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.foreign import read_bytes
 from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.publish import history, say
-from hf_rocm_tune.publish.history import Run, figure, items, number, plain, series, text
+from hf_rocm_tune.publish.history import LEVELS, Run, figure, items, number, plain, series, text
 from hf_rocm_tune.redaction import Private, local_paths, scrub_text
 from hf_rocm_tune.survive.atomic import create_staging, write_text_atomic
 from hf_rocm_tune.version import __version__
@@ -29,7 +29,6 @@ PAGE_NAME = "report.html"
 _MOST_ROWS = 500
 _MOST_STEPS = 150  # whose values are shown under the pointer
 _GENERATOR = b'<meta name="generator" content="hf-rocm-tune">'  # as in the template
-_LEVELS = {"good": "Verified", "note": "Verified, with remarks", "bad": "Wrong bytes", "unknown": "Not known"}
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         "requests; or several runs side by side. Reads the files of runs, finished or not, and says what is missing.",
     )
     parser.add_argument("directories", metavar="DIR", type=Path, nargs="+", help="the --output_dir of a run")
-    help_out = f"the page (default: {PAGE_NAME} in DIR; of several runs comparison.html in this directory)"
+    help_out = f"write the page here (default: {PAGE_NAME} in DIR; of several runs comparison.html in this directory)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=help_out)
     wanted = parser.parse_args(list(argv))
     runs = [history.collect(directory) for directory in wanted.directories]
@@ -96,7 +95,7 @@ def build(runs: Mapping[str, Run]) -> str:
         html=True,
         most=_MOST_ROWS,
         version=__version__,
-        levels=_LEVELS,
+        levels={level: word.capitalize() for level, word in LEVELS.items()},
         verdicts={each: one.verdict for each, one in runs.items()},
         drawn=[_drawing(panel) for panel in panels(runs)],
         title=(_title(run) or name) if alone else " and ".join(runs),

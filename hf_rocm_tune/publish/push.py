@@ -426,8 +426,10 @@ def main(argv: Sequence[str]) -> int:
     seen = parser.add_mutually_exclusive_group().add_argument
     seen("--private", action="store_true", default=None, help="refuse a repository that is public")
     seen("--public", action="store_false", dest="private", default=None, help="make a new repository public")
-    add("--revision", default="main", metavar="BRANCH", help="created if it does not exist")
-    add("--base_model_id", metavar="ORG/NAME", help="the base model on the Hub, where it was loaded from a directory")
+    add("--revision", default="main", metavar="BRANCH", help="push to this branch; it is created if it does not exist")
+    add(
+        "--base_model_id", metavar="ORG/NAME", help="name this base model on the Hub, if it was loaded from a directory"
+    )
     add("--report", action="store_true", help="upload the page of `hf-rocm-tune report`, too")
     more = "push checkpoints too: the newest as last-checkpoint, or all (default: none)"
     add("--checkpoints", choices=get_args(Checkpoints), default="none", help=more)

@@ -26,6 +26,7 @@ from hf_rocm_tune.data.sources import refuse_missing
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.foreign import parse_yaml, read_text
 from hf_rocm_tune.machine import gpus, process, variables
+from hf_rocm_tune.machine.caches import unwritable
 from hf_rocm_tune.paths import HUB_FIX, answers, is_local_model, require_model
 from hf_rocm_tune.redaction import print_line, remember
 
@@ -209,6 +210,8 @@ def _require_on_hub(model: str, revision: str | None) -> None:
         offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
         hf_hub_download(model, "config.json", revision=revision, local_files_only=offline)
     except (HfHubHTTPError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and (why := unwritable("hub")):
+            raise UsageError(f"model {model}: it cannot be fetched, for the cache {why}") from error
         if what := said.get(type(error)):
             raise UsageError(f"model {model}: {what}; {HUB_FIX}") from error
     finally:

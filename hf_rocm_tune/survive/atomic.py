@@ -111,7 +111,7 @@ def open_in_place(path: Path, flags: int) -> int:
 
 
 def _not_plain(path: Path) -> OSError:
-    return OSError(errno.ELOOP, f"{path.name} is a link or not a plain file, which is not replaced: move it away")
+    return OSError(errno.ELOOP, f"{path.name} is a symlink or not a regular file, and is not replaced: move it away")
 
 
 def clean_leftovers(parent: Path) -> None:

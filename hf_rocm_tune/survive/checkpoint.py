@@ -325,8 +325,8 @@ class Checkpoints:
             self._save_result(directory, keep=beside)
         else:
             raise CorruptionError(
-                f"{', '.join(changed)} in {directory} changed after {_WRITES} verified saves: find out what writes "
-                "there, check the disk, and start the same command again"
+                f"{', '.join(changed)} in {directory} changed after {_WRITES} verified saves: another process writes "
+                "to this directory, or the disk is faulty; look for both, then rerun the same command"
             )
         if self._first:
             self._write_manifest(directory, "final", saved | beside)

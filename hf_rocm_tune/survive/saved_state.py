@@ -148,7 +148,7 @@ class HostCopy:
             if digest(tensor) != before:
                 raise MemoryFaultError(
                     f"the adapter's initial state changed in host memory: {name}",
-                    "Nothing was saved since; the checkpoints already written are intact: start the same command again",
+                    "Nothing has been saved since. Existing checkpoints are intact; rerun the same command",
                 )
         return {name: tensor for name, (tensor, _) in self._tensors.items()}
 

@@ -233,7 +233,7 @@ class MovementCallback(TrainerCallback):
         still = [name for (name, _), some in zip(zero, moved, strict=True) if not some]
         if self._before and self._before == self._digests():
             said = (
-                f"none of the {len(self._before)} trainable weights has changed in {steps} steps. Likely causes: a "
+                f"no trainable weight changed in {steps} steps ({len(self._before)} weights). Likely causes: a "
                 "learning rate that is too small for the dtype of the weights (bfloat16 loses changes below about 0.4 "
                 "%), gradients that do not reach them, or arithmetic on the device that gives zeros (the doctor tests "
                 "it)"
@@ -241,8 +241,8 @@ class MovementCallback(TrainerCallback):
             self._report(StepFinding(state.global_step, "nothing moves", said))
         elif still:
             said = (
-                f"{len(still)} LoRA matrices B are still zero after {steps} steps ({listed(still)}): these layers take "
-                "no part in the loss (experts that no token is routed to, for example), or get no gradient"
+                f"{len(still)} LoRA matrices B are still zero after {steps} steps ({listed(still)}): these layers do "
+                "not contribute to the loss (experts that no token is routed to, for example), or receive no gradient"
             )
             self._report(StepFinding(state.global_step, "adapters do not move", said))
 

@@ -48,7 +48,7 @@ class Deferred:
         """Only for TRL, which asks whether a count is above 0 before it divides by it: `_ratio` checks that later."""
         if other == 0 and sys._getframe(1).f_globals.get("__name__", "").startswith("trl."):
             return True
-        raise TypeError("a metric of this step is not known yet: it is read when it is logged")
+        raise TypeError("the value of a metric is not available until it is logged")
 
     def __truediv__(self, other: Any) -> Deferred:
         return Deferred(_ratio, self, other)

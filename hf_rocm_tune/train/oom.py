@@ -1,4 +1,4 @@
-"""Out-of-memory recovery: a step that does not fit on the device is repeated with the same samples in smaller parts.
+"""Out-of-memory recovery: a step that runs out of memory is retried with the same samples in smaller micro-batches.
 
 With several ranks the others wait in a collective that cannot be undone: the job ends (code 5), and the same command
 continues from the newest checkpoint with smaller parts. The parts add up to the whole exactly for losses normalised by
@@ -383,14 +383,14 @@ class OutOfMemoryRecovery:
         incident = {"step": step, "stage": "memory", "kind": "out of memory", "micro_step": number + 1, "rows": rows}
         incident |= {"tokens": part.tokens, "divisor": self.divisor, "said": said}
         shortages.append(incident)
-        what = f"no memory for {rows} {unit}{'s' * (rows > 1)} ({part.tokens} tokens) at step {step}"
+        what = f"out of memory with {rows} {unit}{'s' * (rows > 1)} ({part.tokens} tokens) at step {step}"
         what = f"rank {args.process_index}: {what}" if several else what
         fewer = not several and trainer.way.fewer_in_flight()
         if not fewer and rows == 1:
             _count_shortages(trainer, shortages, "failed")
-            why = part.layout.reason or "the micro-batch cannot be made smaller"
+            why = part.layout.reason or "the micro-batch cannot be split further"
             raise OutOfMemoryError(
-                f"{what}, and {why} ({said}): lower --max_length (it is {getattr(args, 'max_length', None)}), turn "
+                f"{what}; {why} ({said}): lower --max_length (it is {getattr(args, 'max_length', None)}), turn "
                 "--gradient_checkpointing on, add --load_in_4bit, or see what fits with `hf-rocm-tune plan`"
             )
         if not fewer:

@@ -107,7 +107,7 @@ def check_optimizer(args: TrainingArguments) -> None:
     instead = "choose adamw_torch_fused, adamw_8bit, paged_adamw_8bit or another of --help_all"
     for family, package in _OPTIMIZERS.items():
         if name.startswith(family) and package is None:
-            why = "is not supported: it was never tried with verified averages and checkpoints"
+            why = "is not supported: it is untested with verified averages and checkpoints"
             raise UsageError(f"--optim {name} {why}; {instead}")
         if name.startswith(family) and importlib.util.find_spec(str(package)) is None:
             raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
@@ -130,8 +130,8 @@ def check_rows(trainer: Trainer) -> None:
     for split, rows in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
         if isinstance(rows, Sized) and not len(rows):
             raise UsageError(
-                f"no {split} row is left: within --max_length {getattr(args, 'max_length', None)} none has a token to "
-                "learn from; give a larger one, or other rows"
+                f"no {split} rows remain: with --max_length {getattr(args, 'max_length', None)} every row has all its "
+                "labels masked; give a larger one, or other rows"
             )
 
 
@@ -165,8 +165,8 @@ def require_isolation(model: nn.Module, args: Any) -> None:
         config: Any = module.config
         if not (heeded or "flash" in str(config._attn_implementation)):
             raise UsageError(
-                f"packed examples see each other in {config.architectures[0]} with {config._attn_implementation} "
-                "attention, whose masks ignore where an example begins: give --packing false"
+                f"packed examples attend to each other in {config.architectures[0]} with {config._attn_implementation} "
+                "attention, whose masks ignore where an example begins; give --packing false"
             )
 
     handles = [

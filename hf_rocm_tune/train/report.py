@@ -140,7 +140,7 @@ def write_partial(trainer: Any, facts: RunFacts, error: BaseException) -> None:
 
 
 def closing_line(report: Mapping[str, Any]) -> str:
-    """The line at the end of a run: tensors, bytes, coverage, mismatches, recovered, share of step time, events."""
+    """What the last line of a run counts: tensors, bytes, coverage, mismatches, recovered, step time, events."""
     stages = [report[name] for name in (*STAGES, BETWEEN_CARDS)]
     tensors, moved, mismatches, recovered = (
         sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
@@ -149,7 +149,7 @@ def closing_line(report: Mapping[str, Any]) -> str:
     products = report["arithmetic"]
     lacking = f" (not: {listed([row['tensor'] for row in covered['unverified']])})" if covered["unverified"] else ""
     share = share_words(covered["verified_bytes"], covered["device_bytes"])
-    wrong = f"disagreements {products['disagreements']}{_recovered(products, 'disagreements')}"
+    wrong = f"{products['disagreements']} disagreements{_recovered(products, 'disagreements')}"
     checked = 100 * products["checked"] / max(products["products"], 1)
     watched = f"{frozen['passes']} sentinel passes over {frozen['tensors']} frozen tensors"
     parts = {
@@ -161,14 +161,16 @@ def closing_line(report: Mapping[str, Any]) -> str:
         f"{averages['buckets']:,} averages of gradients checked, {averages['mismatches']} wrong"
         f"{_recovered(averages, 'mismatches')}": report["ranks"] > 1,
         f"{watched} ({frozen['mismatches']} changed)": True,
-        f"base products checked {checked:.3g} %, replays {products['replays']}, {wrong}": not products["refusal"],
+        f"{checked:.3g} % of the products with frozen weights checked": not products["refusal"],
+        f"{products['replays']} replayed micro-batches": not products["refusal"],
+        wrong: not products["refusal"],
         f"products with frozen weights not checked ({products['refusal']})": products["refusal"],
         f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification": True,
         **{f"{name}: {value}": True for name, value in report["events"].items()},
     }
     asked = (report["fault_injection"], report["step_fault_injection"], report["survival"]["crash_injection"])
     said = ", ".join(text for text, applies in parts.items() if applies)
-    return f"integrity: {said}{' (faults were injected on request)' * any(asked)}"
+    return f"{said}{' (faults were injected on request)' * any(asked)}"
 
 
 def _recovered(counted: Mapping[str, Any], wrong: str) -> str:

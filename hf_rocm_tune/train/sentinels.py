@@ -44,8 +44,8 @@ _WHAT = {
 }
 _SAID = {"replaced": "were replaced by other tensors", "removed": "were removed", "added": "were added"}
 _ADVICE = (
-    "Nothing was saved since; the checkpoints already written are intact: start the same command again to continue "
-    "from the newest one. Code that rewrites a frozen weight on purpose must declare it with "
+    "Nothing has been saved since. Existing checkpoints are intact; rerun the same command to resume from the latest. "
+    "Code that rewrites a frozen weight on purpose must declare it with "
     "trainer.mover.mark_derived(tensor, reason)"
 )
 

@@ -116,8 +116,8 @@ class StallGuard(Watchdog):
         briefly(lambda: self._report(cause, silent_s), 10.0)
         briefly(clear_live_line, 5.0)
         error = StallError(
-            f"no progress for {silent_s:.0f} s {self.where}: {cause}; stacks and states of all ranks are in {text}. "
-            f"{_INTACT}"
+            f"no progress for {silent_s:.0f} s {self.where}: {cause}; stack traces and states of all ranks were "
+            f"written to {text}. {_INTACT}"
         )
         briefly(lambda: self._tell(error), 5.0)
 

@@ -1,9 +1,9 @@
 """A mixin for `transformers.Trainer` subclasses that trains on verified data only. Overrides stand in call order.
 
 Batches, weights, adapters and optimizer state go to the device through the :class:`~hf_rocm_tune.transfer.Mover`;
-Accelerate places nothing. Not covered: tensors that a data collator or a custom ``compute_loss`` puts on the device
-itself (refused under ``verify="full"``), and weights that were on an accelerator before the model was handed over and
-differ from their files (listed in the coverage).
+Accelerate no longer moves tensors to the device. Not covered: tensors that a data collator or a custom
+``compute_loss`` puts on the device itself (refused under ``verify="full"``), and weights that were on an accelerator
+before the model was handed over and differ from their files (listed in the coverage).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class VerifiedTransferMixin(_Base):
         CorruptionError: a tensor could not be transferred correctly.
         MemoryFaultError: from `train`, a weight changed in memory.
         DivergedError: from `train`, nothing is learned, or weights to be saved are not finite.
-        OutOfMemoryError: from `train`, a micro-batch that cannot be made smaller does not fit.
+        OutOfMemoryError: from `train`, a micro-batch that cannot be split further does not fit.
         Interrupted: from `train`, after the checkpoint, when a signal asked for the end.
         UsageError: settings that do not go together, or ``HF_ROCM_TUNE_STEP_FAULT`` or ``HF_ROCM_TUNE_CRASH`` is wrong.
     """

@@ -437,7 +437,7 @@ class Fetched:
             stops = self._session.settings.on_corruption == "stop"
             if stops or rung == _READINGS[-1]:
                 self._report(wrong, rung, "stopped" if stops else "failed")
-                why = f"{len(_READINGS)} ways of reading it gave wrong bytes"
+                why = f"all {len(_READINGS)} read attempts returned wrong bytes"
                 raise CorruptionError(
                     f"{self._stage} tensor '{self._name}' from {self._backend.device} arrived wrong on the host, and "
                     f"{'--on_corruption stop is set' if stops else why}. It was not used; run the doctor"

@@ -114,7 +114,7 @@ class Ladder:
                 self._recovered(transfer, findings, route)
                 return
         last = self._differences(transfer, buffer)
-        self._fail(transfer, last, RUNGS[-1].name, "failed", "five ways of sending it again failed too")
+        self._fail(transfer, last, RUNGS[-1].name, "failed", "all five retry strategies failed")
 
     def _check_sources(self, transfer: Transfer) -> None:
         for segment in transfer.segments:
@@ -130,8 +130,8 @@ class Ladder:
                 self._report.add(transfer.stage, mismatches=1)
                 raise SourceChangedError(
                     f"the host source of {transfer.stage} tensor '{segment.name}' changed while it was being sent, so "
-                    "this is not a transfer fault: look for code that writes to a batch after the collator returned "
-                    "it, a model file that is being rewritten, or faulty host memory"
+                    "this is not a transfer fault. Likely causes: code that modifies a batch after collation, a model "
+                    "file that is being rewritten, or faulty host memory"
                 )
 
     def _recovered(self, transfer: Transfer, findings: Findings, route: Route) -> None:

@@ -119,11 +119,17 @@ def the_line(result: Result) -> str:
     [
         (["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate?"),
         (["--max_steps", "many"], "--max_steps must be 1 or more, or -1 for no limit, got many"),
-        (["--load_in_4bit", "--use_peft", "false"], "--use_peft false does not work with --load_in_4bit"),
+        (
+            ["--load_in_4bit", "--use_peft", "false"],
+            "--load_in_4bit is not supported with --use_peft false (quantised weights are not",
+        ),
         (["--report_to", "nobody"], "--report_to nobody: unknown or not installed"),
         (["--lora_target_modules", "no_such"], "no_such match no module of LlamaForCausalLM; it has q_proj, k_proj"),
         (["--lora_modules_to_save", "lm_heads"], "--lora_modules_to_save: lm_heads match no module of LlamaFor"),
-        (["--gradient_checkpointing_kwargs", '{"offload": true}'], "its `offload` (it is not listed"),
+        (
+            ["--gradient_checkpointing_kwargs", '{"offload": true}'],
+            "its `offload` is not supported with --gradient_checkpointing_kwargs (it is not listed",
+        ),
         (["--resume_from_checkpoint", "true"], "holds no intact checkpoint of this run; leave the flag out"),
         (["--use_liger_kernel"], "--use_liger_kernel needs"),
         (["--tensor_parallel"], "it takes 2 processes, and there are 1"),
@@ -148,7 +154,7 @@ EVALUATED = ["--eval_strategy", "steps", "--eval_steps", "1"]
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--assistant_only_loss", "--max_length", "8"], "no training row is left: within --max_length 8"),
+        (["--assistant_only_loss", "--max_length", "8"], "no training rows remain: with --max_length 8"),
         (["--dataloader_drop_last", "--per_device_train_batch_size", "64"], "no batch could be made"),
         (["--embedding_learning_rate", "1e-3"], "neither embeddings nor output head are trained"),
         (["--optim", "muon"], "muon"),

@@ -198,7 +198,7 @@ def test_what_does_not_go_together_is_one_line(jobs: dict[str, Job], tmp_path: P
         "batch": ("dpo", {"auto_fit": "plan", "effective_batch": 64}, "cannot be made with"),
         "adapter": ("reward", {"adapter_name_or_path": adapter, "lora_dropout": None}, "its task_type is CAUSAL_LM"),
         "loss": ("dpo", {"loss_type": "nonsense"}, "Unknown loss type: nonsense"),
-        "no rows": ("dpo", {"max_length": 4}, "no training row is left: within --max_length 4"),
+        "no rows": ("dpo", {"max_length": 4}, "no training rows remain: with --max_length 4"),
         "no solution": ("grpo", {"reward_funcs": "accuracy_reward"}, "missing a required argument: 'solution'"),
         "no reward": ("grpo", {"reward_funcs": "rewards.early"}, "begin with ./"),
     }

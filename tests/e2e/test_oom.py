@@ -97,7 +97,7 @@ def assert_told(results: list[Result], output: Path, said: str) -> None:
     """Rank 1 has ended the job with one line and code 5."""
     assert results[1].code == 5 and results[0].code != 0, [result.stderr[-3000:] for result in results]
     line = the_line(results)
-    assert "rank 1: no memory for" in line and said in line
+    assert "rank 1: out of memory with" in line and said in line
     assert json.loads(output.with_suffix(".exit.json").read_text())["code"] == 5
 
 

@@ -120,5 +120,7 @@ def test_the_comparison_sees_examples_that_are_not_isolated(losses_of: Callable[
 
 
 def test_a_model_whose_masks_ignore_where_an_example_begins_is_refused(losses_of: Callable[..., Losses]) -> None:
-    with pytest.raises(UsageError, match=r"packed examples see each other in GptOssForCausalLM .* --packing false"):
+    with pytest.raises(
+        UsageError, match=r"packed examples attend to each other in GptOssForCausalLM .* --packing false"
+    ):
         losses_of("gpt_oss", packing=True)

@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "labels that are all masked": (
         lambda f: written(f, [{"input_ids": [5, 6], "labels": [-100, -100]}] * 2),
         "sft",
-        "no training row is left",
+        "no training rows remain",
     ),
     "Windows-1252": (file_of("a.jsonl", b'{"text": "\x93moles\x94"}\n'), "sft", "`iconv -f windows-1252 -t utf-8`"),
     "UTF-16": (file_of("a.jsonl", LINE.encode("utf-16")), "sft", "`iconv -f utf-16 -t utf-8`"),

@@ -229,7 +229,10 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(trial: Callable[[st
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"use_peft": False}, "--stream_weights does not work with --use_peft false"),
+        (
+            {"use_peft": False},
+            "--use_peft false is not supported with --stream_weights (what is streamed",
+        ),
         ({"stream_weights": 8}, "this model has 5 layers"),
         ({"stream_weights": "some"}, "give auto, off or the number of layers"),
         ({"lora_modules_to_save": "q_proj", "lora_target_modules": "v_proj"}, "--lora_modules_to_save q_proj"),

@@ -123,7 +123,10 @@ def test_a_terminal_has_one_live_line_that_leaves_nothing_behind(server: Command
     assert [row["step"] for row in log_rows("\n".join(left))] == ["2/6", "4/6", "6/6"]
     assert not any(BAR in line for line in left), left
     assert "{'loss'" not in sent
-    assert re.fullmatch(r"hf-rocm-tune: integrity: .* of step time spent on batch verification", messages(left)[-1])
+    assert re.fullmatch(
+        r"hf-rocm-tune: integrity: VERIFIED, nothing was wrong: .* of step time spent on batch verification",
+        messages(left)[-1],
+    )
 
 
 def test_an_error_is_the_last_line_of_a_terminal(server: CommandServer, argv: list[str]) -> None:

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.publish.history import coverage, judge, shown_settings
+from hf_rocm_tune.publish.history import coverage, judge, shown_settings, verdict_line
 from hf_rocm_tune.publish.readme import build, clean_readme, is_ours, kept
 from hf_rocm_tune.redaction import Private
 from tests.publish.hub_server import card_errors
@@ -106,7 +106,7 @@ def test_it_says_how_the_model_was_made_on_which_data_and_what_went_wrong() -> N
         "LoRA, r=16, alpha=32",
         "100 of 1,000 parameters",
         "![Loss over optimizer steps](loss.png)",
-        "| evaluation loss, last | 0.75 |",
+        "| evaluation loss (last) | 0.75 |",
         "| epochs | 1 |",
         "| learning_rate | `0.0002` |",
         "| effective_batch_size | `16` |",
@@ -351,6 +351,30 @@ WRONG = stage(mismatches=2, recovered=1)
 def test_of_a_finished_run(changed: dict[str, Any], level: str, words: str) -> None:
     found = judge(report(**changed), finished=True)
     assert (found.level, words in found.headline) == (level, True), found
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({}, "VERIFIED, nothing was wrong"),
+        (
+            {"batches": stage(mismatches=12, recovered=12)},
+            "VERIFIED, with remarks (corruption was found 12 times and recovered before it was used)",
+        ),
+        (
+            {"coverage": {"verified_bytes": 999_999, "device_bytes": 1_000_000}},
+            "VERIFIED, with remarks (99.9999 % of the bytes on the device)",
+        ),
+        ({"verify": "sample"}, "VERIFIED, with remarks (a sample of the transfers only)"),
+        ({"verify": "off"}, "NOT KNOWN (Transfers were not verified in this run)"),
+        (
+            {"gradients": WRONG},
+            "WRONG BYTES (Wrong bytes were found that could not be recovered: gradients: 1 of 2 mismatches)",
+        ),
+    ],
+)
+def test_the_closing_line_begins_with_one_verdict_and_its_reason(changed: dict[str, Any], line: str) -> None:
+    assert verdict_line(report(**changed)) == line
 
 
 def test_a_run_that_is_not_finished_or_was_changed_is_not_good() -> None:

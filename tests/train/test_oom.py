@@ -164,7 +164,7 @@ def test_a_single_row_that_does_not_fit_ends_the_run_with_advice(
         trainer.train()
     line = str(caught.value)
     assert caught.value.exit_code == 5 and "\n" not in line
-    assert f"no memory for 1 {'sequence' if options else 'row'} (" in line and "at step 2" in line
+    assert f"out of memory with 1 {'sequence' if options else 'row'} (" in line and "at step 2" in line
     for advice in ("--max_length (it is 96)", "--gradient_checkpointing", "--load_in_4bit", "hf-rocm-tune plan"):
         assert advice in line
     assert trainer.state.global_step == 1
