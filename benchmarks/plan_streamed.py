@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from hf_rocm_tune.models.streamed import AUTO  # noqa: E402
 from hf_rocm_tune.plan import CardMemory, PlanRequest, card_memory, config_of, plan_for, public_model  # noqa: E402
 from hf_rocm_tune.plan.estimate import GIB, Estimate, Variant, estimate, fastest, host, missing  # noqa: E402
+from hf_rocm_tune.plan.fit import grid_of  # noqa: E402
 
 MODELS = ("Qwen/Qwen2.5-32B", "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen3-30B-A3B")
 HOSTS = (32, 64, 128, 192)  # GiB
@@ -47,7 +48,7 @@ def shared(options: list[Estimate], variant: Variant, card: CardMemory) -> tuple
         if option.case.accumulation % each:
             continue
         cases = [replace(option.case, flights=each, streamed=count) for count in range(1, layers + 1)]
-        fitting = (found for case in cases if (found := estimate(variant, case, card)).spare >= card.margin)
+        fitting = (found for case in cases if (found := estimate(variant, case, card)).spare >= card.room)
         if (found := next(fitting, None)) is not None:
             computing = seconds(found) * (1 - found.shares[WAITING])
             step = max(computing, found.visiting / each / card.link)
@@ -56,7 +57,7 @@ def shared(options: list[Estimate], variant: Variant, card: CardMemory) -> tuple
 
 
 def with_card(grid: tuple[Estimate, ...], variant: Variant, card: CardMemory) -> list[Estimate]:
-    """The same cases for another host or link, which do not change how many layers must leave the card."""
+    """The same cases for another link, which does not change how many layers must leave the card."""
     return [estimate(variant, each.case, card) for each in grid]
 
 
@@ -105,7 +106,8 @@ def main() -> None:
             plan = plan_for(request, card=card, config=config_of(known.fields))
             variant, layers = plan.variants[method], plan.layers
             for gib in HOSTS:
-                options = with_card(plan.grid, variant, replace(card, host=gib * GIB))
+                known = replace(card, host=gib * GIB)  # with less, fewer layers may leave the card
+                options = [one for each in plan.recordings.values() for one in grid_of(each, known, plan.request)]
                 rows.append(row_of(options, variant, gib, model, method) | {"layers": layers})
             for rate in LINKS:
                 linked = replace(card, link=rate * 1e9)

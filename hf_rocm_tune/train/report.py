@@ -162,7 +162,7 @@ def closing_line(report: Mapping[str, Any]) -> str:
         f"{_recovered(averages, 'mismatches')}": report["ranks"] > 1,
         f"{watched} ({frozen['mismatches']} changed)": True,
         f"{checked:.3g} % of the products with frozen weights checked": not products["refusal"],
-        f"{products['replays']} replayed micro-batches": not products["refusal"],
+        f"{products['replays']} replayed micro-batch{'es' * (products['replays'] != 1)}": not products["refusal"],
         wrong: not products["refusal"],
         f"products with frozen weights not checked ({products['refusal']})": products["refusal"],
         f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification": True,
