@@ -219,7 +219,7 @@ def _copy_through(stock: Any) -> Callable[..., Tensor]:
             mover = None
         if mover is None:
             count_crossing(**{"to_device_bytes" if to_card else "to_host_bytes": target.nbytes})
-            if not non_blocking and not _thread.own_copies:
+            if not non_blocking:
                 _wait_without_lock(card.device)
             with _OWN:  # torch enters this operator again for casts and strides: one copy
                 call_stock(keys, target, source, non_blocking)

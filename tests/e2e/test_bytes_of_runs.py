@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.command import CommandServer
-from tests.e2e.conftest import Job, MakeJob, done, report_of, sampled
+from tests.e2e.conftest import MakeJob, report_of, sampled
 from tests.e2e.test_methods import jobs_of
 from tests.simcard.log import Log
 
@@ -23,7 +23,7 @@ RUNS: dict[str, dict[str, Any] | str] = {
     "packed": {"packing": True},
     "streamed": {"stream_weights": 1, "dtype": "bfloat16", "bf16": True},
     "8 bit": {"load_in_8bit": True, "optim": "adamw_8bit"},
-    "resumed": {"save_steps": 1},
+    "resumed": {"save_steps": 1, "max_steps": 3},
     "dpo": "dpo",
     "kto": "kto",
     "reward": "reward",
@@ -45,15 +45,11 @@ def test_what_the_driver_counts_is_what_the_report_counts(
     usual = {"max_steps": 2, "lora_dropout": 0.0, "doctor": "off"}
     job = make_job("bytes/sft", server=card_server, **usual)
     job = replace(job, settings=job.settings | wanted)
-    if name == "resumed":
-        interrupted(job, tmp_path / "out")
-    job.done(tmp_path / "out", env={"SIMCARD_LOG": str(log)})
+    crash = "step=2,kind=kill" if name == "resumed" else ""
+    if crash:
+        assert job.run(tmp_path / "out", crash=crash).code == -9
+    job.done(tmp_path / "out", crash=crash, env={"SIMCARD_LOG": str(log)})
     return assert_equal(log, report_of(tmp_path / "out"))
-
-
-def interrupted(job: Job, output: Path) -> None:
-    """A run that ends after its first checkpoint."""
-    done(job.run(output, max_steps=1))
 
 
 def assert_equal(log: Path, report: dict[str, Any]) -> None:

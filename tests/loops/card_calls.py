@@ -102,6 +102,7 @@ CALLS: dict[str, Callable[[], bool]] = {
     "empty": lambda: torch.empty(0).to("cuda").cpu().shape == (0,),
     "bool tensor": lambda: torch.tensor([True, False, True]).to("cuda").tolist() == [True, False, True],
     "item": lambda: host.to("cuda")[2, 3].item() == host[2, 3].item(),
+    "index of the host": lambda: torch.equal(host.to("cuda")[torch.tensor([2, 0])].cpu(), host[[2, 0]]),
     "new_tensor": lambda: torch.equal(card.new_tensor(host.tolist()).cpu(), host),
     **{
         function.__name__: function

@@ -882,7 +882,6 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   // the card, and refusal of host tensors
   std::optional<Device> dev;
   bool host_operand = false;
-  int64_t host_bytes = 0;
   for (auto& v : args) {
     if (v.isDevice() && v.toDevice().type() == kSim && !dev) dev = Device(kSim, index_of(v.toDevice()));
     each(v, [&](const Tensor& t) {
@@ -892,8 +891,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                     *dev, " and ", t.device(), " (", name, ")");
         if (!dev) dev = t.device();
       } else if (t.dim() > 0) {
-        host_operand = true;  // an index: a real card is sent it
-        host_bytes += int64_t(t.nbytes());
+        host_operand = true;
       }
       return t;
     });
@@ -901,7 +899,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(dev.has_value(), "simulated card: no device for ", name);
   TORCH_CHECK(!host_operand || name.find("index") != std::string::npos, "Expected all tensors to be on the same device, but found at least two devices, ",
               *dev, " and cpu (", name, ")");
-  if (host_operand) tell(0, dev->index(), host_bytes);
+  if (host_operand)  // an index: torch's own kernels send it to the card by a copy like any other
+    for (auto& v : args)
+      v = each(v, [&](const Tensor& t) { return t.defined() && t.dim() > 0 && t.device().type() != kSim ? t.to(*dev) : t; });
   c10::DeviceGuard guard(*dev);
   blas_handle(name, dev->index());
   auto& q = queue(stream_of(dev->index()));
