@@ -183,6 +183,7 @@ class TrainedSentinel:
         self.checks = self.rewritten = 0
         self._held: list[Any] = []
         self._held_ids: list[int] = []
+        self._marked: list[Any] = []
         self._groups: list[_Pack] = []
         self._next = 0
         self._taken: tuple[list[_Pack], list[list[tuple[int, int]]], QueuedDigests] | None = None
@@ -198,8 +199,8 @@ class TrainedSentinel:
         wrong = dict.fromkeys(kind for (kind, _, before), found in zip(known, now, strict=True) if found != before)
         return [Change("trained", kind, "changed in memory") for kind in wrong]
 
-    def take(self) -> None:
-        """After an update: record the current state."""
+    def take(self, *, versions: bool = False) -> None:
+        """After an update: record the current state; ``versions``: what torch's operations write later is excused."""
         held = [each for group in self._optimizer.param_groups for each in group["params"]]
         held += [each for state in self._optimizer.state.values() for each in state.values()]
         ids = list(map(id, held))
@@ -207,8 +208,16 @@ class TrainedSentinel:
             self._held, self._held_ids, self._groups = held, ids, _grouped(self._list())
         chosen = self._turn()
         queued = QueuedDigests([group.bytes for group in chosen])
-        versions = [group.versions() for group in chosen] if self._excuse_writes else []
-        self._taken = chosen, versions, queued
+        told = [group.versions() for group in chosen] if versions or self._excuse_writes else []
+        self._taken = chosen, told, queued
+
+    def was_written(self) -> bool:
+        """Whether torch's operations have written to the trained state since `mark`."""
+        return self._marked != [version_of(each) for each in self._held if torch.is_tensor(each)]
+
+    def mark(self) -> None:
+        """See `was_written`."""
+        self._marked = [version_of(each) for each in self._held if torch.is_tensor(each)]
 
     def look(self) -> None:
         """Before the next use: queue a comparison with the recorded state."""
@@ -218,7 +227,7 @@ class TrainedSentinel:
         looked_at = []
         for at, group in enumerate(groups):
             replaced = group.moved
-            if self._excuse_writes and (replaced or group.versions() != versions[at]):
+            if versions and (replaced or group.versions() != versions[at]):
                 self.rewritten += 1
             elif replaced:
                 self._changes[group.kind] = "replaced"

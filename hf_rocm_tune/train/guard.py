@@ -140,22 +140,24 @@ class TrainingGuard:
         if not losses:
             return False  # one of ``skip_steps``
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        residuals = products.pending()
+        residuals, samples = products.pending(), updates.pending()
         if type(norm) is torch.Tensor and norm.device == loss.device != _HOST:
             same = norm.dtype == loss.dtype
             numbers = torch.stack([loss, norm] if same else [loss.double(), norm.double()])
             with_first = residuals[:1] if residuals and residuals[0].device == loss.device else []
-            samples = [each for each in updates.pending() if each.device == loss.device]
-            row = torch.cat([numbers, *with_first, *samples]).tolist()  # read together: no further wait
+            beside = [each for each in samples if each.device == loss.device]
+            row = torch.cat([numbers, *with_first, *beside]).tolist()  # read together: no further wait
             count = 2 + sum(each.numel() for each in with_first)
-            mine, known = row[:2], [row[2:count]] if with_first else []
-            right = not samples or updates.is_right(row[count:])
+            mine, known, sampled = row[:2], [row[2:count]] if with_first else [], row[count:]
         else:
-            mine, known = [loss.item(), float(norm)], []
-            right = all(updates.is_right(each.tolist()) for each in updates.pending())
+            mine, known, sampled = [loss.item(), float(norm)], [], []
         known += [each.tolist() for each in residuals[len(known) :]]
-        own = max(products.judge(known, can_repeat=can_repeat), replays.judge(can_repeat=can_repeat))
-        own = own if right else StepVerdict.END
+        read = [sampled if sampled and each.device == loss.device else each.tolist() for each in samples]
+        own = max(
+            products.judge(known, can_repeat=can_repeat),
+            replays.judge(can_repeat=can_repeat),
+            updates.judge(read, can_repeat=can_repeat),
+        )
         rows = everyone([*mine, own])  # NaN on one rank is NaN on all
         verdict = StepVerdict(int(max(row[2] for row in rows)))
         if verdict == StepVerdict.END:

@@ -23,7 +23,7 @@ from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.sentinels import OUTSTANDING_BATCHES, BatchSentinel, Change, FrozenSentinel, TrainedSentinel
 from hf_rocm_tune.models.shards import cut_of, is_sharded, local, reshard
 from hf_rocm_tune.models.tensors import findable_tensors_of, tensors_of
-from hf_rocm_tune.transfer import digest, tree_tensors
+from hf_rocm_tune.transfer import QueuedDigests, digest, tree_tensors
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
@@ -125,14 +125,61 @@ class SentinelCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._sentinel is not None and self._checked_at != state.global_step:  # nothing was saved at this step
             self.check_all(state.global_step, "the training ends")
+        if self._trained is not None:
+            self._trained.take(versions=True)
 
     # ---- checks ---------------------------------------------------------------------------------------------
 
-    def take(self) -> None:
-        """Record the trained state, which has been changed on purpose, as right."""
-        self._rates = self._read_rates()
+    def enter(self, step: int, doing: str) -> None:
+        """Between trainings: compare all weights with what the last training left, or with what was loaded.
+
+        What the program itself has written since, by torch's operations, is no fault: it is recorded.
+        """
+        if self._every <= 0:
+            return
+        if self._sentinel is None:
+            self._sentinel = FrozenSentinel(self._frozen, self._every, self._mover.digest_of, self._explain)
+            changes = [*self._sentinel.changed_at_start, *self._changed_since_load()]
+            self._judge(changes, f"since they were loaded, before {doing}", step)
+            return
+        self._reshard()
+        when = f"since the last check, before {doing}"
+        self._judge(self._sentinel.check_all(), when, step)
         if self._trained is not None:
-            self._trained.take()
+            before = self._trained.rewritten
+            self.check_trained(when, step)
+            if self._trained.rewritten > before:
+                self._report.rebaselined("trained weights", f"written by the program before {doing}", step)
+            self._trained.take(versions=True)
+
+    def _changed_since_load(self) -> list[Change]:
+        known = [
+            (name, data, before)
+            for name, each in self._model.named_parameters()
+            if each.requires_grad and (before := self._mover.digest_of(data := storage_bytes(local(each)))) is not None
+        ]
+        now = QueuedDigests([data for _, data, _ in known]).result()
+        return [
+            Change("trained", name, "changed in memory")
+            for (name, _, before), found in zip(known, now, strict=True)
+            if found != before
+        ]
+
+    def take(self, event: str = "") -> None:
+        """Record the trained state, which has been changed on purpose, as right; what a callback has written at an
+        ``event`` is reported."""
+        self._rates = self._read_rates()
+        if self._trained is None:
+            return
+        if event and event != "on_optimizer_step" and self._trained.was_written():
+            self._explain_writes(event)
+        self._trained.take(versions=event == "on_train_end")
+
+    def _explain_writes(self, event: str) -> None:
+        reason = f"written by a callback ({event})"
+        if ("trained weights", reason) not in self._explained:
+            self._explained.add(("trained weights", reason))
+            self._report.rebaselined("trained weights", reason, self._mover.step)
 
     def _follow_prompts(self) -> None:
         """PEFT's CPT replaces its trained prompt in each forward, wherever that is called: right from then on."""
@@ -175,6 +222,11 @@ class SentinelCallback(TrainerCallback):
         """Queue a check of the trained state before it is used or changed; `settle` reports the result."""
         if self._trained is not None:
             self._trained.look()
+
+    def mark(self) -> None:
+        """A callback that may write follows: `take` tells whether it did."""
+        if self._trained is not None:
+            self._trained.mark()
 
     def settle(self, step: int) -> None:
         """Wait for the results of all checks so far; ``step`` is the number of the current step."""

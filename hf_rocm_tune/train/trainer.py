@@ -32,6 +32,7 @@ from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models import loss, recompute
 from hf_rocm_tune.models.adapter import LearningRates, keep_weights_from_vllm, share_inputs
+from hf_rocm_tune.models.adapter_settings import AdapterSettings
 from hf_rocm_tune.models.loading import rewrites_base, verified_loading
 from hf_rocm_tune.models.placement import (
     Coverage,
@@ -71,7 +72,7 @@ from hf_rocm_tune.train.replay import Replays
 from hf_rocm_tune.train.report import write_report
 from hf_rocm_tune.train.sentinels import SentinelCallback, has_writer, is_foreign
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry, show
-from hf_rocm_tune.train.update import UpdateChecks
+from hf_rocm_tune.train.update import Schedule, UpdateChecks
 from hf_rocm_tune.transfer import (
     Mover,
     TransferReport,
@@ -191,6 +192,7 @@ class VerifiedTransferMixin(_Base):
         self._arithmetic = ArithmeticChecks(check_arithmetic, self.mover)
         self._replays = Replays(self, self._arithmetic, on=check_arithmetic != "off")
         self._updates = UpdateChecks(self.mover.report, on=check_arithmetic != "off")
+        self._adapter_settings: AdapterSettings | None = None  # of a training
         self._keeping_checkpointing = 0  # micro-batches that are in their loss now: several in a pipeline
         self._num_items: Any = None  # label tokens of the current step
         self._prepared: Any = None  # the batch that is being evaluated
@@ -270,6 +272,7 @@ class VerifiedTransferMixin(_Base):
         # Even with the device right, `model.to("cpu:0")` copies every weight that is on "cpu".
         self.accelerator.prepare_model = partial(self._prepare_in_place, self.accelerator.prepare_model)
         self.way.attach(self.accelerator, self.mover)
+        self.accelerator.clip_grad_norm_ = self._updates.clipping(self.accelerator.clip_grad_norm_, self._loss_scale)
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -317,6 +320,7 @@ class VerifiedTransferMixin(_Base):
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> TrainOutput:
         """As upstream, if the coverage is complete; Ctrl-C and SIGTERM write a checkpoint and end training."""
         self.require_coverage()
+        self._sentinel.enter(self.state.global_step, "training again")
         with self.stop_requests.installed():
             resume_from_checkpoint = self._checkpoints.check_start(resume_from_checkpoint)
             return super().train(resume_from_checkpoint, *arguments, **keywords)
@@ -336,8 +340,10 @@ class VerifiedTransferMixin(_Base):
         step = self.state.global_step
         self._replays.prepare()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        scaled = self.accelerator.scaler is not None
-        self._updates.watch(self.optimizer, names, scaled=scaled)
+        own = is_foreign(type(self)) or any(is_foreign(type(each)) for each in self.callback_handler.callbacks)
+        schedule = Schedule(self.lr_scheduler, self.optimizer, self.args, max_steps, excused=own)
+        self._updates.watch(self.optimizer, names, schedule)
+        self._adapter_settings = AdapterSettings(self.model)
         self._arithmetic.prepare(self, lambda: self._sentinel.check_all(step, "their checksums are computed"))
         self._recovery.prepare(stop=self._on_oom == "stop", resumed=bool(resume_from_checkpoint))
         return prepared
@@ -373,6 +379,7 @@ class VerifiedTransferMixin(_Base):
     ) -> tuple[list[Any], Any]:
         """As upstream, at the start of an optimizer step; iterating over the list starts the transfers."""
         self._guard.begin_step()
+        self._require_settings()
         self._arithmetic.begin_step(self.state.global_step + 1)
         self._replays.begin_step(self.state.global_step + 1)
         self._loss_before = self._tr_loss.clone()  # upstream adds each micro-step's loss to it in place
@@ -486,6 +493,7 @@ class VerifiedTransferMixin(_Base):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """As upstream. The trained state is checked here, before the optimizer uses it, and the step is judged."""
         self._sentinel.look()
+        self._require_settings()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         judges, can_repeat = (self._arithmetic, self._replays, self._updates), self._recovery.has_start
         while self._guard.judge(model, norm, self._sentinel.settle, *judges, can_repeat=can_repeat):
@@ -510,10 +518,22 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream; repeated with fewer rows at a time if memory runs out."""
+        """As upstream; repeated with fewer rows at a time if memory runs out.
+
+        Outside of a training all weights are checked before.
+        """
+        if not self.is_in_train:
+            self._sentinel.enter(self.state.global_step, "evaluating")
         return evaluated(
             self, lambda: super(VerifiedTransferMixin, self).evaluate(*arguments, **keywords), on_oom=self._on_oom
         )
+
+    @override
+    def predict(self, *arguments: Any, **keywords: Any) -> Any:
+        """As upstream; weights are checked before, as for `evaluate`."""
+        if not self.is_in_train:
+            self._sentinel.enter(self.state.global_step, "predicting")
+        return super().predict(*arguments, **keywords)
 
     @override
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
@@ -650,7 +670,7 @@ class VerifiedTransferMixin(_Base):
             "arithmetic": {
                 **self._arithmetic.describe(),
                 **self._replays.describe(),
-                "update_refusal": self._updates.refusal,
+                **self._updates.describe(),
             },
         }
 
@@ -763,9 +783,13 @@ class VerifiedTransferMixin(_Base):
         written = has_writer(event, *map(type, self.callback_handler.callbacks))
         if written and event != "on_optimizer_step":  # the update has just changed them
             self._sentinel.look()
+        if written:
+            self._sentinel.mark()
         result = stock(event, *arguments, **keywords)
         if written:
-            self._sentinel.take()
+            self._sentinel.take(event)
+            if self._adapter_settings is not None:
+                self._adapter_settings.adopt()
         return result
 
     def _not_covered(self) -> str | None:
@@ -778,6 +802,22 @@ class VerifiedTransferMixin(_Base):
             "and without .to()), so that the trainer moves and verifies it; or consent with --consent_unverified "
             "(consent_unverified=True)"
         )
+
+    def _loss_scale(self) -> Tensor | None:
+        """What fp16's scaler has multiplied gradients with, shape []; None without one. It stays on the device."""
+        scaler = self.accelerator.scaler if self.accelerator.mixed_precision == "fp16" else None
+        return None if scaler is None else scaler.scale(torch.ones((), device=self.args.device))
+
+    def _require_settings(self) -> None:
+        """Refuse a step whose LoRA layers have other settings than before. What a callback sets is taken for right."""
+        settings = self._adapter_settings
+        if settings is None or (said := settings.wrong_at_start or settings.wrong()) is None:
+            return
+        step = self.state.global_step + 1
+        self.transfer_report.incident(
+            {"step": step, "stage": "trained", "kind": "settings", "text": said, "outcome": "stopped"}
+        )
+        raise CorruptionError(f"step {step}: {said}. Nothing was saved since: start the same command again")
 
     def _zero_missing_gradients(self) -> None:
         """The gradient scaler of fp16 refuses a step without gradients; with zeros only the moments decay."""
