@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from hf_rocm_tune import configs
-from hf_rocm_tune.errors import StallError, UsageError
+from hf_rocm_tune.errors import StallError, UsageError, listed
 from hf_rocm_tune.exits import (
     ASKED_FILE,
     ENDING_SIGNALS,
@@ -42,6 +42,7 @@ from hf_rocm_tune.settings import names
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_LARGEST_HEADER = 100 << 20
 _CHOICE = {(False, False): "cpu", (False, True): "cpu_dual", (True, False): "single_rx7900xt"}  # GPU, several
 _ENDED_BY_REQUEST = frozenset(code for number in ENDING_SIGNALS for code in (-number, 128 + number))
 
@@ -142,7 +143,8 @@ def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool = Fal
     if told is None or (follows and status != told["code"]):
         if passes_exit_code and status > 0:
             return status
-        return _unrecorded(status, "the training process" + ("" if rank is None else f" of rank {rank}"))
+        who = "the training process" + ("" if rank is None else f" of rank {rank}")
+        return _unrecorded(status, who, arguments.training_script_args)
     if follows:  # and nobody here knows what it follows from
         print_line(f"{PROGRAM}: error: {told['message']}", sys.stderr)
     if above:
@@ -225,16 +227,35 @@ def _quieten() -> None:
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
 
 
-def _unrecorded(status: int, who: str) -> int:
+def _unrecorded(status: int, who: str, argv: Sequence[str]) -> int:
     """Say how a process ended that could not say it itself, and give our exit code."""
     code = 128 - status if status < 0 else 1
     message = f"{who} ended with exit code {status}; its own message is above"
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        hint = "; the kernel sends it when host memory runs out, see `dmesg`" if name == "SIGKILL" else ""
+        hint = {
+            "SIGKILL": "; the kernel sends it when host memory runs out, see `dmesg`",
+            "SIGBUS": "; the kernel sends it when a file that is mapped is cut off, or cannot be read: "
+            + (listed(_cut_off(argv)) or "check the model's files and the disk"),
+        }.get(name, "")
         message = f"{who} was ended by {name}{hint}"
     print_line(f"{PROGRAM}: error: {message}", sys.stderr)
     return code
+
+
+def _cut_off(argv: Sequence[str]) -> list[str]:
+    """Model files in directories that a command names which are shorter than their headers say."""
+    found = []
+    named = (Path(argument.rpartition("=")[2] or os.devnull) for argument in argv)
+    for directory in filter(os.path.isdir, named):
+        for file in sorted(directory.glob("*.safetensors")):
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError), file.open("rb") as opened:
+                header = int.from_bytes(opened.read(8), "little")
+                rows = json.loads(opened.read(min(header, _LARGEST_HEADER)))
+                ends = [row["data_offsets"][1] for name, row in rows.items() if name != "__metadata__"]
+                if file.stat().st_size < 8 + header + max(ends, default=0):
+                    found.append(f"{file} is cut off")
+    return found
 
 
 def _prints_a_document(argv: Sequence[str]) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hf_rocm_tune import launch
 from hf_rocm_tune.errors import UsageError
@@ -34,6 +36,8 @@ STUB = """
             raise ZeroDivisionError("a bug")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "bus":
+            os.kill(os.getpid(), signal.SIGBUS)
         if how == "wait":
             caught = []
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -92,8 +96,9 @@ def drive(place: Path, config: str, hows: Sequence[str]) -> tuple[dict[str, int]
 
 
 def test_one_process_ends_as_the_job_ended(place: Path) -> None:
-    codes, errors = drive(place, "cpu", ["0", "3", "crash", "kill"])
-    assert codes == {"0": 0, "3": 3, "crash": 1, "kill": 137}
+    codes, errors = drive(place, "cpu", ["0", "3", "crash", "kill", "bus"])
+    assert codes == {"0": 0, "3": 3, "crash": 1, "kill": 137, "bus": 135}
+    assert "SIGBUS" in errors["bus"] and "a file that is mapped is cut off" in errors["bus"]
     assert errors["0"] == ""
     assert errors["3"] == "hf-rocm-tune: error: ended on purpose with 3: -\n"
     assert errors["crash"].count("Traceback") == 1, "the job's own, and none of the launcher"
@@ -103,6 +108,15 @@ def test_one_process_ends_as_the_job_ended(place: Path) -> None:
     )
     assert errors["kill"].count("\n") == 1
     assert "SIGKILL" in errors["kill"]
+
+
+def test_a_model_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    for name, size in (("whole", 16), ("short", 16)):
+        save_file({"a": torch.zeros(size)}, tmp_path / f"{name}.safetensors")
+    os.truncate(tmp_path / "short.safetensors", (tmp_path / "short.safetensors").stat().st_size - 4)
+    (tmp_path / "other.safetensors").write_bytes(b"x" * 5)
+    found = launch._cut_off(["--model_name_or_path", str(tmp_path), "--seed=3", f"--output_dir={tmp_path / 'none'}"])
+    assert found == [f"{tmp_path / 'short.safetensors'} is cut off"]
 
 
 def test_two_processes_end_as_one_of_them_ended(place: Path) -> None:

@@ -21,7 +21,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -211,16 +211,10 @@ class UpdateChecks:
         if not isinstance(norm, Tensor):
             return norm
         total = local(norm).detach().reshape(1)
-        factors = [total] if scale is None else [total, scale.detach().reshape(1).to(total.device)]
-        found = torch.cat([each.double() for each in factors])
-        self._clipped = []
-        said: dict[str, float] = {}
-
-        def keep(numbers: Any) -> str | None:
-            said["norm"], said["scale"] = numbers[0], numbers[1] if scale is not None else 1.0
-            return None
-
-        self._clipped.append((found, keep))
+        said = {"scale": 1.0}  # with the norm, what the others are judged by
+        self._clipped = [(total.double(), partial(_keep, said, "norm"))]
+        if scale is not None:
+            self._clipped.append((scale.detach().double().reshape(1), partial(_keep, said, "scale")))
         exact = float(torch.finfo(total.dtype).eps)
         for parameter, part, before in picked:
             grad = local(parameter.grad)  # type: ignore[arg-type]
@@ -431,6 +425,10 @@ class UpdateChecks:
             f"{text}. Nothing of it was saved: the same command goes on from the newest checkpoint; if it happens "
             "again, run hf-rocm-tune doctor --full"
         )
+
+
+def _keep(said: dict[str, float], name: str, numbers: Any) -> None:
+    said[name] = float(numbers[0])
 
 
 def _bytes(tensors: list[Tensor]) -> int:
