@@ -35,13 +35,14 @@ _PROMPTS = ("prompt", "instruction", "question", "query")
 _ANSWERS = ("completion", "output", "answer", "response")
 _MORE = ("input", "context")  # added to an instruction
 _BESIDE_IDS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
-_SYSTEM = "system"
+_SYSTEMS = ("system", "system_prompt")
 _HISTORY = "history"  # LLaMA-Factory's and ms-swift's: earlier questions and answers, in pairs
-_TURNS = (_SYSTEM, _HISTORY)
+_TURNS = (*_SYSTEMS, _HISTORY)
 _ASKED = ("user", "assistant")
 _FUNCTIONS = "functions"  # OpenAI's former name of ``tools``
 _KWARGS = "chat_template_kwargs"
 MARKS = ("weight", "train", "training", "loss")  # of a message, by OpenAI, Axolotl (both spellings) and ms-swift
+_TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in OpenAI's later form
 _STANDARD_ROLES = frozenset({"user", "assistant", "system", "tool", "developer"})
 #: Other names of roles, in lower case. ``function_call`` is handled where a message is converted.
 _ROLES = {
@@ -84,6 +85,7 @@ class FormatInfo:
     messages: frozenset[str]  # those of them that hold lists of messages
     more: tuple[str, ...]  # optional text and earlier turns that go into the prompt
     dropped: tuple[str, ...]  # columns that TRL would misread
+    unused: tuple[str, ...] = ()  # columns of other formats, which TRL might read instead
     beside: tuple[str, ...]  # further columns that are checked
     vocabulary: int | None  # size of the model's; None: unknown
     needs_assistant: bool  # every row needs an assistant turn
@@ -93,6 +95,7 @@ class FormatInfo:
     conversational: bool = False  # a chat template is applied
     mapping: str | None = None  # the changes that `as_trl` makes; None if TRL reads the rows as they are
     rows: int = 0  # that were checked
+    joins_parts: bool = False  # the content of messages is in parts, and all are text
     has_calls: bool = False  # a message has tool calls, whose arguments differ in their keys
     marked: bool = False  # a message says whether it is in the loss
     findings: tuple[RowFinding, ...] = ()
@@ -143,6 +146,7 @@ def check_format(
     columns = list(dataset.column_names or first)
     layout = _layout(columns, first, method, dataset_text_field, split, assistant_only_loss, vocabulary, missing)
     _check_flags(layout, columns, completion_only_loss, split)
+    _check_mixed(layout, first, split)
     seen = _Seen()
     for number, row in enumerate(_rows(dataset, layout), start=1):
         if fault := _fault_in(row, layout):
@@ -155,14 +159,19 @@ def check_format(
             "template file, or a model whose template to take, with --chat_template_path"
         )
     unused = _unused(layout, columns, seen.count)
-    layout = replace(layout, more=tuple(name for name in layout.more if name not in _TURNS or name in seen.filled))
+    layout = replace(
+        layout,
+        more=tuple(name for name in layout.more if name not in _TURNS or name in seen.filled),
+        unused=tuple(_unused_formats(layout, columns)),
+        joins_parts="text parts" in seen.traits and "other parts" not in seen.traits,
+    )
     renamed = any(name != column for name, column in layout.content.items()) and layout.kind != "text"
     mixed = bool(layout.messages) and len(layout.messages) < len(layout.content)
     foreign = layout.dropped or layout.role_key == "from" or any(_role(role) != role for role in seen.roles)
     added = {*layout.more} & {*_TURNS}
     calls = {"function_call", _FUNCTIONS, "padding", "bare tools"} & seen.traits
     objects = any(isinstance(first[column], dict) for column in layout.messages)
-    changed = renamed or mixed or foreign or added or calls or objects
+    changed = renamed or mixed or foreign or added or calls or objects or layout.joins_parts
     conversational = bool(layout.messages) or (bool(renamed or added) and has_chat_template)
     return replace(
         layout,
@@ -176,14 +185,20 @@ def check_format(
     )
 
 
+def _unused_formats(layout: FormatInfo, columns: list[str]) -> list[str]:
+    if layout.kind == "prompt":  # reward functions read them
+        return []
+    read = (*layout.columns, *layout.content, *layout.dropped)
+    return [name for name in columns if name in _READ_BY_TRL and name not in read]
+
+
 def _unused(layout: FormatInfo, columns: list[str], rows: int) -> list[RowFinding]:
     """Columns that nothing reads: a warning for those that would be training data in another format."""
     if layout.kind == "prompt":  # reward functions read them
         return []
     pictures = ("image", "images") if layout.messages else ()
     unused = [name for name in columns if name not in (*layout.columns, *layout.dropped, *pictures)]
-    training = {*_PROMPTS, *_ANSWERS, *_MORE, *_CHATS, "text", "chosen", "rejected", *_TURNS, "tools", _FUNCTIONS}
-    parts = ([name for name in unused if (name in training) == trains] for trains in (True, False))
+    parts = ([name for name in unused if (name in _TRAINING) == trains] for trains in (True, False))
     return [
         RowFinding(
             what=f"not used: column{'s' * (len(names) > 1)} {', '.join(map(repr, names))}",
@@ -196,6 +211,14 @@ def _unused(layout: FormatInfo, columns: list[str], rows: int) -> list[RowFindin
     ]
 
 
+_READ_BY_TRL = frozenset({"prompt", "completion", "messages", "conversations", "text", "chosen", "rejected"})
+#: Columns that would be training data in another format, here or in another toolkit.
+_TRAINING = frozenset(
+    {*_READ_BY_TRL, *_PROMPTS, *_ANSWERS, *_MORE, *_TURNS, "tools", _FUNCTIONS, "documents", "chat_history", "label"}
+    | {"reasoning", "reasoning_content", "thinking", "rejected_response", "rejected_messages", "kto_tag"}
+)
+
+
 class _Seen:
     """What the rows of a split have in common, gathered row by row."""
 
@@ -206,7 +229,7 @@ class _Seen:
         self.traits = set[str]()
         self.labels = set[bool]()
         self.shapes: dict[int, list[int]] = {}
-        self._empty: dict[str, list[int]] = {}
+        self.empty: dict[str, list[int]] = {}
 
     def note(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
         self.count = number
@@ -247,6 +270,8 @@ class _Seen:
             thinking = ("<think>" in content) + 2 * ("</think>" in content)
             return role, keys, bool(content.strip()), thinking
         parts = tuple(part.get("type") for part in content) if isinstance(content, list) else ()
+        if parts and isinstance(content, list):
+            self.traits.add("text parts" if _is_text(content) else "other parts")
         return role, keys, parts
 
     def _note_empty(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
@@ -270,17 +295,22 @@ class _Seen:
             self._add("the text is empty", number)
 
     def _add(self, what: str, number: int) -> None:
-        place = self._empty.setdefault(what, [number, 0])
+        place = self.empty.setdefault(what, [number, 0])
         place[1] += 1
 
     def findings(self, layout: FormatInfo) -> tuple[RowFinding, ...]:
-        found = [RowFinding(what=what, rows=rows, first=first) for what, (first, rows) in self._empty.items()]
+        found = [RowFinding(what=what, rows=rows, first=first) for what, (first, rows) in self.empty.items()]
         if layout.kind == "unpaired" and len(self.labels) == 1:
             word = "good" if self.labels == {True} else "bad"
             found.append(
                 RowFinding(what=f"all answers have the label {word}; KTO compares both", rows=self.count, first=1)
             )
         return tuple(found)
+
+
+def _is_text(content: list[Any]) -> bool:
+    """Whether all parts of a message's content are text."""
+    return all(part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str) for part in content)
 
 
 def _is_empty(message: Mapping[str, Any], layout: FormatInfo) -> bool:
@@ -293,7 +323,13 @@ def _is_empty(message: Mapping[str, Any], layout: FormatInfo) -> bool:
     return not (content or "").strip()
 
 
-def check_later(dataset: Rows, info: FormatInfo, split: str, check_structure: Callable[..., None]) -> Rows:
+def check_later(
+    dataset: Rows,
+    info: FormatInfo,
+    split: str,
+    check_structure: Callable[..., None],
+    tell: Callable[[RowFinding], None],
+) -> Rows:
     """A stream that refuses a bad row when it comes to it: `check_format` reads only the first ones.
 
     Args:
@@ -301,11 +337,12 @@ def check_later(dataset: Rows, info: FormatInfo, split: str, check_structure: Ca
         info: of its first rows.
         split: for messages.
         check_structure: called with a row and its number for each structure that was not among the first rows.
+        tell: called with what is found in later rows, once for each kind.
 
     Raises:
         UsageError: while the rows are read; it names the row.
     """
-    arguments = {"layout": info, "split": split, "seen": _Seen(), "check_structure": check_structure}
+    arguments = {"layout": info, "split": split, "seen": _Seen(), "check_structure": check_structure, "tell": tell}
     return dataset.map(_checked, with_indices=True, fn_kwargs=arguments, features=dataset.features)
 
 
@@ -317,13 +354,17 @@ def _checked(
     split: str,
     seen: _Seen,
     check_structure: Callable[..., None],
+    tell: Callable[[RowFinding], None],
 ) -> dict[str, Any]:
     if fault := _fault_in(row, layout):
         raise UsageError(f"row {index + 1} of the '{split}' split: {fault}")
-    known = len(seen.shapes)
+    known, kinds = len(seen.shapes), len(seen.empty)
     seen.note(row, index + 1, layout)
-    if len(seen.shapes) > known and index >= STREAMED_ROWS:
-        check_structure(row, index + 1)
+    if index >= STREAMED_ROWS:
+        if len(seen.shapes) > known:
+            check_structure(row, index + 1)
+        for what in [*seen.empty][kinds:]:
+            tell(RowFinding(what=what, rows=1, first=index + 1))
     return row
 
 
@@ -331,9 +372,12 @@ def _checked(
 
 
 def as_trl(dataset: Rows, info: FormatInfo) -> Rows:
-    """The rows with TRL's columns, in order; the same object if TRL reads them as they are."""
+    """The rows with TRL's columns, in order, and no column of another format; the same object if TRL reads them as they
+    are."""
     from datasets import Dataset, Features, Json, List, Value
 
+    if info.unused:
+        dataset = dataset.remove_columns([*info.unused])
     if info.mapping is None:
         return dataset
     read = {*info.content.values(), *info.more, *info.dropped}
@@ -381,7 +425,7 @@ def in_trls_format(row: Mapping[str, Any], *, layout: FormatInfo) -> dict[str, A
 
 def _with_earlier(value: Any, row: Mapping[str, Any], layout: FormatInfo) -> Any:
     """Text or messages, after the system prompt and the earlier turns that have columns of their own."""
-    system = row.get(_SYSTEM) if _SYSTEM in layout.more else None
+    system = next((row[name] for name in _SYSTEMS if name in layout.more), None)
     history = (row.get(_HISTORY) if _HISTORY in layout.more else None) or []
     if isinstance(value, str):
         return "\n\n".join([*([system] if system else []), *(text for pair in history for text in pair), value])
@@ -401,13 +445,15 @@ def _without_padding(row: Mapping[str, Any], layout: FormatInfo) -> dict[str, An
 
 def _role(role: str) -> str:
     """TRL's name of a role, whatever its case; a role that is not known stays."""
-    lower = role.lower()
+    lower = role.strip().lower()
     return _ROLES.get(lower, lower if lower in _STANDARD_ROLES else role)
 
 
 def _message(message: Mapping[str, Any], layout: FormatInfo) -> dict[str, Any]:
     """A message in TRL's form: OpenAI's former ``function_call`` and ShareGPT's become ``tool_calls``."""
     role, content = message[layout.role_key], message.get(layout.content_key)
+    if layout.joins_parts and isinstance(content, list) and _is_text(content):
+        content = "".join(part["text"] for part in content)
     own = (layout.role_key, layout.content_key, "function_call")
     rest = {key: value for key, value in message.items() if key not in own and value is not None}
     calls = message.get("function_call")
@@ -427,11 +473,13 @@ def _are_bare(tools: Any) -> bool:
 
 def _in_words(layout: FormatInfo, conversational: bool, seen: _Seen) -> str:
     said = [f"'{column}' is the {name}" for name, column in layout.content.items() if name != column]
-    said += [f"'{name}' goes into it" for name in layout.more if name != _HISTORY]
+    said += [f"'{name}' is the system prompt" for name in layout.more if name in _SYSTEMS]
+    said += [f"'{name}' goes into the prompt" for name in layout.more if name not in _TURNS]
     said += [f"'{_HISTORY}' stands before it, read and not learned"] if _HISTORY in layout.more else []
     said += [f"'{name}' is not used" for name in layout.dropped]
     said += [f"{role} is {_role(role)}" for role in sorted(seen.roles) if _role(role) != role]
     said += ["from/value are role/content"] if layout.role_key == "from" else []
+    said += ["parts of a message become one text"] if layout.joins_parts else []
     said += ["function_call becomes tool_calls"] if "function_call" in seen.traits else []
     said += [f"'{_FUNCTIONS}' are the tools"] if _FUNCTIONS in seen.traits else []
     said += ["positions with attention_mask 0 are removed"] if "padding" in seen.traits else []
@@ -461,7 +509,8 @@ def _layout(
     if kind not in ("text", "tokenized"):
         asked = isinstance(first.get(content.get("prompt", "")), str)
         foreign = content.get("prompt", "prompt") != "prompt" and asked and kind != "prompt"  # rewards may read them
-        taken = [*(_MORE if foreign else ()), _SYSTEM, *((_HISTORY,) if asked else ())]
+        systems = [name for name in _SYSTEMS if name in columns][:1]
+        taken = [*(_MORE if foreign else ()), *systems, *((_HISTORY,) if asked else ())]
         more = [name for name in columns if name in taken and name not in content.values()]
     beside = _BESIDE_IDS if kind == "tokenized" else ("label",) if kind == "unpaired" else ()
     functions = () if "tools" in columns else (_FUNCTIONS,)
@@ -518,7 +567,7 @@ def recognise(
         return "unpaired", {"prompt": prompt, "completion": answer}, ()
     if method == "grpo" and prompt:
         return "prompt", {"prompt": prompt}, ()
-    raise UsageError(_refusal(columns, method, text_field, split))
+    raise UsageError(_refusal(columns, first, method, text_field, split))
 
 
 def _only(names: tuple[str, ...], columns: list[str]) -> str | None:
@@ -534,34 +583,72 @@ def _begins(messages: list[Any]) -> bool:
     return isinstance(role, str) and _role(role) in ("user", "system", "developer")
 
 
-def _refusal(columns: list[str], method: Method, text_field: str, split: str) -> str:
+def _refusal(columns: list[str], first: dict[str, Any], method: Method, text_field: str, split: str) -> str:
     listed = ", ".join(f"'{column}'" for column in columns)
     accepted = _ACCEPTED[method].format(text=text_field)
     return (
         f"the columns of the '{split}' split fit no format of {method}: found {listed}; accepted {accepted}; "
-        f"{_hint(columns, method, text_field)}"
+        f"{_hint(columns, first, method, text_field)}"
     )
 
 
-def _hint(columns: list[str], method: Method, text_field: str) -> str:
+def _hint(columns: list[str], first: dict[str, Any], method: Method, text_field: str) -> str:
     """What to do about columns that fit no format."""
     if len(columns) == 1 and (separators := [mark for mark in (";", "\t", "|") if mark in columns[0]]):
         return f"the file is separated by {separators[0]!r}: save it with commas"
-    for names, what in ((_PROMPTS, "the prompt"), (_ANSWERS, "the answer")):
-        several = [name for name in names if name in columns]
-        if len(several) > 1 and names[0] not in columns:
-            return f"{' and '.join(repr(name) for name in several)} could both be {what}: keep one of them"
+    if columns[0].startswith(("{", "[")):
+        return "the file holds JSON: give it the suffix .jsonl"
     accepted = {
         "sft": {*_PROMPTS, *_ANSWERS, *_CHATS, text_field},
         "kto": {*_PROMPTS, *_ANSWERS, "chosen", "rejected", "label"},
         "grpo": {*_PROMPTS},
     }.get(method, {*_PROMPTS, "chosen", "rejected"})
+    if inside := [name for name in columns if _holds_rows(first[name], accepted)]:
+        return f"the rows seem to be inside '{inside[0]}': write that list, alone, to a file"
+    for names, what in ((_PROMPTS, "the prompt"), (_ANSWERS, "the answer")):
+        several = [name for name in names if name in columns]
+        if len(several) > 1 and names[0] not in columns:
+            return f"{' and '.join(repr(name) for name in several)} could both be {what}: keep one of them"
+    chats = next((name for name in _CHATS if name in columns), None)
+    if chats and method in ("dpo", "orpo", "reward", "kto"):
+        wanted = "'completion'" if method == "kto" else "'chosen' and 'rejected'"
+        return f"split the last answer of '{chats}' off: its other messages are the 'prompt', and answers are {wanted}"
     missing = sorted(accepted - {*columns})
-    near = {column: difflib.get_close_matches(column, missing, n=1) for column in columns if column not in accepted}
-    if renamed := [f"rename '{column}' to '{match[0]}'?" for column, match in near.items() if match]:
-        return ", ".join(renamed)
+    renamed = []
+    for column in columns:
+        fits = isinstance(first[column], str | list) and column not in accepted
+        meant = _MEANT.get(column.lower()) if fits else None
+        fits = fits and column not in (*_MORE, *_TURNS)
+        near = difflib.get_close_matches(column.lower(), missing, n=1, cutoff=_ALIKE) if fits else []
+        if name := meant if meant in missing else next(iter(near), None):
+            renamed.append(f"rename '{column}' to '{name}'?")
     text = ", or name the column of plain text with --dataset_text_field NAME" if method == "sft" else ""
-    return f"rename the columns{text}"
+    return ", ".join(renamed) or f"rename the columns{text}"
+
+
+_ALIKE = 0.75  # of `difflib`: 'conversation' is like 'conversations', and 'version' is not
+#: Columns that are likely to be meant as prompt or answer where no better ones are there.
+_MEANT = {
+    **dict.fromkeys(("input", "user", "human", "instructions", "questions"), "prompt"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "target", "answers", "responses"), "completion"),
+}
+
+
+def _holds_rows(value: Any, accepted: set[str]) -> bool:
+    """Whether a value of a column is itself a row, or a list of rows."""
+    inner = value[0] if isinstance(value, list) and value else value
+    return isinstance(inner, dict) and bool(accepted & {*inner}) and "role" not in inner and "from" not in inner
+
+
+def _check_mixed(layout: FormatInfo, first: dict[str, Any], split: str) -> None:
+    """Refuses rows of two formats in one file, which Arrow fills up with nothing."""
+    wanted = [*layout.content.values()]
+    other = next((name for name in (*_CHATS, "text", "prompt") if name not in wanted and first.get(name)), None)
+    if other and all(first.get(name) is None for name in wanted):
+        raise UsageError(
+            f"the '{split}' rows are of two formats: row 1 has '{other}', others {' and '.join(map(repr, wanted))}: "
+            "give each format a file of its own"
+        )
 
 
 def _check_flags(layout: FormatInfo, columns: list[str], completion_only_loss: bool | None, split: str) -> None:
@@ -613,10 +700,24 @@ def _fault_in(row: dict[str, Any], layout: FormatInfo) -> str | None:
             fault = None if right else f"holds {_named(value, layout)}, not {what}"
         if fault:
             return f"column '{column}' {fault}"
+    if fault := _fault_in_system(row, layout):
+        return fault
     if layout.kind == "preference" and "prompt" not in layout.content and layout.messages:
         chosen, rejected = (_turns(row[layout.content[name]]) for name in ("chosen", "rejected"))
         if chosen[0] != rejected[0]:
             return "'chosen' and 'rejected' do not begin with the same prompt, and there is no column 'prompt'"
+    return None
+
+
+def _fault_in_system(row: dict[str, Any], layout: FormatInfo) -> str | None:
+    """Two system prompts of one row that differ: which is meant is not known."""
+    for column in layout.more:
+        if column not in _SYSTEMS or not row.get(column):
+            continue
+        for name in layout.messages:
+            first = _turns(row[name])[0]
+            if _role(first[layout.role_key]) == "system" and first.get(layout.content_key) != row[column]:
+                return f"column '{column}' and the first message of '{name}' are system prompts that differ: keep one"
     return None
 
 
@@ -631,6 +732,8 @@ def _is_history(value: Any) -> bool:
 
 
 def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | None:
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        return "holds text that looks like JSON, not a list of messages: write the list itself, in a .jsonl file"
     if not isinstance(value, list) or not value:
         return f"holds {_named(value, layout)}, not a list of messages"
     role, content = layout.role_key, layout.content_key
@@ -646,12 +749,27 @@ def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | Non
             return f"message {number} has {_named(said, layout)} as '{content}', not text"
         if message[role] == "function_call" and not _is_call(said):
             return f"message {number} is a function_call, and its '{content}' is no JSON object with 'name'"
+        if fault := _fault_in_calls(message.get("tool_calls")):
+            return f"message {number} {fault}"
         for mark in MARKS:
             if message.get(mark) not in (None, True, False):  # 0 and 1 are equal to them
                 return f"message {number} has '{mark}': {message[mark]!r}, and a message is in the loss (1) or not (0)"
     roles = {_role(message[role]) for message in value}
     if layout.needs_assistant and layout.content.get("prompt") != column and "assistant" not in roles:
         return "has no message of the role 'assistant', which --assistant_only_loss needs"
+    return None
+
+
+def _fault_in_calls(calls: Any) -> str | None:
+    """What is wrong with the ``tool_calls`` of a message: a template would leave out what it cannot read."""
+    if calls in (None, [], ""):
+        return None
+    if not isinstance(calls, list):
+        return f"has {_named(calls)} as 'tool_calls', not a list of calls"
+    for call in calls:
+        function = call.get("function") or call if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return "has a call in 'tool_calls' that names no function: {'function': {'name': ..., 'arguments': ...}}"
     return None
 
 
@@ -699,4 +817,5 @@ def _named(value: Any, layout: FormatInfo | None = None) -> str:
     if value == []:
         return "an empty list"
     kinds = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    kinds[bytes] = "bytes"
     return kinds.get(type(value), f"a {type(value).__name__}")

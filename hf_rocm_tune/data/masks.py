@@ -40,7 +40,7 @@ def with_labels(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str, *
     """Conversations as ``input_ids`` and ``labels``.
 
     Args:
-        dataset: rows with ``messages``, in TRL's format.
+        dataset: rows with ``messages``, or with ``prompt`` and ``completion`` of messages, in TRL's format.
         tokenizer: a fast one, with its chat template.
         split: for messages.
         turns_only: only the assistant's turns are in the loss, else all tokens; marks of messages (`MARKS`) come first.
@@ -86,14 +86,19 @@ def _labelled(
         opening = text(asked, prompt=True).removeprefix(text(asked))
         return text(messages[:1]).partition(opening)[0] + opening
 
-    messages = row["messages"]
+    begun = row.get("prompt") or []
+    messages = row["messages"] if "messages" in row else begun + row["completion"]
     whole = text(messages)
     encoded = tokenizer(whole, add_special_tokens=False)
     ids = encoded["input_ids"]
     labels = [MASKED] * len(ids) if turns_only else list(ids)
+    if begun and not turns_only:
+        first = encoded.char_to_token(len(beginning(len(begun)))) or 0
+        labels[:first] = [MASKED] * first
     for turn, message in enumerate(messages):
-        learned, by_default = marked_as_learned(message), message["role"] == "assistant" if turns_only else True
-        if learned is None:
+        by_default = turn >= len(begun) and (message["role"] == "assistant" or not turns_only)
+        learned = marked_as_learned(message)
+        if learned is None or (learned and turn < len(begun)):  # a prompt is never learned
             learned = by_default
         if learned == by_default and not (turns_only and learned):
             continue
@@ -127,8 +132,8 @@ def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: s
         return left, 0
     if not len(left):
         raise UsageError(
-            f"--mask_thinking masks all labels of the '{split}' rows: the text after {_END} is cut off; raise "
-            "--max_length"
+            f"--mask_thinking masks all labels of the '{split}' rows: within --max_length no answer has text after "
+            f"{_END}"
         )
     return left, len(dataset) - len(left)
 

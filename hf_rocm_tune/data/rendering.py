@@ -29,6 +29,7 @@ Message = dict[str, Any]
 
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 _STRUCTURE = frozenset({"role", "content", "tool_calls", "tool_call_id", "id"})
+_NAMES_OF_PARTS = frozenset({"type", "id", "tool_use_id", "tool_call_id"})
 _KNOWN_ROLES = frozenset({"user", "assistant", "system", "tool", "developer"})
 _FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
@@ -102,12 +103,14 @@ def left_out(
     )
 
 
-def require_rendering(row: Mapping[str, Any], number: int, *, info: FormatInfo, renderer: Renderer, split: str) -> None:
-    """Refuses a row, not yet converted, that the template cannot render."""
+def left_out_of_row(
+    row: Mapping[str, Any], number: int, *, info: FormatInfo, renderer: Renderer, split: str, marks_are_read: bool
+) -> list[RowFinding]:
+    """As `left_out`, of one row of a stream, not yet converted."""
     if info.mapping is not None:
         row = {"tools": row.get("tools"), **in_trls_format(row, layout=info)}
-    for _ in _left_out_of_row(row, number, renderer, split, True):
-        pass
+    found = dict.fromkeys(_left_out_of_row(row, number, renderer, split, marks_are_read))
+    return [RowFinding(what=what, rows=1, first=number, by_design=by_design) for what, by_design in found]
 
 
 def _samples(dataset: Rows, info: FormatInfo) -> Iterator[tuple[dict[str, Any], int, int]]:
@@ -153,12 +156,22 @@ def _left_out_of_row(
                     "--chat_template_path"
                 ) from error
             continue  # it dislikes the marks only
+        if any(repr(part).lower() in text for message in marked for part in _parts(message)):
+            raise UsageError(
+                f"row {number} of the '{split}' split: the chat template cannot read the parts of a message and writes "
+                "them as they stand, with braces and quotes; give the content as one text, or another template with "
+                "--chat_template_path"
+            )
         yield from marks.missing_from(text)
         words = json.dumps(marked, ensure_ascii=False).lower()
         for role in {message["role"] for message in messages} - _KNOWN_ROLES:
             said = words.count(role.lower()) - sum(message["role"] == role for message in messages)
             if text.count(role.lower()) <= said:
                 yield f"the role '{role}' is unknown to the chat template", False
+
+
+def _parts(message: Message) -> list[Any]:
+    return message["content"] if isinstance(message.get("content"), list) else []
 
 
 def _with_later(messages: list[Message]) -> Iterator[tuple[Message, bool]]:
@@ -187,10 +200,7 @@ class _Marks:
         if isinstance(content, str):
             new["content"] = self._text(content, role, later)
         elif isinstance(content, list):
-            new["content"] = [
-                {**part, "text": self._text(part["text"], role, later)} if isinstance(part.get("text"), str) else part
-                for part in content
-            ]
+            new["content"] = [self._part(part, role, later) for part in content]
         if calls := message.get("tool_calls"):
             new["tool_calls"] = [self._call(call, role) for call in calls]
         for key, value in message.items():
@@ -205,6 +215,24 @@ class _Marks:
             else:
                 self._unmarked.append((f"'{key}' of {role} messages is not read", False))
         return new
+
+    def _part(self, part: Message, role: str, later: bool) -> Message:
+        """A part of a message's content: text, or another kind, all of whose texts are marked."""
+        kind = part.get("type")
+        if isinstance(part.get("text"), str):
+            return {**part, "text": self._text(part["text"], role, later)}
+        if kind in _THINKING:
+            what = _of_thinking(role, later)
+        else:
+            what = f"parts of the type '{kind}' of {role} messages are not in the text", False
+        return {key: value if key in _NAMES_OF_PARTS else self._deep(value, *what) for key, value in part.items()}
+
+    def _deep(self, value: Any, what: str, by_design: bool) -> Any:
+        if isinstance(value, str):
+            return self._insert(value, what, by_design)
+        if isinstance(value, dict):
+            return {key: self._deep(each, what, by_design) for key, each in value.items()}
+        return [self._deep(each, what, by_design) for each in value] if isinstance(value, list) else value
 
     def tool(self, tool: Any) -> Any:
         """A marked copy of the description of a tool."""

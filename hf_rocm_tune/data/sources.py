@@ -5,12 +5,14 @@ Each user error is one line, except errors after the first row of a streamed sou
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import glob
 import gzip
 import json
 import os
 import re
+import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +36,12 @@ if TYPE_CHECKING:
 
     Rows: TypeAlias = Dataset | IterableDataset
 
-_READERS: dict[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+_READERS: dict[str, str] = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+    ".txt": "text",
+}
 """Suffix of a data file, and the reader of `datasets` for it. All but parquet may be followed by ``.gz``."""
 _AUTO_SHARE, _AUTO_ROWS = 0.05, 200
 """What ``eval_split_size`` auto splits off, at most so many rows: evaluations are to take little of a run's time."""
@@ -70,7 +77,7 @@ def load_source(
     ``eval_split_size``: a share below 1, or rows, that are split off for evaluation; auto: some if there is no split
     ``test``, and no other was named.
     """
-    splits, unread = _load_splits(name, config=config, streaming=streaming)
+    splits, unread, odd = _load_splits(name, config=config, streaming=streaming)
     if train_split not in splits and unread:
         raise UsageError(
             f"'{name}' has no split '{train_split}', only {', '.join(splits)}: the names of some files have a split's "
@@ -78,6 +85,7 @@ def load_source(
         )
     train = _pick(splits, train_split, flag="--dataset_train_split", name=name)
     notes = [f"warning: the folder '{name}': not read are {_listed(unread)}"] if unread else []
+    notes += [f"warning: the folder '{name}': read as well are {_listed(odd)}"] if odd else []
     notes += ["streamed rows are trained on in the order of the files: shuffle them there"] * streaming
     in_csv = "nothing, or a word that stands for a missing value in CSV (NA, None, null, nan ...)"
     more: dict[str, Any] = {"notes": tuple(notes), **({"missing": in_csv} if _is_csv(name) else {})}
@@ -130,20 +138,20 @@ def load_mixture(
     return Splits(train=train, eval=evaluation, description=description)
 
 
-def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dict[str, Rows], list[str]]:
-    """The splits, and the data files of a folder that are in none."""
+def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dict[str, Rows], list[str], list[str]]:
+    """The splits, the data files of a folder that are in none, and those that are with a name as of a copy."""
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-    path, unread = expand_user(name), list[str]()
+    path, unread, odd = expand_user(name), list[str](), list[str]()
     if os.path.isfile(path) and _reader_of(path) is None:
         raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
-    if fault := _cannot_be_opened(path):  # `datasets` often names its cache instead
+    if fault := _cannot_be_opened(path) or _pointer_in(path):  # `datasets` often names its cache instead
         raise UsageError(fault)
     with _explained(name):
         if os.path.isfile(path):
             # `datasets` treats a file name as a pattern: brackets must be escaped
             files = {"train": glob.escape(str(path.absolute()))}
-            splits = dict(load_dataset(str(_reader_of(path)), data_files=files, streaming=streaming))
+            splits = dict(load_dataset(str(_reader_of(path)), data_files=files, streaming=streaming, **_options(path)))
         elif _is_saved(path):
             try:
                 saved = load_from_disk(str(path))
@@ -153,20 +161,23 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dic
             splits = {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
         elif os.path.isdir(path):
             _check_card(path / "README.md")
-            unread = _unread(path, config)
+            if not any(_data_in(path)):
+                raise UsageError(f"the folder '{name}' has no data files; supported: {_SUPPORTED}")
+            unread, odd = _unread(path, config)
             splits = dict(load_dataset(str(path), name=config, streaming=streaming))
         else:
             refuse_missing(name)
-            return _load_from_hub(name, config=config, streaming=streaming), []
+            return _load_from_hub(name, config=config, streaming=streaming), [], []
         # Arrow's JSON reader accepts invalid UTF-8, which would fail during tokenizing
         for rows in splits.values():
             if isinstance(rows, Dataset):
                 rows.data.table.validate(full=True)
-    return splits, unread
+    return splits, unread, odd
 
 
-def _unread(path: Path, config: str | None) -> list[str]:
-    """Data files of a folder that `datasets` does not read, relative to it.
+def _unread(path: Path, config: str | None) -> tuple[list[str], list[str]]:
+    """Data files of a folder that `datasets` does not read, relative to it, and those that it reads by a suffix before
+    their last one, such as ``.jsonl.old``.
 
     Raises:
         UsageError: they have another format than those that it reads, and are no mere notes.
@@ -175,17 +186,48 @@ def _unread(path: Path, config: str | None) -> list[str]:
 
     files = load_dataset_builder(str(path), name=config).config.data_files or {}
     read = {os.path.realpath(str(file)) for listed in files.values() for file in listed}
-    there = [file for file in sorted(path.rglob("*")) if file.is_file() and _reader_of(file)]
-    unread = [file for file in there if os.path.realpath(file) not in read]
-    formats = {_reader_of(Path(file)) for file in read}
-    others = {_reader_of(file) for file in unread} - formats
+    unread = [file for file in _data_in(path) if os.path.realpath(file) not in read]
+    formats = {_format_of(Path(file)) for file in read}
+    others = {_format_of(file) for file in unread if _reader_of(file)} - {None, *formats}
     if others - {"text"} or (others and formats == {"text"}):
-        names = _listed([file.relative_to(path).as_posix() for file in unread if _reader_of(file) in others])
+        names = _listed([file.relative_to(path).as_posix() for file in unread if _format_of(file) in others])
         raise UsageError(
             f"the folder '{path}' has files of several formats, of which `datasets` reads only one "
             f"({', '.join(sorted(map(str, formats)))}) and leaves out {names}: name one file, or move the others"
         )
-    return [file.relative_to(path).as_posix() for file in unread]
+    odd = [Path(file).name for file in sorted(read) if _reader_of(Path(file)) is None and _inner_reader(Path(file))]
+    return [file.relative_to(path).as_posix() for file in unread], odd
+
+
+def _inner_reader(file: Path) -> bool:
+    return any(suffix.lower() in _READERS for suffix in file.suffixes[:-1])
+
+
+def _data_in(path: Path) -> list[Path]:
+    """Files of a folder that may hold rows, those of formats that are not read among them."""
+    there = []
+    for file in sorted(path.rglob("*")):
+        inside = file.relative_to(path)
+        hidden = any(part.startswith(".") for part in inside.parts[:-1])
+        if file.name not in _ABOUT_DATA and not hidden and file.is_file():
+            there.append(file)
+    return [file for file in there if _reader_of(file) or file.suffix.lower() not in _NO_DATA]
+
+
+_ABOUT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_PICTURES = ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "svg", "mp3", "wav", "flac", "mp4")
+_NOTES = ("md", "rst", "py", "sh", "ipynb", "html", "lock", "gitattributes", "gitignore", "yaml", "yml")
+_NO_DATA = frozenset({"", *(f".{name}" for name in (*_PICTURES, *_NOTES))})
+
+
+def _format_of(file: Path) -> str | None:
+    """The reader of a file, one of their own for those that are separated by tabs."""
+    return "tsv" if _options(file) else _reader_of(file) or file.suffix.lower().removeprefix(".") or None
+
+
+def _options(file: Path) -> dict[str, str]:
+    """What the reader of a file is told beside its name."""
+    return {"sep": "\t"} if ".tsv" in [suffix.lower() for suffix in file.suffixes[-2:]] else {}
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -294,9 +336,25 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
         if len(files) > 1 and (unlike := _unlike_columns(files)):
             raise UsageError(f"the dataset '{name}' could not be read: {unlike}") from error
         text = " ".join(str(cause).split())[:300] or type(cause).__name__
+        if os.path.isdir(path) and (odd := [file.name for file in _data_in(path) if not _reader_of(file)]):
+            text += f" (files that are not supported: {_listed(odd)})"
         raise UsageError(f"the dataset '{name}' could not be read: {text}") from error
     finally:
         logging.set_verbosity(level)
+
+
+def fault_of_stream(name: str, error: Exception) -> UsageError | None:
+    """What is wrong with the file of a stream, as one line, if `datasets` has raised the error while it read on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not any(frame.filename.endswith("datasets/iterable_dataset.py") for frame in frames):
+        return None
+    try:
+        with _explained(name):
+            raise error
+    except UsageError as fault:
+        return fault
+    except Exception:  # of the rows' conversion: not the file's
+        return None
 
 
 def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:
@@ -372,19 +430,30 @@ def _find_fault(path: Path, said: str = "") -> str | None:
                 file.seek(0)
                 fault = _fault_for_arrow(file)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        fault = f" is cut off or damaged: {error}"
+        plain = "Not a gzipped file" in str(error)
+        fault = " is not compressed, as its name says: rename it" if plain else f" is cut off or damaged: {error}"
     return f"{path}{fault}" if fault else None
 
 
-_LFS = b"version https://git-lfs"
+def _pointer_in(path: Path) -> str | None:
+    """The first data file that is not there itself, which a clone without Git LFS leaves."""
+    files = [path] if os.path.isfile(path) else sorted(path.rglob("*"))[:_COMPARED] if os.path.isdir(path) else []
+    for file in files:
+        small = _reader_of(file) and file.is_file() and file.stat().st_size < _POINTER
+        if small and file.read_bytes().startswith(b"version https://git-lfs"):
+            return f"{file} is a pointer of Git LFS and not the file itself: run `git lfs pull` there"
+    return None
+
+
+_POINTER = 1024  # bytes; a pointer has about 130
 
 
 def _fault_in_text(file: Any, reader: str | None) -> str | None:
     """JSON is one array, or has a row on each line."""
     head = file.read(1024)
-    array = reader == "json" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    if head.startswith(_LFS):
-        return " is a pointer of Git LFS and not the file itself: run `git lfs pull` there"
+    array = reader == "json" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[") and not _are_lists(head)
+    if _wide(head):
+        return f" is not UTF-8: half of its bytes are zero; {_to_convert(head, head)}"
     file.seek(0)
     number = 0
     for number, line in enumerate([file.read()] if array else file, start=1):
@@ -393,11 +462,7 @@ def _fault_in_text(file: Any, reader: str | None) -> str | None:
             content = json.loads(text, object_pairs_hook=_without_doubles) if reader == "json" and text else {}
         except UnicodeDecodeError as error:
             at = number + line.count(b"\n", 0, error.start)
-            encoding = _encoding_of(head, line)
-            return (
-                f" is not UTF-8: byte 0x{line[error.start]:02x} in line {at}; it looks like {encoding}, convert it: "
-                f"`iconv -f {encoding} -t utf-8`"
-            )
+            return f" is not UTF-8: byte 0x{line[error.start]:02x} in line {at}; {_to_convert(head, line)}"
         except json.JSONDecodeError as error:
             return f", line {number + error.lineno - 1}, column {error.colno}: not valid JSON ({error.msg})"
         except _DoubleKeyError as error:
@@ -410,6 +475,12 @@ def _fault_in_text(file: Any, reader: str | None) -> str | None:
             if not isinstance(row, dict):
                 return f", line {number}: a row has to be a JSON object, this is a {type(row).__name__}"
     return " has a header and no rows" if reader == "csv" and number == 1 else None
+
+
+def _are_lists(head: bytes) -> bool:
+    """Whether the first line of a file is a list by itself, and another one follows."""
+    lines = [line for line in head.lstrip(b"\xef\xbb\xbf").splitlines()[:2] if line.strip()]
+    return len(lines) == 2 and all(line.startswith(b"[") for line in lines) and lines[0].rstrip().endswith(b"]")
 
 
 class _DoubleKeyError(Exception):
@@ -426,19 +497,38 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _encoding_of(head: bytes, line: bytes) -> str:
-    """The likely encoding of text that is not UTF-8, by its bytes."""
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+def _encoding_of(head: bytes, line: bytes) -> str | None:
+    """The likely encoding of text that is not UTF-8, by its bytes; None: it is not told by them."""
+    for encoding, mark in (("utf-32", codecs.BOM_UTF32_LE), ("utf-32", codecs.BOM_UTF32_BE)):
+        if head.startswith(mark):
+            return encoding
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    if head[1::2].count(0) > len(head) // 4:
-        return "utf-16le"
-    if head[::2].count(0) > len(head) // 4:
-        return "utf-16be"
+    if (wide := _wide(head)) is not None:
+        return wide
+    if re.search(rb"[\x80-\xff]{4}", line):  # words of such letters: no alphabet of western Europe
+        return None
     try:
         line.decode("cp1252")  # quotes, dashes and the euro from 0x80 to 0x9f; control characters in Latin-1
     except UnicodeDecodeError:
         return "latin1"
     return "windows-1252"
+
+
+def _wide(head: bytes) -> str | None:
+    """UTF-16 without a mark of its order, known by the zero bytes of ASCII's letters."""
+    if head[1::2].count(0) > len(head) // 4:
+        return "utf-16le"
+    return "utf-16be" if head[::2].count(0) > len(head) // 4 else None
+
+
+def _to_convert(head: bytes, line: bytes) -> str:
+    """What to do about text that is not UTF-8."""
+    encoding = _encoding_of(head, line)
+    if encoding is None:
+        return "it is of no alphabet of western Europe: find its encoding and convert it, `iconv -f ENCODING -t utf-8`"
+    like = "" if encoding.startswith("utf") else ", or an encoding like it"
+    return f"it looks like {encoding}{like}, convert it: `iconv -f {encoding} -t utf-8`"
 
 
 def _fault_for_arrow(file: Any) -> str | None:
@@ -463,8 +553,12 @@ def _unlike_columns(files: Sequence[Path]) -> str | None:
 
     known: dict[str, Any] = {}
     for file in files[:_COMPARED]:
+        if _options(file) != _options(files[0]):
+            tabs, commas = (file, files[0]) if _options(file) else (files[0], file)
+            return f"{tabs} is separated by tabs, unlike {commas}: name one file, or move the others"
         try:
-            rows = load_dataset(str(_reader_of(file)), data_files=glob.escape(str(file.absolute())), split="train")
+            named = glob.escape(str(file.absolute()))
+            rows = load_dataset(str(_reader_of(file)), data_files=named, split="train", **_options(file))
         except (ValueError, OSError, RuntimeError):  # this file is what is wrong, and not beside the others
             continue
         types = {name: str(kind) for name, kind in rows.features.items()}

@@ -164,12 +164,14 @@ def _halves(dataset: Dataset) -> tuple[Counts, Any] | None:
     return begun, np.stack([begun + lengths[name] for name in answers])
 
 
-def of_trained(dataset: Any, summary: DataSummary) -> DataSummary:
-    """The summary with the tokens that count in the loss counted again, after labels were masked."""
+def of_trained(dataset: Any, summary: DataSummary, lost: int) -> DataSummary:
+    """The summary with the tokens that count in the loss counted again, after labels were masked, which has left
+    nothing of ``lost`` rows."""
     pieces = list(_of_labels(dataset))
     trained = sum(int(after[-1]) for _, after, _ in pieces)
     kept = sum(int(counts.sum()) for counts, _, _ in pieces)
-    return replace(summary, trained=trained, kept=kept, unlearned=sum(int(begun.sum()) for _, _, begun in pieces))
+    unlearned = sum(int(begun.sum()) for _, _, begun in pieces)
+    return replace(summary, trained=trained, kept=kept, unlearned=unlearned, dropped=summary.dropped + lost)
 
 
 def _of_rows(dataset: Dataset, split: str, limit: int | None, *, ends: bool, drops: bool) -> DataSummary:

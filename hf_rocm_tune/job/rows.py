@@ -72,6 +72,23 @@ def load_rows(
     return pictures.looked_through(arguments, loaded, tokenizer, read_config(source), announce.say)
 
 
+class _Late:
+    """Tells what is found in rows of a stream behind those that were checked before the start, once for each kind."""
+
+    def __init__(self, split: str, told: set[str]) -> None:
+        self._split, self._told = split, told
+
+    def tell(self, finding: RowFinding) -> None:
+        if finding.what not in self._told:
+            self._told.add(finding.what)
+            begin = "" if finding.by_design else "warning: "
+            announce.say(f"{begin}row {finding.first:,} of the '{self._split}' split: {finding.what}")
+
+    def look(self, look: Callable[..., list[RowFinding]], row: Any, number: int) -> None:
+        for finding in look(row, number):
+            self.tell(finding)
+
+
 def _accept(row: Any, number: int) -> None:
     """No check: a row of text has no structure."""
 
@@ -102,6 +119,12 @@ def check_turn_end(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, sou
             "generation_config.json has it"
         )
         return
+    if end.like_token and end.pieces == 1:
+        raise UsageError(
+            f"the chat template writes nothing after an answer but '{end.like_token}', which opens the next question, "
+            f"and at which {source.name} does not stop: let it stop there by --eos_token '{end.like_token}', or give a "
+            "template that ends each answer with a token"
+        )
     if end.like_token:
         raise UsageError(
             f"the chat template ends an answer with '{end.like_token}', which is {end.pieces} pieces of text to the "
@@ -149,18 +172,25 @@ def _prepared(
         training.assistant_only_loss = turns_only = info.kind == "messages"
         counted = _COUNTED.get(info.kind, "the tokens that they mark")
         announce.say(f"the rows are {info.description}: {counted} count in the loss (--assistant_only_loss auto)")
+    if info.kind == "tokenized" and "completion_mask" in info.beside and training.completion_only_loss is None:
+        training.completion_only_loss = True  # TRL would leave the column unread
     findings = info.findings
     rendered = rendering.Renderer.of(tokenizer, training)
     pictures = {"image", "images"} & {*(rows.column_names or ())}
     readable = rendered is not None and is_plain_template(training)
-    labelled = info.kind == "messages" and readable and arguments.method == "sft"
+    marked_pairs = info.kind == "prompt_completion" and info.marked and bool(info.messages)
+    labelled = (info.kind == "messages" or marked_pairs) and readable and arguments.method == "sft"
     if info.conversational and rendered is not None and not pictures:
         findings += rendering.left_out(rows, info, rendered, split, marks_are_read=labelled)
     if isinstance(rows, IterableDataset):
+        late = _Late(split, {finding.what for finding in findings})
         renders: Callable[..., None] = _accept
         if info.conversational and rendered is not None and not pictures:
-            renders = partial(rendering.require_rendering, info=info, renderer=rendered, split=split)
-        rows = check_later(rows, info, split, renders)
+            look = partial(
+                rendering.left_out_of_row, info=info, renderer=rendered, split=split, marks_are_read=labelled
+            )
+            renders = partial(late.look, look)
+        rows = check_later(rows, info, split, renders, late.tell)
     rows = as_trl(rows, info)
     if not labelled:
         return rows, findings, info.conversational
@@ -183,16 +213,17 @@ def finish_rows(arguments: Arguments, trainer: Any, data: Splits) -> dict[str, D
         UsageError: no row has a token to learn from.
     """
     masked = arguments.tune.mask_thinking and data.pictures is None  # whose collator masks it
+    lost: dict[str, int] = {}
     for split in ("train", "eval") if masked else ():
         if (rows := getattr(trainer, f"{split}_dataset")) is not None:
-            rows, lost = masks.without_thinking(rows, trainer.processing_class, split)
+            rows, lost[split] = masks.without_thinking(rows, trainer.processing_class, split)
             setattr(trainer, f"{split}_dataset", rows)
-            if lost:
-                announce.say(f"{lost} {split} rows are left out: within --max_length they contain only thinking")
     check_rows(trainer)
     summaries = _summaries(trainer, data)
     if masked:
-        summaries = {name: of_trained(getattr(trainer, f"{name}_dataset"), row) for name, row in summaries.items()}
+        summaries = {
+            name: of_trained(getattr(trainer, f"{name}_dataset"), row, lost[name]) for name, row in summaries.items()
+        }
     if "train" in summaries and not summaries["train"].trained:
         raise UsageError(
             "no token of the train rows is in the loss, so that nothing would be learned: give rows with answers"

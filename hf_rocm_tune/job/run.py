@@ -9,8 +9,8 @@ import copy
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import closing, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.pictures import PictureError
 from hf_rocm_tune.data.rendering import lacking_tokens
-from hf_rocm_tune.data.sources import Splits
+from hf_rocm_tune.data.sources import Splits, fault_of_stream
 from hf_rocm_tune.data.summary import lengths_of
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.job import announce, preview, rows
@@ -280,10 +280,26 @@ def _as_begun(arguments: Arguments, plan: StartPlan) -> Arguments:
     return replace(arguments, tune=replace(tune, **left_out))
 
 
+@contextmanager
+def _late_faults(job: Job) -> Iterator[None]:
+    """Within the block an error of the file of a stream is one line."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        script = job.arguments.script
+        fault = (
+            fault_of_stream(script.dataset_name, error) if script.dataset_streaming and script.dataset_name else None
+        )
+        if fault is None:
+            raise
+        raise fault from error
+
+
 def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
     training = job.arguments.training
     try:
-        trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
+        with _late_faults(job):
+            trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
     except UsageError as error:
         # of a streamed row or a picture: what was learned from those before it is not lost
         late = job.arguments.script.dataset_streaming or isinstance(error, PictureError)

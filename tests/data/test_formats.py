@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,11 @@ BAD_ROWS: dict[str, tuple[Row, Row, str]] = {
         {"input_ids": [1, 2], "labels": [1, 2, 3]},
         "column 'labels' has 3 entries for 2 'input_ids'",
     ),
+    "two system prompts": (
+        {**GOOD, "system": "Dig."},
+        {"messages": [{"role": "System", "content": "Swim."}, USER], "system": "Dig."},
+        "are system prompts that differ: keep one",
+    ),
     "text for the template": (
         {**GOOD, "chat_template_kwargs": {"a": 1}},
         {**GOOD, "chat_template_kwargs": "a"},
@@ -134,7 +140,7 @@ MAPPED: dict[str, tuple[Row, str, Row, str]] = {
         {"instruction": "i", "input": "x", "output": "a"},
         "sft",
         {"prompt": [{"role": "user", "content": "i\n\nx"}], "completion": CHAT[1:]},
-        "'instruction' is the prompt, 'output' is the completion, 'input' goes into it, text becomes chat messages",
+        "'instruction' is the prompt, 'output' is the completion, 'input' goes into the prompt, text becomes chat",
     ),
     "Alpaca without input": ({"instruction": "q", "input": None, "output": "a"}, "sft", PAIR, "'instruction' is"),
     "questions": ({"question": "q", "answer": "a", "n": 1}, "sft", {**PAIR, "n": 1}, "'question' is the prompt"),
@@ -142,7 +148,7 @@ MAPPED: dict[str, tuple[Row, str, Row, str]] = {
         {"system": "s", "question": "q", "response": "a"},
         "sft",
         {**PAIR, "prompt": [SYSTEM, *CHAT[:1]]},
-        "'system' goes into it",
+        "'system' is the system prompt",
     ),
     "ShareGPT": ({"conversations": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "human is user, from/value are"),
     "ShareGPT in messages": ({"messages": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "gpt is assistant"),
@@ -205,6 +211,10 @@ def test_without_a_chat_template_questions_are_plain_text() -> None:
         ("kto", {"prompt": "q", "completion": "a"}, "accepted 'prompt', 'completion' and 'label'"),
         ("kto", {"prompt": "q", "completion": "a", "label": "yes"}, "column 'label' holds text, not true or false"),
         ("reward", {"chosen": "a", "reject": "b"}, "rename 'reject' to 'rejected'?"),
+        ("dpo", {"messages": [USER], "worse": "a"}, "split the last answer of 'messages' off"),
+        ("sft", {"human": "q", "gpt": "a"}, "rename 'human' to 'prompt'?, rename 'gpt' to 'completion'?"),
+        ("sft", {"edition": "1", "items": [{"messages": [USER, ASSISTANT]}]}, "rows seem to be inside 'items'"),
+        ("sft", {"texture": 5, "test": "x"}, "accepted 'messages' (also with 'tools'), 'prompt' and 'completion'"),
         ("grpo", {"text": "a"}, "fit no format of grpo: found 'text'; accepted 'prompt'"),
     ],
 )
@@ -242,6 +252,36 @@ def test_content_in_parts_and_tool_calls_without_content_are_accepted() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
     rows = Dataset.from_list([{"messages": [parts, call]}], features=Features({"messages": List(Json())}))
     assert check(rows).kind == "messages"
+
+
+def test_text_in_parts_becomes_one_text_and_other_parts_stay() -> None:
+    def parts(*kinds: str) -> Row:
+        return {"messages": [USER, {"role": "assistant", "content": [{"type": kind, "text": kind} for kind in kinds]}]}
+
+    kinds = Features({"messages": List(Json())})
+    texts = Dataset.from_list([parts("text", "output_text")], features=kinds)
+    info = check(texts)
+    assert info.mapping == "parts of a message become one text"
+    assert as_trl(texts, info)[0]["messages"][1]["content"] == "textoutput_text"
+    assert check(Dataset.from_list([parts("text", "verse")], features=kinds)).mapping is None
+
+
+def test_a_system_prompt_has_several_names_of_which_one_counts() -> None:
+    row = {"system_prompt": "Dig.", "question": "q", "response": "a"}
+    info = check(Dataset.from_list([row]))
+    assert as_trl(Dataset.from_list([row]), info)[0]["prompt"][0] == {"role": "system", "content": "Dig."}
+    both = check(Dataset.from_list([{**row, "system": "Swim."}]))
+    assert [finding.what for finding in both.findings] == ["not used: column 'system_prompt'"]
+
+
+def test_bytes_and_json_in_text_are_named() -> None:
+    assert "text that looks like JSON, not a list of" in refusal(Dataset.from_list([{"messages": json.dumps([USER])}]))
+    assert "column 'text' holds bytes, not text" in refusal(Dataset.from_list([{"text": b"a"}]))
+
+
+def test_rows_of_two_formats_in_one_file_are_refused() -> None:
+    message = refusal(Dataset.from_list([{**GOOD, "prompt": None, "completion": None}]))
+    assert "are of two formats: row 1 has 'messages', others 'prompt' and 'completion'" in message
 
 
 def test_conversations_without_a_template_name_model_and_flag() -> None:

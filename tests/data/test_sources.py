@@ -59,6 +59,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "odd [1] name*.jsonl": lambda path: path.write_text(_jsonl()),
     "rows.json": lambda path: path.write_text(json.dumps([{"text": text} for text in TEXTS])),
     "rows.csv": _write_csv,
+    "rows.tsv": lambda path: path.write_text("text\tmore\n" + "".join(f"{text}\tx\n" for text in TEXTS)),
+    "rows.ndjson": lambda path: path.write_text(_jsonl()),
     "rows.parquet": _write_parquet,
     "rows.txt": lambda path: path.write_text("\n".join(TEXTS) + "\n"),
     "rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress(_jsonl().encode())),
@@ -70,7 +72,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 # The streaming CSV reader of `datasets` leaves its file to the garbage collector:
 # https://github.com/huggingface/datasets/pull/2635
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*rows.csv:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*rows.[ct]sv:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_source_gives_its_rows_in_order(tmp_path: Path, name: str, streaming: bool) -> None:
@@ -159,16 +161,50 @@ BROKEN: dict[str, tuple[str, bytes, list[str]]] = {
     "broken line": ("a.jsonl", b'{"text":"a"}\n\n{"text": oops}\n', ["a.jsonl, line 3, column 10: not valid JSON"]),
     "rows are numbers": ("a.jsonl", b"1\n2\n", ["line 1: a row has to be a JSON object, this is a int"]),
     "cut off array": ("a.json", b'[{"text":"a"},\n{"text":"b"', ["a.json, line 2, column 12: not valid JSON"]),
+    "a list a line": ("a.jsonl", b'[{"a": 1}, {"b": 2}]\n[]\n', ["line 1: a row has to be a JSON object", "a list"]),
+    "not compressed": ("a.csv.gz", b"text\na\n", ["a.csv.gz is not compressed, as its name says"]),
     "array of nothing": ("a.json", b"[]", ["a.json has no rows, an empty list"]),
     "no bytes": ("a.jsonl", b"", ["a.jsonl is empty (0 bytes)"]),
     "ragged csv": ("a.csv", b"a,b\n1,2\n3,4,5\n", ["Expected 2 fields in line 3, saw 3"]),
     "csv header only": ("a.csv", b"text\n", ["a.csv has a header and no rows"]),
     "latin-1 jsonl": ("a.jsonl", b'{"text":"a"}\n{"text":"caf\xe9"}\n', ["byte 0xe9 in line 2"]),
+    "UTF-32": ("a.jsonl", _jsonl().encode("utf-32"), ["`iconv -f utf-32 -t utf-8`"]),
+    "UTF-16 without a mark": ("a.csv", "text\nmoles\n".encode("utf-16-be"), ["`iconv -f utf-16be -t utf-8`"]),
+    "Cyrillic": ("a.txt", "кроты".encode("koi8-r"), ["byte 0xcb in line 1", "find its encoding", "iconv -f ENCODING"]),
+    "a pointer to a parquet": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", ["git lfs pull"]),
     "latin-1 text": ("a.txt", b"ok\ncaf\xe9\n", ["a.txt is not UTF-8: byte 0xe9 in line 2", "iconv"]),
     "cut off gzip": ("a.jsonl.gz", gzip.compress(_jsonl().encode())[:-8], ["a.jsonl.gz is cut off or damaged"]),
     "not a parquet": ("a.parquet", b"text,text,text,text", ["a.parquet", "Parquet magic bytes not found"]),
-    "unsupported suffix": ("a.xlsx", b"x", ["unsupported suffix", ".jsonl .json .csv .parquet .txt"]),
+    "unsupported suffix": ("a.xlsx", b"x", ["unsupported suffix", ".jsonl .json .ndjson .csv .tsv .parquet .txt"]),
 }
+
+
+UNREAD: dict[str, tuple[str, str]] = {
+    "a table of another program": ("moles.ods", "not read are moles.ods"),
+    "a name of its own": ("moles.part2", "not read are moles.part2"),
+    "what `datasets` writes": ("dataset_infos.json", ""),
+    "a picture": ("mole.JPG", ""),
+    "in a hidden folder": (".git/moles.jsonl", ""),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_files_of_a_folder_that_may_hold_rows_and_are_not_read_are_named(tmp_path: Path, case: str) -> None:
+    name, said = UNREAD[case]
+    folder = tmp_path / "rows"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text("{}\n")
+    (folder / "moles.jsonl").write_text(_jsonl())
+    notes = " ".join(load_source(str(folder)).notes)
+    assert said in notes if said else not notes
+
+
+def test_tables_separated_by_tabs_and_by_commas_are_two_formats(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "moles.csv").write_text("text,more\na,b\n")
+    (folder / "worms.tsv").write_text("text\tmore\na\tb\n")
+    assert "worms.tsv is separated by tabs, unlike" in refusal(folder)
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -69,7 +69,7 @@ READ: dict[str, tuple[Row, dict[str, Any], str, list[str] | None, str]] = {
         {},
         chatml(("system", "Be a gardener."), QUESTION, ANSWER),
         None,
-        "'system' goes into it",
+        "'system' is the system prompt",
     ),
     "a history": (
         {"query": QUESTION[1], "response": ANSWER[1], "history": [["Hello", "Good day"]], "system": "Garden."},
@@ -85,6 +85,33 @@ READ: dict[str, tuple[Row, dict[str, Any], str, list[str] | None, str]] = {
         ["Under the lawn.<|im_end|>"],
         "Bot is assistant",
     ),
+    "a system prompt under another name, beside a question": (
+        {"system_prompt": "Be a gardener.", "question": QUESTION[1], "response": ANSWER[1]},
+        {},
+        chatml(("system", "Be a gardener."), QUESTION, ANSWER),
+        ["Under the lawn.<|im_end|>\n"],
+        "'system_prompt' is the system prompt",
+    ),
+    "text in parts": (
+        {
+            "messages": [
+                {"role": " User", "content": [{"type": "text", "text": "Where "}, {"type": "text", "text": "is it?"}]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": ANSWER[1]}]},
+            ]
+        },
+        {},
+        chatml(("user", "Where is it?"), ANSWER),
+        None,
+        "parts of a message become one text",
+    ),
+    "a mark in a completion": (
+        {"prompt": [user("Say A")], "completion": [assistant("B", weight=0), user("Say C"), assistant("C", weight=1)]},
+        {},
+        chatml(("user", "Say A"), ("assistant", "B"), ("user", "Say C"), ("assistant", "C")),
+        [chatml(("user", "Say C"), ("assistant", "C"))],
+        "",
+    ),
+    "tokens of a completion": ({"input_ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, {}, "#$%", ["%"], ""),
     "padding": (
         {"input_ids": [0, 0, 7, 8, 9], "attention_mask": [0, 0, 1, 1, 1]},
         {},
@@ -129,6 +156,11 @@ SAID: dict[str, tuple[list[Row], str, str]] = {
         [{"messages": [user("q"), assistant("", function_call=json.loads(CALL)), assistant("a")]}],
         "sft",
         "tool calls of assistant messages are not in the text",
+    ),
+    "another chat": (
+        [{"messages": [user("q"), assistant("a")], "conversations": [{"from": "human", "value": "worms"}]}],
+        "sft",
+        "not used: column 'conversations'",
     ),
     "a column": ([{"messages": [user("q"), assistant("a")], "context": "moles"}], "sft", "not used: column 'context'"),
     "an empty answer": ([{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": " "}], "sft", "is empty"),
@@ -202,6 +234,16 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         lambda f: written(f, [{"conversations": [{"from": "function_call", "value": "dig()"}]}]),
         "sft",
         "message 1 is a function_call, and its 'value' is no JSON",
+    ),
+    "a call in text": (
+        lambda f: written(f, [{"messages": [user("q"), assistant("", tool_calls='[{"name": "dig"}]')]}]),
+        "sft",
+        "message 2 has text as 'tool_calls', not a list of calls",
+    ),
+    "a call of nothing": (
+        lambda f: written(f, [{"messages": [user("q"), assistant("", tool_calls=[{"id": "7"}])]}]),
+        "sft",
+        "a call in 'tool_calls' that names no function",
     ),
     "nothing to learn": (lambda f: written(f, [{"text": ""}] * 3), "sft", "no token of the train rows is in the loss"),
     "labels that are all masked": (
@@ -290,6 +332,29 @@ def test_a_bad_row_late_in_a_stream_is_named_and_what_was_learned_is_saved(start
     assert "row 121 of the 'train' split" in refused.stderr and saved.name in refused.stderr
     assert (saved / "integrity.json").is_file() and 50 < int(saved.name.partition("-")[2]) <= 60
     assert "in the order of the files" in refused.stdout
+
+
+def test_late_rows_of_a_stream_that_lose_something_are_told_once(start: Start, tmp_path: Path) -> None:
+    rows = [{"messages": [user(f"q {number}"), assistant("a")]} for number in range(124)]
+    rows[110]["messages"][1]["content"], rows[112]["messages"][1]["content"] = " ", ""
+    rows[120]["messages"][1]["reasoning_content"] = "moles dig"
+    asked = {"max_steps": 31, "per_device_train_batch_size": 4, "logging_steps": 100}
+    run = start("--dataset_streaming", dataset_name=written(tmp_path, rows), **asked)
+    assert run.code == 0, run.stderr[-2000:]
+    told = [line for line in run.stdout.splitlines() if "of the 'train' split: " in line]
+    assert told == [
+        "hf-rocm-tune: warning: row 111 of the 'train' split: an answer is empty",
+        "hf-rocm-tune: warning: row 121 of the 'train' split: the thinking of assistant messages is not in what the "
+        "model reads",
+    ]
+
+
+def test_a_late_byte_of_a_stream_that_is_no_text_is_one_line(start: Start, tmp_path: Path) -> None:
+    file = file_of("given.jsonl", (LINE * 130).encode() + b'{"text": "taupini\xe8re"}\n')(tmp_path)
+    asked = {"max_steps": 60, "per_device_train_batch_size": 4, "logging_steps": 100}
+    refused = start("--dataset_streaming", dataset_name=file, **asked)
+    assert refused.code == 2 and len(refused.error_lines) == 1, refused.stderr[-2000:]
+    assert "byte 0xe8 in line 131" in refused.stderr and "checkpoint-" in refused.stderr
 
 
 @pytest.mark.parametrize(
