@@ -9,7 +9,7 @@ import copy
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,7 +38,7 @@ from hf_rocm_tune.job import announce, preview, rows
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
 from hf_rocm_tune.job.refusals import check, check_adapter, check_rewards, check_router_loss, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
-from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, target_names
+from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, kept_out, target_names
 from hf_rocm_tune.models.factory import (
     ModelSource,
     attest_files,
@@ -528,16 +528,29 @@ def _adapted(job: Job, model: Any) -> tuple[Any, Any]:
     if config is not None:
         targets = beside_experts(model, config.target_modules)
         if targets != config.target_modules:
-            announce.say(
-                f"mixture of experts: adapters on {', '.join(targets or ())}; --lora_target_parameters "
-                "experts.gate_up_proj experts.down_proj trains the experts too, with adapters of several GB"
-            )
+            _say_left_out(model, targets or ())
         config.target_modules = target_names(targets)
         _choose_vision(job.arguments, model, config)
         check_targets(model, config.target_modules, saved=config.modules_to_save)
         if tune.init_lora_weights != "default":
             config.init_lora_weights = tune.init_lora_weights
     return model, config
+
+
+def _say_left_out(model: Any, targets: Iterable[str]) -> None:
+    """Which layers ``all-linear`` leaves out, and what has adapters."""
+    kinds, chosen = kept_out(model), ", ".join(targets)
+    if "experts" in kinds:
+        announce.say(
+            f"mixture of experts: adapters on {chosen}; --lora_target_parameters "
+            "experts.gate_up_proj experts.down_proj trains the experts too, with adapters of several GB"
+        )
+    why = {
+        "state space": "Mamba-like layers, whose kernels read these weights themselves",
+        "indexer": "the attention's indexer, which gets no gradient",
+    }
+    for kind in kinds.keys() & why.keys():
+        announce.say(f"adapters on {chosen}; left out: {', '.join(kinds[kind])} of {why[kind]}")
 
 
 def _choose_vision(arguments: Arguments, model: Any, config: Any) -> None:

@@ -67,15 +67,35 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, save
 
 
 def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
-    """The targets, with ``all-linear`` of a mixture of experts as the names of the linear layers beside its experts.
-
-    PEFT would adapt experts and routers too, gigabytes of adapters. Left out are names that PEFT 0.21 takes for
-    experts.
-    """
-    if targets != ALL_LINEAR or not any(True for _ in experts_of(model)):
+    """The targets, with ``all-linear`` as the names of the linear layers beside those of `kept_out`, if there are any."""
+    if targets != ALL_LINEAR or not (kept := kept_out(model)):
         return targets
-    left_out = _TAKEN_FOR_EXPERTS | {name.rpartition(".")[2] for name in routers_of(model)}
-    return [name for name in adaptable(model) if name not in left_out]
+    names = {name for each in kept.values() for name in each}
+    return [name for name in adaptable(model) if name not in names]
+
+
+def kept_out(model: nn.Module) -> dict[str, list[str]]:
+    """Names of linear layers that ``all-linear`` has no adapters on, by the kind of layer that has them.
+
+    ``experts``: PEFT would adapt experts and routers too, gigabytes of adapters; names that PEFT 0.21 takes for experts
+    are among them. ``state space``: the fused kernels of Mamba-like layers read the weights themselves, so that an
+    adapter would be trained and never used, and PEFT refuses some. ``indexer``: an attention's choice of tokens, through
+    which no gradient comes.
+    """
+    kinds: dict[str, set[str]] = {"experts": set(), "state space": set(), "indexer": set()}
+    if any(True for _ in experts_of(model)):
+        kinds["experts"] = _TAKEN_FOR_EXPERTS | {name.rpartition(".")[2] for name in routers_of(model)}
+    for name, module in model.named_modules():
+        if hasattr(module, "A_log") and hasattr(module, "D"):  # gated delta networks have no D, and call their layers
+            kinds["state space"] |= {each for each in _READ_BY_KERNELS if hasattr(module, each)}
+        if name.rpartition(".")[2] == "indexer":
+            kinds["indexer"] |= {each for each, inner in module.named_children() if isinstance(inner, nn.Linear)}
+    there = adaptable(model)
+    found = {kind: [name for name in there if name in names] for kind, names in kinds.items()}
+    return {kind: names for kind, names in found.items() if names}
+
+
+_READ_BY_KERNELS = ("out_proj", "x_proj", "dt_proj")
 
 
 def adaptable(model: nn.Module) -> list[str]:
