@@ -67,7 +67,7 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, save
 
 
 def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
-    """The targets, with ``all-linear`` as the names of the linear layers beside those of `kept_out`, if there are any."""
+    """The targets, with ``all-linear`` as the names of the linear layers beside those of `kept_out`, if it has any."""
     if targets != ALL_LINEAR or not (kept := kept_out(model)):
         return targets
     names = {name for each in kept.values() for name in each}
@@ -79,8 +79,8 @@ def kept_out(model: nn.Module) -> dict[str, list[str]]:
 
     ``experts``: PEFT would adapt experts and routers too, gigabytes of adapters; names that PEFT 0.21 takes for experts
     are among them. ``state space``: the fused kernels of Mamba-like layers read the weights themselves, so that an
-    adapter would be trained and never used, and PEFT refuses some. ``indexer``: an attention's choice of tokens, through
-    which no gradient comes.
+    adapter would be trained and never used, and PEFT refuses some. ``indexer``: an attention's choice of tokens,
+    through which no gradient comes.
     """
     kinds: dict[str, set[str]] = {"experts": set(), "state space": set(), "indexer": set()}
     if any(True for _ in experts_of(model)):
