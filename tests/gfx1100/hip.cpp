@@ -1,8 +1,8 @@
 // The HIP runtime's stand-in: libamdhip64 for a simulated card, whose kernels the interpreter of gfx1100 code executes.
 //
-// It has what Triton's driver asks for and what bitsandbytes' ROCm library imports, of hipBLAS too: those are products on
-// the CPU. Kernels are queued on the streams of the simulated card; the memory that was live when they were queued, and
-// nothing else, is theirs to touch.
+// It has what Triton's driver asks for, what bitsandbytes' ROCm library imports, and what AMD's rocBLAS and hipBLASLt do.
+// Kernels are queued on the streams of the simulated card; the memory that was live when they were queued, and nothing
+// else, is theirs to touch. Where AMD's libraries are not there, the int8 products of bitsandbytes are on the CPU.
 #define __HIP_PLATFORM_AMD__
 #include "gfx1100.h"
 
@@ -21,6 +21,8 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <vector>
 
@@ -29,10 +31,13 @@ void sim_push(void *stream, void (*run)(void *), void *context);
 int sim_stream_device(void *stream); // of the current one for none
 int sim_live(int device, uint64_t (*rows)[3], int room);
 int sim_device_count();
+int sim_current_device();
+void sim_use_device(int device);
+void sim_wait(void *stream, int device); // for a stream, or for all of a device
 }
 
 namespace {
-enum Kind : uint32_t { EXPLICIT, BLOCK_COUNT, GROUP_SIZE, REMAINDER, GLOBAL_OFFSET, GRID_DIMS, DYNAMIC_LDS };
+enum Kind : uint32_t { EXPLICIT, BLOCK_COUNT, GROUP_SIZE, REMAINDER, GLOBAL_OFFSET, GRID_DIMS, DYNAMIC_LDS, ABSENT };
 struct Argument {
     uint32_t offset, size, kind, axis;
 };
@@ -50,6 +55,7 @@ using Loader = void (*)(uint64_t image, void *module);
 Loader loader = nullptr;
 int log_file = -1;
 uint32_t checks = 0, seed = 1;
+bool dry = false; // launches are told, not executed
 
 thread_local hipError_t last_error = hipSuccess;
 hipError_t said(hipError_t error) {
@@ -73,10 +79,28 @@ struct Span {
     uint64_t base, bytes;
     uint32_t flags;
 };
-std::mutex managed_lock;
-std::vector<Span> &managed() { // pages that move between host and card: never freed, as bitsandbytes frees none
-    static auto *all = new std::vector<Span>;
+// What was allocated here: pages that move between host and card, and what libraries have of a card's memory.
+std::mutex allocated_lock;
+std::map<uint64_t, std::pair<Span, int>> &allocated() { // by address; the device, -1 for any
+    static auto *all = new std::map<uint64_t, std::pair<Span, int>>;
     return *all;
+}
+hipError_t allocate(void **out, size_t bytes, int device) {
+    *out = nullptr;
+    if (!bytes) return hipSuccess;
+    void *memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    if (!memory) return said(hipErrorOutOfMemory);
+    std::lock_guard<std::mutex> guard(allocated_lock);
+    allocated()[uint64_t(memory)] = {{uint64_t(memory), bytes, 3}, device};
+    *out = memory;
+    return hipSuccess;
+}
+hipError_t release(void *memory) { // its users have ended
+    if (!memory) return hipSuccess;
+    std::lock_guard<std::mutex> guard(allocated_lock);
+    if (!allocated().erase(uint64_t(memory))) return said(hipErrorInvalidValue);
+    std::free(memory);
+    return hipSuccess;
 }
 std::vector<Span> live(int device) {
     std::vector<std::array<uint64_t, 3>> rows;
@@ -91,8 +115,9 @@ std::vector<Span> live(int device) {
         spans.push_back({row[0], row[1], 3});
         if (row[2] > row[1]) spans.push_back({row[0] + row[1], row[2] - row[1], 1}); // the granule's rest may be read, unused
     }
-    std::lock_guard<std::mutex> guard(managed_lock);
-    spans.insert(spans.end(), managed().begin(), managed().end());
+    std::lock_guard<std::mutex> guard(allocated_lock);
+    for (auto &[_, each] : allocated())
+        if (each.second < 0 || each.second == device) spans.push_back(each.first);
     std::sort(spans.begin(), spans.end(), [](const Span &a, const Span &b) { return a.base < b.base; });
     return spans;
 }
@@ -140,18 +165,29 @@ void run(void *context) {
     gfx_stats stats{};
     const auto begin = std::chrono::steady_clock::now();
     running = launch.get();
-    const int failed = gfx_run(&launch->function->kernel, &launch->how, &lookup, &stats, error, sizeof error);
+    const int failed = dry ? 0 : gfx_run(&launch->function->kernel, &launch->how, &lookup, &stats, error, sizeof error);
     running = nullptr;
     if (failed) throw std::runtime_error(error);
     if (log_file >= 0) write_log(*launch, stats, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
 }
-hipError_t queue(const Function *function, dim3 grid, dim3 block, void **given, size_t dynamic_lds, hipStream_t stream) {
+// Arguments come one by one in `given`, or packed by the caller in `extra`; the hidden ones are filled in here either way.
+hipError_t queue(const Function *function, dim3 grid, dim3 block, void **given, void **extra, size_t dynamic_lds, hipStream_t stream) {
     const uint64_t lanes = uint64_t(block.x) * block.y * block.z;
     if (!grid.x || !grid.y || !grid.z || !lanes || lanes > function->most_lanes) return said(hipErrorInvalidConfiguration);
     if (dynamic_lds + function->lds > 1 << 16) return said(hipErrorInvalidValue);
     auto launch = std::make_unique<Launch>();
     launch->function = function;
     launch->kernarg.resize(function->kernel.kernarg_bytes);
+    if (extra) {
+        const void *packed = nullptr;
+        size_t bytes = 0;
+        for (void **each = extra; *each != HIP_LAUNCH_PARAM_END; each += 2) {
+            if (*each == HIP_LAUNCH_PARAM_BUFFER_POINTER) packed = each[1];
+            if (*each == HIP_LAUNCH_PARAM_BUFFER_SIZE) bytes = *static_cast<size_t *>(each[1]);
+        }
+        if (!packed) return said(hipErrorInvalidValue);
+        std::memcpy(launch->kernarg.data(), packed, std::min(bytes, launch->kernarg.size()));
+    }
     const uint32_t groups[] = {grid.x, grid.y, grid.z}, sizes[] = {block.x, block.y, block.z};
     for (uint32_t i = 0, next = 0; i < function->count; ++i) {
         const Argument &argument = function->arguments[i];
@@ -160,7 +196,9 @@ hipError_t queue(const Function *function, dim3 grid, dim3 block, void **given, 
         if (argument.kind == GROUP_SIZE) value = sizes[argument.axis];
         if (argument.kind == GRID_DIMS) value = grid.z > 1 ? 3 : grid.y > 1 ? 2 : 1;
         if (argument.kind == DYNAMIC_LDS) value = dynamic_lds;
-        std::memcpy(launch->kernarg.data() + argument.offset, argument.kind == EXPLICIT ? given[next++] : &value, argument.size);
+        char *place = launch->kernarg.data() + argument.offset;
+        if (argument.kind != EXPLICIT) std::memcpy(place, &value, std::min<size_t>(argument.size, sizeof value));
+        else if (!extra) std::memcpy(place, given[next++], argument.size);
     }
     gfx_launch &how = launch->how;
     how = {};
@@ -212,7 +250,8 @@ struct Operations {
 
 // ---- for the loader -------------------------------------------------------------------------------------------------
 API void gfx_hip_loader(Loader load) { loader = load; }
-API void gfx_hip_configure(const char *log_path, uint32_t first_seed, uint32_t wanted_checks) {
+API void gfx_hip_configure(const char *log_path, uint32_t first_seed, uint32_t wanted_checks, uint32_t wanted_dry) {
+    dry = wanted_dry;
     seed = first_seed;
     checks = wanted_checks;
     if (log_file >= 0) close(log_file);
@@ -262,7 +301,7 @@ API hipError_t hipLaunchKernel(const void *host, dim3 grid, dim3 block, void **g
         known = found->second;
     }
     const Function *function = function_of(known.first, known.second);
-    return function ? queue(function, grid, block, given, shared, stream) : said(hipErrorNoBinaryForGpu);
+    return function ? queue(function, grid, block, given, nullptr, shared, stream) : said(hipErrorNoBinaryForGpu);
 }
 
 // ---- modules --------------------------------------------------------------------------------------------------------
@@ -273,6 +312,19 @@ API hipError_t hipModuleLoadDataEx(hipModule_t *out, const void *image, unsigned
     *out = reinterpret_cast<hipModule_t>(module);
     return module->functions.empty() ? said(hipErrorNoBinaryForGpu) : hipSuccess;
 }
+API hipError_t hipModuleLoadData(hipModule_t *out, const void *image) { return hipModuleLoadDataEx(out, image, 0, nullptr, nullptr); }
+API hipError_t hipModuleLoad(hipModule_t *out, const char *path) {
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat about;
+    if (file < 0 || fstat(file, &about)) return said(hipErrorFileNotFound);
+    const void *image = mmap(nullptr, size_t(about.st_size), PROT_READ, MAP_PRIVATE, file, 0);
+    close(file);
+    if (image == MAP_FAILED) return said(hipErrorOutOfMemory);
+    const auto error = hipModuleLoadData(out, image);
+    munmap(const_cast<void *>(image), size_t(about.st_size)); // its kernels lie elsewhere now
+    return error;
+}
+API hipError_t hipModuleUnload(hipModule_t) { return hipSuccess; } // the code stays: kernels may be queued
 API hipError_t hipModuleGetFunction(hipFunction_t *out, hipModule_t module, const char *name) {
     *out = reinterpret_cast<hipFunction_t>(function_of(reinterpret_cast<Module *>(module), name));
     return *out ? hipSuccess : said(hipErrorNotFound);
@@ -288,8 +340,25 @@ API hipError_t hipFuncGetAttribute(int *value, hipFunction_attribute attribute, 
     return hipSuccess;
 }
 API hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
-                                     unsigned shared, hipStream_t stream, void **given, void **) {
-    return queue(reinterpret_cast<Function *>(function), {x, y, z}, {bx, by, bz}, given, shared, stream);
+                                     unsigned shared, hipStream_t stream, void **given, void **extra) {
+    return queue(reinterpret_cast<Function *>(function), {x, y, z}, {bx, by, bz}, given, extra, shared, stream);
+}
+// Sizes are in lanes here.
+API hipError_t hipExtModuleLaunchKernel(hipFunction_t function, uint32_t x, uint32_t y, uint32_t z, uint32_t bx, uint32_t by, uint32_t bz,
+                                        size_t shared, hipStream_t stream, void **given, void **extra, hipEvent_t begin, hipEvent_t end, uint32_t) {
+    if (begin || end) return said(hipErrorNotSupported);
+    if (!bx || !by || !bz || x % bx || y % by || z % bz) return said(hipErrorInvalidValue);
+    return queue(reinterpret_cast<Function *>(function), {x / bx, y / by, z / bz}, {bx, by, bz}, given, extra, shared, stream);
+}
+// Of a work-group processor: 128 KiB of LDS, and of its four SIMDs 16 waves and 1536 vector registers each, given out in
+// steps of 24 (as LLVM's target description has them).
+API hipError_t hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int *count, hipFunction_t handle, int lanes, size_t shared) {
+    const auto &function = *reinterpret_cast<Function *>(handle);
+    const uint64_t lds = function.lds + shared, waves = (uint64_t(lanes) + 31) / 32, registers = std::max(24u, (function.vgprs + 23) / 24 * 24);
+    if (!waves) return said(hipErrorInvalidValue);
+    const uint64_t by_registers = 4 * std::min<uint64_t>(16, 1536 / registers) / waves;
+    *count = int(std::min(by_registers, lds ? (1 << 17) / lds : by_registers));
+    return hipSuccess;
 }
 // Asked for by Triton and never called for this card: it has no clusters, and a cooperative grid is not simulated.
 API hipError_t hipModuleLaunchCooperativeKernel(hipFunction_t, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
@@ -334,8 +403,35 @@ API hipError_t hipDeviceGetAttribute(int *value, hipDeviceAttribute_t attribute,
     case hipDeviceAttributeMultiprocessorCount: *value = 42; return hipSuccess;
     case hipDeviceAttributePageableMemoryAccess:
     case hipDeviceAttributeConcurrentManagedAccess: *value = 0; return hipSuccess;
+    case hipDeviceAttributePhysicalMultiProcessorCount: *value = 84; return hipSuccess; // compute units
+    case hipDeviceAttributeMaxSharedMemoryPerBlock: *value = 1 << 16; return hipSuccess;
+    case hipDeviceAttributeMemoryPoolsSupported: *value = 1; return hipSuccess;
+    case hipDeviceAttributeClockRate: *value = 2400000; return hipSuccess;
     default: return said(hipErrorInvalidValue);
     }
+}
+API hipError_t hipGetDevice(int *device) { return *device = sim_current_device(), hipSuccess; }
+API hipError_t hipSetDevice(int device) {
+    if (device < 0 || device >= sim_device_count()) return said(hipErrorInvalidDevice);
+    return sim_use_device(device), hipSuccess;
+}
+API hipError_t hipGetDeviceCount(int *count) { return *count = sim_device_count(), hipSuccess; }
+API hipError_t hipRuntimeGetVersion(int *version) { return hipDriverGetVersion(version); }
+API hipError_t hipDeviceSynchronize() { return sim_wait(nullptr, sim_current_device()), hipSuccess; }
+API hipError_t hipStreamSynchronize(hipStream_t stream) { return sim_wait(stream, -1), hipSuccess; }
+API hipError_t hipStreamQuery(hipStream_t stream) { return hipStreamSynchronize(stream); }
+API hipError_t hipStreamIsCapturing(hipStream_t, hipStreamCaptureStatus *status) { return *status = hipStreamCaptureStatusNone, hipSuccess; }
+API hipError_t hipEventRecord(hipEvent_t, hipStream_t) { return said(hipErrorNotSupported); } // nobody creates one here
+API hipError_t hipPointerGetAttributes(hipPointerAttribute_t *attributes, const void *address) {
+    for (int device = 0; device < sim_device_count(); ++device)
+        if (holder(live(device), uint64_t(address))) {
+            *attributes = {};
+            attributes->type = hipMemoryTypeDevice;
+            attributes->device = device;
+            attributes->devicePointer = const_cast<void *>(address);
+            return hipSuccess;
+        }
+    return said(hipErrorInvalidValue);
 }
 API hipError_t hipPointerGetAttribute(void *value, hipPointer_attribute attribute, hipDeviceptr_t address) {
     if (attribute != HIP_POINTER_ATTRIBUTE_DEVICE_POINTER) return said(hipErrorNotSupported);
@@ -346,43 +442,92 @@ API hipError_t hipPointerGetAttribute(void *value, hipPointer_attribute attribut
         }
     return said(hipErrorInvalidValue);
 }
-API hipError_t hipMallocManaged(void **out, size_t bytes, unsigned) {
-    *out = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    std::lock_guard<std::mutex> guard(managed_lock);
-    managed().push_back({uint64_t(*out), bytes, 3});
+API hipError_t hipMallocManaged(void **out, size_t bytes, unsigned) { return allocate(out, bytes, -1); }
+API hipError_t hipMalloc(void **out, size_t bytes) { return allocate(out, bytes, sim_current_device()); }
+API hipError_t hipMallocAsync(void **out, size_t bytes, hipStream_t) { return hipMalloc(out, bytes); }
+API hipError_t hipHostMalloc(void **out, size_t bytes, unsigned) { return allocate(out, bytes, -1); }
+API hipError_t hipFree(void *memory) {
+    for (int device = 0; device < sim_device_count(); ++device) sim_wait(nullptr, device);
+    return release(memory);
+}
+API hipError_t hipFreeAsync(void *memory, hipStream_t) { return hipFree(memory); }
+API hipError_t hipDeviceGetDefaultMemPool(hipMemPool_t *pool, int) {
+    static int the_one;
+    return *pool = reinterpret_cast<hipMemPool_t>(&the_one), hipSuccess;
+}
+API hipError_t hipMemPoolTrimTo(hipMemPool_t, size_t) { return hipSuccess; } // it keeps nothing
+struct Copy {
+    char *to;
+    const char *from;
+    size_t to_pitch, from_pitch, width, height;
+    std::vector<char> staged; // of memory that the caller may change once it is back
+    void operator()() const {
+        for (size_t row = 0; row < height; ++row) std::memcpy(to + row * to_pitch, (staged.empty() ? from : staged.data()) + row * from_pitch, width);
+    }
+};
+// As a card does: memory that is not page-locked is read before the call returns, and written before it does.
+API hipError_t hipMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height, hipMemcpyKind,
+                                hipStream_t stream) {
+    auto copy = std::make_unique<Copy>(Copy{static_cast<char *>(to), static_cast<const char *>(from), to_pitch, from_pitch, width, height, {}});
+    const auto spans = live(sim_stream_device(stream));
+    if (!holder(spans, uint64_t(from)) && width && height) copy->staged.assign(copy->from, copy->from + from_pitch * (height - 1) + width);
+    sim_push(stream, [](void *context) { (*std::unique_ptr<Copy>(static_cast<Copy *>(context)))(); }, copy.release());
+    if (!holder(spans, uint64_t(to))) sim_wait(stream, -1);
     return hipSuccess;
 }
+API hipError_t hipMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height, hipMemcpyKind kind) {
+    const auto error = hipMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, nullptr);
+    sim_wait(nullptr, -1);
+    return error;
+}
+API hipError_t hipMemcpyAsync(void *to, const void *from, size_t bytes, hipMemcpyKind kind, hipStream_t stream) {
+    return hipMemcpy2DAsync(to, bytes, from, bytes, bytes, 1, kind, stream);
+}
+API hipError_t hipMemcpy(void *to, const void *from, size_t bytes, hipMemcpyKind kind) { return hipMemcpy2D(to, bytes, from, bytes, bytes, 1, kind); }
 API hipError_t hipMemPrefetchAsync(const void *, size_t, int, hipStream_t) { return hipSuccess; }
-API hipError_t hipMemset(void *address, int value, size_t bytes) {
+API hipError_t hipMemsetAsync(void *address, int value, size_t bytes, hipStream_t stream) {
     struct Fill {
         void *address;
         int value;
         size_t bytes;
     };
-    sim_push(nullptr, [](void *context) {
+    sim_push(stream, [](void *context) {
         std::unique_ptr<Fill> fill(static_cast<Fill *>(context));
         std::memset(fill->address, fill->value, fill->bytes);
     }, new Fill{address, value, bytes});
     return hipSuccess;
 }
+API hipError_t hipMemset(void *address, int value, size_t bytes) { return hipMemsetAsync(address, value, bytes, nullptr); }
 API hipError_t hipGetLastError() {
     const auto error = last_error;
     last_error = hipSuccess;
     return error;
 }
 API hipError_t hipPeekAtLastError() { return last_error; }
-API const char *hipGetErrorString(hipError_t error) {
-    switch (error) {
-    case hipSuccess: return "no error";
-    case hipErrorInvalidValue: return "invalid argument";
-    case hipErrorInvalidConfiguration: return "invalid configuration argument";
-    case hipErrorNoBinaryForGpu: return "no kernel image is available for execution on the device";
-    case hipErrorInvalidDeviceFunction: return "invalid device function";
-    case hipErrorNotSupported: return "operation not supported";
-    case hipErrorNotFound: return "named symbol not found";
-    default: return "error of the simulated HIP runtime";
-    }
+struct Said {
+    hipError_t error;
+    const char *name, *text;
+};
+const Said &words(hipError_t error) {
+    static const Said all[] = {
+        {hipSuccess, "hipSuccess", "no error"},
+        {hipErrorInvalidValue, "hipErrorInvalidValue", "invalid argument"},
+        {hipErrorOutOfMemory, "hipErrorOutOfMemory", "out of memory"},
+        {hipErrorInvalidConfiguration, "hipErrorInvalidConfiguration", "invalid configuration argument"},
+        {hipErrorNoBinaryForGpu, "hipErrorNoBinaryForGpu", "no kernel image is available for execution on the device"},
+        {hipErrorInvalidDeviceFunction, "hipErrorInvalidDeviceFunction", "invalid device function"},
+        {hipErrorInvalidDevice, "hipErrorInvalidDevice", "invalid device ordinal"},
+        {hipErrorFileNotFound, "hipErrorFileNotFound", "file not found"},
+        {hipErrorNotSupported, "hipErrorNotSupported", "operation not supported"},
+        {hipErrorNotFound, "hipErrorNotFound", "named symbol not found"},
+    };
+    static const Said other{hipErrorUnknown, "hipErrorUnknown", "error of the simulated HIP runtime"};
+    for (const Said &each : all)
+        if (each.error == error) return each;
+    return other;
 }
+API const char *hipGetErrorString(hipError_t error) { return words(error).text; }
+API const char *hipGetErrorName(hipError_t error) { return words(error).name; }
 
 // ---- hipBLAS and hipBLASLt: on the CPU, as far as bitsandbytes' int8 products go -------------------------------------------
 API int rocblas_create_handle(void **handle) {

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,13 @@ MEANT = {
 
 
 def on_card(
-    tmp: Path, *argv: str, module: str = "tests.gfx1100.on_card", **env: str
+    tmp: Path,
+    *argv: str,
+    module: str = "tests.gfx1100.on_card",
+    command: Callable[[list[str]], list[str]] = lambda argv: [sys.executable, *argv],
+    **env: str,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """What experiments printed, and the names of the kernels that ran."""
+    """What experiments printed, and the names of the kernels that ran; `command` starts Python with arguments."""
     try:
         environment = {
             **os.environ,
@@ -70,7 +75,7 @@ def on_card(
     except simcard.NoCompiler as missing:
         pytest.skip(str(missing))
     done = subprocess.run(
-        [sys.executable, "-m", module, *argv],
+        command(["-m", module, *argv]),
         env=environment,
         cwd=ROOT,
         capture_output=True,

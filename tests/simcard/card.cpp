@@ -37,6 +37,8 @@
 #include <set>
 #include <thread>
 
+#include "../gfx1100/blas.h"
+
 #define SIM_KEY CUDA
 
 namespace sim {
@@ -814,7 +816,6 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& in, double p, std::optio
   return {in.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1.0 - p)), mask};
 }
 
-Tensor mm_to(const Tensor& a, const Tensor& b, at::ScalarType to) { return at::mm(a.to(to), b.to(to)); }  // the CPU has no such
 Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {  // nor this for integers
   Tensor out = at::empty({bins}, self.options());
   queue(stream_of(self.device().index())).push([to = View(out), from = View(self), bins, low, high] {
@@ -823,13 +824,6 @@ Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, const at::
     to.tensor().copy_(at::histc(whole ? from.tensor().to(at::kDouble) : from.tensor(), bins, low, high));
   });
   return out;
-}
-Tensor& mm_to_out(const Tensor& a, const Tensor& b, at::ScalarType to, Tensor& out) { return at::mm_out(out, a.to(to), b.to(to)); }
-Tensor addmm_to(const Tensor& self, const Tensor& a, const Tensor& b, at::ScalarType to, const at::Scalar& beta, const at::Scalar& alpha) {
-  return at::addmm(self, a.to(to), b.to(to), beta, alpha);
-}
-Tensor& addmm_to_out(const Tensor& self, const Tensor& a, const Tensor& b, at::ScalarType to, const at::Scalar& beta, const at::Scalar& alpha, Tensor& out) {
-  return at::addmm_out(out, self, a.to(to), b.to(to), beta, alpha);
 }
 
 // ---- every other operation: the CPU's, on the stream's thread -----------------------------------------------------------
@@ -1047,6 +1041,102 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   for (auto& r : results) stack->push_back(std::move(r));
 }
+
+// ---- matrix products by AMD's libraries, where they are loaded: as torch's build for ROCm asks for them --------------------
+using Multiply = int (*)(const gfx_product*, char*, size_t);
+std::atomic<Multiply> multiply{nullptr};
+bool prefers_hipblaslt() {  // torch's own variable; rocBLAS by default on this card
+  const char* wish = std::getenv("TORCH_BLAS_PREFER_HIPBLASLT");
+  return wish && std::string(wish) == "1";
+}
+struct Matrix {  // by columns, or by rows: across
+  Tensor held;
+  bool across;
+  int64_t leading, stride;
+};
+Matrix matrix(const Tensor& t) {
+  const int64_t rows = t.size(-2), columns = t.size(-1), down = t.stride(-2), right = t.stride(-1);
+  const int64_t stride = t.dim() == 3 ? t.stride(0) : 0;
+  if (right == 1 && down >= std::max<int64_t>(1, columns)) return {t, true, down, stride};
+  if (down == 1 && right >= std::max<int64_t>(1, rows)) return {t, false, right, stride};
+  const Tensor copy = t.contiguous();
+  return {copy, true, std::max<int64_t>(1, columns), rows * columns};
+}
+int type_of(const Tensor& t) {
+  return t.scalar_type() == at::kFloat ? GFX_F32 : t.scalar_type() == at::kHalf ? GFX_F16 : t.scalar_type() == at::kBFloat16 ? GFX_BF16 : -1;
+}
+// out = beta * self + alpha * a b; false where these libraries are not asked.
+bool multiplied(Tensor out, const Tensor& self, const Tensor& a, const Tensor& b, double beta, double alpha) {
+  const auto by = multiply.load();
+  if (!by || a.dim() != b.dim() || (a.dim() != 2 && a.dim() != 3) || a.device() != b.device() || out.device() != a.device()) return false;
+  if (type_of(a) < 0 || a.scalar_type() != b.scalar_type() || (out.scalar_type() != a.scalar_type() && out.scalar_type() != at::kFloat)) return false;
+  if (a.size(-1) != b.size(-2) || a.size(0) == 0 || a.numel() == 0 || b.numel() == 0 || (a.dim() == 3 && a.size(0) != b.size(0))) return false;
+  const int64_t rows = a.size(-2), columns = b.size(-1);
+  c10::DeviceGuard guard(a.device());
+  const Tensor target = out.is_contiguous() && !out.is_alias_of(a) && !out.is_alias_of(b) ? out : at::empty(out.sizes(), out.options());
+  // A bias of one row goes into hipBLASLt's epilogue, but in float32: its kernels for that are of 64 lanes a wave.
+  const bool bias = self.defined() && self.dim() == 1 && a.dim() == 2 && beta == 1 && self.size(0) == columns && self.is_contiguous() && columns > 1 && rows > 1 &&
+                    self.scalar_type() == a.scalar_type() && out.scalar_type() == a.scalar_type() && type_of(a) != GFX_F32;
+  if (self.defined() && beta != 0 && !bias && !self.is_same(target)) target.copy_(self.expand(target.sizes()));
+  const Matrix left = matrix(b), right = matrix(a);  // the product by columns is that of the transposed
+  gfx_product p{};
+  p.a = left.held.data_ptr(), p.b = right.held.data_ptr(), p.c = p.d = target.data_ptr();
+  p.across_a = !left.across, p.across_b = !right.across;
+  p.m = columns, p.n = rows, p.k = a.size(-1), p.batches = a.dim() == 3 ? a.size(0) : 1;
+  p.lda = left.leading, p.ldb = right.leading, p.ldc = p.ldd = std::max<int64_t>(1, columns);
+  p.stride_a = left.stride, p.stride_b = right.stride, p.stride_c = p.stride_d = rows * columns;
+  p.alpha = float(alpha), p.beta = self.defined() && !bias ? float(beta) : 0.0f;
+  p.type_in = type_of(a), p.type_out = type_of(out);
+  p.library = bias || (prefers_hipblaslt() && type_of(a) != GFX_F32) ? GFX_HIPBLASLT : GFX_ROCBLAS;
+  p.bias = bias ? self.data_ptr() : nullptr;
+  const auto stream = current_stream[a.device().index()];
+  p.stream = stream ? &queue(a.device().index(), stream) : nullptr;
+  char error[1000] = "";
+  TORCH_CHECK(!by(&p, error, sizeof error), "CUDA error: ", error);
+  if (!target.is_same(out)) out.copy_(target);
+  return true;
+}
+void product(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t n = schema.arguments().size();
+  const bool in_place = schema.name().back() == '_', out_variant = schema.arguments().back().is_out();
+  const bool adds = schema.name().find("add") != std::string::npos;
+  if (!multiply.load()) return fallback(op, stack);
+  const Args args(stack->end() - int64_t(n), stack->end());
+  const Tensor self = adds ? args[0].toTensor() : Tensor(), a = args[adds].toTensor(), b = args[adds + 1].toTensor();
+  const double beta = adds ? args[3].toScalar().toDouble() : 0, alpha = adds ? args[4].toScalar().toDouble() : 1;
+  if (a.dim() < 2 || b.dim() < 2 || a.device().type() != kSim) return fallback(op, stack);
+  std::vector<int64_t> shape = a.sizes().vec();
+  shape.back() = b.size(-1);
+  Tensor out = out_variant ? args.back().toTensor() : in_place ? self : at::empty(shape, a.options());
+  if (out.sizes() != c10::IntArrayRef(shape)) {
+    if (!out_variant) return fallback(op, stack);
+    resize_(out, c10::fromIntArrayRefSlow(shape), std::nullopt);
+  }
+  if (!multiplied(out, self, a, b, beta, alpha)) return fallback(op, stack);
+  torch::jit::drop(*stack, n);
+  stack->push_back(out);
+}
+Tensor mm_to(const Tensor& a, const Tensor& b, at::ScalarType to) {
+  if (multiply.load() && a.dim() == 2 && b.dim() == 2) {
+    Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(to));
+    if (multiplied(out, Tensor(), a, b, 0, 1)) return out;
+  }
+  return at::mm(a.to(to), b.to(to));  // the CPU has no such
+}
+Tensor& mm_to_out(const Tensor& a, const Tensor& b, at::ScalarType to, Tensor& out) {
+  return multiplied(out, Tensor(), a, b, 0, 1) ? out : at::mm_out(out, a.to(to), b.to(to));
+}
+Tensor addmm_to(const Tensor& self, const Tensor& a, const Tensor& b, at::ScalarType to, const at::Scalar& beta, const at::Scalar& alpha) {
+  if (multiply.load() && a.dim() == 2 && b.dim() == 2) {
+    Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(to));
+    if (multiplied(out, self, a, b, beta.toDouble(), alpha.toDouble())) return out;
+  }
+  return at::addmm(self, a.to(to), b.to(to), beta, alpha);
+}
+Tensor& addmm_to_out(const Tensor& self, const Tensor& a, const Tensor& b, at::ScalarType to, const at::Scalar& beta, const at::Scalar& alpha, Tensor& out) {
+  return multiplied(out, self, a, b, beta.toDouble(), alpha.toDouble()) ? out : at::addmm_out(out, self, a.to(to), b.to(to), beta, alpha);
+}
 } // namespace sim
 
 namespace c10d {
@@ -1071,6 +1161,8 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   // Losses whose out variants give the result two shapes one after the other.
   for (const char* name : {"mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&sim::fallback>());
+  for (const char* name : {"mm", "mm.out", "addmm", "addmm.out", "addmm_", "bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&sim::product>());
   m.impl("empty.memory_format", sim::empty);
   m.impl("empty_strided", sim::empty_strided);
   m.impl("copy_", sim::copy_);
@@ -1108,6 +1200,7 @@ __attribute__((visibility("default"))) void sim_delay(int compute_low, int compu
   sim::compute_delay.low = compute_low; sim::compute_delay.high = compute_high;
   sim::copy_delay.low = copy_low; sim::copy_delay.high = copy_high;
 }
+__attribute__((visibility("default"))) void sim_products(sim::Multiply by) { sim::multiply = by; }
 __attribute__((visibility("default"))) void sim_seed(uint64_t s) { sim::seed = s; }
 __attribute__((visibility("default"))) void sim_rng_seed(int dev, uint64_t s) {
   auto g = sim::default_generator(c10::DeviceIndex(dev));
@@ -1160,6 +1253,12 @@ __attribute__((visibility("default"))) int sim_stream_device(void* stream) { ret
 __attribute__((visibility("default"))) void sim_push(void* stream, void (*run)(void*), void* context) {
   ++sim::kernels_async;
   queue_of(stream).push([run, context] { run(context); });
+}
+__attribute__((visibility("default"))) int sim_current_device() { return sim::current_device; }
+__attribute__((visibility("default"))) void sim_use_device(int dev) { sim::current_device = sim::DeviceIndex(dev); }
+__attribute__((visibility("default"))) void sim_wait(void* stream, int dev) {  // for a stream, or with `dev` for all of a card's
+  if (dev < 0) return queue_of(stream).wait();
+  for (sim::StreamId id = 0; id < sim::kStreams; ++id) sim::queue(sim::DeviceIndex(dev), id).wait();
 }
 __attribute__((visibility("default"))) int sim_live(int dev, uint64_t (*rows)[3], int room) {  // address, bytes that were asked for, and with the allocator's rounding
   int n = 0;

@@ -72,7 +72,8 @@ def library() -> Path:
         raise NoCompiler("the simulated card needs g++ or clang++, and there is neither")
     source, torch = HERE / "card.cpp", torch_directory()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = (source.read_bytes(), (torch / "version.py").read_bytes(), version.encode(), str(torch).encode())
+    read = (source, HERE.parent / "gfx1100" / "blas.h", torch / "version.py")
+    parts = (*(path.read_bytes() for path in read), version.encode(), str(torch).encode())
     key = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     target = HERE.parents[1] / "build" / "simcard" / f"{key}.so"
     if target.exists():
@@ -119,11 +120,12 @@ def load() -> None:
     lib.sim_blocks.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
     lib.sim_count.restype = ctypes.c_int64
     lib.sim_rng_initial_seed.restype = ctypes.c_uint64
+    lib.sim_products.argtypes = [ctypes.c_void_p]
     lib.sim_stream.restype = ctypes.c_void_p
     if gfx1100():
         from tests.gfx1100 import hip
 
-        hip.install()
+        lib.sim_products(hip.install())
 
 
 def gfx1100() -> bool:
