@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -255,13 +255,15 @@ def hub_snapshot(name: str, revision: str | None) -> Path | None:
 
 # ---- attestation: the weight files' SHA-256 against that of the Hub's cache or our ``integrity.json`` ----
 #
-# Hashing takes each tensor's digest from the same read; what was loaded, in another read, is compared with it. Intact
-# files are cached by path, size, inode and times of change, so only new or changed files are read again.
+# Hashing takes each tensor's digest from the same read; what was loaded, in another read, is compared with it, also
+# where nothing is on record. Intact files are cached by path, size, inode and times of change, so that only new or
+# changed files are read again.
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MANIFEST = "integrity.json"
 _THREADS = 4
 _PIECE_BYTES = 4 << 20
+_WORTH_KEEPING = 64 << 20  # smaller files without a record are read again at each start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,30 +275,42 @@ class FileRecords:
 def check_files(
     files: Sequence[Path], memory: Path, loaded: Mapping[tuple[str, str], Collection[Digest]] | None = None
 ) -> FileRecords:
+    """Hash the files that have a recorded SHA-256, and read all of them a second time, past the page cache where the
+    file system allows that: what was loaded has to be equal to it.
+
+    ``memory``: where results are kept by path, size, inode and times of change.
+
+    Raises:
+        UsageError: a file differs from its record.
+        CorruptionError: a tensor was loaded with other bytes than the second reading has.
+    """
     known = {file: value for file in files if (value := recorded_sha256(file)) is not None}
     seen = _read_memory(memory)
-    stats = {file: file.stat() for file in known}
+    stats = {file: file.stat() for file in files}
     states = {
-        file: [value, *(getattr(stats[file], f"st_{key}") for key in ("size", "ino", "mtime_ns", "ctime_ns"))]
-        for file, value in known.items()
+        file: [known.get(file), *(getattr(stats[file], f"st_{key}") for key in ("size", "ino", "mtime_ns", "ctime_ns"))]
+        for file in files
     }
-    fresh = [file for file in known if seen.get(str(file.resolve()), {}).get("state") != states[file]]
+    fresh = [file for file in files if seen.get(str(file.resolve()), {}).get("state") != states[file]]
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
-        found = dict(zip(fresh, pool.map(sums, fresh), strict=True))
+        found = dict(zip(fresh, pool.map(_read_again, fresh), strict=True))
     for file, read in found.items():
-        if read.sha256 != known[file]:
+        if file in known and read.sha256 != known[file]:
             raise UsageError(
                 f"model file {file}: its SHA-256 is {read.sha256[:12]}..., but {known[file][:12]}... is on record: "
                 "the file is damaged on this disk; download or copy it again"
             )
         digests = {name: tensor.digest.hex() for name, tensor in read.tensors.items()}
         seen[str(file.resolve())] = {"state": states[file], "tensors": digests}
+    in_files = {path: seen[path]["tensors"] for path in (str(file.resolve()) for file in files)}
     if fresh:
-        _remember(memory, seen)
-    in_files = {path: seen[path]["tensors"] for path in (str(file.resolve()) for file in known)}
+        small = {str(file.resolve()) for file in fresh if file not in known and stats[file].st_size < _WORTH_KEEPING}
+        _remember(memory, {path: row for path, row in seen.items() if path not in small})
     for (path, tensor), values in (loaded or {}).items():
         recorded_one = in_files.get(os.path.realpath(path), {}).get(tensor)
         if len({value.hex() for value in values} | ({recorded_one} if recorded_one else set())) > 1:
+            if in_files and seen.pop(os.path.realpath(path), None) is not None:
+                _remember(memory, seen)  # the second reading may be the wrong one
             raise CorruptionError(
                 f"model file {path}: {tensor} was loaded from it with other bytes than another reading gave: a read "
                 "from the disk or from the page cache was wrong. Start the same command again; if it happens again, "
@@ -336,29 +350,71 @@ class FileSums:
 
 def sums(file: Path) -> FileSums:
     """Read a file once, piece by piece: what is hashed and digested is the same bytes, and none of them are kept."""
-    tensors: dict[str, StoredTensor] = {}
     with file.open("rb") as stream:
-        reader = _HashingReader(stream)
-        start = b"".join(reader.pieces(8))
-        length = int.from_bytes(start, "little")
-        header = b"".join(reader.pieces(length)) if length < os.fstat(stream.fileno()).st_size else b""
-        for begin, end, name, dtype, shape in _entries(header):
-            for _ in reader.pieces(8 + length + begin - reader.bytes):
-                pass  # a gap between two tensors
-            parts, word = [], 0
-            for piece in reader.pieces(end - begin):
-                parts.append(digest(torch.frombuffer(piece, dtype=torch.uint8), word_offset=word))
-                word += len(piece) // 4
-            tensors[name] = StoredTensor(dtype=_DTYPES.get(dtype), shape=shape, digest=combine(parts))
-        for _ in reader.pieces(None):
-            pass
+        return _sums(stream)
+
+
+def _read_again(file: Path) -> FileSums:
+    """As `sums`, from the disk itself: the page cache, which a mapped file is read from, may hold a wrong page."""
+    try:
+        with _FromDisk(file) as stream:
+            return _sums(stream)
+    except OSError:  # a file system without it, such as one in memory
+        return sums(file)
+
+
+class _FromDisk:
+    """A file that is read past the page cache (O_DIRECT), into aligned memory."""
+
+    def __init__(self, file: Path) -> None:
+        self._descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self._memory = mmap.mmap(-1, _PIECE_BYTES)  # at the begin of a page
+        self._rest = b""
+
+    def __enter__(self) -> _FromDisk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+        self._memory.close()
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def read(self, nbytes: int) -> bytes:
+        """As of a file; ``nbytes`` may be at most `_PIECE_BYTES`."""
+        while len(self._rest) < nbytes:
+            count = os.readv(self._descriptor, [self._memory])
+            if not count:
+                break
+            self._rest += self._memory[:count]
+        taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return taken
+
+
+def _sums(stream: Any) -> FileSums:
+    tensors: dict[str, StoredTensor] = {}
+    reader = _HashingReader(stream)
+    start = b"".join(reader.pieces(8))
+    length = int.from_bytes(start, "little")
+    header = b"".join(reader.pieces(length)) if length < os.fstat(stream.fileno()).st_size else b""
+    for begin, end, name, dtype, shape in _entries(header):
+        for _ in reader.pieces(8 + length + begin - reader.bytes):
+            pass  # a gap between two tensors
+        parts, word = [], 0
+        for piece in reader.pieces(end - begin):
+            parts.append(digest(torch.frombuffer(piece, dtype=torch.uint8), word_offset=word))
+            word += len(piece) // 4
+        tensors[name] = StoredTensor(dtype=_DTYPES.get(dtype), shape=shape, digest=combine(parts))
+    for _ in reader.pieces(None):
+        pass
     return FileSums(bytes=reader.bytes, sha256=reader.hashing.hexdigest(), tensors=tensors)
 
 
 class _HashingReader:
     """Reads a stream in pieces, and hashes and counts what it reads."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.hashing, self.bytes = hashlib.sha256(), 0
 

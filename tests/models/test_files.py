@@ -199,8 +199,29 @@ def test_a_file_that_was_found_right_is_not_read_again(tmp_path: Path, monkeypat
     file = hub_file(tmp_path / "model", b"right bytes")
     memory = tmp_path / "deep" / "memory.json"
     assert check_files([file], memory).attested == 1
-    monkeypatch.setattr(files, "sums", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(files, "_read_again", lambda _: pytest.fail("read again"))
     assert check_files([file], memory).attested == 1
+
+
+def test_a_file_without_a_record_is_read_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the page cache; a large one only once, unless the readings differ."""
+    file, memory = tmp_path / "model.safetensors", tmp_path / "memory.json"
+    tensors = {f"t{size}": torch.arange(size, dtype=torch.int16) for size in (0, 3, 4097, files._PIECE_BYTES)}
+    file.write_bytes(save(tensors))
+    assert files._read_again(file) == files.sums(file)
+    right = {(str(file), name): {digest(tensor)} for name, tensor in tensors.items()}
+    tensors["t4097"][77] ^= 64
+    wrong = {**right, (str(file), "t4097"): {digest(tensors["t4097"])}}
+    monkeypatch.setattr(files, "_WORTH_KEEPING", 0)
+    for loaded in (right, wrong, right, right):
+        if loaded is right:
+            assert check_files([file], memory, loaded).unknown == ("model.safetensors",)
+            continue
+        with pytest.raises(CorruptionError, match="t4097 was loaded from it with other bytes"):
+            check_files([file], memory, loaded)
+        assert str(file) not in json.loads(memory.read_text())
+    monkeypatch.setattr(files, "_read_again", lambda _: pytest.fail("read again"))
+    check_files([file], memory, right)
 
 
 def test_what_was_loaded_is_compared_with_the_reading_that_was_hashed(tmp_path: Path) -> None:
