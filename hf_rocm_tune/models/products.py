@@ -109,7 +109,8 @@ ON_HOST = ("oneDNN", "BLAS")
 def current_library(device: torch.device) -> str:
     if device.type == "cpu":
         return ON_HOST[not torch.backends.mkldnn.enabled]
-    return "hipBLASLt" if "Lt" in str(torch.backends.cuda.preferred_blas_library()) else "rocBLAS"
+    chosen = str(torch.backends.cuda.preferred_blas_library())  # "_BlasBackend.Cublaslt"
+    return "hipBLASLt" if chosen.lower().endswith("blaslt") else "rocBLAS"
 
 
 def use_library(device: torch.device, name: str) -> None:

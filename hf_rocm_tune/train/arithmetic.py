@@ -15,9 +15,10 @@ most the probability ``2 exp(-t^2 / 2)``: 4e-16 for t = 8.5. ``||e_i||`` is at m
     ||W|| max|x_i| / 254               8-bit layers, forward: the input is rounded to 1/127 of its largest value
 
 (Frobenius norm), and the check's own products add terms of the second kind. A `level` below 1 tightens this to four
-times a layer's largest clean residual. That stays sound because a residual above the level accuses nobody: the step is
-repeated, and the worst rows are computed on the host in float64. Only a product that differs from them by more than its
-own rounding is called wrong; else the layer's level rises.
+times a layer's largest clean residual; of float32 products, whose error is that of their sums, to four times what it
+would be with other data: sums of K products that all have one sign round sqrt(2 K / 3) times as much as sums that stay
+small. A residual above the level accuses nobody: the step is repeated, and the worst rows are computed on the host in
+float64. Only a product that differs from them by more than its own rounding is called wrong; else the level rises.
 
 Each row of a mixture is checked by the checksum of its expert. An adapter that PEFT adds to the weight, W + s B A, adds
 ``s A^T B^T v`` to c, ``s B A u`` to r, its norms to those of W, and has the third term twice. Of a sharded weight each
@@ -150,6 +151,7 @@ class _Checked:
     level: float = 1.0
     largest: float = 0.0  # clean residual over its bound, so far
     seen: int = 0
+    spread: float = 1.0  # of clean residuals over the data that there may be
     flagged: float = 0.0  # the residual that made the step be repeated
     where: str = ""  # which rows and columns are wrong
     held: _Held | None = None  # when repeated
@@ -159,7 +161,9 @@ class _Checked:
         self.seen += 1
         self.largest = max(self.largest, clean)
         if cleared or self.seen >= _ENOUGH:
-            self.level = max(_LEVEL * self.largest, _FLOOR) if cleared else min(1.0, max(_LEVEL * self.largest, _FLOOR))
+            level = max(_LEVEL * self.largest, _FLOOR)
+            usual = min(1.0, level * self.spread)
+            self.level = max(level, usual) if cleared else usual
 
 
 @dataclass(kw_only=True, eq=False)
@@ -569,6 +573,7 @@ class ArithmeticChecks:
             operand = operand.detach().reshape(-1, into)
             result = result.detach().reshape(-1, out)
             residuals = layer.residuals(side, operand, result, dtype, call)
+            checked.spread = math.sqrt(2 * into / 3) if dtype == torch.float32 else 1.0
             if self._is_due(checked, residuals):
                 checked.held = _Held(operand.to(dtype, copy=True), result.clone(), residuals, dtype, call.to_keep())
 

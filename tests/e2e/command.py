@@ -121,9 +121,15 @@ class CommandServer:
     Args:
         scratch: directory for the commands' output and caches.
         env: variables of all commands that must be there before anything is imported.
+        command: makes a command line of Python's arguments; by default that of this Python.
     """
 
-    def __init__(self, scratch: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        scratch: Path,
+        env: dict[str, str] | None = None,
+        command: Callable[[list[str]], list[str]] = lambda argv: [sys.executable, *argv],
+    ) -> None:
         self._scratch = scratch
         self._count = 0
         scratch.mkdir(parents=True, exist_ok=True)
@@ -139,7 +145,7 @@ class CommandServer:
             **(env or {}),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.zygote"],
+            command(["-m", "tests.e2e.zygote"]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

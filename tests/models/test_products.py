@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from hf_rocm_tune.models import loss
+from hf_rocm_tune.models import loss, products
 from tests import simcard
 
 #: The simulated card under the name of an AMD card. Rates are given, not measured: a processor has none of its own.
@@ -76,3 +77,13 @@ def test_the_fastest_way_is_taken_and_gradients_are_the_same() -> None:
         "products of the loss gradient: bfloat16 result in the one-pass loss, else rocBLAS "
         "(TFLOP/s: rocBLAS 1, bfloat16 result 12)"
     )
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [("Cublas", "rocBLAS"), ("Cublaslt", "hipBLASLt"), ("Default", "rocBLAS")]
+)
+def test_the_library_that_torch_prefers_is_told(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the value that torch itself returns: else a run that went over to hipBLASLt goes back at the next trial."""
+    chosen = getattr(torch._C._BlasBackend, backend)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda *_: chosen)
+    assert products.current_library(torch.device("cuda", 0)) == name

@@ -12,7 +12,9 @@ capacity raise ``torch.OutOfMemoryError``; a process that has asked for its card
 Triton can be imported and its driver does not compile, as without Python's headers. With ``SIMCARD_GFX1100=1`` it does,
 and its kernels and those of bitsandbytes' ROCm library are executed as gfx1100 machine code (`tests.gfx1100`).
 
-Not simulated: real DMA, RCCL and peer copies, a card's BLAS and attention, the allocator's fragmentation, and speed.
+With ``SIMCARD_BLAS`` beside it the card's products are those of AMD's own libraries (`tests.gfx1100.rocm_libs`).
+
+Not simulated: real DMA, RCCL and peer copies, a card's attention, the allocator's fragmentation, and speed.
 """
 
 from __future__ import annotations

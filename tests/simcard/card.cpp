@@ -1045,7 +1045,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // ---- matrix products by AMD's libraries, where they are loaded: as torch's build for ROCm asks for them --------------------
 using Multiply = int (*)(const gfx_product*, char*, size_t);
 std::atomic<Multiply> multiply{nullptr};
-bool prefers_hipblaslt() {  // torch's own variable; rocBLAS by default on this card
+std::atomic<int> preferred{-1};  // by torch.backends.cuda.preferred_blas_library; -1: not said
+bool prefers_hipblaslt() {  // else torch's own variable; rocBLAS by default on this card
+  if (preferred.load() >= 0) return preferred.load();
   const char* wish = std::getenv("TORCH_BLAS_PREFER_HIPBLASLT");
   return wish && std::string(wish) == "1";
 }
@@ -1201,6 +1203,7 @@ __attribute__((visibility("default"))) void sim_delay(int compute_low, int compu
   sim::copy_delay.low = copy_low; sim::copy_delay.high = copy_high;
 }
 __attribute__((visibility("default"))) void sim_products(sim::Multiply by) { sim::multiply = by; }
+__attribute__((visibility("default"))) void sim_prefer_hipblaslt(int wish) { sim::preferred = wish; }
 __attribute__((visibility("default"))) void sim_seed(uint64_t s) { sim::seed = s; }
 __attribute__((visibility("default"))) void sim_rng_seed(int dev, uint64_t s) {
   auto g = sim::default_generator(c10::DeviceIndex(dev));

@@ -37,8 +37,24 @@ def install() -> None:
         from tests.gfx1100.hip import ROCM
 
         torch.version.hip, Properties.multi_processor_count = ROCM, 42
+    if "SIMCARD_BLAS" in os.environ:
+        torch.backends.cuda.preferred_blas_library = _preferred_blas_library
     torch.UntypedStorage.__new__ = _new_storage
     torch.UntypedStorage.resize_ = _resize
+
+
+_backends = torch._C._BlasBackend
+_preferred = _backends.Default
+
+
+def _preferred_blas_library(backend: Any = None) -> Any:
+    """Which of AMD's libraries multiplies; a build without CUDA has none to choose from."""
+    global _preferred
+    if backend is not None:
+        names = {"default": _backends.Default, "cublas": _backends.Cublas, "cublaslt": _backends.Cublaslt}
+        _preferred = names[backend] if isinstance(backend, str) else backend
+        card.lib.sim_prefer_hipblaslt({_backends.Default: -1, _backends.Cublaslt: 1}.get(_preferred, 0))
+    return _preferred
 
 
 _stock_storage, _stock_resize = torch.UntypedStorage.__new__, torch.UntypedStorage.resize_
