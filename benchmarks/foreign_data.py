@@ -36,7 +36,7 @@ def bert(folder: Path, _sources: Path) -> None:
 
 def pairs() -> list[dict[str, Any]]:
     """Rows as MRPC has them: of two texts, whether they have the same first word."""
-    texts = [" ".join(text.split()[:20]) for text in training_text() if len(text.split()) > 4]
+    texts = [" ".join(text.split()[:6]) for text in training_text() if len(text.split()) > 4]
     rows = []
     for number in range(CSV_ROWS):
         first, second = texts[number % len(texts)], texts[(number * 7) % len(texts)]
@@ -78,10 +78,6 @@ def smollm(folder: Path, _sources: Path) -> None:
     shutil.copytree(build("llama3", folder.parent / "built"), folder)
 
 
-def text(folder: Path, _sources: Path) -> None:
-    folder.write_text("\n".join(line for text in training_text() for line in text.splitlines() if line.strip()))
-
-
 def csv_of_pairs(folder: Path, _sources: Path) -> None:
     write_rows(folder, [{name: row[name] for name in ("sentence1", "sentence2", "label")} for row in pairs()])
 
@@ -103,6 +99,14 @@ def pictures(folder: Path, _sources: Path) -> None:
             data = torch.randint(0, 256, (72, 80, 3), generator=random, dtype=torch.uint8)
             Image.fromarray(data.numpy()).save(folder / "train" / f"{number}.png")
             stream.write(json.dumps({"file_name": f"{number}.png", "text": f"a picture {number}"}) + "\n")
+
+
+def instances(folder: Path, sources: Path) -> None:
+    """The pictures alone."""
+    pictures(folder / "all", sources)
+    for file in (folder / "all" / "train").glob("*.png"):
+        file.rename(folder / file.name)
+    shutil.rmtree(folder / "all")
 
 
 def clip_tokenizer() -> Any:
@@ -203,10 +207,10 @@ DATA: dict[str, tuple[str, Callable[[Path, Path], None], dict[str, str]]] = {
     "accuracy": ("accuracy", lambda folder, sources: metric(folder, sources, "accuracy"), {"accuracy": ""}),
     "wikitext": ("wikitext", wikitext, {"Salesforce/wikitext": ""}),
     "smollm": ("smollm", smollm, {"HuggingFaceTB/SmolLM-360M": ""}),
-    "text": ("text.txt", text, {}),
     "pairs": ("pairs.csv", csv_of_pairs, {}),
     "words": ("words", words, {}),
     "pictures": ("pictures", pictures, {}),
+    "instances": ("instances", instances, {}),
     "stable-diffusion": ("stable-diffusion", stable_diffusion, {}),
     "stable-diffusion-xl": ("stable-diffusion-xl", stable_diffusion_xl, {}),
     "unconditional": ("unconditional", unconditional, {}),

@@ -6,6 +6,7 @@ import ctypes
 import json
 import threading
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,9 +27,10 @@ ZERO = card.HARMS.index("zero")
 class Loop:
     """A small model with a frozen and a trained layer, watched."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: FaultSpec | None = None) -> None:
         torch.manual_seed(1)
-        self.transfers = hf_rocm_tune.VerifiedTransfers(DEVICE, check_every=1)
+        self.loaded: list[None] = []  # one for each tensor that a loader has sent
+        self.transfers = hf_rocm_tune.VerifiedTransfers(DEVICE, check_every=1, faults=faults)
         self.frozen, self.head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 2)
         self.model = nn.Sequential(self.frozen, self.head).to(DEVICE)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=0.1)
@@ -252,6 +254,67 @@ def others_run_while_a_number_is_read() -> str:
     return "fine" if seen >= 5 else f"the other thread ran {seen} times"
 
 
+def trained(faults: FaultSpec | None, *beside: Callable[[Loop, threading.Event], None]) -> tuple[list[float], str]:
+    """The weights after ten steps that send an activation through the host, while other threads copy."""
+    loop, ended, failed = Loop(faults), threading.Event(), []
+
+    def run(act: Callable[[Loop, threading.Event], None]) -> None:
+        try:
+            while not ended.is_set():
+                act(loop, ended)
+        except BaseException as error:
+            failed.append(repr(error))
+
+    threads = [threading.Thread(target=run, args=(act,)) for act in beside]
+    for thread in threads:
+        thread.start()
+    torch.manual_seed(2)
+    for (batch,) in loop.transfers.batches([(torch.randn(4, 8),) for _ in range(10)]):
+        through_host = loop.frozen(batch).requires_grad_().to("cpu").to(DEVICE)  # its gradient returns in autograd's
+        loop.head(through_host).square().sum().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    loop.transfers.check()
+    coverage = loop.transfers.describe()["coverage"]
+    if coverage["crossed_bytes"] != coverage["verified_bytes"] or coverage["unverified"]:
+        failed.append(f"unverified: {coverage}")
+    rows = [row for row in loop.transfers.describe()["origins"] if row["origin"].endswith(":loads")]
+    if [row["verified_bytes"] for row in rows] != [300 * 100 * 4 * len(loop.loaded)] * (2 if beside else 0):
+        failed.append(f"{len(loop.loaded)} loads: {rows}")
+    outcomes = {row["outcome"] for row in loop.transfers.report.incidents}
+    if outcomes != ({"recovered"} if faults else set()):
+        failed.append(f"incidents: {loop.transfers.report.incidents}")
+    weights = loop.head.weight.detach().cpu().flatten().tolist()
+    loop.transfers.close()
+    return weights, "; ".join(failed)
+
+
+def loads(loop: Loop, _: threading.Event) -> None:
+    loop.loaded.append(None)
+    sent = torch.randn(300, 100)
+    if not torch.equal(sent.pin_memory().to(DEVICE, non_blocking=True).cpu(), sent):
+        raise AssertionError("a loader's tensor has changed")
+
+
+def writes_checkpoint(loop: Loop, _: threading.Event) -> None:
+    """Of what does not change meanwhile: a copy of what does is torn, with and without this package."""
+    file = BytesIO()
+    torch.save({"frozen": loop.frozen.weight.detach().cpu(), "model": loop.frozen.state_dict()}, file)
+    file.seek(0)
+    if not torch.equal(torch.load(file, map_location="cpu")["model"]["weight"], loop.frozen.weight.cpu()):
+        raise AssertionError("a frozen weight was written wrong")
+
+
+def copying_at_once(faults: FaultSpec | None = None) -> str:
+    """A loader, the prefetcher, autograd and a writer of checkpoints copy at once: the weights are those without."""
+    alone, _ = trained(None)
+    together, failed = trained(faults, loads, writes_checkpoint, loads)
+    return failed or ("fine" if together == alone else "other weights")
+
+
 def two_engines() -> str:
     first, second = Loop(), Loop()
     second.step()
@@ -275,6 +338,8 @@ print(
             "state": damaged_state(),
             "digests": digests_read_back_wrong(),
             "number": others_run_while_a_number_is_read(),
+            "at once": copying_at_once(),
+            "at once, with faults": copying_at_once(FaultSpec.parse("kind=flip,rate=0.05,seed=3")),
             "engines": two_engines(),
         }
     )

@@ -21,3 +21,4 @@ def test_writes_are_no_faults_and_flipped_bits_are(run_file: RunFile, card: dict
     assert found["replaced error"].startswith("CorruptionError"), found["replaced error"]
     assert found["state"].startswith("CorruptionError") and "weight in model.safetensors" in found["state"]
     assert found["digests"] == found["number"] == found["engines"] == "fine"
+    assert found["at once"] == found["at once, with faults"] == "fine"
