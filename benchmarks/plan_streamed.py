@@ -106,8 +106,8 @@ def main() -> None:
             plan = plan_for(request, card=card, config=config_of(known.fields))
             variant, layers = plan.variants[method], plan.layers
             for gib in HOSTS:
-                known = replace(card, host=gib * GIB)  # with less, fewer layers may leave the card
-                options = [one for each in plan.recordings.values() for one in grid_of(each, known, plan.request)]
+                here = replace(card, host=gib * GIB)  # with less, fewer layers may leave the card
+                options = [one for each in plan.recordings.values() for one in grid_of(each, here, plan.request)]
                 rows.append(row_of(options, variant, gib, model, method) | {"layers": layers})
             for rate in LINKS:
                 linked = replace(card, link=rate * 1e9)

@@ -353,9 +353,10 @@ the same bits; torch 2.15 was not tried. What the failures below mean for a run:
   only; 5.40 removes it.
 - With TRL below 1.15 `plan` assumes the fused head: it predicts more memory than the loss takes.
 - With TRL below 1.15 a logged loss that was not finite, and is filtered, differs from TRL's in the third digit.
-- With the oldest versions a tensor crosses twice between two cards where layers are recomputed, micro-batches side by
-  side with recomputation differ from one after the other (cause unknown), and a rotary table that follows the length is
-  reported in other words.
+- With the oldest transformers a layer ran its hooks again when it was recomputed: a tensor crossed twice between two
+  cards, and micro-batches side by side differed from one after the other. Layers of a split now recompute their
+  `forward` only, and both tests pass there (2026-11-28).
+- With the oldest versions a rotary table that follows the length is reported in other words.
 """
 
 

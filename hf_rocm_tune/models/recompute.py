@@ -91,6 +91,28 @@ def recompute(model: nn.Module, counts: tuple[int, int]) -> None:
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **more)
 
 
+#: In older transformers (5.19) a layer checkpoints its ``__call__``: its hooks run again when it is recomputed.
+_HOOKS_INSIDE = "__call__" in vars(GradientCheckpointingLayer)
+
+
+def keep_hooks_outside(layer: nn.Module) -> None:
+    """Has a layer recompute its ``forward`` only, as newer transformers do: hooks run once in a step."""
+    if not (_HOOKS_INSIDE and isinstance(layer, GradientCheckpointingLayer)):
+        return
+    kind, forward = type(layer), layer.forward
+
+    def checkpointed(*arguments: Any, **keywords: Any) -> Any:
+        if not (layer.gradient_checkpointing and layer.training):
+            return forward(*arguments, **keywords)
+        # as upstream does: a cache cannot be recomputed
+        without = {"use_cache": False, "past_key_values": None, "layer_past": None}
+        keywords |= {name: value for name, value in without.items() if keywords.get(name)}
+        return layer._gradient_checkpointing_func(partial(forward, **keywords), *arguments)
+
+    layer.forward = checkpointed
+    layer.__class__ = type(kind.__name__, (kind,), {"__call__": nn.Module.__call__, "__module__": kind.__module__})
+
+
 def check(counts: tuple[int, int], layers: int) -> None:
     if sum(counts) > layers:
         raise UsageError(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.classes import without_weights
+from hf_rocm_tune.models.recompute import keep_hooks_outside
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
 from hf_rocm_tune.transfer.copies import Fetched, Fetcher
 from hf_rocm_tune.transfer.raw_bytes import named_tensors
@@ -257,6 +258,7 @@ class Hops:
         backbone.register_forward_hook(self._end)
         for number, layer in enumerate(layers):
             card = self._mover.split.card_of_layer(number)
+            keep_hooks_outside(layer)
             fetch = partial(self._fetch_arguments, f"layers.{number}", card)
             layer.register_forward_pre_hook(fetch, with_kwargs=True)
             for module in layer.modules() if self._mover.logical else ():
