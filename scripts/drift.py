@@ -347,7 +347,7 @@ losses agree with those of TRL 1.16 to 3e-5, not to the bit: it is TRL's own los
 
 With one library varied at a time and the others as tested (by hand, 2026-11-28, a CPU, up to ten runs each): torch
 2.10.0 and 2.14.1, accelerate 1.13.0 and 1.14.0, bitsandbytes 0.50.0, PEFT 0.20.0, transformers 5.19.0 and 5.24.0 gave
-the same bits; torch 2.15 was not tried. What the failures below mean for a run:
+the same bits. What the failures below mean for a run:
 
 - `past_key_values` is deprecated in transformers 5.24 and used by PEFT's prefix tuning: a warning, an error in tests
   only; 5.40 removes it.
