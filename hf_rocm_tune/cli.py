@@ -267,6 +267,7 @@ VERBS: dict[str, Verb] = {
     "demo": _module("demo.__main__", "fine-tune a small model in a few minutes, with no network"),
     "report": _module("publish.page", "a run as one HTML page: curves, verification, incidents"),
     "push": _module("publish.push", "upload a finished run to the Hugging Face Hub, and check the hashes there"),
+    "verify": _module("publish.verify", "whether a result and its base are what they were, and who signed it"),
     "merge": _with_model("merge", "merge an adapter into its base, verified: a model that plain transformers loads"),
     "generate": _with_model("generate", "answers to prompts, from an adapter, a model or the Hub"),
     "chat": _with_model("chat", "a conversation with an adapter, a model or one from the Hub"),

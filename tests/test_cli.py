@@ -28,7 +28,7 @@ def test_the_verbs_are_the_public_commands() -> None:
         ["sft", "train", "dpo", "kto", "reward", "grpo", "orpo", "script", "run"],
         ["doctor", "plan", "configs", "recipes", "env", "demo"],
     )
-    result = ["report", "push", "merge", "generate", "chat"]
+    result = ["report", "push", "verify", "merge", "generate", "chat"]
     assert list(cli.VERBS) == [*training, *machine, *result, "version"]
     assert all(command.__doc__ and "\n" not in command.__doc__ for command in cli.VERBS.values())
 

@@ -482,6 +482,7 @@ def test_every_import_is_a_declared_dependency(checkout: Path) -> None:
         "IPython": "ipython",
         "triton": "torch",
         "lm_eval": "lm-eval",
+        "model_signing": "model-signing",
     }  # the GPU builds of torch bring triton
     for file in (checkout / "hf_rocm_tune").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

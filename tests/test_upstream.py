@@ -235,3 +235,32 @@ def test_a_lasting_replacement_is_made_once_and_keeps_the_signature(monkeypatch:
     assert made == [stock]
     assert inspect.signature(accelerate.data_loader.send_to_device) == inspect.signature(stock)
     upstream.check_all()
+
+
+def test_a_run_says_which_libraries_are_newer_than_those_that_were_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hf_rocm_tune.job import run
+
+    class Enough(Exception):
+        """The line has been printed."""
+
+    def stop(_: Any) -> bool:
+        raise Enough
+
+    monkeypatch.setattr(run, "several_machines", stop)
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--dataset_name",
+        "d",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--doctor",
+        "off",
+    ]
+    for newest, said in (("0.0.1", True), ("99.0", False)):
+        monkeypatch.setitem(upstream.TESTED, "peft", ("0.0.1", newest))
+        with pytest.raises(Enough):
+            run.run(words)
+        assert ("newer than the tested versions: peft " in capsys.readouterr().out) == said

@@ -43,6 +43,7 @@ from hf_rocm_tune.models.factory import (
     ModelSource,
     attest_files,
     check_source,
+    is_pickled,
     load_model,
     load_tokenizer,
     named_templates,
@@ -54,8 +55,9 @@ from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.vision import parameters_of, vision_parts, whole_modules
 from hf_rocm_tune.paths import expand_user
+from hf_rocm_tune.publish import serving
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
-from hf_rocm_tune.publish.history import verdict_line
+from hf_rocm_tune.publish.history import read_json, verdict_line
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.publish.vocabulary import end_tokens, tokenizer_directory
 from hf_rocm_tune.settings import arguments as command_line
@@ -318,8 +320,10 @@ def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
     trainer.save_model(training.output_dir)
     what = "adapter" if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config") else "model"
     content = job.files.content
+    adapter = read_json(expand_user(training.output_dir) / "adapter_config.json")
     announce.say(
         f"{what} and report are in {training.output_dir}",
+        *serving.lines(adapter, training.output_dir),
         f"integrity: {verdict_line(content)}: {report.closing_line(content)}",
     )
     if training.push_to_hub:
@@ -447,6 +451,12 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     on_host = way.on_host and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host, streamed=job.streamed)
     model, peft_config = _adapted(job, model)
+    if job.arguments.model.use_peft and is_pickled(job.source):
+        announce.say(
+            "warning: the base's weights are pickles (pytorch_model.bin): an adapter of it cannot be merged by "
+            f"`hf-rocm-tune merge`. Load {job.source.name} with transformers and save it again (save_pretrained "
+            "writes safetensors), and train on that"
+        )
     extra: dict[str, Any] = {}
     if job.arguments.method in ("dpo", "kto") and not job.arguments.model.use_peft:
         extra["ref_model"] = load_model(job.source, job.mover)[0]

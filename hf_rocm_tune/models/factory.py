@@ -243,6 +243,14 @@ def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
     return check_files(sorted(files), Path(constants.HF_HOME) / "hf_rocm_tune" / "attested_files.json", mover.loaded)
 
 
+def is_pickled(source: ModelSource) -> bool:
+    """Whether a model that has been loaded has its weights as pickles only (``pytorch_model.bin``)."""
+    directory = expand_user(source.name) if source.is_local else hub_snapshot(source.name, source.revision)
+    if directory is None or any(directory.glob("*.safetensors")):
+        return False
+    return any(directory.glob("pytorch_model*.bin"))
+
+
 def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Loads a model's tokenizer or processor; a model's template of ``--chat_template_path`` is left to TRL."""
     template = read_chat_template(chat_template, source.trust_remote_code) if chat_template is not None else None

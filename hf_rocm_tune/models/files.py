@@ -259,7 +259,7 @@ def hub_snapshot(name: str, revision: str | None) -> Path | None:
 # where nothing is on record. Intact files are cached by path, size, inode and times of change, so that only new or
 # changed files are read again.
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 _MANIFEST = "integrity.json"
 _THREADS = 4
 _PIECE_BYTES = 4 << 20
@@ -321,13 +321,13 @@ def check_files(
 
 def recorded_sha256(file: Path) -> str | None:
     blob = file.resolve()
-    if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
+    if blob.parent.name == "blobs" and SHA256.fullmatch(blob.name):
         return blob.name
     try:
         entry = read_object(file.parent / _MANIFEST)["files"][file.name]["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return entry if isinstance(entry, str) and _SHA256.fullmatch(entry) else None
+    return entry if isinstance(entry, str) and SHA256.fullmatch(entry) else None
 
 
 @dataclass(frozen=True, kw_only=True)

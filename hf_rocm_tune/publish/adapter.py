@@ -20,10 +20,11 @@ from safetensors import SafetensorError
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import bounded_patterns, check_printable, read_object
+from hf_rocm_tune.models.base_files import TOKENIZER_FILE
 from hf_rocm_tune.models.files import check_safetensors, sums
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.history import checkpoints, run_settings
-from hf_rocm_tune.publish.vocabulary import GENERATION_FILE, TOKENIZER_FILE
+from hf_rocm_tune.publish.vocabulary import GENERATION_FILE
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.transfer import digest
 
@@ -40,6 +41,7 @@ NAME = "default"
 """The name under which an adapter is attached."""
 
 _METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
+_PLAIN = "plain PEFT may load it (PeftModel.from_pretrained)"
 # PEFT 0.21.2: initialisations that subtract the adapter's start from the base weight.
 _REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _NOT_BELOW = ["*/*"]  # checkpoints of a run; the same weights in yet another form
@@ -105,14 +107,15 @@ class Base:
         """Its id on the Hub; None for a directory."""
         return None if os.path.isdir(expand_user(self.name)) else self.name
 
-    def download(self) -> Path:
-        """Its directory, downloaded if it is on the Hub; a ``UsageError`` if that fails."""
+    def download(self, *, weights: bool = True) -> Path:
+        """Its directory, downloaded if it is on the Hub, its weights only if wanted; a ``UsageError`` if that fails."""
         if self.hub_id is None:
             return expand_user(self.name)
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        wanted: dict[str, Any] = {"allow_patterns": _BASE_FILES, "ignore_patterns": _NOT_BELOW}
+        left_out = _NOT_BELOW if weights else [*_NOT_BELOW, "*.safetensors"]
+        wanted: dict[str, Any] = {"allow_patterns": _BASE_FILES, "ignore_patterns": left_out}
         try:
             return Path(snapshot_download(self.name, revision=self.revision, **wanted))
         except (OSError, HfHubHTTPError, HFValidationError) as error:
@@ -127,11 +130,16 @@ def base_of(adapter: Adapter, name: str | None = None) -> Base:
     if not base:
         raise UsageError(f"{adapter.name} does not say which model it was trained on: name it with --base")
     if name is None and not os.path.isdir(expand_user(base)):
-        above = (folder / base for folder in adapter.origin.resolve().parents)
-        base = next((str(path) for path in above if (path / "config.json").is_file()), base)
+        base = str(above(adapter.origin, base) or base)
     if base.startswith((".", "/", "~")) and not os.path.isdir(expand_user(base)):
         raise UsageError(f"the base {base} does not exist: name a directory or a Hub id with --base")
     return Base(name=base, revision=None if name else getattr(adapter.config, "revision", None))
+
+
+def above(directory: Path, name: str) -> Path | None:
+    """A model that a result names by a relative path, which may begin in any directory above the result."""
+    folders = (folder / name for folder in directory.resolve().parents)
+    return next((path for path in folders if (path / "config.json").is_file()), None)
 
 
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
@@ -271,12 +279,15 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
             check_printable(read_object(directory / CONFIG_FILE))
             config = PeftConfig.from_pretrained(str(directory))
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{name}: {CONFIG_FILE} cannot be read by this PEFT ({_short(error)})") from error
+        raise UsageError(
+            f"{name}: {CONFIG_FILE} cannot be read by this PEFT ({_short(error)}): copy it again, or install the "
+            "PEFT that wrote it (peft_version in it)"
+        ) from error
     kind = getattr(config.peft_type, "value", None)
     if kind not in _METHODS:
-        raise UsageError(f"{name} is {kind}, which is not supported: {', '.join(_METHODS)} are")
+        raise UsageError(f"{name} is {kind}, which is not supported: {', '.join(_METHODS)} are; {_PLAIN}")
     if getattr(config, "layer_replication", None):
-        raise UsageError(f"{name} replicates layers (layer_replication), which is not supported")
+        raise UsageError(f"{name} replicates layers (layer_replication), which is not supported; {_PLAIN}")
     scheme = getattr(config, "init_lora_weights", True)
     if isinstance(scheme, str) and scheme.lower().startswith(_REWRITES_BASE):
         raise UsageError(

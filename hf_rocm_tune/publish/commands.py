@@ -97,6 +97,11 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TYPE",
         help=f"write GGUF of this type too, with llama.cpp: q8_0, f16 ... (default: {export.DEFAULT_TYPE})",
     )
+    parser.add_argument(
+        "--keep_base",
+        action="store_true",
+        help="with --gguf f16, bf16 or f32: the adapter alone as GGUF, for llama.cpp's --lora; nothing is merged",
+    )
     parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help="llama.cpp's directory (default: look on PATH)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python code")
 
@@ -114,10 +119,17 @@ def _ready(prepare: Callable[[str | None], None], model: str) -> None:
 
 
 def merge(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> int:
+    if wanted.keep_base and not wanted.gguf:
+        raise UsageError("--keep_base writes an adapter as GGUF: give --gguf f16, bf16 or f32 with it")
     if wanted.llama_cpp and not wanted.gguf:
         raise UsageError("--llama_cpp needs --gguf: give both, or neither")
-    tools = export.find_tools(wanted.gguf, wanted.llama_cpp) if wanted.gguf else None
+    if wanted.keep_base and wanted.dtype:
+        raise UsageError("--keep_base merges nothing, so --dtype has no meaning: the type is the one of --gguf")
+    tools = export.find_tools(wanted.gguf, wanted.llama_cpp, adapter=wanted.keep_base) if wanted.gguf else None
     _ready(prepare, wanted.adapter)
+    if wanted.keep_base:
+        print(_adapter_as_gguf(wanted, tools))
+        return 0
     from hf_rocm_tune.publish import merge as merging
 
     directory = merging.merge(
@@ -137,6 +149,19 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> 
             kind = type(error) if isinstance(error, TuneError) else UsageError
             raise kind(f"{error}; the merged model in {directory} is complete") from error
     return 0
+
+
+def _adapter_as_gguf(wanted: argparse.Namespace, tools: export.Tools | None) -> Path:
+    from hf_rocm_tune.publish.adapter import base_of, open_adapter
+
+    assert tools is not None
+    if wanted.out.exists() and (not wanted.out.is_dir() or any(wanted.out.iterdir())):
+        raise UsageError(f"{wanted.out} exists and is not empty: choose another directory, or remove it")
+    adapter = open_adapter(wanted.adapter)
+    say(adapter.described)
+    base = base_of(adapter, wanted.base).download(weights=False)
+    trust = wanted.trust_remote_code
+    return export.export_adapter(adapter, base, wanted.out.resolve(), tools, say, trust_remote_code=trust)
 
 
 def generate(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> int:

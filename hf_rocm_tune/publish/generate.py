@@ -266,14 +266,16 @@ def answer(
             raise UsageError(
                 f"the generation_config.json of {loaded.base} cannot be used: {first_line(error)}; correct it"
             ) from error
-    new = made[0, len(ids) :].tolist()
+    # A decoder with an encoder begins with a token of its own, and does not repeat the prompt.
+    new = made[0, 1 if loaded.model.config.is_encoder_decoder else len(ids) :].tolist()
     return Answer("".join(stream.pieces), len(new), complete=new[-1:] != [] and new[-1] in (config.eos_token_id or []))
 
 
 def _config(loaded: Loaded, prompt_tokens: int) -> GenerationConfig:
     settings = loaded.settings
     length = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-    room = min(settings.max_new_tokens, length - prompt_tokens) if length else settings.max_new_tokens
+    before = 1 if loaded.model.config.is_encoder_decoder else prompt_tokens  # in the context of the answer
+    room = min(settings.max_new_tokens, length - before) if length else settings.max_new_tokens
     if room <= 0:
         raise UsageError(f"the prompt has {prompt_tokens} tokens, and {settings.model} takes {length}: shorten it")
     config: GenerationConfig = deepcopy(loaded.model.generation_config)

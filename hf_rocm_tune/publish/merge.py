@@ -31,6 +31,7 @@ from transformers import GenerationConfig
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import read_object
+from hf_rocm_tune.models import base_files
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model
 from hf_rocm_tune.models.files import check_model_directory
 from hf_rocm_tune.publish import vocabulary
@@ -101,6 +102,7 @@ def merge(
             records = attest_files(source, mover)
             attested = f"{records.attested}, not attested {len(records.unknown)}"
             say(f"base {named.name}: {nbytes / 1e9:.3g} GB loaded, every tensor as in its file; attested {attested}")
+            consists = base_files.record(mover.loaded)
             leftovers = leftovers_of(directory, mover.loaded)
             for line in leftovers.lines(reward=adapter.is_reward):
                 say(line)
@@ -113,6 +115,7 @@ def merge(
             "trained_in_bits": adapter.trained_in_bits,
             "base": named.hub_id or Path(named.name).name,  # no path is published
             "base_files_not_attested": len(records.unknown),
+            "base_files": consists.to_json() if consists else None,
         }
         with staged_directory(out) as staging:
             texts = _texts(directory, adapter, merged.config, trust_remote_code=trust_remote_code)
@@ -121,7 +124,10 @@ def merge(
             stored = _write(merged, staging, texts, max_shard_size, adapter.written, origin, copied)
     except (OSError, SafetensorError) as error:  # safetensors has the system's error in words only
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"{out} cannot be written: {why}; nothing is left there") from error
+        raise UsageError(
+            f"{out} cannot be written: {why}; nothing is left there: free some space, or name a directory that can be "
+            "written"
+        ) from error
     say(
         f"merged {count} layers in float32, stored {stored / 1e9:.3g} GB in {time.perf_counter() - started:.1f} s; "
         "every file was read back and equals what was computed"
@@ -135,7 +141,7 @@ def _check_base(directory: Path) -> int:
     if not files:
         raise UsageError(
             f"{directory} has its weights as pickles (pytorch_model.bin), which are not loaded: load it with "
-            "transformers and save it again (save_pretrained writes safetensors)"
+            "transformers, save it again (save_pretrained writes safetensors), and name that directory with --base"
         )
     quantised = read_object(directory / "config.json").get("quantization_config")
     packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
@@ -185,7 +191,10 @@ def _merged(model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype | None)
                 _merge_layer(name, layer, dtype)
             merged: PreTrainedModel = wrapped.merge_and_unload(adapter_names=[NAME])
     except (ValueError, RuntimeError, NotImplementedError, KeyError) as error:
-        raise UsageError(f"PEFT cannot merge {adapter.name}: {' '.join(str(error).split())}") from error
+        raise UsageError(
+            f"PEFT cannot merge {adapter.name}: {' '.join(str(error).split())}. Unmerged it can be used beside its "
+            "base: `hf-rocm-tune generate`, or PEFT's PeftModel.from_pretrained"
+        ) from error
     base_dtype = merged.config.dtype if isinstance(merged.config.dtype, torch.dtype) else model.dtype
     for name, parameter in merged.named_parameters():
         if parameter.is_floating_point():  # whole modules come from the adapter's file, in its dtype

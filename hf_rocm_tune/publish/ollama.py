@@ -159,7 +159,7 @@ def modelfile(
     """
     lines = [f"FROM {file}"]
     if adapter is not None:
-        lines.append(f"ADAPTER {adapter}")
+        lines = ["# The GGUF file of the adapter's base, or the base's name in Ollama:", *lines, f"ADAPTER {adapter}"]
     if pieces is not None:
         lines.append(f'TEMPLATE """{pieces.template}"""')
     elif has_template:

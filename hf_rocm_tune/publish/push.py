@@ -24,11 +24,21 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.foreign import parse_json, read_bytes
-from hf_rocm_tune.publish import say
+from hf_rocm_tune.publish import say, serving, signing
 from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, judge, read_json, run_settings
 from hf_rocm_tune.publish.page import PAGE_NAME, page_of
 from hf_rocm_tune.publish.readme import README_NAME, clean_readme, is_hub_id, published_names
-from hf_rocm_tune.redaction import Private, find_private, local_paths, redact, remember, scrub_json, scrub_text
+from hf_rocm_tune.publish.signing import SIGNATURE_NAME
+from hf_rocm_tune.redaction import (
+    Private,
+    find_private,
+    local_paths,
+    print_line,
+    redact,
+    remember,
+    scrub_json,
+    scrub_text,
+)
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest, read_once
 from hf_rocm_tune.version import __version__
@@ -59,6 +69,7 @@ class PushSettings:
     base_model_id: str | None = None  # the base model's id on the Hub, where it was loaded from a directory
     report: bool = False  # the page of `hf-rocm-tune report`, too
     checkpoints: Checkpoints = "none"  # beside the result: the "last" one as ``last-checkpoint``, or "all"
+    sign: Path | None = None  # a private key in PEM, with which all that is published is signed
 
     def __post_init__(self) -> None:
         if self.base_model_id is not None and not is_hub_id(self.base_model_id):
@@ -103,10 +114,15 @@ def push(
         HubError: the Hub does not accept it now.
     """
     settings, directory = settings or PushSettings(), Path(directory)
+    signer = signing.signer(settings.sign) if settings.sign is not None else None
     repository = _Repository(directory, repo_id, settings, token)
     pieces = repository.stage(_parts(directory, settings.checkpoints))
     if settings.report:
         pieces[PAGE_NAME] = _Piece.of(page_of([collect(directory)]).encode("utf-8", "replace"))
+    if signer is not None:
+        hashes = {path: piece.entry.sha256 for path, piece in pieces.items()}
+        signature = signing.sign({path: piece.content for path, piece in pieces.items()}, hashes, signer, repo_id)
+        pieces[SIGNATURE_NAME] = _Piece.of(signature)
     say(f"to be uploaded: {', '.join(pieces)}")
     return repository.send(pieces, "Upload with hf-rocm-tune")
 
@@ -257,6 +273,8 @@ class _Repository:
             # Remaining files of an earlier push would be loaded together with the new ones.
             folders = {path.partition("/")[0] for path in pieces if "/" in path}
             stale = [path for path in there.keys() - pieces if path in earlier or path.partition("/")[0] in folders]
+            # The signature of what was there before does not hold for what is there now.
+            stale += [path for path in there.keys() - pieces if path == SIGNATURE_NAME and path not in stale]
             lacking = [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]
             changes: list[Any] = [self._addition(path, pieces[path]) for path in lacking]
             changes += [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in stale]
@@ -433,6 +451,8 @@ def main(argv: Sequence[str]) -> int:
     add("--report", action="store_true", help="upload the page of `hf-rocm-tune report`, too")
     more = "push checkpoints too: the newest as last-checkpoint, or all (default: none)"
     add("--checkpoints", choices=get_args(Checkpoints), default="none", help=more)
+    help_sign = "a private key (PEM, elliptic curve): sign all that is published, for `hf-rocm-tune verify --key`"
+    add("--sign", type=Path, metavar="KEY", help=help_sign)
     wanted = vars(parser.parse_args(list(argv)))
     directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
     try:
@@ -442,4 +462,6 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt as stop:
         raise Interrupted("the push was stopped. The same command continues it") from stop
     print(done.summary)
+    for line in serving.lines(read_json(directory / "adapter_config.json"), repo_id):
+        print_line(line)
     return 0

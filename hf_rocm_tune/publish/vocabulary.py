@@ -17,15 +17,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.models.base_files import TOKENIZER_FILE
 from hf_rocm_tune.models.factory import ModelSource, load_tokenizer
 from hf_rocm_tune.models.files import hub_snapshot
 from hf_rocm_tune.paths import expand_user
 
-TOKENIZER_FILE = re.compile(
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.model|.*\.tiktoken"
-    r"|chat_template.*|.*processor.*\.json"
-)
-"""Names of the files of a tokenizer or processor."""
 GENERATION_FILE = "generation_config.json"
 ROLES = ("bos", "eos", "pad")
 """Special tokens whose ids are in a model's configuration too."""

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import errno
 import gc
-import hashlib
 import json
 import logging
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_
 
 from hf_rocm_tune.errors import CorruptionError, SeamError, TuneError, UsageError
 from hf_rocm_tune.foreign import read_object
+from hf_rocm_tune.models import base_files
 from hf_rocm_tune.models.adapter import plain_lora, write_plain_lora
 from hf_rocm_tune.models.shards import placer
 from hf_rocm_tune.survive import manifest, saved_state
@@ -40,6 +39,8 @@ from hf_rocm_tune.survive.saved_state import Place, Readback, State
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
+
+    from hf_rocm_tune.transfer import Digest
 
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Checkpoints:
         self._saved: Mapping[str, Readback] = {}  # the result's files
         self.start: saved_state.HostCopy | None = None
         """Initial state of an adapter whose result is saved as plain LoRA; None for all others."""
+        self._recorded: base_files.BaseRecord | None = None
 
     def check_start(self, resume_from: Any) -> Any:
         """Refuse a push without a publisher and an incomplete checkpoint. Returns what to resume from."""
@@ -158,17 +160,33 @@ class Checkpoints:
             files=found if status == "final" else None,  # a result may lie beside other files
             entries=_entries(found),
             tensors={label: value for one in found.values() for label, value in one.digests.items()},
-            extra={"compared": not self.saves_shards, "base": self._base()},
+            extra={"compared": not self.saves_shards, "base": self._base(), "base_files": self._base_record()},
         )
+
+    def _base_tensors(self) -> dict[tuple[str, str], set[Digest]]:
+        """What was loaded here of a model's files, but not of a checkpoint's: digests by file and tensor."""
+        inside = Path(self._trainer.args.output_dir).resolve()
+
+        def is_own(path: Path) -> bool:
+            return path.resolve().is_relative_to(inside) or (path.parent / TRAINER_STATE_NAME).exists()
+
+        loaded = self._trainer.mover.loaded
+        own = {file for file in {file for file, _ in loaded} if is_own(Path(file))}
+        return {key: digests for key, digests in loaded.items() if key[0] not in own}
 
     def _base(self) -> dict[str, str]:
         """Of each weight file that was loaded here, but a checkpoint's, one digest over those of its tensors' bytes."""
-        inside, rows = Path(self._trainer.args.output_dir).resolve(), defaultdict[str, list[str]](list)
-        for (file, name), digests in sorted(self._trainer.mover.loaded.items()):
-            path = Path(file)
-            if not (path.resolve().is_relative_to(inside) or (path.parent / TRAINER_STATE_NAME).exists()):
-                rows[path.name].append(" ".join([name, *sorted(each.hex() for each in digests)]))
-        return {file: hashlib.sha256("\n".join(lines).encode()).hexdigest() for file, lines in rows.items()}
+        rows = base_files.by_file(self._base_tensors())
+        return {path.name: base_files.digest_of(tensors) for path, tensors in rows.items()}
+
+    def _base_record(self) -> dict[str, Any] | None:
+        """What the base consisted of when it was first recorded; None where that is not one directory of files."""
+        if self._recorded is None:
+            try:
+                self._recorded = base_files.record(self._base_tensors())
+            except OSError as error:  # it was moved away meanwhile
+                logger.warning("the files of the base are not recorded: %s", error)
+        return self._recorded.to_json() if self._recorded is not None else None
 
     def _require_same_base(self, checkpoint: Path) -> None:
         """Refuse a base whose bytes are not those that the run has begun with."""

@@ -150,6 +150,12 @@ MAPPED: dict[str, tuple[Row, str, Row, str]] = {
         {**PAIR, "prompt": [SYSTEM, *CHAT[:1]]},
         "'system' is the system prompt",
     ),
+    "a system prompt that stands in the messages too": (
+        {"system": "s", "messages": [SYSTEM, *CHAT]},
+        "sft",
+        {"messages": [SYSTEM, *CHAT]},
+        "'system' goes into it",
+    ),
     "ShareGPT": ({"conversations": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "human is user, from/value are"),
     "ShareGPT in messages": ({"messages": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "gpt is assistant"),
     "a prompt beside messages": ({"prompt": "q", "messages": CHAT}, "sft", {"messages": CHAT}, "'prompt' is not used"),

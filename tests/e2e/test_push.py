@@ -147,6 +147,9 @@ def test_what_can_be_refused_is_refused_before_anything_is_loaded(run: Run) -> N
 
 def test_a_hub_that_is_away_at_the_start_does_not_keep_the_run_from_training(run: Run) -> None:
     run.hub.fault("POST /api/repos/create", status=503)
-    done = run(hub_strategy="end")
+    done = run(hub_strategy="end", hub_base_model_id="org/the-base")
     assert done.code == 0 and "Training starts nevertheless" in done.stdout
     check_result(run)
+    there = run.there()
+    assert json.loads(there["adapter_config.json"])["base_model_name_or_path"] == "org/the-base"
+    assert ModelCard(there["README.md"].decode()).data.base_model == "org/the-base"

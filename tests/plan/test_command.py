@@ -115,6 +115,9 @@ def test_preferences_are_planned_with_their_second_pass(trainer: str, small: str
     assert more.keys() >= {"reference pass", "evaluation"} and "--packing" not in found["command"]
     ratio = more["loss"] / alone["choice"]["moments"]["loss"]
     assert ratio > 1 if trainer == "dpo" else ratio == pytest.approx(1, rel=0.01)
+    # A preference has two sequences, a row of KTO's one.
+    speed, passes = found["speed"], {"dpo": 2, "kto": 1}[trainer]
+    assert speed["hours"] == pytest.approx([passes * 1000 * 256 / 3600 / speed[name] for name in ("most", "least")])
     full = planned(*words, "--method", "full", "--dtype", "bfloat16", "--trainer", trainer)
     parts = full["choice"]["parts"]
     assert parts["reference model"] == parts["weights"]

@@ -181,6 +181,12 @@ def test_paged_states_are_on_the_host() -> None:
     assert "paged optimizer state" not in host(variant(), found.case)
 
 
+def test_workers_that_load_data_take_host_memory_on_every_card() -> None:
+    case = replace(CASE, cards=2)
+    assert host(variant(), case, workers=3)["data loader workers"] == 2 * 3 * GIB / 2
+    assert "data loader workers" not in host(variant(), case)
+
+
 def test_the_choice_fits_and_nothing_that_fits_is_clearly_faster() -> None:
     for usable in (GIB, 2 * GIB, 4 * GIB, 64 * GIB):
         card = replace(CARD, usable=usable)

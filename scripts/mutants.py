@@ -1,0 +1,192 @@
+"""Small changes to the code, one at a time, and whether the tests beside it notice: what survives is not tested.
+
+    python scripts/mutants.py ROOM [--seed N] [--count N] [--only FILE] [--out FILE]
+
+``ROOM`` is a package such as ``plan``, ``publish`` or ``data``; its tests are those of ``tests/ROOM``, or what
+``--tests`` names. The repository is copied; in the copy one place is changed, the tests run until the first failure,
+and the place is restored. Changes: a comparison turned round, an operator, a number, a part of a condition or its
+"not" left out, one side of a choice, a keyword argument, the last element of a list, or a statement left out. A
+change with which a test fails, or that does not even import, is "killed". Survivors are printed with their lines and
+written as JSON. Not in `make test`: each change costs a run of those tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+_TURNED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+_OTHER = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One change, by its place in a file."""
+
+    file: str
+    line: int
+    what: str
+    before: str  # the source of the changed expression or statement
+    after: str
+
+
+def mutants_of(file: Path) -> Iterator[tuple[Mutant, str]]:
+    """Every change of a file, and the file's source with it."""
+    source = file.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(tree):
+        for what, changed in _changes(node):
+            segment = ast.get_source_segment(source, node)
+            if segment is None:
+                continue
+            new = ast.unparse(changed)
+            yield (
+                Mutant(
+                    file=file.relative_to(ROOT).as_posix(),
+                    line=node.lineno,  # type: ignore[attr-defined]
+                    what=what,
+                    before=segment,
+                    after=new,
+                ),
+                _replaced(lines, node, f"({new})" if isinstance(node, ast.expr) else new),
+            )
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _TURNED:
+        other = copy.deepcopy(node)
+        other.ops = [_TURNED[type(node.ops[0])]()]
+        yield "comparison", other
+    if isinstance(node, ast.BinOp) and type(node.op) in _OTHER and not _is_text(node):
+        other_op = copy.deepcopy(node)
+        other_op.op = _OTHER[type(node.op)]()
+        yield "operator", other_op
+    if isinstance(node, ast.BoolOp):
+        for at in range(len(node.values)):
+            fewer = copy.deepcopy(node)
+            del fewer.values[at]
+            yield f"without part {at + 1}", fewer.values[0] if len(fewer.values) == 1 else fewer
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "not left out", node.operand
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield "number", ast.Constant(node.value + 1)  # type: ignore[operator]
+    if isinstance(node, ast.IfExp):
+        yield "always the first", node.body
+        yield "always the second", node.orelse
+    if isinstance(node, ast.Call) and node.keywords:
+        for at, keyword in enumerate(node.keywords):
+            if keyword.arg is not None:
+                without = copy.deepcopy(node)
+                del without.keywords[at]
+                yield f"without {keyword.arg}=", without
+    is_list = isinstance(node, ast.Set) or (isinstance(node, ast.List | ast.Tuple) and isinstance(node.ctx, ast.Load))
+    if is_list and len(node.elts) > 1:  # type: ignore[attr-defined]
+        shorter: Any = copy.deepcopy(node)
+        shorter.elts = shorter.elts[:-1]
+        yield "without the last element", shorter
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "statement left out", ast.Pass()
+    if isinstance(node, ast.AugAssign):
+        yield "statement left out", ast.Pass()
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    sides = (node.left, node.right)
+    return any(isinstance(one, ast.JoinedStr | ast.List) or _is_str(one) for one in sides)
+
+
+def _is_str(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _replaced(lines: list[str], node: ast.AST, new: str) -> str:
+    """The source with a node's text replaced; columns of a syntax tree count bytes."""
+    first, last = node.lineno - 1, node.end_lineno - 1  # type: ignore[attr-defined]
+    head = lines[first].encode()[: node.col_offset].decode()  # type: ignore[attr-defined]
+    tail = lines[last].encode()[node.end_col_offset :].decode()  # type: ignore[attr-defined]
+    return "".join([*lines[:first], head + new + tail, *lines[last + 1 :]])
+
+
+def survives(room: Path, mutant: Mutant, source: str, tests: list[str], seconds: float) -> bool:
+    """Whether the tests pass with one file changed."""
+    file = room / mutant.file
+    before = file.read_text(encoding="utf-8")
+    file.write_text(source, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=room, capture_output=True, timeout=seconds, check=False)
+        return done.returncode == 0
+    except subprocess.TimeoutExpired:
+        return False  # it hangs: noticed
+    finally:
+        file.write_text(before, encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("room", help="a package of hf_rocm_tune: plan, publish, data ...")
+    parser.add_argument("--only", metavar="NAME", action="append", help="a file of it, such as request.py")
+    parser.add_argument("--tests", action="append", help="files of tests (default: tests/ROOM)")
+    parser.add_argument("--count", type=int, default=50, help="changes to try (default: 50)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=900.0, help="that the tests may take (default: 900)")
+    parser.add_argument("--out", type=Path, help="JSON")
+    wanted = parser.parse_args()
+    files = sorted((ROOT / "hf_rocm_tune" / wanted.room).glob("*.py"))
+    files = [file for file in files if not wanted.only or file.name in wanted.only]
+    tests = wanted.tests or [f"tests/{wanted.room}"]
+    every = [one for file in files for one in mutants_of(file)]
+    chosen = random.Random(wanted.seed).sample(every, min(wanted.count, len(every)))
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-mutants-") as folder:
+        room = Path(folder) / "copy"
+        names = (
+            "hf_rocm_tune",
+            "tests",
+            "docs",
+            "scripts",
+            "examples",
+            "accelerate_configs",
+            "benchmarks",
+            "notebooks",
+        )
+        for name in names:
+            shutil.copytree(ROOT / name, room / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for file in (*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "Makefile"):
+            shutil.copy(file, room)
+        for number, (mutant, source) in enumerate(chosen, start=1):
+            lives = survives(room, mutant, source, tests, wanted.seconds)
+            rows.append(asdict(mutant) | {"survived": lives})
+            print(
+                f"{number}/{len(chosen)} {'SURVIVED' if lives else 'killed'} {mutant.file}:{mutant.line} "
+                f"{mutant.what}: {mutant.before!r} -> {mutant.after!r}",
+                flush=True,
+            )
+            if wanted.out is not None:
+                content = {"tests": tests, "seed": wanted.seed, "of": len(every), "mutants": rows}
+                wanted.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    left = sum(row["survived"] for row in rows)
+    print(f"{left} of {len(rows)} changes survived ({len(every)} there are)")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
