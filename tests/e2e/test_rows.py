@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from tests import tiny
-from tests.e2e.conftest import Start, report_of
+from tests.e2e.command import CommandServer
+from tests.e2e.conftest import Start, flags, report_of, sampled
 
 Row = dict[str, Any]
 
@@ -305,6 +307,57 @@ def test_files_that_are_fine_are_read_and_others_named(kind: str, start: Start, 
     assert shown.code == 0 and said in shown.stdout + shown.stderr, shown.stderr[-2000:]
 
 
+#: Kinds of rows, the verb and flags: whatever they are, a dry run shows what a run reads.
+COMPARED: dict[str, tuple[Row, str, dict[str, Any]]] = {
+    **{kind: (row, "sft", settings) for kind, (row, settings, *_) in READ.items()},
+    **{kind: (rows[0], method, {}) for kind, (rows, method, _) in SAID.items() if method != "kto"},
+    "masked thinking": (
+        {"messages": [user("q"), assistant("<think>moles dig deep</think>Yes")]},
+        "sft",
+        {"assistant_only_loss": True, "mask_thinking": True},
+    ),
+    "text": ({"text": "moles dig"}, "sft", {}),
+    "text that is cut": ({"text": "moles dig " * 20}, "sft", {"max_length": 9}),
+    "a prompt and a completion": ({"prompt": "moles", "completion": " dig"}, "sft", {}),
+    "a pair": ({"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}, "dpo", {}),
+    "a pair that is scored": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "reward", {}),
+    "an answer with its label": ({"prompt": "q", "completion": "a", "label": True}, "kto", {}),
+    "tokens with labels": ({"input_ids": [7, 8, 9], "labels": [-100, 8, 9]}, "sft", {}),
+}
+
+
+@pytest.mark.parametrize("kind", sampled(COMPARED, "a weight without a flag", "masked thinking", "a pair"))
+def test_a_dry_run_shows_what_a_run_reads(
+    kind: str, server: CommandServer, model_of: Callable[[str], Path], tmp_path: Path, checkout: Path
+) -> None:
+    row, method, settings = COMPARED[kind]
+    asked = {
+        "model_name_or_path": model_of("llama3"),
+        "dataset_name": written(tmp_path, [row] * 2),
+        "output_dir": tmp_path / "out",
+        "max_steps": 1,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 2,
+        "max_length": 200,
+        "doctor": "off",
+        **settings,
+    }
+    probe = {"SCRIPT": str(checkout / "benchmarks" / "rows_probe.py"), "ROWS_PROBE": str(tmp_path / "read.json")}
+    shown = server.run(*flags(**asked), "--dry_run", "json", env={"METHOD": method}, cwd=tmp_path)
+    run = server.run(*flags(**asked), env={"METHOD": method, **probe}, cwd=tmp_path)
+    assert shown.code == run.code == 0, shown.stderr[-2000:] + run.stderr[-2000:]
+    content = json.loads(shown.stdout)
+    assert content["summaries"] == report_of(tmp_path / "out")["data"]
+    read = json.loads((tmp_path / "read.json").read_text())
+    runs = [
+        [(len([*group]), counts) for counts, group in groupby(label != -100 for label in each["labels"])]
+        for each in read
+    ]
+    for pieces in content["rows"][0]["parts"].values():
+        assert [(piece["tokens"], piece["counts"]) for piece in pieces] in runs
+    assert len(runs) == 2 * len(content["rows"][0]["parts"])
+
+
 def test_thinking_that_is_masked_is_masked_in_the_preview_too(start: Start, tmp_path: Path) -> None:
     rows = written(tmp_path, [{"messages": [user("q"), assistant("<think>moles dig deep</think>Yes")]}] * 2)
     settings = {"dataset_name": rows, "assistant_only_loss": True, "mask_thinking": True}
@@ -404,29 +457,43 @@ def base_without_chat(folder: Path, *, tokens: tuple[str, ...] = ()) -> Path:
     return folder
 
 
+ENDED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+#: The tokens of ChatML that the base has, its chat template, what the run says of the end, and the end.
+ENDS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
+    "without the tokens": ((), "chatml", "are added and trained: <|im_start|>", "<|im_end|>"),
+    "another eos": (("<|im_start|>", "<|im_end|>"), BARE, "at which the base does not stop", "<|im_end|>"),
+    "a template that was mended": ((), ENDED, "", "<|endoftext|>"),
+}
+
+
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("case", ["without the tokens", pytest.param("another eos", marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", sampled(ENDS, "without the tokens"))
 def test_trained_until_it_answers_plain_transformers_stops(case: str, start: Start, tmp_path: Path) -> None:
-    has_tokens = case == "another eos"
-    base = base_without_chat(tmp_path / "base", tokens=("<|im_start|>", "<|im_end|>") if has_tokens else ())
+    tokens, template, said, end = ENDS[case]
+    base = base_without_chat(tmp_path / "base", tokens=tokens)
     rows = [{"messages": [user(f"Say {word}"), assistant(word)]} for word in WORDS] * 8
-    (tmp_path / "bare.jinja").write_text(BARE)
+    if template != "chatml":
+        (tmp_path / "given.jinja").write_text(template)
+        template = str(tmp_path / "given.jinja")
     steps = {"max_steps": 60, "learning_rate": 0.02, "per_device_train_batch_size": 8, "lora_r": 32}
-    template = {"chat_template_path": tmp_path / "bare.jinja" if has_tokens else "chatml"}
-    run = start(dataset_name=written(tmp_path, rows), model_name_or_path=base, **steps, **template)
+    data = written(tmp_path, rows)
+    run = start(dataset_name=data, model_name_or_path=base, chat_template_path=template, **steps)
     assert run.code == 0, run.stderr[-2000:]
-    assert ("at which the base does not stop" if has_tokens else "are added and trained: <|im_start|>") in run.stdout
+    assert said in run.stdout
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(base)
-    if not has_tokens:
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     model = PeftModel.from_pretrained(model, tmp_path / "out")
     generation = GenerationConfig.from_pretrained(tmp_path / "out", max_new_tokens=40, do_sample=False)
     asked = [user("Say worm")]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**ids, generation_config=generation)[0, ids["input_ids"].shape[1] :]
-    assert len(answer) < 40 and tokenizer.convert_ids_to_tokens(int(answer[-1])) == "<|im_end|>"
+    assert len(answer) < 40 and tokenizer.convert_ids_to_tokens(int(answer[-1])) == end
 
 
 @pytest.mark.parametrize(
