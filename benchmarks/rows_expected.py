@@ -55,6 +55,7 @@ class Sequence:
 
     ids: list[int]
     labels: list[int]
+    pieces: tuple[str, ...] = ()  # its text
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _tokenised(pieces: Any, encode: Callable[[str], Any]) -> Sequence:
     for token, (_, stop) in zip(whole.ids, whole.offsets, strict=True):
         learned = next(learned for end, learned in ends if stop <= end)
         labels.append(token if learned else -100)
-    return Sequence(whole.ids[:256], labels[:256])
+    return Sequence(whole.ids[:256], labels[:256], tuple(text for text, _ in pieces))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ def _tokenised(pieces: Any, encode: Callable[[str], Any]) -> Sequence:
 
 def _rows_of(path: Path) -> Iterator[Row]:
     if path.is_dir():
-        files = sorted(each for each in path.rglob("*") if each.is_file() and each.name[0] not in "._")
+        files = sorted(each for each in path.rglob("*") if each.is_file() and each.name[0] != ".")
         named = [each for each in files if each.stem == "train"]
         for file in named or [each for each in files if "test" not in each.name and each.suffix != ".md"]:
             yield from _rows_of(file)
@@ -290,7 +291,7 @@ def _meaning(row: Row, method: str, template: str, flags: dict[str, Any]) -> Ite
         yield _answered(row, row["completion"])
     elif "messages" in row or "conversations" in row:
         yield list(_chat(_messages(row.get("messages") or row["conversations"]), row, template, flags))
-    elif "text" in row and "instruction" not in row:
+    elif "text" in row:
         yield [(row["text"] + _END, True)]
     elif isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
         yield [(row["prompt"], False), (row["completion"] + _END, True)]
@@ -322,8 +323,6 @@ def _as_chat(row: Row, asked: Any, answer: Any) -> Pieces:
     if row.get("system"):
         before = [{"role": "system", "content": row["system"]}, *before]
     text = "".join(_turn(message) for message in before)
-    if before and before[-1]["role"] == "assistant":
-        return [(text, False), ("".join(_turn(message) for message in after), True)]
     rest = "".join(_turn(message) for message in after)
     opening = "<|im_start|>assistant\n"
     return [(text + opening, False), (rest.removeprefix(opening), True)]

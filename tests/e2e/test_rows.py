@@ -479,16 +479,20 @@ def test_trained_until_it_answers_plain_transformers_stops(case: str, start: Sta
     if template != "chatml":
         (tmp_path / "given.jinja").write_text(template)
         template = str(tmp_path / "given.jinja")
-    steps = {"max_steps": 60, "learning_rate": 0.02, "per_device_train_batch_size": 8, "lora_r": 32}
+    steps: dict[str, Any] = {"max_steps": 60, "learning_rate": 0.02, "per_device_train_batch_size": 8, "lora_r": 32}
+    if template != "chatml":  # nothing is added to random embeddings, so that adapters alone could not learn it
+        steps |= {"use_peft": False, "learning_rate": 0.003}
     data = written(tmp_path, rows)
     run = start(dataset_name=data, model_name_or_path=base, chat_template_path=template, **steps)
     assert run.code == 0, run.stderr[-2000:]
     assert said in run.stdout
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(base)
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+    if template == "chatml":
+        model = AutoModelForCausalLM.from_pretrained(base)
         model.resize_token_embeddings(len(tokenizer))
-    model = PeftModel.from_pretrained(model, tmp_path / "out")
+        model = PeftModel.from_pretrained(model, tmp_path / "out")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     generation = GenerationConfig.from_pretrained(tmp_path / "out", max_new_tokens=40, do_sample=False)
     asked = [user("Say worm")]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
