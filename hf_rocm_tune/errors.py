@@ -178,6 +178,12 @@ def device_shortage(error: BaseException) -> str | None:
     return re.split(r"\. |\n", text.strip(), maxsplit=1)[0].rstrip(".") or "out of device memory"
 
 
+def shortage_in(text: str) -> str | None:
+    """The line of a traceback that is torch's error of a device out of memory, without the error's name."""
+    found = re.search(r"OutOfMemoryError: (.+)", text)
+    return None if found is None else found[1].strip()
+
+
 @contextmanager
 def shortage_advice(advice: str) -> Iterator[None]:
     """Within the block, an error that reports a device out of memory becomes an `OutOfMemoryError` with this advice."""

@@ -1,8 +1,9 @@
-"""The private places of upstream libraries on which verification depends.
+"""The private places of upstream libraries that this package touches, and the public ones that it replaces.
 
-A place that upstream has moved is a `SeamError`, never a transfer that is silently not verified. Names and parameters
-do not show whether upstream still calls a place: `make drift` tries the versions of `TESTED` and a run says which of
-the installed ones are newer.
+No transfer's verification depends on one of them: copies are verified at torch's dispatcher (`transfer.interception`),
+through its public interface. A place that upstream has moved is a `SeamError` that names what is not possible, or what
+the table says happens instead. Names and parameters do not show whether upstream still calls a place: `make drift`
+tries the versions of `TESTED` and a run says which of the installed ones are newer.
 """
 
 from __future__ import annotations
@@ -16,29 +17,37 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from hf_rocm_tune.errors import SeamError
 
+Kind = Literal["patched", "overridden", "called", "read"]
+
 
 @dataclass(frozen=True)
 class Seam:
-    """One private place of an upstream library."""
+    """One private place of an upstream library, or a public one that we replace."""
 
     name: str  # ours
     module: str
-    attribute: str  # dotted, inside the module
+    attribute: str  # dotted, inside the module; of objects that are made there where ``kind`` is "read"
     leading: str  # the parameters that our replacement or override relies on, in order
     why: str  # what passes there
-    patched: bool = False  # replaced in place (otherwise it is overridden in a subclass)
-    rare: bool = False  # checked at its first use: most runs do not import its module
+    kind: Kind = "patched"
+    feature: str = ""  # what is impossible without it: checked at its first use. "": checked when a trainer is made
+    without: str = ""  # what happens where it is missing; "": an error
 
     @property
     def parameters(self) -> tuple[str, ...]:
         return tuple(self.leading.split())
+
+    @property
+    def patched(self) -> bool:
+        return self.kind == "patched"
 
 
 TESTED = {
@@ -54,93 +63,219 @@ LEFT_OUT = {"trl": SpecifierSet("==1.15.*")}
 """Versions between them that do not work: TRL 1.15 computes its loss with Triton on every device, the CPU too."""
 
 _PACKAGE = __name__.partition(".")[0]
-_TRAINER = "transformers.trainer"
 _LOADING = "transformers.core_model_loading"
+_MODELS = "transformers.modeling_utils"
+_TRAINER = "transformers.trainer"
+_TRL_TRAINER = "trl.trainer.sft_trainer"
+_HEAD = "trl.kernels.chunked_logprob"
+_ACCELERATOR = "accelerate.accelerator"
 _FSDP = "accelerate.utils.fsdp_utils"
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+_NF4_EXPERTS = "experts in 4 bit (NF4)"
+_PACKED_EXPERTS = "experts that stay packed in 4 bit"
+_ADAPTED_EXPERTS = "adapters of packed experts"
+_STREAMING = "--stream_weights"
+_FSDP2 = "FSDP2"
+_SHARDED = "FSDP2 and tensor parallelism"
+_CHECKS = "the check of products (--check_arithmetic)"
+_HEADS = "the fused output head on a card (--one_pass_loss, and losses without Triton)"
+_PLAN = "the memory plan (hf-rocm-tune plan, --auto_fit)"
+_VLLM = "--use_vllm"
 
 SEAMS = (
-    Seam("materialize_weight", _LOADING, "_materialize_copy", "tensor device dtype", patched=True,
-         why="every weight of from_pretrained is read and placed here, quantised models too"),
-    Seam("open_weights", "transformers.modeling_utils", "safe_open", "filename framework", patched=True,
-         why="opens the weight files: what is loaded are the mapped file's bytes, not what its reader returns"),
-    Seam("load_state_dict", "transformers.modeling_utils", "convert_and_load_state_dict_in_model",
-         "model state_dict load_config", patched=True,
-         why="maps checkpoint tensors to parameters"),
-    Seam("set_weight", _LOADING, "set_param_for_module", "model target_name param_value", patched=True,
-         why="every weight is set here once it is cast, fused or quantised: it gets its digest at this moment"),
-    Seam("missing_keys", "transformers.modeling_utils", "PreTrainedModel._move_missing_keys_from_meta_to_device",
-         "self missing_keys device_map device_mesh hf_quantizer", patched=True,
-         why="weights and buffers that no file holds are initialised here; we keep them on the host until they move"),
-    Seam("reserve_memory", "transformers.modeling_utils", "caching_allocator_warmup",
-         "model expanded_device_map hf_quantizer", patched=True,
-         why="reserves memory for the whole model, of which a streamed one has only a part on the card"),
-    Seam("conversion_errors", "transformers.core_model_loading", "log_conversion_errors",
-         "first_target_key loading_info extras op", patched=True,
-         why="collects the errors of a load, which ends with the first one here, a shortage of memory as such"),
+    # ---- every run on one card ----
+    Seam("plain_tensors", "torch", "_C.DisableTorchFunction", "", kind="called",
+         why="copies and digests of a tensor subclass are those of its plain data"),
+    Seam("storage_identity", "torch", "UntypedStorage._cdata", "", kind="read",
+         why="tells whether two tensors share memory"),
+    Seam("tensor_version", "torch", "Tensor._version", "", kind="read",
+         why="tells what a program has written on purpose from what has changed by itself"),
+    Seam("prepare_model", _ACCELERATOR, "Accelerator.prepare_model", "self model device_placement evaluation_mode",
+         kind="overridden", why="would move the whole model again; called with device_placement off"),
+    Seam("gather", _ACCELERATOR, "Accelerator.gather", "self tensor", kind="overridden",
+         why="trainers gather metrics in a micro-step: no rank may wait there for one that is out of memory"),
+    Seam("gather_for_metrics", _ACCELERATOR, "Accelerator.gather_for_metrics", "self input_data", kind="overridden",
+         why="trainers gather metrics in a micro-step: those only logged wait until they are"),
+    Seam("sync_gradients", "accelerate.state", "GradientState._set_sync_gradients", "self sync_gradients",
+         kind="called", why="a repeated step accumulates its micro-batches as in its first time"),
+    Seam("accumulated_loss", _TRAINER, "_tr_loss", "", kind="read",
+         why="the loss that a step has added is taken out again when the step is repeated"),
+    Seam("clip", _TRAINER, "Trainer._clip_grad_norm", "self model", kind="called",
+         why="clips the gradients of a step that is repeated"),
+    Seam("bitsandbytes_optimizers", "transformers.trainer_optimizer", "_BITSANDBYTES_OPTIMIZERS", "", kind="read",
+         why="names the optimizers of bitsandbytes, for what they copy to the card by themselves"),
+    Seam("table_buffers", "torch.nn.modules.module", "Module._non_persistent_buffers_set", "", kind="read",
+         why="tables that no file holds are computed again and compared"),
+    Seam("input_cast", "peft.tuners.lora.layer", "Linear._cast_input_dtype", "self x dtype", kind="overridden",
+         why="q, k and v keep one input instead of three", without="more memory: each adapter keeps its own copy"),
+    # ---- speed, of a run on one card: what happens where it is missing is slower, and as safe ----
+    Seam("metrics", _TRL_TRAINER, "_metrics", "", kind="read",
+         why="metrics stay on the card until they are logged, and a step that is repeated leaves none twice",
+         without="each metric is read at once, and a repeated step is logged twice"),
+    Seam("trained_tokens", _TRL_TRAINER, "_total_train_tokens", "", kind="read",
+         why="counts the trained tokens without reading them in each micro-step",
+         without="each metric is read at once, and tokens of a repeated step count twice"),
+    Seam("last_logged", _TRAINER, "_globalstep_last_logged", "", kind="read",
+         why="--logging_nan_inf_filter is applied on the card", without="upstream reads the loss of each micro-step"),
+    # ---- features: checked at their first use ----
+    Seam("float16_scaling", "torch.amp.grad_scaler", "_per_optimizer_states", "", kind="read",
+         feature="repeating a step with --fp16", why="lets gradients be unscaled again in a step that is repeated"),
+    Seam("shifted_labels", _TRAINER, "_loss_shifts_labels", "", kind="read",
+         feature="going on with smaller parts when memory runs out (--on_oom step_down)",
+         why="whether the loss shifts labels, which weighs the parts of a micro-batch"),
+    Seam("evaluation_loaders", _TRAINER, "_eval_dataloaders", "", kind="read",
+         feature="workers of evaluation loaders that persist (--dataloader_persistent_workers)",
+         why="upstream keeps the loader of an evaluation there, before it is verified",
+         without="there is none: each evaluation makes its own"),
+    Seam("card_count", "transformers.training_args", "_n_gpu", "", kind="read",
+         feature="a split model (--split_model)", why="transformers would count a batch for each visible card"),
+    Seam("original_module", "torch._dynamo.eval_frame", "_orig_mod", "", kind="read",
+         feature="--torch_compile", why="the model inside a compiled one"),
+    Seam("saved_model", _TRAINER, "Trainer._save", "self output_dir state_dict", kind="called",
+         feature="a checkpoint of a sharded model, or one that is written again",
+         why="writes weights that were fetched, verified, or gathered over the cards"),
+    Seam("emergency_checkpoint", _TRAINER, "Trainer._save_checkpoint", "self model trial", kind="called",
+         feature="the checkpoint before the end that bad data brings", why="saves what was learned so far"),
+    Seam("prepared_rows", "trl.trainer.sft_trainer", "SFTTrainer._prepare_dataset",
+         "self dataset processing_class args packing formatting_func dataset_name", kind="overridden",
+         feature="the counts of rows", why="rows are counted between rendering and packing"),
+    Seam("command_line", "trl.scripts._hf_argparser", "HfArgumentParser", "", kind="called",
+         feature="the command line", why="reads TRL's flags as TRL does"),
+    Seam("command_line_switches", "trl.scripts._hf_argparser", "string_to_bool", "v", kind="called",
+         feature="the command line", why="reads TRL's switches as TRL does"),
+    Seam("base_settings", "trl.trainer.base_config", "_BaseConfig", "", kind="read",
+         feature="the command line", why="the type of all methods' settings; for type checkers alone"),
+    Seam("commit", "transformers.configuration_utils", "_commit_hash", "", kind="read",
+         feature="attesting a model from the Hub that was loaded elsewhere",
+         why="names the revision of its files", without="it counts as not attested"),
+    Seam("ignored_weights", _MODELS, "PreTrainedModel._keys_to_ignore_on_load_unexpected", "", kind="read",
+         feature="keeping a base's further tensors in a merge",
+         why="tensors of files that a class leaves out without a report"),
+    Seam("weight_conversions", _LOADING, "_weight_conversions", "", kind="read", feature="gpt-oss's packed experts",
+         why="transformers before 5.24 would save what it has made of blocks under the names of the blocks",
+         without="nothing: newer versions do not do that"),
+    Seam("initialised", _MODELS, "_is_hf_initialized", "", kind="read", feature="gpt-oss's packed experts",
+         why="weights that are set here must not be initialised again"),
+    Seam("set_weight", _LOADING, "set_param_for_module", "model target_name param_value",
+         feature="--stream_weights with 4 bit, and a merge that does not fit in memory",
+         why="each weight is set here once it is cast, fused or quantised: it leaves the card, or goes to a file"),
+    Seam("reserve_memory", _MODELS, "caching_allocator_warmup", "model expanded_device_map hf_quantizer",
+         feature="--stream_weights with 4 bit, and gpt-oss's packed experts",
+         why="reserves memory for the whole model, of which only a part is on the card"),
     Seam("unquantised_layers", "transformers.quantizers.base", "HfQuantizer.get_modules_to_not_convert",
-         "model skip_modules keep_in_fp32_modules", patched=True,
+         "model skip_modules keep_in_fp32_modules", feature=_NF4_EXPERTS,
          why="names the layers that are not quantised: routers are added"),
     Seam("quantised_weights", "transformers.quantizers.quantizer_bnb_4bit",
-         "Bnb4BitHfQuantizer.param_needs_quantization", "self model param_name", patched=True,
+         "Bnb4BitHfQuantizer.param_needs_quantization", "self model param_name", feature=_NF4_EXPERTS,
          why="chooses the weights that are quantised as they arrive: fused experts are added"),
     Seam("quantise", "transformers.integrations.bitsandbytes", "Bnb4bitQuantize.convert",
-         "self input_dict full_layer_name model", patched=True,
+         "self input_dict full_layer_name model", feature=_NF4_EXPERTS,
          why="quantises a weight that has arrived: fused experts are added"),
+    Seam("pack", "bitsandbytes.nn.modules", "Params4bit._quantize", "self device", kind="called", feature=_NF4_EXPERTS,
+         why="quantises where the weight is, without moving it"),
     Seam("dequantise_mxfp4", "transformers.integrations.mxfp4", "Mxfp4Dequantize.convert",
-         "self input_dict model full_layer_name missing_keys", patched=True,
+         "self input_dict model full_layer_name missing_keys", feature="gpt-oss's packed experts",
          why="would turn gpt-oss's experts into bfloat16: they stay packed"),
-    Seam("expert_weights", "peft.tuners.lora.layer", "ParamWrapper.get_param", "self", patched=True,
+    Seam("expert_gate", "transformers.integrations.moe", "_apply_gate", "", kind="read", feature=_PACKED_EXPERTS,
+         why="the activation between an expert's two products"),
+    Seam("expert_kind", "transformers.configuration_utils", "_experts_implementation", "", kind="read",
+         feature=_PACKED_EXPERTS, why="chooses the function that computes experts"),
+    Seam("expert_weights", "peft.tuners.lora.layer", "ParamWrapper.get_param", "self", feature=_ADAPTED_EXPERTS,
          why="an adapter of experts asks here for their weights: packed ones are described"),
-    Seam("expert_adapters", "peft.tuners.lora.layer", "ParamWrapper._activate_lora",
-         "self active_adapters", patched=True,
-         why="adds an adapter's product to the experts' weights: to packed ones it is not added"),
-    Seam("dequantise", "bitsandbytes.functional", "dequantize_4bit", "A quant_state", patched=True,
+    Seam("expert_adapters", "peft.tuners.lora.layer", "ParamWrapper._activate_lora", "self active_adapters",
+         feature=_ADAPTED_EXPERTS, why="adds an adapter's product to the experts' weights: to packed ones it is not"),
+    Seam("dequantise", "bitsandbytes.functional", "dequantize_4bit", "A quant_state",
+         feature="the check of 4-bit products (--check_arithmetic)",
          why="dequantises a 4-bit weight for backward: it is checked there"),
-    Seam("packed_sequences", "transformers.masking_utils", "find_packed_sequence_indices", "position_ids", patched=True,
+    Seam("grouped_product", "torch", "_grouped_mm", "", kind="called", feature=_CHECKS,
+         why="the products of fused experts are checked like others"),
+    Seam("without_modes", "torch.utils._python_dispatch", "_disable_current_modes", "", kind="called", feature=_CHECKS,
+         why="a check of a recomputed layer is not recomputed"),
+    Seam("attention_product", "torch.nn.functional", "scaled_dot_product_attention", "", feature=_CHECKS,
+         why="samples of attention are computed again"),
+    Seam("packed_sequences", "transformers.masking_utils", "find_packed_sequence_indices", "position_ids",
+         feature="packing without flash attention (--packing)",
          why="tells where packed examples begin: a model that never asks would let them see each other"),
-    Seam("vllm_weights", "trl.generation.vllm_generation", "VLLMGeneration._iter_named_params", "self", patched=True,
-         rare=True,
+    Seam("attention_kind", "transformers.configuration_utils", "_attn_implementation", "", kind="read",
+         feature="packing without flash attention (--packing)",
+         why="flash attention isolates examples by itself"),
+    Seam("recomputed_layers", "transformers.modeling_layers", "_gradient_checkpointing_func", "", kind="read",
+         feature="--recompute", why="chooses how each layer is recomputed"),
+    Seam("native_library", "bitsandbytes.cextension", "_lib", "", kind="read",
+         feature="the doctor's name of bitsandbytes' library", why="names it", without="it is called unknown"),
+    Seam("progress_bars", "tqdm.std", "_instances", "", kind="read",
+         feature="lines between progress bars", why="bars are cleared before a line", without="a bar may be broken"),
+    Seam("backward_pass", "torch", "_C._current_graph_task_id", "", kind="called", feature=_STREAMING,
+         why="tells whether layers are used in backward's order"),
+    Seam("dispatch", _MODELS, "accelerate_dispatch", "model hf_quantizer device_map",
+         feature="a split model, and --stream_weights",
+         why="puts hooks on a model of several devices that copy activations between them"),
+    Seam("vllm_weights", "trl.generation.vllm_generation", "VLLMGeneration._iter_named_params", "self", feature=_VLLM,
          why="merges the adapter into the frozen weights to send them to vLLM, and takes it out again with a rounding"),
-    Seam("dispatch", "transformers.modeling_utils", "accelerate_dispatch",
-         "model hf_quantizer device_map", patched=True,
-         why="puts hooks on a model of several devices that copy activations between them unverified"),
-    Seam("send_to_device", "accelerate.data_loader", "send_to_device", "tensor device non_blocking", patched=True,
-         why="DataLoaderDispatcher places its batches through this, whatever its device is"),
-    Seam("skip_first_batches", _TRAINER, "skip_first_batches", "dataloader num_batches", patched=True,
-         why="the loader of a resumed epoch is a new stock object made here"),
-    Seam("shard_iteration", "accelerate.data_loader", "DataLoaderShard.__iter__", "self",
-         why="reads one batch ahead of the one it delivers: the transfer of the next batch starts there"),
-    Seam("prepare_model", "accelerate.accelerator", "Accelerator.prepare_model",
-         "self model device_placement evaluation_mode",
-         why="would move the whole model again; called with device_placement off"),
-    Seam("gather", "accelerate.accelerator", "Accelerator.gather", "self tensor",
-         why="trainers gather metrics in a micro-step: no rank may wait there for one that is out of memory"),
-    Seam("gather_for_metrics", "accelerate.accelerator", "Accelerator.gather_for_metrics", "self input_data",
-         why="trainers gather metrics in a micro-step: those only logged wait until they are"),
-    Seam("fsdp2_prepare", _FSDP, "fsdp2_prepare_model", "accelerator model",
+    Seam("vllm_names", "trl.generation.vllm_generation", "VLLMGeneration._fix_param_name_to_vllm",
+         "self name extra_prefixes", kind="called", feature=_VLLM, why="the names that vLLM gives to weights"),
+    Seam("all_modules", "torch.nn.modules.module", "_modules", "", kind="read", feature="hf-rocm-tune script",
+         why="tells which of a script's modules are whole models"),
+    *(Seam(f"head{name}", _HEAD, name, "", kind="called", feature=_HEADS, why="TRL's tiles of the output head")
+      for name in ("_BLOCK_SIZE", "_backward_kernel", "_backward_tile", "_forward_kernel", "_forward_tile")),
+    Seam("head_sum", _HEAD, "_addmm_fp32", "", feature=_HEADS,
+         why="its float32 sums are computed by the faster library", without="TRL's own product"),
+    Seam("head_triton", _HEAD, "_use_triton", "device", kind="called", feature=_HEADS,
+         why="tells whether tiles are computed with Triton"),
+    Seam("head_without_triton", _HEAD, "_TRITON_AVAILABLE", "", feature=_HEADS,
+         why="lets it compute with plain torch where Triton's driver does not compile"),
+    Seam("losses_without_triton", "trl.trainer.utils", "is_triton_available", "", feature=_HEADS,
+         why="likewise, for losses of whole logits"),
+    Seam("losses_without_triton_1_14", "trl.trainer.utils", "_fused_logprob_entropy", "", kind="read", feature=_HEADS,
+         why="likewise, in TRL 1.14"),
+    Seam("plan_mode", "torch.utils._python_dispatch", "TorchDispatchMode", "", kind="called", feature=_PLAN,
+         why="records the memory of a model on the meta device"),
+    *(Seam(f"plan{name}", "torch", f"ops.aten.{name}", "", kind="read", feature=_PLAN,
+           why="an operator whose memory is counted")
+      for name in ("_to_copy", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+                   "_scaled_dot_product_flash_attention_for_cpu")),
+    Seam("operator_schema", "torch._ops", "_schema", "", kind="read", feature="the memory plan, and --recompute",
+         why="the arguments of an operator"),
+    Seam("operator_family", "torch._ops", "_overloadpacket", "", kind="read", feature=_PLAN,
+         why="the operator of an overload"),
+    Seam("plan_autocast", "torch", "autocast", "", feature=_PLAN, why="casts are recorded on the meta device"),
+    Seam("plan_model", _MODELS, "PreTrainedModel._from_config", "", kind="called", feature=_PLAN,
+         why="makes a model of a configuration", without="the class's from_config"),
+    Seam("shared_accelerator_state", "accelerate.state", "PartialState._shared_state", "", kind="read",
+         feature="sharding on CPUs", why="ranks of CPUs are declared as ranks of accelerators"),
+    Seam("fsdp2_prepare", _FSDP, "fsdp2_prepare_model", "accelerator model", kind="called", feature=_FSDP2,
          why="decides which modules FSDP2 gathers together, and shards them"),
-    Seam("fsdp2_load", _FSDP, "fsdp2_load_full_state_dict", "accelerator model full_sd cpu_offload", patched=True,
+    Seam("fsdp2_load", _FSDP, "fsdp2_load_full_state_dict", "accelerator model full_sd cpu_offload", feature=_FSDP2,
          why="broadcasts every weight from rank 0: each rank brings its own rows through the mover instead"),
-    Seam("fsdp2_gather", _COLLECTIVES, "foreach_all_gather", "fsdp_params group async_op",
-         why="weights come from the other cards here, in each forward and backward"),
+    Seam("fsdp2_gather", _COLLECTIVES, "foreach_all_gather", "fsdp_params group async_op", kind="overridden",
+         feature=_FSDP2, why="weights come from the other cards here, in each forward and backward"),
+    Seam("fsdp2_gather_class", _COLLECTIVES, "DefaultAllGather", "", kind="overridden", feature=_FSDP2,
+         why="what is gathered is compared with what was sent"),
     Seam("fsdp2_reduce", _COLLECTIVES, "foreach_reduce", "fsdp_params unsharded_grads reduce_scatter_group",
-         why="gradients of all cards are averaged here, each card's part of them"),
-    Seam("fsdp2_norm", "accelerate.accelerator", "Accelerator.clip_grad_norm_", "self parameters max_norm norm_type",
-         why="computes the norm of sharded gradients over the cards"),
-    Seam("full_state", "accelerate.accelerator", "Accelerator.get_state_dict", "self model unwrap",
-         why="gathers a sharded model over the cards to save it, frozen weights too"),
-    Seam("ddp_ignore", "torch.nn.parallel.distributed",
-         "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model", "module params_and_buffers_to_ignore",
-         why="keeps frozen weights out of the start-up broadcast"),
+         kind="overridden", feature=_FSDP2, why="gradients of all cards are averaged here, each card's part of them"),
+    Seam("fsdp2_reduce_class", _COLLECTIVES, "DefaultReduceScatter", "", kind="overridden", feature=_FSDP2,
+         why="averages are compared with projections of what was sent"),
+    Seam("fsdp2_norm", _ACCELERATOR, "Accelerator.clip_grad_norm_", "self parameters max_norm norm_type",
+         kind="overridden", feature=_FSDP2, why="computes the norm of sharded gradients over the cards"),
+    Seam("norms", "torch", "_foreach_norm", "", kind="called", feature=_FSDP2, why="norms of many gradients"),
+    Seam("scaling", "torch", "_foreach_mul_", "", kind="called", feature=_FSDP2, why="clips many gradients"),
+    Seam("full_state", _ACCELERATOR, "Accelerator.get_state_dict", "self model unwrap", kind="overridden",
+         feature=_FSDP2, why="gathers a sharded model over the cards to save it, frozen weights too"),
+    Seam("own_part", "torch.distributed.tensor._api", "_local_tensor", "", kind="read", feature=_SHARDED,
+         why="this rank's part of a sharded tensor"),
 )  # fmt: skip
+"""Methods that classes of ours override are not listed here: `check_overrides` finds them by ``@override``."""
 
 _BY_NAME = {seam.name: seam for seam in SEAMS}
 _LOCK = threading.RLock()
 
 
 def resolve(name: str) -> tuple[Any, str, Callable[..., Any]]:
-    """Finds a seam in the installed libraries."""
+    """Find a seam in the installed libraries: its owner, its last name, its value.
+
+    Raises:
+        SeamError: it is missing or has other parameters.
+    """
     row = _BY_NAME[name]
     try:
         owner: Any = importlib.import_module(row.module)
@@ -149,19 +284,70 @@ def resolve(name: str) -> tuple[Any, str, Callable[..., Any]]:
             owner = getattr(owner, part)
         value = getattr(owner, last)
     except (ImportError, AttributeError) as error:
-        raise _moved(f"{row.module}.{row.attribute} ({row.why})", f"it is missing ({error})") from error
-    found = tuple(inspect.signature(value).parameters)
-    if found[: len(row.parameters)] != row.parameters:
-        what = f"its parameters are {found}, expected {row.parameters} first"
-        raise _moved(f"{row.module}.{row.attribute} ({row.why})", what)
+        raise _moved_seam(row, f"it is missing ({error})") from error
+    if row.parameters:
+        found = tuple(inspect.signature(value).parameters)
+        if found[: len(row.parameters)] != row.parameters:
+            raise _moved_seam(row, f"its parameters are {found}, expected {row.parameters} first")
     return owner, last, value
 
 
+def read(name: str, holder: object) -> Any:
+    """The value of a private attribute of an object. Where it is missing: None if the table says what happens then.
+
+    Raises:
+        SeamError: it is missing, and there is no other way.
+    """
+    row = _BY_NAME[name]
+    try:
+        return getattr(holder, row.attribute.rpartition(".")[2])
+    except AttributeError as error:
+        if row.without:
+            return None
+        raise _moved_seam(row, f"{type(holder).__name__} lacks it") from error
+
+
+def has(name: str) -> bool:
+    """Whether a seam is there, as far as can be told without an object that has it."""
+    try:
+        check(_BY_NAME[name])
+    except SeamError:
+        return False
+    return True
+
+
+def assign(name: str, holder: object, value: object) -> None:
+    """Set a private attribute of an object that `read` has found there."""
+    setattr(holder, _BY_NAME[name].attribute.rpartition(".")[2], value)
+
+
 def check_all() -> None:
-    """Resolves every seam but rare ones."""
+    """Resolve every seam that a run on one card needs."""
     for row in SEAMS:
-        if not row.rare:
-            resolve(row.name)
+        if not row.feature and not row.without:
+            check(row)
+
+
+def check(row: Seam) -> None:
+    """Resolve one seam; an attribute of objects is looked for in the source of the module that makes them."""
+    if row.kind != "read":
+        resolve(row.name)
+        return
+    try:
+        resolve(row.name)
+    except SeamError:
+        name = row.attribute.rpartition(".")[2]
+        if name not in _names_in(row.module):
+            raise
+
+
+@cache
+def _names_in(module: str) -> frozenset[str]:
+    try:
+        source = inspect.getsource(importlib.import_module(module))
+    except (ImportError, OSError, TypeError):  # there is none
+        return frozenset()
+    return frozenset(re.findall(r"\b_\w+", source))
 
 
 def check_overrides(trainer: type) -> None:
@@ -234,9 +420,14 @@ def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name, each in inspect.signature(method).parameters.items() if each.kind in kinds)
 
 
-def _moved(where: str, what: str) -> SeamError:
+def _moved_seam(row: Seam, what: str) -> SeamError:
+    return _moved(f"{row.module}.{row.attribute} ({row.why})", what, row.feature)
+
+
+def _moved(where: str, what: str, feature: str = "") -> SeamError:
     known = ", ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
-    return SeamError(f"cannot verify: upstream changed {where}: {what}. Checked with {known}: install these")
+    lost = f"{feature} is not possible" if feature else "cannot train"
+    return SeamError(f"{lost}: upstream changed {where}: {what}. Checked with {known}: install these")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,12 @@ from hf_rocm_tune.errors import SeamError
 from hf_rocm_tune.train.trainer import VerifiedSFTTrainer
 from hf_rocm_tune.upstream import SEAMS, Seam
 
-every_seam = pytest.mark.parametrize("row", SEAMS, ids=lambda row: row.name)
+ABSENT = frozenset({"losses_without_triton_1_14"})
+"""Rows of versions other than the installed one."""
+FOUND = [row for row in SEAMS if row.kind != "read"]
+"""What can be looked up in a module; the others are attributes of objects, or of modules that have none of it now."""
+every_seam = pytest.mark.parametrize("row", FOUND, ids=lambda row: row.name)
+with_parameters = pytest.mark.parametrize("row", [row for row in FOUND if row.parameters], ids=lambda row: row.name)
 
 
 def owner_of(row: Seam) -> tuple[Any, str]:
@@ -38,8 +45,8 @@ def definitions_of(row: Seam) -> list[Any]:
 
 
 def check(row: Seam) -> None:
-    """As the start of a run does, or for a rare seam its first use."""
-    upstream.resolve(row.name) if row.rare else upstream.check_all()
+    """As the start of a run does, or the first use of a feature."""
+    upstream.resolve(row.name) if row.feature or row.without else upstream.check_all()
 
 
 def refusal(row: Seam) -> str:
@@ -60,6 +67,7 @@ def test_it_is_named_when_the_attribute_is_gone(row: Seam, monkeypatch: pytest.M
         and row.why in message
         and "\n" not in message
     )
+    assert message.startswith(f"{row.feature} is not possible" if row.feature else "cannot train")
 
 
 def put_in_its_place(row: Seam, parameters: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +78,7 @@ def put_in_its_place(row: Seam, parameters: list[str], monkeypatch: pytest.Monke
     monkeypatch.setattr(owner, last, staticmethod(namespace["other"]) if stands_alone else namespace["other"])
 
 
-@every_seam
+@with_parameters
 def test_it_is_named_when_its_parameters_change_and_may_gain_some_at_its_end(
     row: Seam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,10 +228,10 @@ def test_a_replacement_lasts_as_long_as_its_block(row: Seam) -> None:
 
 
 def test_a_lasting_replacement_is_made_once_and_keeps_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    import accelerate.data_loader
+    import bitsandbytes.functional
 
-    stock = inspect.unwrap(accelerate.data_loader.send_to_device)
-    monkeypatch.setattr(accelerate.data_loader, "send_to_device", stock)
+    stock = inspect.unwrap(bitsandbytes.functional.dequantize_4bit)
+    monkeypatch.setattr(bitsandbytes.functional, "dequantize_4bit", stock)
     made = []
 
     def make(replaced: Any) -> Any:
@@ -231,9 +239,9 @@ def test_a_lasting_replacement_is_made_once_and_keeps_the_signature(monkeypatch:
         return lambda *arguments, **keywords: replaced(*arguments, **keywords)
 
     for _ in range(3):
-        upstream.replace_for_good("send_to_device", make)
+        upstream.replace_for_good("dequantise", make)
     assert made == [stock]
-    assert inspect.signature(accelerate.data_loader.send_to_device) == inspect.signature(stock)
+    assert inspect.signature(bitsandbytes.functional.dequantize_4bit) == inspect.signature(stock)
     upstream.check_all()
 
 
@@ -264,3 +272,31 @@ def test_a_run_says_which_libraries_are_newer_than_those_that_were_tried(
         with pytest.raises(Enough):
             run.run(words)
         assert ("newer than the tested versions: peft " in capsys.readouterr().out) == said
+
+
+# ---- attributes of objects ----------------------------------------------------------------------------------
+
+READ = [row for row in SEAMS if row.kind == "read"]
+
+
+@pytest.mark.parametrize("row", [row for row in READ if row.name not in ABSENT], ids=lambda row: row.name)
+def test_an_attribute_of_objects_is_known_to_the_module_that_makes_them(row: Seam) -> None:
+    upstream.check(row)
+
+
+@pytest.mark.parametrize("row", READ, ids=lambda row: row.name)
+def test_an_attribute_that_is_gone_is_an_error_or_has_another_way(row: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace()
+    if row.without:
+        assert upstream.read(row.name, other) is None
+        return
+    with pytest.raises(SeamError, match=re.escape(row.feature) if row.feature else "cannot train"):
+        upstream.read(row.name, other)
+    moved = dataclasses.replace(row, attribute=f"{row.attribute}_moved")
+    monkeypatch.setitem(upstream._BY_NAME, row.name, moved)
+    with pytest.raises(SeamError, match="_moved"):
+        upstream.check(moved)
+
+
+def test_a_run_on_one_card_needs_few_of_them() -> None:
+    assert len([row for row in SEAMS if not row.feature]) <= 15

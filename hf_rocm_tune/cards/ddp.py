@@ -1,24 +1,42 @@
 """Each rank has the whole model, and DistributedDataParallel averages gradients over the process group.
 
-Replicas are compared before and after the model is wrapped, frozen weights are kept out of the start-up broadcast, and
-averages are checked before they are clipped (`gradients`). `Host` averages without the link between the cards.
-DeepSpeed's ranks come here too; what it exchanges is not checked, and the coverage names that.
+Replicas are compared before and after the model is wrapped, nothing is broadcast when it is, and averages are checked
+before they are clipped (`gradients`). `Host` averages without the link between the cards. DeepSpeed's ranks come here
+too; what it exchanges is not checked, and the coverage names that.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.gradients import GradientCheck, watch
 from hf_rocm_tune.cards.way import Compare, Way
 from hf_rocm_tune.models.tensors import tensors_of
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.transfer import Mover
+
+
+class _NothingBroadcast(DistributedDataParallelKwargs):
+    """Rank 0 sends no weights when the model is wrapped, and no buffers in ``forward``.
+
+    They would cross the link that is suspect, unverified; each rank has its own, verified, and replicas are compared.
+    """
+
+    def to_kwargs(self) -> dict[str, Any]:
+        given = {name: value for name, value in super().to_kwargs().items() if name != "broadcast_buffers"}
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.13
+        return {**given, "init_sync": False, buffers: False}
 
 
 class Ddp(Way):
@@ -26,12 +44,15 @@ class Ddp(Way):
     _check: GradientCheck | None = None
 
     @override
+    def attach(self, accelerator: Any, mover: Mover) -> None:
+        super().attach(accelerator, mover)
+        given = accelerator.ddp_handler or DistributedDataParallelKwargs()
+        accelerator.ddp_handler = _NothingBroadcast(**vars(given))
+
+    @override
     @contextmanager
     def wrapping(self, model: nn.Module, compare: Compare) -> Iterator[None]:
         compare(tensors_of(model), "before DistributedDataParallel")
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        _, _, ignore = upstream.resolve("ddp_ignore")
-        ignore(model, [*frozen, *(name for name, _ in model.named_buffers())])
         yield
         compare(tensors_of(model), "after DistributedDataParallel")
 

@@ -142,7 +142,9 @@ class _Rows(_Summing, RowwiseParallel):
 
     def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: Any) -> Tensor:
         total: Tensor = _Total.apply(output, self._reductions, self._name)
-        bias = module._parameters.get("bias")  # upstream hides it from the forward, so it is added here, once
+        bias = dict(module.named_parameters(recurse=False)).get(
+            "bias"
+        )  # upstream hides it from the forward, so it is added here, once
         return total if bias is None else total + bias
 
 

@@ -2,8 +2,10 @@
 
 Accelerate still shards, seeds and resumes. A prepared loader becomes a *true subclass of its own class that shares its
 state*, so the object that is iterated is the one that Accelerate knows as the active loader. ``DataLoaderShard`` reads
-one batch ahead: its inner loader starts the transfers, and `Mover.settle` must come before any use.
-``DataLoaderDispatcher`` slices what ``send_to_device`` has transferred: there it is verified on the spot.
+one batch ahead: its inner loader starts the transfers, and `Mover.settle` must come before any use. Batches of other
+loaders, such as ``DataLoaderDispatcher``, are verified where they cross (`transfer.interception`) or when they are
+used: slower, for the next one does not cross meanwhile. So are those of the rest of an epoch in which a run with
+``dataloader_num_workers`` resumes.
 """
 
 from __future__ import annotations
@@ -11,13 +13,11 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
-from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import tree_tensors
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
 _PREFETCH = "_hf_rocm_tune_prefetch"
-_ACTIVE: ContextVar[Mover | None] = ContextVar("hf_rocm_tune_active_mover", default=None)
 
 
 def verify_loader(loader: DataLoader[Any], prefetch: Prefetch, shard: type | None = None) -> DataLoader[Any]:
@@ -38,17 +37,14 @@ def verify_loader(loader: DataLoader[Any], prefetch: Prefetch, shard: type | Non
     """
     if _PREFETCH in vars(loader):
         return loader
-    upstream.replace_for_good("skip_first_batches", _skip_first_batches)
     if isinstance(loader, DataLoaderDispatcher):
         if loader.state.num_processes > 1 and prefetch.mover.settings.verify == "full":
             raise UsageError(
                 "batches that rank 0 reads and broadcasts cannot be verified on the other ranks: set "
                 "--accelerator_config '{\"dispatch_batches\": false}', or choose --verify sample or off"
             )
-        upstream.replace_for_good("send_to_device", _send_to_device)
-        return _adopt(loader, _VerifiedDispatcher, prefetch)
+        return loader
     if isinstance(loader, DataLoaderShard):
-        upstream.resolve("shard_iteration")
         verified = _adopt(loader, shard or _VerifiedShard, prefetch)
         verified.device = None
         verified.base_dataloader = _feed(loader.base_dataloader, prefetch)
@@ -60,20 +56,19 @@ class _VerifiedShard(DataLoaderShard):
     """A ``DataLoaderShard`` that no longer moves tensors to the device: its inner loader starts the transfers."""
 
 
-class _VerifiedDispatcher(DataLoaderDispatcher):
-    """A ``DataLoaderDispatcher`` whose ``send_to_device`` is the mover's."""
+class _Collating:
+    """A loader's collator in this process; each batch goes to the prefetch before the collator is called again."""
 
-    def __iter__(self) -> Iterator[Any]:
-        batches = super().__iter__()
-        while True:
-            token = _ACTIVE.set(vars(self)[_PREFETCH].mover)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                _ACTIVE.reset(token)
-            yield batch
+    def __init__(self, stock: Callable[[Any], Any], prefetch: Prefetch) -> None:
+        self._stock, self._prefetch = stock, prefetch
+
+    def __call__(self, rows: Any) -> Any:
+        return self._prefetch.read(self._stock(rows))
+
+    def __getattr__(self, name: str) -> Any:  # trainers and callbacks look at their collator
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._stock, name)
 
 
 @cache
@@ -101,6 +96,11 @@ def _feed(loader: Any, prefetch: Prefetch) -> Any:
     vars(loader)["pin_memory"] = False
     if getattr(loader, "num_workers", 0):
         vars(loader)["worker_init_fn"] = partial(_start_worker, loader.worker_init_fn)
+    elif getattr(loader, "collate_fn", None) is not None:
+        # Accelerate's loader of the rest of an epoch, made when a run resumes, has the same collator.
+        vars(loader)["collate_fn"] = _Collating(loader.collate_fn, prefetch)
+        vars(loader)[_PREFETCH] = prefetch
+        return loader
     stock: Any = type(loader)
     return _adopt(loader, _feeding(stock), prefetch)
 
@@ -110,27 +110,6 @@ def _adopt(loader: Any, subclass: Any, prefetch: Prefetch) -> Any:
     adopted.__dict__ = loader.__dict__
     adopted.__dict__[_PREFETCH] = prefetch
     return adopted
-
-
-def _skip_first_batches(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        skipped = stock(dataloader, num_batches)
-        prefetch = getattr(dataloader, "__dict__", {}).get(_PREFETCH)
-        return skipped if prefetch is None else verify_loader(skipped, prefetch)
-
-    return skip_first_batches
-
-
-def _send_to_device(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-        mover = _ACTIVE.get()
-        if mover is None:
-            return stock(tensor, device, non_blocking=non_blocking, skip_keys=skip_keys)
-        moved = mover.begin(tensor)
-        mover.settle(moved)
-        return moved
-
-    return send_to_device
 
 
 # ---- how many batches are transferred ahead --------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def model(trainer: VerifiedTransferMixin, facts: report.RunFacts) -> str:
     trainable, total = trainable_parameters(trainer.model)
     covered = trainer.weight_coverage()
     return (
-        f"model {trainer.model.config._name_or_path}: {method(trainer)}, {trainable:,} of {total:,} parameters "
+        f"model {trainer.model.config.name_or_path}: {method(trainer)}, {trainable:,} of {total:,} parameters "
         f"({100 * trainable / max(total, 1):.3g} %) trained; loaded in {facts.load_seconds or 0:.1f} s, "
         f"{covered.share} of the bytes on the device verified"
     )

@@ -196,7 +196,7 @@ def _listen_on_loopback_only(environ: MutableMapping[str, str]) -> None:
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if environ["RANK"] != "0" or hosted or environ["MASTER_ADDR"] not in (_LOOPBACK, "localhost"):
         return
-    from torch._C._distributed_c10d import TCPStore  # torch's annotations do not export it
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in ``__all__``
 
     port = int(environ.get("MASTER_PORT", "29500"))
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
@@ -31,10 +32,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, device_shortage, first_line
 from hf_rocm_tune.foreign import check_counts, check_value, limit_templates, visible
 from hf_rocm_tune.machine import torchvision
-from hf_rocm_tune.models.experts import use_packed
+from hf_rocm_tune.models.experts import has_experts, use_packed
 from hf_rocm_tune.models.files import (
     FileRecords,
     check_beside,
@@ -43,8 +45,14 @@ from hf_rocm_tune.models.files import (
     check_model_directory,
     hub_snapshot,
 )
-from hf_rocm_tune.models.loading import verified_loading
-from hf_rocm_tune.models.placement import place
+from hf_rocm_tune.models.loading import (
+    LoadReport,
+    leaving_layers,
+    note_files,
+    note_on_host,
+    packed_experts,
+)
+from hf_rocm_tune.models.placement import note_computed, place
 from hf_rocm_tune.models.quantised import (
     checkpoint_bits,
     has_mxfp4,
@@ -58,7 +66,8 @@ from hf_rocm_tune.models.streaming import Streamer
 from hf_rocm_tune.paths import HUB_FIX, answers, expand_user, is_local_model, require_model
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Mapping
+
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_rocm_tune.transfer import Mover
@@ -164,22 +173,26 @@ def load_model(
     for handler in logging.getLogger("transformers").handlers:
         handler.addFilter(_show_plainly)  # adding it again changes nothing
     started = time.perf_counter()
-    arguments = {"revision": source.revision, "trust_remote_code": source.trust_remote_code, **source.init}
-    if source.quantization is not None:
-        arguments["quantization_config"] = source.quantization
-    # TRL's default, "auto", would split a model over two visible cards by peer copies.
-    arguments["device_map"] = {"": "cpu"} if on_host else device_map(mover)
+    config = read_config(source)
+    mxfp4 = has_mxfp4(config)
+    arguments = _load_arguments(source, mover, config, on_host=on_host, streamed=streamed)
+    resizes = bool(arguments.get("ignore_mismatched_sizes"))
+    arguments["ignore_mismatched_sizes"] = True  # refused below, with the names
+    four_bit = source.quantization is not None and source.quantization.load_in_4bit
+    report = LoadReport(mover)
     try:
-        if source.reward:
-            arguments["num_labels"] = 1
-        mxfp4 = has_mxfp4(read_config(source))
-        if mxfp4:  # transformers' other way needs kernels that are no torch operators, and do not train
-            arguments["quantization_config"] = Mxfp4Config(dequantize=True)
-            logging.getLogger("transformers.quantizers.quantizer_mxfp4").setLevel(logging.ERROR)  # of those kernels
         with (
-            verified_loading(mover, on_host=on_host, streamed=streamed, packed=mxfp4 and source.packed),
-            without_dispatch(),
+            packed_experts(
+                mover,
+                nf4=four_bit and has_experts(config),
+                mxfp4=mxfp4 and source.packed and not on_host,
+                report=report,
+            ),
+            leaving_layers(mover, streamed) if streamed is not None else nullcontext(),
+            without_dispatch() if len(set(arguments["device_map"].values())) > 1 else nullcontext(),
             suppress_seqcls_warning() if source.reward else nullcontext(),
+            mover.copies_as("weights"),
+            report.reading(),
         ):
             loaded: tuple[PreTrainedModel, dict[str, Any]] = create_model_from_path(
                 source.name,
@@ -187,6 +200,7 @@ def load_model(
                 output_loading_info=True,
                 **arguments,
             )
+            _require_complete(source, loaded[1], resizes=resizes)
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: attn_implementation
         raise UsageError(f"model {source.name}: {first_line(error)}") from error
     except FOREIGN_ERRORS as error:
@@ -197,25 +211,67 @@ def load_model(
             "download or copy it again"
         ) from error
     model, info = loaded
+    require_quantised(model, source.name)
+    if mxfp4:
+        _forget_blocks(model)
+    use_packed(model)
+    if on_host:
+        note_on_host(model, mover)
+        note_files(model, info["unexpected_keys"], mover)
+        return model, time.perf_counter() - started
+    tell_of_devices(model, mover)
+    if streamed is not None:
+        note_on_host(model, mover)
+        Streamer(model, streamed, mover)
+    place(model, mover, loaded=True)
+    note_computed(model, mover)
+    keep_trainable_on_cpu(model)
+    note_files(model, info["unexpected_keys"], mover)
+    return model, time.perf_counter() - started
+
+
+def _load_arguments(
+    source: ModelSource, mover: Mover, config: PreTrainedConfig, *, on_host: bool, streamed: Streamed | None
+) -> dict[str, Any]:
+    """What ``from_pretrained`` is told, all of it public."""
+    arguments = {"revision": source.revision, "trust_remote_code": source.trust_remote_code, **source.init}
+    if source.quantization is not None:
+        arguments["quantization_config"] = source.quantization
+    # TRL's default, "auto", would split a model over two visible cards by peer copies.
+    arguments["device_map"] = {"": torch.device("cpu")} if on_host else device_map(mover)
+    if streamed is not None and streamed.from_files:
+        layers = {f"{streamed.stack}.{layer}": torch.device("cpu") for layer in streamed.layers}
+        arguments["device_map"] = {**arguments["device_map"], **layers}
+    if source.reward:
+        arguments["num_labels"] = 1
+    if has_mxfp4(config):  # transformers' other way needs kernels that are no torch operators, and do not train
+        arguments["quantization_config"] = Mxfp4Config(dequantize=True)
+        logging.getLogger("transformers.quantizers.quantizer_mxfp4").setLevel(logging.ERROR)  # of those kernels
+    return arguments
+
+
+def _forget_blocks(model: PreTrainedModel) -> None:
+    """Let transformers before 5.24 save what was made of gpt-oss's blocks under its own names, not the blocks'."""
+    conversions: Any = upstream.read("weight_conversions", model)
+    if conversions is not None:
+        kept = [each for each in conversions if not str(each.source_patterns[0]).endswith("_blocks")]
+        upstream.assign("weight_conversions", model, kept)
+
+
+def _require_complete(source: ModelSource, info: Mapping[str, Any], *, resizes: bool) -> None:
+    """Refuse weight files whose tensors have other shapes than the model, or that lack some."""
+    rows = sorted(info["mismatched_keys"])
+    if rows and not resizes:
+        name, in_file, expected = rows[0]
+        raise UsageError(
+            f"model: {len(rows)} tensors have other shapes in the weight files than config.json says, {name} first "
+            f"({list(in_file)} instead of {list(expected)}): use the config.json that belongs to these weights"
+        )
     if missing := sorted(key for key in info["missing_keys"] if not (source.reward and key == "score.weight")):
         raise UsageError(
             f"model {source.name}: its weight files lack {len(missing)} tensors, {missing[0]} first, which would be "
             "initialised at random: download or copy it again, or give the model that this configuration belongs to"
         )
-    require_quantised(model, source.name)
-    # transformers before 5.24 would save what it has made of the blocks under the names of the blocks
-    if mxfp4 and hasattr(model, "_weight_conversions"):
-        kept = [each for each in model._weight_conversions if not str(each.source_patterns[0]).endswith("_blocks")]
-        model._weight_conversions = kept
-    use_packed(model)
-    if on_host:
-        return model, time.perf_counter() - started
-    tell_of_devices(model, mover)
-    if streamed is not None:
-        Streamer(model, streamed, mover)
-    place(model, mover)
-    keep_trainable_on_cpu(model)
-    return model, time.perf_counter() - started
 
 
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")

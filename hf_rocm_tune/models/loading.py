@@ -1,129 +1,221 @@
-"""Loading of weights through the mover.
+"""What happens around ``from_pretrained`` so that a loaded model is verified, and the features that reach into it.
 
-Inside :func:`verified_loading` the one function in which transformers reads every weight sends the mapped file's bytes
-through the mover; casts run on the device from the verified tensor. What no file holds is initialised on the host and
-moved by `placement.place`. Not covered: ``device_map`` entries on a device that the mover does not serve, and weights
-sharded at load time: the coverage lists them as unverified.
+Nothing in transformers is replaced for the verification. On a card every weight crosses at torch's dispatcher
+(`transfer.interception`), where it is verified and tied to its file; what was computed there from verified tensors is
+digested by `placement.note_computed` as soon as the model is complete. On a CPU nothing crosses: tensors are views of
+the mapped file, which `placement.place` digests and ties to it. `note_files` digests what a file holds and was cast or
+fused on the host.
+
+Private places of transformers are replaced only for features: experts in 4 bit, quantised layers that are streamed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import device_shortage, shortage_in
 from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
 from hf_rocm_tune.models.files import MappedFile
-from hf_rocm_tune.models.placement import Read, mark_loaded, remember_read
+from hf_rocm_tune.models.placement import Read, files_of, mark_loaded, remember_read
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import leave_device
+from hf_rocm_tune.models.tensors import places_of, tensors_of
 from hf_rocm_tune.transfer import digest
+from hf_rocm_tune.transfer.mapped import in_file
+from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
+# ---- after the load -------------------------------------------------------------------------------------------------
+
+
+def note_on_host(model: nn.Module, mover: Mover) -> None:
+    """Digest what a load has left on the host, until `placement.read_as`: it has to stay what it is now.
+
+    A tensor whose memory is that of a mapped file is tied to the file's tensor.
+    """
+    if mover.settings.verify == "off":
+        return
+    for _, tensor in tensors_of(model):
+        if tensor.device.type != "cpu" or mover.provenance(tensor) is not None or not tensor.nbytes:
+            continue
+        known, where = digest(storage := storage_bytes(tensor)), in_file(tensor)
+        if where is None or storage.nbytes != tensor.nbytes:
+            remember_read(tensor, Read(known))
+        else:
+            mover.read_from(where.file, where.tensor, known)
+            remember_read(tensor, Read(known, where.file, where.tensor))
+
+
+def note_files(model: nn.Module, unexpected: Iterable[str], mover: Mover) -> None:
+    """Record digests of the tensors of a model's files that were loaded, for the comparison with the files' SHA-256.
+
+    What crossed unchanged has been recorded; what was cast, fused or quantised on the host is read once more.
+    ``unexpected``: names for which the model has no place, as its loading reports them.
+    """
+    if mover.settings.verify == "off":
+        return
+    is_left_out = _left_out(model, unexpected)
+    read = {(os.path.realpath(file), name) for file, name in mover.loaded}
+    for file in files_of(model)[0]:
+        where = os.path.realpath(file)
+        for name, tensor in MappedFile(file).tensors.items():
+            if (where, name) not in read and not is_left_out(name):
+                mover.read_from(os.fspath(file), name, digest(tensor))
+
+
+def _left_out(model: nn.Module, unexpected: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a file's tensor has no place in the model: so its loading reports, or its class without a report.
+
+    A class's patterns may fit weights that do have a place. Names in a file may lack the model's prefix, or have it.
+    """
+    patterns = [re.compile(pattern) for pattern in upstream.read("ignored_weights", model) or ()]
+    reported, prefix = set(unexpected), f"{getattr(model, 'base_model_prefix', '')}."
+    places = {name for where in places_of(model) for name in (where.name, where.name.removeprefix(prefix))}
+
+    def is_left_out(name: str) -> bool:
+        if name in reported:
+            return True
+        return name.removeprefix(prefix) not in places and any(pattern.search(name) for pattern in patterns)
+
+    return is_left_out
+
+
+# ---- what a load reports --------------------------------------------------------------------------------------------
+
+
+class LoadReport:
+    """Holds back transformers' table of what went wrong in a load, and turns its errors into those behind them.
+
+    transformers collects the errors of a load in that table, and ends with one that only refers to it.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._held: list[tuple[logging.Handler, logging.LogRecord]] = []
+        self._said: list[str] = []
+        self.errors: list[
+            Exception
+        ] = []  # of what stands in the place of transformers' functions, see `packed_experts`
+
+    @contextmanager
+    def reading(self) -> Iterator[LoadReport]:
+        """Within the block; the table is shown at its end, unless it ends with an error."""
+        filters = [(handler, partial(self._hold, handler)) for handler in logging.getLogger("transformers").handlers]
+        for handler, one in filters:
+            handler.addFilter(one)
+        try:
+            yield self
+        except Exception as error:
+            self._raise_cause(error)
+            raise
+        finally:
+            for handler, one in filters:
+                handler.removeFilter(one)
+        self._show()
+
+    def _hold(self, handler: logging.Handler, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        self._said.append(text)
+        if "LOAD REPORT" not in text:
+            return True
+        self._held.append((handler, record))
+        return False
+
+    def _show(self) -> None:
+        held, self._held = self._held, []
+        for handler, record in held:
+            handler.handle(record)
+
+    def _raise_cause(self, error: Exception) -> None:
+        self._mover.raise_swallowed(error)
+        if self.errors:
+            raise self.errors[0] from error
+        if isinstance(error, RuntimeError) and device_shortage(error) is None:
+            for text in self._said:
+                if (line := shortage_in(text)) is not None:
+                    raise torch.OutOfMemoryError(line) from error
+
+
+# ---- features that reach into a load --------------------------------------------------------------------------------
+
 
 @contextmanager
-def verified_loading(
-    mover: Mover, *, on_host: bool = False, streamed: Streamed | None = None, packed: bool = False
-) -> Iterator[None]:
-    """Within the block every weight that ``from_pretrained`` loads passes the mover.
+def packed_experts(mover: Mover, *, nf4: bool = False, mxfp4: bool = False, report: LoadReport) -> Iterator[None]:
+    """Within the block experts become packed: ``nf4``: quantised as they arrive; ``mxfp4``: as they are in the files.
 
-    ``on_host``: all stay on the host; ``streamed``: the layers whose matrices stay there; ``packed``: so do MXFP4
-    experts.
+    Raises:
+        SeamError: transformers has moved a place on which this feature stands.
     """
-    loading = _Loading(mover, on_host, streamed)
+    noting = partial(_noting, report)
     with ExitStack() as stack:
-        stack.enter_context(upstream.replaced("open_weights", partial(partial, loading.open)))
-        stack.enter_context(upstream.replaced("materialize_weight", partial(partial, loading.materialize)))
-        stack.enter_context(upstream.replaced("load_state_dict", partial(partial, loading.load)))
-        if on_host:
-            yield
-            return
-        stack.enter_context(upstream.replaced("set_weight", partial(partial, loading.set_weight)))
-        if streamed is not None or packed:
+        if nf4:
+            stack.enter_context(upstream.replaced("unquantised_layers", _and_routers))
+            stack.enter_context(upstream.replaced("quantised_weights", _or_experts))
+            stack.enter_context(upstream.replaced("quantise", lambda stock: noting(_quantise(stock))))
+        if mxfp4:
             stack.enter_context(upstream.replaced("reserve_memory", lambda stock: lambda *_: None))
-        stack.enter_context(upstream.replaced("conversion_errors", _errors_as_they_come))
-        stack.enter_context(upstream.replaced("missing_keys", _initialise_on_host))
-        stack.enter_context(upstream.replaced("unquantised_layers", _and_routers))
-        stack.enter_context(upstream.replaced("quantised_weights", _or_experts))
-        stack.enter_context(upstream.replaced("quantise", _quantise))
-        if packed:
-            stack.enter_context(upstream.replaced("dequantise_mxfp4", lambda stock: _keep_mxfp4(mover)))
-        stack.enter_context(mover.copies_as("weights"))  # tensors that quantisation moves
+            stack.enter_context(upstream.replaced("dequantise_mxfp4", lambda stock: noting(_keep_mxfp4(mover))))
         yield
 
 
-class _Loading:
-    """What stands in the place of transformers' functions during a load; each is given the ``stock`` one first."""
+@contextmanager
+def leaving_layers(mover: Mover, streamed: Streamed) -> Iterator[None]:
+    """Within the block matrices of streamed layers that are quantised on a card go back to the host one by one.
 
-    def __init__(self, mover: Mover, on_host: bool, streamed: Streamed | None) -> None:
-        self._mover, self._on_host, self._streamed = mover, on_host, streamed
-        self._names: dict[int, tuple[str, str | None]] = {}  # and files, by the id of a lazy checkpoint tensor
+    Raises:
+        SeamError: transformers has moved a place on which this feature stands.
+    """
 
-    def open(self, stock: Callable[..., Any], filename: str, framework: str, *given: Any, **more: Any) -> Any:
-        if "backend" not in more:  # not for `_load_pretrained_model`, but for DeepSpeed's sharded loading
-            return stock(filename, framework, *given, **more)
-        mapped = MappedFile(filename)
-        self._names.update((id(tensor), (name, os.fspath(filename))) for name, tensor in mapped.tensors.items())
-        return mapped
+    if streamed.from_files:  # they never leave the host
+        yield
+        return
 
-    def materialize(
-        self, stock: Callable[..., torch.Tensor], tensor: Any, device: Any = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        name, file = self._names.get(id(tensor), ("a checkpoint tensor", None))
-        mover, streamed = self._mover, self._streamed
-        stays = streamed is not None and streamed.from_files and streamed.has(name)
-        if not (self._on_host or stays or device is None) and mover.serves(torch.device(device)):
-            return mover.move_to(torch.device(device), tensor[...], name=name, source=file, dtype=dtype)
-        loaded = stock(tensor, "cpu" if stays else device, dtype)
-        if file is not None and loaded.device.type == "cpu" and mover.settings.verify != "off":
-            mover.read_from(file, name, known := digest(tensor))
-            remember_read(loaded, Read(known, file, name) if loaded.data_ptr() == tensor.data_ptr() else None)
-        return loaded
+    def leaving(stock: Callable[..., None]) -> Callable[..., None]:
+        def set_weight(model: Any, target_name: str, param_value: Any, *rest: Any, **more: Any) -> None:
+            stock(model, target_name, param_value, *rest, **more)
+            if streamed.has(target_name):
+                mark_loaded(model, target_name, mover)
+                leave_device(model, target_name, mover)
 
-    def load(self, stock: Callable[..., Any], model: Any, state_dict: Any, load_config: Any, **more: Any) -> Any:
-        for key, value in state_dict.items():
-            self._names.setdefault(id(value), (key, None))  # not from a safetensors file
+        return set_weight
+
+    with (
+        upstream.replaced("set_weight", leaving),
+        upstream.replaced("reserve_memory", lambda stock: lambda *_: None),
+    ):
+        yield
+
+
+def _noting(report: LoadReport, convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps what a conversion of ours raises: transformers collects the errors of conversions as text."""
+
+    @wraps(convert)
+    def noting(*given: Any, **more: Any) -> Any:
         try:
-            result = stock(model, state_dict, load_config, **more)
-        finally:
-            self._names.clear()  # ids are valid only while the checkpoint's tensors live
-        rows = sorted(result[0].mismatched_keys)
-        if rows and not load_config.ignore_mismatched_sizes:
-            name, in_file, expected = rows[0]
-            raise UsageError(
-                f"model: {len(rows)} tensors have other shapes in the weight files than config.json says, {name} first "
-                f"({list(in_file)} instead of {list(expected)}): use the config.json that belongs to these weights"
-            )
-        return result
+            return convert(*given, **more)
+        except Exception as error:
+            report.errors.append(error)
+            raise
 
-    def set_weight(
-        self, stock: Callable[..., None], model: Any, target_name: str, param_value: Any, *rest: Any, **more: Any
-    ) -> None:
-        """Cast, fused and quantised weights get their digest immediately, before the next weight is loaded."""
-        stock(model, target_name, param_value, *rest, **more)
-        if self._streamed is None or not self._streamed.has(target_name):
-            mark_loaded(model, target_name, self._mover)
-        elif not self._streamed.from_files:  # else it is on the host
-            mark_loaded(model, target_name, self._mover)
-            leave_device(model, target_name, self._mover)
+    return noting
 
 
 def rewrites_base(peft_config: Any) -> bool:
     """Whether this adapter's initialisation may change the base weights too (PiSSA, OLoRA, LoftQ ...)."""
     scheme = getattr(peft_config, "init_lora_weights", True)
     return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
-
-
-def _errors_as_they_come(stock: Callable[..., Any]) -> Callable[..., Any]:
-    return wraps(stock)(lambda *given, **more: nullcontext())
 
 
 def _and_routers(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -172,10 +264,3 @@ def _keep_mxfp4(mover: Mover) -> Callable[..., Any]:
         return {}
 
     return convert
-
-
-def _initialise_on_host(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def move_missing(self: Any, missing_keys: Any, device_map: Any, device_mesh: Any, hf_quantizer: Any) -> Any:
-        return stock(self, missing_keys, {"": "cpu"} if device_map else device_map, device_mesh, hf_quantizer)
-
-    return move_missing

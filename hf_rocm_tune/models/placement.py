@@ -24,10 +24,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, listed
 from hf_rocm_tune.models.files import MappedFile, check_model_directory, hub_snapshot
 from hf_rocm_tune.models.shards import local
-from hf_rocm_tune.models.tensors import LANDINGS, places_of, quant_state_of, tensors_of
+from hf_rocm_tune.models.tensors import LANDINGS, Place, places_of, quant_state_of, tensors_of
 from hf_rocm_tune.transfer import Digest, digest, was_verified
 from hf_rocm_tune.transfer.mover import Registry
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
@@ -114,21 +115,27 @@ class Coverage:
         return not self.unverified
 
 
-def place(model: nn.Module, mover: Mover, *, parameters: bool = True) -> None:
+def place(model: nn.Module, mover: Mover, *, parameters: bool = True, loaded: bool = False) -> None:
     """Moves every tensor that is still on the host to the mover's device, verified, in place.
+
+    ``loaded``: all are weights of a base; otherwise those that can be trained are an adapter's.
 
     Parameters keep their identity, so optimizers and tied weights stay valid; buffers are rebound.
     """
     _require_as_read(model)
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        for name, parameter in module._parameters.items() if parameters else ():
-            if parameter is not None and _on_host_unknown(local(parameter), mover):
-                stage = "adapter" if parameter.requires_grad else "weights"
+        for name, parameter in module.named_parameters(recurse=False) if parameters else ():
+            if _on_host_unknown(local(parameter), mover):
+                stage = "adapter" if parameter.requires_grad and not loaded else "weights"
+                codes = getattr(parameter, "CB", None)  # the same memory under another name, in 8 bit
+                is_shared = codes is not None and codes.data_ptr() == parameter.data_ptr()
                 parameter.data = mover.move(parameter.data, name=prefix + name, stage=stage)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and _on_host_unknown(buffer, mover):
-                module._buffers[name] = mover.move(buffer, name=prefix + name, stage="weights")
+                if is_shared:
+                    setattr(parameter, "CB", parameter.data)  # noqa: B010  # of bitsandbytes' class
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            if _on_host_unknown(buffer, mover):
+                setattr(module, name, mover.move(buffer, name=prefix + name, stage="weights"))
 
 
 def _require_as_read(model: nn.Module) -> None:
@@ -147,15 +154,29 @@ def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
     """Marks a weight that was computed from verified checkpoint tensors, and its quantisation state, as derived."""
     path, _, key = name.rpartition(".")
     for where in places_of(model.get_submodule(path)):
-        found, tensor = where.name, where.find()
-        if found != key and not found.startswith(f"{key}."):
-            continue
-        if tensor.device.type == mover.device.type and mover.provenance(tensor) is None:
-            is_packed = found != key or hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
-            if mover.settings.verify == "full":
-                mover.mark_derived(tensor, QUANTISED if is_packed else CONVERTED)
-            else:
-                mover.mark_unverified(tensor, UNSURE)
+        if where.name == key or where.name.startswith(f"{key}."):
+            _mark_derived(where, mover)
+
+
+def note_computed(model: nn.Module, mover: Mover) -> None:
+    """Marks all that the device computed in a load from tensors that crossed, cast, fused or quantised, as derived.
+
+    Its digest is taken now: what changes it from here on is found.
+    """
+    for where in places_of(model):
+        _mark_derived(where, mover)
+
+
+def _mark_derived(where: Place, mover: Mover) -> None:
+    tensor = where.find()
+    if tensor.device.type != mover.device.type or mover.provenance(tensor) is not None:
+        return
+    is_packed = ".quant_state." in where.name or where.name.endswith((".CB", ".SCB"))
+    if mover.settings.verify == "full":
+        packed = is_packed or hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
+        mover.mark_derived(tensor, QUANTISED if packed else CONVERTED)
+    else:
+        mover.mark_unverified(tensor, UNSURE)
 
 
 def mark_computed(model: nn.Module, mover: Mover) -> None:
@@ -264,7 +285,7 @@ def attest(model: nn.Module, mover: Mover) -> None:
                 mover.mark_derived(tensor, TRAINED)
             else:
                 unknown[name] = tensor
-    files, why_not = _files_of(model)
+    files, why_not = files_of(model)
     why: dict[str, str] = {}
     for file in files:
         try:
@@ -370,13 +391,14 @@ def _is_equal(expected: Tensor, on_device: Tensor, mover: Mover, reason: str) ->
     return True
 
 
-def _files_of(model: nn.Module) -> tuple[list[Path], str]:
-    name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+def files_of(model: nn.Module) -> tuple[list[Path], str]:
+    """The safetensors files that a model was loaded from, or none and why they are unknown."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
     if not name:
         return [], "its weight files are unknown"
     directory = Path(name)
     if not os.path.isdir(directory):  # Path's own raises on a name that is too long
-        cached = hub_snapshot(name, getattr(model.config, "_commit_hash", None))
+        cached = hub_snapshot(name, upstream.read("commit", model.config))
         if cached is None:
             return [], f"{name} is neither a directory nor in the Hub's cache"
         directory = cached

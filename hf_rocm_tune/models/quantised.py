@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune import upstream
@@ -93,15 +92,19 @@ def keep_trainable_on_cpu(model: nn.Module) -> None:
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # a plain flag, not a parameter
 
 
+_HOOKED = "_hf_rocm_tune_follows_bias"  # of a module
+
+
 def follow_bias_casts(model: nn.Module, mover: Mover) -> None:
     """Marks a verified, frozen bias as derived when bitsandbytes casts it in ``forward`` to the compute dtype."""
     for module in model.modules():
         if not type(module).__module__.startswith("bitsandbytes."):
             continue
         bias = getattr(module, "bias", None)
-        hooked = any(isinstance(hook, _BiasCast) for hook in module._forward_hooks.values())
+        hooked = getattr(module, _HOOKED, False)
         if bias is not None and not bias.requires_grad and not hooked and mover.was_verified(bias):
             module.register_forward_hook(_BiasCast(mover, bias.dtype))
+            setattr(module, _HOOKED, True)
 
 
 class _BiasCast:
@@ -202,8 +205,14 @@ class Watch:
         self._holder.look = None
 
 
+_WITH_STATISTICS = (
+    torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm,
+    torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d,
+)  # fmt: skip
+
+
 def running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors; torch's kernels update them without a version count, and a checkpoint restores them."""
     for path, module in model.named_modules():
-        if isinstance(module, _NormBase):
+        if isinstance(module, _WITH_STATISTICS):
             yield from ((f"{path}.{name}".lstrip("."), each) for name, each in module.named_buffers(recurse=False))

@@ -84,7 +84,7 @@ def cut(model: nn.Module, mesh: DeviceMesh, mover: Mover, dims: Mapping[str, int
             stride=whole.stride(),
         )
         path, _, leaf = name.rpartition(".")
-        model.get_submodule(path)._parameters[leaf] = nn.Parameter(part, wholes[name].requires_grad)
+        setattr(model.get_submodule(path), leaf, nn.Parameter(part, wholes[name].requires_grad))
     place(model, mover)
     setattr(model, TENSOR_PARALLEL, mesh.size())
     parts.check()

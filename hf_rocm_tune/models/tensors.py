@@ -64,12 +64,14 @@ class Place(NamedTuple):
 
 def places_of(model: nn.Module) -> Iterator[Place]:
     modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
-    for kind in ("_parameters", "_buffers"):
-        for prefix, module in modules:
-            held = getattr(module, kind).items()
-            yield from (Place(prefix + key, module, key) for key, each in held if each is not None)
     for prefix, module in modules:
-        for key, parameter in module._parameters.items():
+        held = module.named_parameters(recurse=False, remove_duplicate=False)
+        yield from (Place(prefix + key, module, key) for key, _ in held)
+    for prefix, module in modules:
+        kept = module.named_buffers(recurse=False, remove_duplicate=False)
+        yield from (Place(prefix + key, module, key) for key, _ in kept)
+    for prefix, module in modules:
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             state, at = getattr(parameter, "quant_state", None), f"{key}.quant_state"
             if state is None and key == "weight":  # a sharded 4-bit weight keeps it in its layer
                 state, at = getattr(module, "quant_state", None), "quant_state"

@@ -211,7 +211,7 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> Counts:
     for key, value in per_layer.items():
         vars(text)[key] = type(value)(range(len(kept)) if key in numbers else (value[i] for i in kept))
     modules = [layers[i] for i in kept]
-    layers._modules.clear()
+    del layers[:]
     layers.extend(modules)
     for position, layer in enumerate(layers):
         for module in layer.modules():

@@ -89,7 +89,7 @@ def compiled(template: str, *, html: bool) -> jinja2.Template:
     )
     found.filters |= {each.__name__: each for each in (plain, figure, data_row, data_findings, prose, code)}
     found.filters |= {"json": json.dumps, "literal": repr}
-    shared = (text, number, count, items, mapping, figures, shown_settings, counted, coverage)
+    shared = (text, number, count, items, mapping, figures, shown_settings, counted, coverage, crossed)
     found.globals |= {each.__name__: each for each in shared} | {"size": size}
     return found.get_template(template)
 
@@ -401,6 +401,14 @@ def coverage(report: Mapping[str, Any]) -> float | None:
     return verified * 10**6 // there / 1e4  # as floats, all but one byte of an exabyte would be everything
 
 
+def crossed(report: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Bytes that crossed between host and card, and those of them that were verified; None in reports of schema 1."""
+    there, verified = (find(report, "coverage", "crossed", name) for name in ("crossed_bytes", "verified_bytes"))
+    if not isinstance(verified, int) or not isinstance(there, int):
+        return None
+    return there, verified
+
+
 def mismatches(report: Mapping[str, Any]) -> int:
     """How often a check found something wrong: the counters together, or the incidents where these are more."""
     counted = sum(count(report, name, section.wrong) for name, section in SECTIONS.items() if section.wrong)
@@ -449,6 +457,10 @@ def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:
         notes.append("Only a sample of the transfers was verified (--verify sample).")
     elif mode == "full" and share is not None and share < 100:
         notes.append("Not every byte was verified; the run continued with the user's consent.")
+    link = crossed(report)
+    if mode == "full" and link is not None and link[1] < link[0]:
+        names = [text(row, "origin") for row in items(report, "coverage", "crossed", "unverified")]
+        notes.append(f"{size(link[0] - link[1])} crossed between host and card unverified: {', '.join(names[:3])}.")
     if varies := _varies(report):
         notes.append(varies)
     if names := items(report, "weights", "not_attested"):

@@ -98,7 +98,7 @@ def merge(
         with Mover(torch.device("cpu"), settings=TransferSettings(), faults=faults) as mover:
             check_source(source, mover.device)
             with _spilled(out.parent) if spill else nullcontext():
-                model, _ = load_model(source, mover)
+                model, _ = load_model(source, mover, on_host=spill)
             records = attest_files(source, mover)
             attested = f"{records.attested}, not attested {len(records.unknown)}"
             say(f"base {named.name}: {nbytes / 1e9:.3g} GB loaded, every tensor as in its file; attested {attested}")

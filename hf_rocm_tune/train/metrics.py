@@ -2,8 +2,9 @@
 
 TRL's ``compute_loss`` gathers and reads each metric at once: several collectives and waits in each micro-step. Within
 `DeferredMetrics.deferring` gathers return a `Deferred`; `settle` evaluates all of them with TRL's own operations in its
-own order, so the values are bit-identical, with one gather and one read. Only for `TRAINERS` in tested versions of
-TRL: KTO and GRPO compute with what they gather.
+own order, so the values are bit-identical, with one gather and one read. An operation that a `Deferred` does not know
+reads it at once, as stock does: slower, and right in any version of TRL. Only for `TRAINERS`: KTO and GRPO compute with
+what they gather.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 from trl import DPOTrainer, RewardTrainer, SFTTrainer
 
+from hf_rocm_tune import upstream
 from hf_rocm_tune.train.sentinels import is_foreign
-from hf_rocm_tune.upstream import is_tested
 
 TRAINERS = (SFTTrainer, DPOTrainer, RewardTrainer)
 _AT_MOST = 100
@@ -39,7 +40,10 @@ class Deferred:
     def __getattr__(self, name: str) -> Callable[[], Deferred]:
         if name in ("sum", "mean", "min", "max"):
             return partial(Deferred, getattr(Tensor, name), self)
-        raise AttributeError(name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found: Callable[[], Deferred] = getattr(self.now(), name)
+        return found
 
     def item(self) -> Deferred:
         return _Read(self)
@@ -48,7 +52,7 @@ class Deferred:
         """Only for TRL, which asks whether a count is above 0 before it divides by it: `_ratio` checks that later."""
         if other == 0 and sys._getframe(1).f_globals.get("__name__", "").startswith("trl."):
             return True
-        raise TypeError("the value of a metric is not available until it is logged")
+        return bool(self.now() > value_of(other))
 
     def __truediv__(self, other: Any) -> Deferred:
         return Deferred(_ratio, self, other)
@@ -61,6 +65,15 @@ class Deferred:
 
     __radd__ = __add__
 
+    def now(self) -> Any:
+        """Gather and read what this depends on, for an operation that cannot wait. Collective."""
+        settle([self])
+        return self.value()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*map(_now, args), **{name: _now(each) for name, each in (kwargs or {}).items()})
+
     def value(self) -> Any:
         """The value, after everything it depends on has been gathered and read."""
         if self.known is None:
@@ -69,11 +82,42 @@ class Deferred:
         return self.known
 
 
+def _now(figure: Any) -> Any:
+    return figure.now() if isinstance(figure, Deferred) else figure
+
+
+def _reading(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reads what it is given, and computes with the values."""
+
+    def read(self: Deferred, *others: Any) -> Any:
+        return operation(self.now(), *map(_now, others))
+
+    return read
+
+
+_READ_AT_ONCE: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("sub", "mul", "pow", "lt", "le", "ge", "neg", "getitem")},
+    "rsub": lambda mine, other: other - mine,
+    "rmul": lambda mine, other: other * mine,
+    "rtruediv": lambda mine, other: other / mine,
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "len": len,
+    "format": format,
+    "round": round,
+    "abs": abs,
+}
+for _name, _operation in _READ_AT_ONCE.items():
+    setattr(Deferred, f"__{_name}__", _reading(_operation))
+
+
 class _Leaf(Deferred):
     """A tensor to be gathered from all ranks; ``rows``: how many gathered rows count, None for all."""
 
-    def __init__(self, tensor: Tensor, rows: int | None) -> None:
+    def __init__(self, tensor: Tensor, rows: int | None, accelerator: Any) -> None:
         super().__init__(lambda: None)
+        self.accelerator = accelerator
         self.tensor, self.rows = tensor.detach(), rows  # its graph would keep all activations alive
 
 
@@ -100,9 +144,14 @@ class DeferredMetrics:
 
     def __init__(self, trainer: Any, *, filters_losses: bool) -> None:
         self._trainer, self._filters_losses = trainer, filters_losses
-        tried = isinstance(trainer, TRAINERS) and is_tested("trl")
+        known = all(upstream.read(name, trainer) is not None for name in ("metrics", "trained_tokens"))
         # User code may gather by itself, and read TRL's metrics.
-        self._wanted = tried and not is_foreign(type(trainer)) and trainer.compute_loss_func is None
+        self._wanted = (
+            isinstance(trainer, TRAINERS)
+            and known
+            and not is_foreign(type(trainer))
+            and trainer.compute_loss_func is None
+        )
         self._micro_steps = 0
         self._within = 0  # micro-batches that are in `deferring` now: several in a pipeline
 
@@ -124,9 +173,9 @@ class DeferredMetrics:
         self._micro_steps += 1
         self._within += 1
         ending = accelerator.gradient_state
-        accelerator.gather = lambda tensor: _Leaf(tensor, None)
+        accelerator.gather = lambda tensor: _Leaf(tensor, None, accelerator)
         accelerator.gather_for_metrics = lambda tensor: _Leaf(
-            tensor, ending.remainder if ending.end_of_dataloader and ending.remainder > 0 else None
+            tensor, ending.remainder if ending.end_of_dataloader and ending.remainder > 0 else None, accelerator
         )
         try:
             yield
@@ -144,14 +193,14 @@ class DeferredMetrics:
         self._micro_steps = 0
         trainer = self._trainer
         figures = [figure for metrics in trainer._metrics.values() for values in metrics.values() for figure in values]
-        settle([*figures, trainer._total_train_tokens], trainer.accelerator)
+        settle([*figures, trainer._total_train_tokens])
         trainer._total_train_tokens = value_of(trainer._total_train_tokens)
         for metrics in trainer._metrics.values():
             for values in metrics.values():
                 values[:] = map(value_of, values)
 
 
-def settle(figures: Iterable[Any], accelerator: Any) -> None:
+def settle(figures: Iterable[Any]) -> None:
     """Gather and read what these metrics depend on, so that each has its value. Collective."""
     found: dict[int, Deferred] = {}
     pending = [figure for figure in figures if isinstance(figure, Deferred)]
@@ -160,7 +209,7 @@ def settle(figures: Iterable[Any], accelerator: Any) -> None:
         if id(figure) not in found and figure.known is None:
             found[id(figure)] = figure
             pending += [part for part in figure.parts if isinstance(part, Deferred)]
-    _gather([each for each in found.values() if isinstance(each, _Leaf)], accelerator)
+    _gather([each for each in found.values() if isinstance(each, _Leaf)])
     reads = [each for each in found.values() if isinstance(each, _Read)]
     if reads:
         tensors = [each.parts[0].value().reshape(()) for each in reads]
@@ -169,19 +218,20 @@ def settle(figures: Iterable[Any], accelerator: Any) -> None:
             each.known = number if tensor.is_floating_point() else int(number)
 
 
-def _gather(leaves: list[_Leaf], accelerator: Any) -> None:
+def _gather(leaves: list[_Leaf]) -> None:
     """Gather all leaves in one collective, as bytes; with one process there is nothing to gather."""
+    if not leaves:
+        return
+    accelerator = leaves[0].accelerator
     ranks = accelerator.num_processes
     if ranks == 1:
         for each in leaves:
             each.known = each.tensor[: each.rows] if each.tensor.dim() else each.tensor
         return
-    if not leaves:
-        return
     flat = [each.tensor.reshape(-1).contiguous().view(torch.uint8) for each in leaves]
     sizes = [-(-one.numel() // 8) * 8 for one in flat]  # a multiple of 8 is aligned for every dtype
     packed = torch.cat([functional.pad(one, (0, size - one.numel())) for one, size in zip(flat, sizes, strict=True)])
-    rows, begin = accelerator.gather(packed).view(ranks, -1), 0
+    rows, begin = type(accelerator).gather(accelerator, packed).view(ranks, -1), 0  # not the one that defers
     for each, one, size in zip(leaves, flat, sizes, strict=True):
         shape = each.tensor.shape or (1,)
         mine = rows[:, begin : begin + one.numel()].contiguous().view(each.tensor.dtype)

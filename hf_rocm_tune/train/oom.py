@@ -15,6 +15,8 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone, on_main_process
 from hf_rocm_tune.cards.way import Stock
 from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
@@ -174,6 +177,21 @@ def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]
 # ---- rewinding an optimizer step ----------------------------------------------------------------------------
 
 
+def metrics_of(trainer: Any) -> dict[str, dict[str, list[Any]]]:
+    """What TRL's trainers have recorded since the last log, by mode and name; empty for other trainers."""
+    found: dict[str, dict[str, list[Any]]] | None = upstream.read("metrics", trainer)
+    if found is None and any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+        _warn_of_metrics(metadata.version("trl"))
+    return found or {}
+
+
+@cache
+def _warn_of_metrics(version: str) -> None:
+    logger.warning(
+        "TRL %s keeps its metrics where they are not known: those of a step that is repeated are logged twice", version
+    )
+
+
 class StepWindow:
     """The current optimizer step: its micro-batches so far, and the state needed to repeat them.
 
@@ -187,17 +205,19 @@ class StepWindow:
         cards = [each for each in trainer.devices if each.type == "cuda"]
         self._random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
         self._cards = [(torch.cuda.get_rng_state(each), each) for each in cards]
-        self._metrics: dict[str, list[float]] = getattr(trainer, "_metrics", {}).get("train", {})
+        self._metrics: dict[str, list[float]] = metrics_of(trainer).get("train", {})
         self._lengths = {name: len(values) for name, values in self._metrics.items()}
         self._tokens = self.tokens
 
     @property
     def tokens(self) -> Any:
         """The tokens that TRL's trainers have counted so far and log as ``num_tokens``; 0 for other trainers."""
-        return getattr(self._trainer, "_total_train_tokens", 0)
+        counted = upstream.read("trained_tokens", self._trainer)
+        return 0 if counted is None else counted
 
     def set_tokens(self, number: Any) -> None:
-        self._trainer._total_train_tokens = number
+        if upstream.read("trained_tokens", self._trainer) is not None:
+            upstream.assign("trained_tokens", self._trainer, number)
         if "num_tokens" in self._metrics:
             self._metrics["num_tokens"] = [number]
 
@@ -343,7 +363,8 @@ class OutOfMemoryRecovery:
     def _parts(self, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
         """`split` as it fits this trainer's loss and collator (that of TRL's DPO and reward models makes pairs)."""
         pairs = type(self._trainer.data_collator).__name__ == "DataCollatorForPreference"
-        return split(batch, divisor, labels_shifted=self._trainer._loss_shifts_labels, pairs=pairs)
+        shifted = bool(upstream.read("shifted_labels", self._trainer))
+        return split(batch, divisor, labels_shifted=shifted, pairs=pairs)
 
     def _fault(self, model: nn.Module, part: BatchPart | None) -> AbstractContextManager[None]:
         if part is None:
@@ -416,7 +437,7 @@ class OutOfMemoryRecovery:
 def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
     """The result of an evaluation, repeated with half as many rows at a time while memory runs out."""
     args, state = trainer.args, trainer.accelerator.gradient_state
-    loaders, logged = state.dataloader_references, getattr(trainer, "_metrics", {}).get("eval", {})
+    loaders, logged = state.dataloader_references, metrics_of(trainer).get("eval", {})
     shortages: list[dict[str, Any]] = []
     while True:
         try:
@@ -436,7 +457,7 @@ def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
                 "--eval_strategy no"
             )
         state.dataloader_references = loaders  # the interrupted loader has not left them
-        getattr(trainer, "_eval_dataloaders", {}).clear()  # of the former size
+        (upstream.read("evaluation_loaders", trainer) or {}).clear()  # of the former size
         logged.clear()
         release_memory()
         args.per_device_eval_batch_size = size // 2

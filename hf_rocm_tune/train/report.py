@@ -24,13 +24,14 @@ from hf_rocm_tune.survive.run_directory import new_record, read_record, write_re
 from hf_rocm_tune.train.telemetry import describe_device
 from hf_rocm_tune.transfer import STAGES, TransferReport
 from hf_rocm_tune.transfer.digest import device_method, host_method
-from hf_rocm_tune.transfer.report import BETWEEN_CARDS, share_words
+from hf_rocm_tune.transfer.report import BETWEEN_CARDS, coverage_of, share_words
 
 if TYPE_CHECKING:
     from hf_rocm_tune.train.telemetry import Telemetry
 
 FILE_NAME = "transfer_report.json"
-SCHEMA = 1
+SCHEMA = 2
+"""1: before `coverage` had ``crossed``. A report of it is still read and shown."""
 _DISTRIBUTIONS = (
     "hf-rocm-tune", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "bitsandbytes",
 )  # fmt: skip
@@ -79,6 +80,8 @@ def build(trainer: Any, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
             "device_bytes": weights.device_bytes * len(everyone) + batches["bytes"] + between["bytes"],
             "unverified": weights.unverified,
             "weights_verified_by": weights.verified_by,
+            # of all that crossed between host and card, whoever asked for it; ``unverified`` above names tensors
+            "crossed": coverage_of(counters),
         },
         **counters,
         "preflight": facts.preflight,
@@ -121,7 +124,7 @@ def write_report(trainer: Any, directory: Path) -> list[str]:
     if trainer.is_world_process_zero():
         write(content, directory)
         write_text_atomic(directory / TRAINER_STATE_NAME, json.dumps(asdict(trainer.state), indent=2) + "\n")
-        base = getattr(trainer.accelerator.unwrap_model(trainer.model).config, "_name_or_path", None)
+        base = getattr(trainer.accelerator.unwrap_model(trainer.model).config, "name_or_path", None)
         settings = {**trainer.args.to_dict(), "model_name_or_path": base, "world_size": trainer.args.world_size}
         with suppress(UsageError):  # a file of the user's that has its name stays
             if (found := read_record(directory)) is None or found.run_id == trainer.run_id:
@@ -146,6 +149,7 @@ def closing_line(report: Mapping[str, Any]) -> str:
         sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
     )
     covered, averages, frozen = report["coverage"], report["gradients"], report["frozen"]
+    crossed = covered["crossed"]
     products = report["arithmetic"]
     lacking = f" (not: {listed([row['tensor'] for row in covered['unverified']])})" if covered["unverified"] else ""
     share = share_words(covered["verified_bytes"], covered["device_bytes"])
@@ -156,6 +160,8 @@ def closing_line(report: Mapping[str, Any]) -> str:
         f"{tensors:,} tensors": True,
         f"{_readable(moved)} moved": True,
         f"{share} of the bytes on the device verified{lacking}": True,
+        f"{share_words(crossed['verified_bytes'], crossed['crossed_bytes'])} of {_readable(crossed['crossed_bytes'])} "
+        f"that crossed verified{_not_crossed(crossed)}": crossed["crossed_bytes"],
         f"{mismatches} mismatches": True,
         f"{recovered} recovered": True,
         f"{averages['buckets']:,} averages of gradients checked, {averages['mismatches']} wrong"
@@ -171,6 +177,11 @@ def closing_line(report: Mapping[str, Any]) -> str:
     asked = (report["fault_injection"], report["step_fault_injection"], report["survival"]["crash_injection"])
     said = ", ".join(text for text, applies in parts.items() if applies)
     return f"{said}{' (faults were injected on request)' * any(asked)}"
+
+
+def _not_crossed(crossed: Mapping[str, Any]) -> str:
+    names = [f"{row['origin']}: {row['reason']}" for row in crossed["unverified"]]
+    return f" (not: {listed(names)})" if names else ""
 
 
 def _recovered(counted: Mapping[str, Any], wrong: str) -> str:

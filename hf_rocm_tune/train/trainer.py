@@ -33,7 +33,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models import loss, recompute
 from hf_rocm_tune.models.adapter import LearningRates, keep_weights_from_vllm, share_inputs
 from hf_rocm_tune.models.adapter_settings import AdapterSettings
-from hf_rocm_tune.models.loading import rewrites_base, verified_loading
+from hf_rocm_tune.models.loading import LoadReport, note_files, packed_experts, rewrites_base
 from hf_rocm_tune.models.placement import (
     Coverage,
     attest,
@@ -207,14 +207,17 @@ class VerifiedTransferMixin(_Base):
         if "args" in keywords:
             keywords["args"] = own
         arguments = tuple(own if each is args else each for each in arguments)
-        before = self._digests_before(keywords.get("model", next(iter(arguments), None)), keywords.get("peft_config"))
-        with verified_loading(self.mover), self.mover.copies_as("adapter"):
+        given = keywords.get("model", next(iter(arguments), None))
+        before = self._digests_before(given, keywords.get("peft_config"))
+        with self._loading(given):
             super().__init__(*arguments, **keywords)
         self.way.connect(self, one_by_one=step_faults is not None)
         self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
         mark_computed(self.model, self.mover)
+        if isinstance(given, str):
+            note_files(self.model, (), self.mover)
         share_inputs(self.model)
         require_isolation(self.model, self.args)
         self._place(self.model)
@@ -241,6 +244,17 @@ class VerifiedTransferMixin(_Base):
             return nullcontext
         loss.install()
         return loss.one_pass_loss
+
+    @contextmanager
+    def _loading(self, model: Any) -> Iterator[None]:
+        """Around the trainer's own loading, of a model that is given by name, and the making of an adapter."""
+        by_name, report = isinstance(model, str), LoadReport(self.mover)
+        with (
+            packed_experts(self.mover, nf4=by_name, report=report),
+            self.mover.copies_as("weights" if by_name else "adapter"),
+            report.reading() if by_name else nullcontext(),
+        ):
+            yield
 
     def _digests_before(self, model: Any, peft_config: Any) -> dict[str, Digest]:
         """Attest a model that was handed over. Returns its digests if the adapter's initialisation changes weights."""
@@ -370,7 +384,7 @@ class VerifiedTransferMixin(_Base):
             self._training_prefetch = prefetch
         key = keywords.get("dataloader_key")
         if key is not None and self.args.dataloader_persistent_workers:
-            self._eval_dataloaders[key] = loader  # filled inside with the stock object
+            (upstream.read("evaluation_loaders", self) or {})[key] = loader  # filled inside with the stock object
         return loader
 
     @override
@@ -503,7 +517,9 @@ class VerifiedTransferMixin(_Base):
     def _repeat_step(self, model: nn.Module) -> Any:
         """Compute the optimizer step again, as if for the first time. Returns the norm of its clipped gradients."""
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler._per_optimizer_states.clear()  # it refuses to unscale gradients twice in a step
+            upstream.read(
+                "float16_scaling", self.accelerator.scaler
+            ).clear()  # it refuses to unscale gradients twice in a step
         compare = partial(self._replays.compare, model, again=True)
         with self._replays.watching_attention():
             losses = self._recovery.repeat(super().training_step, model, self._num_items, compare)

@@ -33,7 +33,7 @@ from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.interception import own_copies, serve, stop_serving
 from hf_rocm_tune.transfer.ladder import Ladder
 from hf_rocm_tune.transfer.landing import Landing
-from hf_rocm_tune.transfer.mapped import in_file
+from hf_rocm_tune.transfer.mapped import InFile, in_file
 from hf_rocm_tune.transfer.raw_bytes import (
     as_bytes,
     dense,
@@ -156,15 +156,17 @@ class Mover:
     ) -> Tensor:
         """Send one host tensor, of any dense dtype, shape and strides, and wait until it is verified.
 
-        ``name``, ``stage`` (one of `STAGES`) and ``source``, the file it came from, are for incidents. ``dtype``: to
-        cast it to, on the device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit.
-        ``transient``: memory of a short-lived tensor is allocated without a wait for the caller's stream.
+        ``name``, ``stage`` (one of `STAGES`) and ``source``, the file it came from, are for incidents; a tensor whose
+        memory is that of a mapped safetensors file is tied to it without ``source``. ``dtype``: to cast it to, on the
+        device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit. ``transient``: memory of a
+        short-lived tensor is allocated without a wait for the caller's stream.
 
         Returns a new tensor on the device, contiguous, without gradient history, that owns its storage.
         """
         self._check_host(tensor, name)
+        where = InFile(source, name) if source is not None else in_file(tensor)
         tensor = dense(tensor)
-        segment = Segment(name, tensor, 0, source)
+        segment = Segment(name, tensor, 0, None if where is None else where.file)
         transfer = self._new_transfer(stage, [segment], tensor)
         buffer = self._backend.allocate(transfer.nbytes, long_lived=not transient)
         self._sender.send(transfer, buffer, self._ladder.route, attempt=0)
@@ -173,8 +175,8 @@ class Mover:
         with ordinary():
             moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
         self._registry.put(moved, Entry("transferred", digest=arrived) if transfer.verify else self._not_verified())
-        if source is not None and transfer.verify:
-            self.read_from(source, name, arrived)
+        if where is not None and transfer.verify:
+            self.read_from(where.file, where.tensor, arrived)
         return moved if dtype in (None, tensor.dtype) else self._cast(moved, tensor, dtype, name, stage)
 
     def _cast(self, moved: Tensor, source: Tensor, dtype: torch.dtype | None, name: str, stage: str) -> Tensor:
@@ -247,8 +249,8 @@ class Mover:
         self._finish(transfer, buffer)
         if order is None:
             target.copy_(typed_view(buffer, 0, target.dtype, target.shape))
-        if exact and where is not None and transfer.verify:
-            self.read_from(where.file, where.tensor, transfer.expected)
+        if where is not None and transfer.verify:
+            self.read_from(where.file, where.tensor, transfer.expected if exact else digest(source))
         self._note_delivered(target, transfer, in_a_row if order is not None else None)
 
     def _note_delivered(self, target: Tensor, transfer: Transfer, whole: Tensor | None) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_rocm_tune.models.loading import verified_loading
+from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.transfer import HostBackend, Mover, TransferSettings
 
 SLOTS, SLOT_BYTES = 4, 2 << 20
@@ -84,8 +84,7 @@ def llama(layers: int, directory: Path) -> Path:
 
 
 def load(directory: Path, mover: Mover) -> None:
-    with verified_loading(mover):
-        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, device_map={"": "cpu"})
+    load_model(ModelSource(name=str(directory), init={"dtype": torch.bfloat16}), mover)
 
 
 def main(place: Path) -> None:
