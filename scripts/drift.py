@@ -264,7 +264,7 @@ def sources(wheels: Path) -> list[dict[str, str]]:
     for seam in SEAMS:
         library = seam.module.partition(".")[0]
         if library not in releases or seam.kind == "read":
-            continue  # torch's wheel has gigabytes, attributes are of objects: tests look for them where it is installed
+            continue  # torch's wheel has gigabytes, attributes are of objects: tests look for them as installed
         files, version = releases[library]
         found = parameters(files, seam.module, seam.attribute)
         if found is None:
