@@ -177,7 +177,7 @@ FRAGMENT = re.compile(r"(of|from|the same|without|for|as|with|at most|may|defaul
 
 
 @pytest.mark.parametrize(
-    "verb", ["run", "doctor", "plan", "env", "demo", "report", "push", "merge", "generate", "chat", "recipes"]
+    "verb", ["run", "doctor", "plan", "env", "demo", "report", "push", "merge", "generate", "chat", "recipes", "verify"]
 )
 def test_a_flag_s_help_can_be_read_without_its_name(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
