@@ -100,7 +100,7 @@ def add_merge_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep_base",
         action="store_true",
-        help="with --gguf f16, bf16 or f32: the adapter alone as GGUF, for llama.cpp's --lora; nothing is merged",
+        help="write the adapter alone as GGUF (--gguf f16, bf16 or f32), for llama.cpp's --lora; nothing is merged",
     )
     parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help="llama.cpp's directory (default: look on PATH)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python code")
