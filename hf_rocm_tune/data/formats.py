@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -43,6 +44,7 @@ _FUNCTIONS = "functions"  # OpenAI's former name of ``tools``
 _KWARGS = "chat_template_kwargs"
 MARKS = ("weight", "train", "training", "loss")  # of a message, by OpenAI, Axolotl (both spellings) and ms-swift
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in OpenAI's later form
+_MARKS = frozenset(MARKS)
 _STANDARD_ROLES = frozenset({"user", "assistant", "system", "tool", "developer"})
 #: Other names of roles, in lower case. ``function_call`` is handled where a message is converted.
 _ROLES = {
@@ -264,7 +266,7 @@ class _Seen:
             self.traits.add("function_call")
         if "tool_calls" in keys:
             self.traits.add("tool_calls")
-        if any(mark in keys for mark in MARKS):
+        if not _MARKS.isdisjoint(keys):
             self.traits.add("mark")
         if isinstance(content, str):
             thinking = ("<think>" in content) + 2 * ("</think>" in content)
@@ -443,6 +445,7 @@ def _without_padding(row: Mapping[str, Any], layout: FormatInfo) -> dict[str, An
     return {name: [entry for entry, real in zip(row[name], mask, strict=True) if real] for name in names}
 
 
+@lru_cache(maxsize=1024)
 def _role(role: str) -> str:
     """TRL's name of a role, whatever its case; a role that is not known stays."""
     lower = role.strip().lower()
@@ -751,7 +754,7 @@ def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | Non
             return f"message {number} is a function_call, and its '{content}' is no JSON object with 'name'"
         if fault := _fault_in_calls(message.get("tool_calls")):
             return f"message {number} {fault}"
-        for mark in MARKS:
+        for mark in () if _MARKS.isdisjoint(message) else MARKS:
             if message.get(mark) not in (None, True, False):  # 0 and 1 are equal to them
                 return f"message {number} has '{mark}': {message[mark]!r}, and a message is in the loss (1) or not (0)"
     roles = {_role(message[role]) for message in value}
@@ -762,7 +765,7 @@ def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | Non
 
 def _fault_in_calls(calls: Any) -> str | None:
     """What is wrong with the ``tool_calls`` of a message: a template would leave out what it cannot read."""
-    if calls in (None, [], ""):
+    if not calls:
         return None
     if not isinstance(calls, list):
         return f"has {_named(calls)} as 'tool_calls', not a list of calls"
