@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +183,7 @@ def _write(room: Path, config: Any, tokenizer: Any, rule: str | None, source: Pa
     else:
         save_as_published(tokenizer, source, base)
     adapter = write_adapter(lora("", **peft), base, room / "adapter")
-    tokenizer.save_pretrained(adapter)
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(adapter)  # as a run does
     return Made(base, adapter, rule)
 
 
@@ -345,11 +345,11 @@ def served(programs: Path, file: Path, adapter: Path | None) -> Iterator[Callabl
 def perplexity_there(programs: Path, file: Path, adapter: Path | None, text: Path) -> float:
     command = [str(programs / "llama-perplexity"), "-m", str(file), "-f", str(text), "-c", str(CONTEXT), "-b", "512"]
     command += ["-t", "2", "--no-warmup", *_EXACT, *(["--lora", str(adapter)] if adapter is not None else [])]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    found = re.findall(r"\[\d+\]([\d.]+),", done.stdout)  # after each chunk, of all so far
-    if done.returncode or not found:
-        raise RuntimeError(f"llama-perplexity: {(done.stdout + done.stderr)[-800:]}")
-    return float(found[-1])
+    for _ in range(5):  # its log loses its last lines now and then, on a busy machine
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if found := re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr):
+            return float(found[1])
+    raise RuntimeError(f"llama-perplexity: {(done.stdout + done.stderr)[-800:]}")
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
@@ -416,16 +416,18 @@ def compare(
                 "cache_prompt": False,
             },
         )
-        said = answered["completion_probabilities"]
     here, logs = greedy_here(model, prompt, ends)
-    # The end token is not among those that the server returns.
-    theirs = [one["id"] for one in said]
-    same = next(
-        (at for at, pair in enumerate(zip(here, theirs, strict=False)) if pair[0] != pair[1]),
-        min(len(here), len(theirs)),
-    )
-    row["greedy"] = f"{same} of {min(len(here), len(theirs))}"
-    row["log_prob"] = max((abs(logs[at] - said[at]["logprob"]) for at in range(same)), default=None)
+    theirs = answered["tokens"]  # without the end token
+    same = next((at for at, pair in enumerate(zip(here, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
+    row["greedy"] = f"{same} of {len(theirs)}"
+    # Of tokens that are a part of a letter the server gives no probability.
+    given, known = iter(answered["completion_probabilities"]), list[float]()
+    entry = next(given, None)
+    for at, token in enumerate(theirs[:same]):
+        if entry is not None and entry["id"] == token:
+            known.append(abs(logs[at] - entry["logprob"]))
+            entry = next(given, None)
+    row["log_prob"] = max(known, default=None)
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as words:
         words.write(text)
         words.flush()
@@ -434,7 +436,7 @@ def compare(
     return row | {"perplexity": [round(found, 4), round(wanted, 4)], "quotient": round(found / wanted, 5)}
 
 
-def run(name: str, sources: Path) -> dict[str, Any]:
+def run(name: str, sources: Path, wanted: Sequence[str]) -> dict[str, Any]:
     make, types, alone = CASES[name]
     programs = sources / "build" / "bin"
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-") as folder:
@@ -449,7 +451,7 @@ def run(name: str, sources: Path) -> dict[str, Any]:
             script = [sys.executable, str(tools / export.CONVERTER), str(made.base), "--outfile", str(file)]
             subprocess.run([*script, "--outtype", "f32"], check=True, capture_output=True)
             model: Any = PeftModel.from_pretrained(plain, made.adapter).eval()
-        for kind in types:
+        for kind in [one for one in types if not wanted or one in wanted]:
             out = room / kind
             code = cli.main([*common, kind, *(["--keep_base"] if alone else []), str(out)])
             if code:
@@ -472,6 +474,9 @@ def run(name: str, sources: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument(
+        "--types", nargs="*", default=[], choices=[*TYPES, "f16"], help="types of files (default: each case's)"
+    )
     parser.add_argument("--llama_cpp", type=Path, required=True, metavar="DIR")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON; cases already there are kept")
     wanted = parser.parse_args()
@@ -484,7 +489,7 @@ def main() -> int:
         "torch": torch.__version__,
     }
     for name in wanted.cases or CASES:
-        found["cases"][name] = run(name, wanted.llama_cpp.absolute())
+        found["cases"].setdefault(name, {}).update(run(name, wanted.llama_cpp.absolute(), wanted.types))
         wanted.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
 

@@ -324,6 +324,10 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Pre
         ) from error
     if template is not None:
         tokenizer.chat_template = template
+    for each in (tokenizer, getattr(tokenizer, "tokenizer", None)):
+        # Where it was loaded from: transformers saves that path into tokenizer_config.json, for a base that has
+        # tokenizer.model and no tokenizer.json, and `check_beside` refuses results that name files elsewhere.
+        getattr(each, "init_kwargs", {}).pop("vocab_file", None)
     return tokenizer
 
 

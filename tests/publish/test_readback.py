@@ -21,6 +21,7 @@ import transformers
 
 from hf_rocm_tune import cli
 from hf_rocm_tune.errors import CorruptionError
+from hf_rocm_tune.models.factory import ModelSource, load_tokenizer
 from hf_rocm_tune.publish import export, readback
 from hf_rocm_tune.survive import manifest
 from tests.publish.merge_cases import lora, write_adapter
@@ -111,6 +112,15 @@ def test_a_gemma_as_published_is_exported_with_its_turns_as_tokens(converted: Pa
     text = (converted / "gguf" / "Modelfile").read_text()
     assert 'PARAMETER stop "<end_of_turn>"' in text and f'TEMPLATE """{{{{ if .System }}}}\n{TURN}system' in text
     assert manifest.verify(file.parent) == []
+
+
+def test_a_tokenizer_of_pieces_alone_is_saved_without_the_path_that_it_came_from(tmp_path: Path) -> None:
+    """A result that names a file of this machine would be refused when it is used."""
+    base = gemma(tmp_path)
+    (base / "tokenizer.json").unlink()
+    load_tokenizer(ModelSource(name=str(base))).save_pretrained(tmp_path / "result")
+    assert str(tmp_path) not in (tmp_path / "result" / "tokenizer_config.json").read_text()
+    load_tokenizer(ModelSource(name=str(tmp_path / "result")))
 
 
 def test_with_the_model_of_pieces_alone_the_rest_is_completed(tmp_path: Path) -> None:
