@@ -290,7 +290,8 @@ def test_a_full_disk_is_one_line_and_the_merged_model_stays(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(export, "find_tools", lambda *_: export.Tools(kind="f16", converter=Path("x"), quantizer=None))
+    tools = export.Tools(kind="f16", converter=Path("x"), quantizer=None)
+    monkeypatch.setattr(export, "find_tools", lambda *_, **__: tools)
     monkeypatch.setattr(export, "_call", full)
     code, _, err = merge("llama", "--gguf", "f16")
     last = err.splitlines()[-1]
