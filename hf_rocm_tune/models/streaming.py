@@ -60,6 +60,7 @@ class Streamer:
         self.wait_seconds = 0.0
         self.contents: list[Content] = []  # the streamed layers as they are sent, in order
         self._segments: dict[int, tuple[Tensor, Segment]] = {}  # by the identity of the layer's own tensor
+        self._bound: list[list[tuple[Place, str, int]]] = [[] for _ in self.layers]  # with the address that it has
         where = []
         for layer in self.layers:
             placed = list(self._take(stack[layer]))
@@ -126,6 +127,17 @@ class Streamer:
             segment = segments[id(source)]
             bound = where.rebind(typed_view(memory, segment.offset, source.dtype, source.shape))
             self._segments[id(bound)] = bound, segment
+            self._bound[at].append((where, segment.name, bound.data_ptr()))
+
+    def _require_bound(self, at: int) -> None:
+        """Refuse to compute with a layer one of whose tensors lies elsewhere than where its bytes arrive."""
+        for where, name, pointer in self._bound[at]:
+            try:
+                there = where.find().data_ptr()
+            except AttributeError:  # an adapter of experts has taken its place
+                continue
+            if there != pointer:
+                raise MemoryFaultError(f"a streamed weight is bound to another place in memory: {name}", ADVICE)
 
     def _after_forward(self, at: int, module: nn.Module, arguments: Any, output: Any) -> Any:
         if torch.is_grad_enabled() and not _in_backward():
@@ -150,6 +162,7 @@ class Streamer:
         except BaseException:
             self._holds[landing] = None
             raise
+        self._require_bound(at)
         self.wait_seconds += time.perf_counter() - begun
 
     def _fetch_ahead(self, at: int) -> None:

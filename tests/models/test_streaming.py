@@ -130,3 +130,14 @@ def test_waits_are_counted_for_each_layer(load: Load, monkeypatch: pytest.Monkey
         passed(model, mover)
     told = of(model).describe()
     assert told["waits"] == [3 * 2] * LAYERS and told["layers"] == list(range(LAYERS))
+
+
+@pytest.mark.parametrize("harm", ["to a copy", "to another layer's"])
+def test_a_streamed_weight_that_is_bound_to_another_place_stops_the_pass(harm: str, load: Load) -> None:
+    model, mover = load()
+    passed(model, mover)
+    layers = of(model).layers
+    first, other = (model.model.layers[layer].mlp.up_proj.weight for layer in layers[:2])
+    first.data = first.data.clone() if harm == "to a copy" else other.data
+    with pytest.raises(MemoryFaultError, match=r"bound to another place in memory: .*up_proj.weight"):
+        passed(model, mover)
