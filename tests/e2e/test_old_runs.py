@@ -228,7 +228,7 @@ def test_an_old_adapter_is_trained_further(kept: Kept, losses: Any) -> None:
 def test_a_finished_run_is_finished_and_stays_as_it_is(kept: Kept) -> None:
     before = kept.content()
     again = done(kept.sft("card_finished"))
-    assert "this run is finished" in again.stdout
+    assert "already holds this finished run" in again.stdout
     assert kept.content() == before
 
 
