@@ -27,6 +27,7 @@ from hf_rocm_tune.errors import device_shortage, shortage_in
 from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import Read, files_of, mark_loaded, remember_read
+from hf_rocm_tune.models.quantised import cast_targets
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import leave_device
 from hf_rocm_tune.models.tensors import places_of, tensors_of
@@ -161,7 +162,7 @@ def packed_experts(mover: Mover, *, nf4: bool = False, mxfp4: bool = False, repo
     noting = partial(_noting, report)
     with ExitStack() as stack:
         if nf4:
-            stack.enter_context(upstream.replaced("unquantised_layers", _and_routers))
+            stack.enter_context(upstream.replaced("unquantised_layers", _and_what_must_stay))
             stack.enter_context(upstream.replaced("quantised_weights", _or_experts))
             stack.enter_context(upstream.replaced("quantise", lambda stock: noting(_quantise(stock))))
         if mxfp4:
@@ -218,11 +219,11 @@ def rewrites_base(peft_config: Any) -> bool:
     return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
 
 
-def _and_routers(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def _and_what_must_stay(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
     def get_modules_to_not_convert(
         model: Any, skip_modules: Any = None, keep_in_fp32_modules: Any = None, *rest: Any
     ) -> list[str]:
-        return [*stock(model, skip_modules, keep_in_fp32_modules, *rest), *routers_of(model)]
+        return [*stock(model, skip_modules, keep_in_fp32_modules, *rest), *routers_of(model), *cast_targets(model)]
 
     return staticmethod(get_modules_to_not_convert)
 

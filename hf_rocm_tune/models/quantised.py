@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +69,38 @@ def require_bitsandbytes(device: torch.device, flag: str) -> None:
             f"{flag}: bitsandbytes has no native library for {runtime if device.type == 'cuda' else device.type}: "
             f"install a version that carries one (`python -m bitsandbytes` lists them), or train without {flag}"
         )
+
+
+def cast_targets(model: nn.Module) -> list[str]:
+    """Names of the linear layers to whose weight's dtype a module casts their input.
+
+    Quantised weights are bytes: the cast would destroy the input. So these layers are not quantised.
+    """
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in _casts(type(module))
+        if isinstance(_attribute(module, name), torch.nn.Linear)
+    ]
+
+
+@cache
+def _casts(kind: type) -> tuple[str, ...]:
+    """The attributes of a class to whose weight's dtype its ``forward`` casts, unless it asks whether it is of floats."""
+    code = getattr(kind.forward, "__code__", None)
+    if code is None or not {"weight", "dtype"} <= set(code.co_names):
+        return ()
+    try:
+        source = inspect.getsource(code)
+    except (OSError, TypeError):  # of no file
+        return ()
+    return tuple(dict.fromkeys(re.findall(r"\bself\.([\w.]+)\.weight\.dtype\b(?!\)*\.is_floating_point)", source)))
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def require_quantised(model: nn.Module, name: str) -> None:

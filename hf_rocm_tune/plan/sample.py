@@ -32,7 +32,7 @@ from hf_rocm_tune.models.experts import (
     use_packed,
     weights_of,
 )
-from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
+from hf_rocm_tune.models.quantised import cast_targets, checkpoint_bits, has_mxfp4
 from hf_rocm_tune.models.split import find_layers
 from hf_rocm_tune.models.streaming import is_streamed
 from hf_rocm_tune.models.tensors import quant_state_of
@@ -288,7 +288,7 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> None:
         settings.llm_int8_threshold = 0.0
     skipped = settings.llm_int8_skip_modules
     skipped = get_keys_to_not_convert(base) if skipped is None else skipped
-    replace_with_bnb_linear(base, [*skipped, *routers_of(base)], settings)
+    replace_with_bnb_linear(base, [*skipped, *routers_of(base), *cast_targets(base)], settings)
     base.is_loaded_in_4bit, base.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
     base.is_quantized = True
     layers = [module for module in base.modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")]

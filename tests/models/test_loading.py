@@ -17,7 +17,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    Lfm2Config,
+    Lfm2VlConfig,
+    Siglip2VisionConfig,
+)
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.adapter import adaptable, check_targets
@@ -104,6 +111,28 @@ def test_quantised_models_are_quantised_from_verified_weights(
     assert attested(mover) == set(names_in(directory))
     assert coverage(model, mover).complete
     assert any(tensor.dtype in (torch.uint8, torch.int8) for _, tensor in tensors_of(model))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_layer_to_whose_dtype_its_input_is_cast_stays_unquantised(
+    mover: Any, quantisation: Any, tmp_path: Path, bits: int
+) -> None:
+    """Siglip 2's linear patch embedding, in LFM2-VL: pictures that are cast to bytes would be zeros."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = Lfm2Config(**sizes, num_key_value_heads=4, vocab_size=64, layer_types=["full_attention"])
+    sight = Siglip2VisionConfig(**sizes, patch_size=16, num_patches=16)
+    config = Lfm2VlConfig(vision_config=sight, text_config=text, image_token_id=63, projector_hidden_size=64)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    model: Any = load(tmp_path, mover, quantisation(bits), dtype=torch.bfloat16)
+    kept = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name.startswith("model.vision_tower")
+    ]
+    assert kept == ["model.vision_tower.embeddings.patch_embedding"]
+    patches = {"pixel_values": torch.rand(1, 16, 768), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.int64)}
+    seen = model.model.vision_tower(**patches, spatial_shapes=torch.tensor([[4, 4]])).last_hidden_state
+    assert seen.std(dim=1).min() > 0, "all patches look alike"
 
 
 @pytest.mark.parametrize("bits", [4, 8])
