@@ -3,9 +3,9 @@
     python benchmarks/pictures_matrix.py MODELS ROWS [--tree TREE] [--json FILE] [--texts FOLDER]
 
 MODELS has image-text models in folders, ROWS has data sets in folders. Every set is given to the first model of
-``--model``; the sets of ``--every`` to each model. ``--tree`` is a checkout whose command is run (default: this one), so that
-an earlier commit can be put beside. All that commands print goes to ``--texts``. Where no torchvision fits torch, its
-Python part with declared but empty operators will do: processors use only that.
+``--model``; the sets of ``--every`` to each model. ``--tree`` is a checkout whose command is run (default: this
+one), so that an earlier commit can be put beside. All that commands print goes to ``--texts``.
+Where no torchvision fits torch, its Python part with declared but empty operators will do: processors use only that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def verdict(code: int, said: str) -> str:
     """One line for the table."""
     errors = re.findall(r"^hf-rocm-tune: (?:\[rank \d+\] )?error: (.*)$", said, re.M)
     if "Traceback (most recent call last)" in said:
-        last = [line for line in said.strip().splitlines() if re.match(r"\w+(\.\w+)*(Error|Exception|Iteration)\b", line)]
+        last = [
+            line for line in said.strip().splitlines() if re.match(r"\w+(\.\w+)*(Error|Exception|Iteration)\b", line)
+        ]
         return f"traceback: {(last or said.strip().splitlines())[-1][:110]}"
     if code:
         return f"{code}: {errors[-1] if errors else (said.strip().splitlines() or ['?'])[-1]}"

@@ -25,8 +25,8 @@ TEMPLATE = (
 TOKENS = 4  # of a picture
 
 
-def build_llava(directory: Path) -> Path:
-    """CLIP's vision tower on 28 x 28 pixels (4 patches), a projector, and Llama."""
+def build_llava(directory: Path, placeholder: str = "<image>") -> Path:
+    """CLIP's vision tower on 28 x 28 pixels (4 patches), a projector, and Llama; ``placeholder``: its token."""
     from transformers import (
         AutoModelForImageTextToText,
         CLIPImageProcessorPil,
@@ -37,13 +37,13 @@ def build_llava(directory: Path) -> Path:
     )
 
     tokenizer = tiny.build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", placeholder]})
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**size, image_size=28, patch_size=14, projection_dim=64),
         text_config=LlamaConfig(**size, vocab_size=576, max_position_embeddings=256, **ids),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_index=tokenizer.convert_tokens_to_ids(placeholder),
         image_seq_length=4,
         vision_feature_layer=-1,
     )
@@ -53,7 +53,46 @@ def build_llava(directory: Path) -> Path:
         patch_size=14,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
+        image_token=placeholder,
+        chat_template=TEMPLATE.replace("<image>", placeholder),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
+def build_paligemma(directory: Path) -> Path:
+    """SigLIP on 28 x 28 pixels (4 patches), and a Gemma that reads a prompt in both directions."""
+    from transformers import (
+        AutoModelForImageTextToText,
+        GemmaConfig,
+        PaliGemmaConfig,
+        PaliGemmaProcessor,
+        SiglipImageProcessorPil,
+        SiglipVisionConfig,
+    )
+
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
+    tokenizer._set_model_specific_special_tokens({"image_token": "<image>"})
+    seeing = SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    seeing.image_seq_length = TOKENS
+    processor = PaliGemmaProcessor(image_processor=seeing, tokenizer=tokenizer, chat_template=TEMPLATE)
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    vocabulary = -(-len(tokenizer) // 64) * 64
+    more = {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": vocabulary, "max_position_embeddings": 256}
+    config = PaliGemmaConfig(
+        vision_config=SiglipVisionConfig(
+            **size, image_size=28, patch_size=14, projection_dim=64, vision_use_head=False
+        ),
+        text_config=GemmaConfig(**size, **more, **ids),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=64,
+        vocab_size=vocabulary,
+        **ids,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

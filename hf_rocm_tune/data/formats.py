@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -160,7 +161,7 @@ def check_format(
             f"the '{split}' rows are conversations, but the tokenizer of '{model_name}' has no chat template: name a "
             "template file, or a model whose template to take, with --chat_template_path"
         )
-    unused = _unused(layout, columns, seen.count)
+    known = layout.columns
     layout = replace(
         layout,
         more=tuple(name for name in layout.more if name not in _TURNS or name in seen.filled),
@@ -173,11 +174,15 @@ def check_format(
     added = {*layout.more} & {*_TURNS}
     calls = {"function_call", _FUNCTIONS, "padding", "bare tools"} & seen.traits
     objects = any(isinstance(first[column], dict) for column in layout.messages)
-    changed = renamed or mixed or foreign or added or calls or objects or layout.joins_parts
-    conversational = bool(layout.messages) or (bool(renamed or added) and has_chat_template)
+    # a picture has no place in a prompt of text, unless the text has the model's own placeholder
+    shown = {"image", "images"} & {*columns} and "prompt" in layout.content and not layout.messages
+    shown = bool(shown) and has_chat_template and not _has_placeholder(str(first[layout.content["prompt"]]))
+    changed = renamed or mixed or foreign or added or calls or objects or layout.joins_parts or shown
+    conversational = bool(layout.messages) or (bool(renamed or added or shown) and has_chat_template)
+    layout = replace(layout, conversational=conversational)
+    unused = _unused(layout, known, columns, seen.count)
     return replace(
         layout,
-        conversational=conversational,
         mapping=_in_words(layout, conversational, seen) if changed else None,
         rows=seen.count,
         has_calls=bool({"tool_calls", "function_call"} & seen.traits),
@@ -187,6 +192,12 @@ def check_format(
     )
 
 
+def _has_placeholder(text: str) -> bool:
+    """Whether a text has what models read as a picture, other than the toolkits' ``<image>``."""
+    found = re.findall(r"<\|?\w*(?:image|vision|img)\w*\|?>|\[IMG\]", text, re.IGNORECASE)
+    return any(each != "<image>" for each in found)
+
+
 def _unused_formats(layout: FormatInfo, columns: list[str]) -> list[str]:
     if layout.kind == "prompt":  # reward functions read them
         return []
@@ -194,12 +205,12 @@ def _unused_formats(layout: FormatInfo, columns: list[str]) -> list[str]:
     return [name for name in columns if name in _READ_BY_TRL and name not in read]
 
 
-def _unused(layout: FormatInfo, columns: list[str], rows: int) -> list[RowFinding]:
-    """Columns that nothing reads: a warning for those that would be training data in another format."""
+def _unused(layout: FormatInfo, known: list[str], columns: list[str], rows: int) -> list[RowFinding]:
+    """Columns that nothing reads, of those not ``known``: a warning for training data in another format."""
     if layout.kind == "prompt":  # reward functions read them
         return []
-    pictures = ("image", "images") if layout.messages else ()
-    unused = [name for name in columns if name not in (*layout.columns, *layout.dropped, *pictures)]
+    pictures = ("image", "images") if layout.messages or layout.conversational else ()
+    unused = [name for name in columns if name not in (*known, *layout.dropped, *pictures)]
     parts = ([name for name in unused if (name in _TRAINING) == trains] for trains in (True, False))
     return [
         RowFinding(

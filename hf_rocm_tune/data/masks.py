@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_rocm_tune.data.formats import MARKS, MASKED
 from hf_rocm_tune.errors import UsageError
@@ -61,6 +61,11 @@ def marked_as_learned(message: Mapping[str, Any]) -> bool | None:
     return all(marks) if marks else None
 
 
+def has_marks(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message of a conversation says whether it is in the loss."""
+    return any(marked_as_learned(message) is not None for message in messages)
+
+
 def _labelled(
     row: dict[str, Any], index: int, *, tokenizer: PreTrainedTokenizerBase, split: str, turns_only: bool
 ) -> dict[str, Any]:
@@ -70,51 +75,132 @@ def _labelled(
         **(row.get("chat_template_kwargs") or {}),
     }
 
-    def text(turns: list[dict[str, Any]], *, prompt: bool = False) -> str:
+    def text(turns: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> str:
         shown: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt, **options)
         return shown
 
-    def beginning(turn: int) -> str:
-        """What stands before a message: for an answer with the generation prompt."""
-        answers = messages[turn]["role"] == "assistant"
-        if turn:
-            return text(messages[:turn], prompt=answers)
-        if not answers:
-            return ""
-        # many templates cannot render a conversation of no messages: find the generation prompt in the first answer
-        asked = [{"role": "user", "content": "q"}]
-        opening = text(asked, prompt=True).removeprefix(text(asked))
-        return text(messages[:1]).partition(opening)[0] + opening
-
     begun = row.get("prompt") or []
     messages = row["messages"] if "messages" in row else begun + row["completion"]
-    whole = text(messages)
+    where = f"row {index + 1} of the '{split}' split"
+    whole, spans = _spans(messages, text, where, turns_only=turns_only, begun=len(begun))
     encoded = tokenizer(whole, add_special_tokens=False)
     ids = encoded["input_ids"]
     labels = [MASKED] * len(ids) if turns_only else list(ids)
     if begun and not turns_only:
-        first = encoded.char_to_token(len(beginning(len(begun)))) or 0
+        first = encoded.char_to_token(len(text(begun, prompt=messages[len(begun)]["role"] == "assistant"))) or 0
         labels[:first] = [MASKED] * first
+    for span in spans:
+        first, last = encoded.char_to_token(span.begin), encoded.char_to_token(span.end - 1)
+        if first is None or last is None:
+            raise UsageError(
+                f"row {index + 1} of the '{split}' split: the tokenizer leaves out part of message {span.turn + 1}; "
+                f"{_FIX}"
+            )
+        labels[first : last + 1] = ids[first : last + 1] if span.learned else [MASKED] * (last + 1 - first)
+    return {"input_ids": ids, "labels": labels}
+
+
+class _Span(NamedTuple):
+    """A message in the text of its conversation that is in the loss, or is not, unlike the rest."""
+
+    turn: int
+    header: int  # where the message and its generation prompt begin, in characters
+    begin: int  # where it begins without the generation prompt, if it is an answer
+    end: int
+    learned: bool
+
+
+def _spans(
+    messages: Sequence[Mapping[str, Any]], text: Callable[..., str], where: str, *, turns_only: bool, begun: int = 0
+) -> tuple[str, list[_Span]]:
+    """The text of a conversation, and the messages in it whose labels differ from the others'.
+
+    ``text`` renders messages, with ``prompt=True`` and the generation prompt; ``where``: for messages;
+    ``begun``: the first messages that are a prompt, which is never learned.
+
+    UsageError: a message does not stand in the whole text as the model would write it.
+    """
+
+    def beginning(turn: int, *, prompt: bool) -> str:
+        """What stands before a message: for an answer with the generation prompt."""
+        if turn:
+            return text(messages[:turn], prompt=prompt)
+        if not prompt:
+            return ""
+        # many templates cannot render a conversation of no messages: find the generation prompt in the first answer
+        parts = isinstance(messages[0].get("content"), list)
+        asked = [{"role": "user", "content": [{"type": "text", "text": "q"}] if parts else "q"}]
+        opening = text(asked, prompt=True).removeprefix(text(asked))
+        return text(messages[:1]).partition(opening)[0] + opening
+
+    whole, spans = text(messages), []
     for turn, message in enumerate(messages):
-        by_default = turn >= len(begun) and (message["role"] == "assistant" or not turns_only)
-        learned = marked_as_learned(message)
-        if learned is None or (learned and turn < len(begun)):  # a prompt is never learned
+        answers = message["role"] == "assistant"
+        learned, by_default = marked_as_learned(message), turn >= begun and (answers or not turns_only)
+        if learned is None or (learned and turn < begun):
             learned = by_default
         if learned == by_default and not (turns_only and learned):
             continue
-        before, after = beginning(turn), text(messages[: turn + 1])
+        before, after = beginning(turn, prompt=answers), text(messages[: turn + 1])
         if not (after.startswith(before) and whole.startswith(after) and len(after) > len(before)):
             raise UsageError(
-                f"row {index + 1} of the '{split}' split: message {turn + 1} does not stand in the whole conversation "
-                f"as the model would write it, so that its tokens are not known; {_FIX}"
+                f"{where}: message {turn + 1} does not stand in the whole conversation as the model would write it, so "
+                f"that its tokens are not known; {_FIX}"
             )
-        first, last = encoded.char_to_token(len(before)), encoded.char_to_token(len(after) - 1)
-        if first is None or last is None:
+        spans.append(_Span(turn, len(beginning(turn, prompt=False)), len(before), len(after), learned))
+    return whole, spans
+
+
+def labels_among(
+    ids: list[int],
+    labels: list[int],
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    text: Callable[..., str],
+    *,
+    turns_only: bool,
+) -> list[int]:
+    """The labels of a conversation with pictures, whose placeholders stand expanded in its token ids.
+
+    A processor tells no place of a character. So each message is found in ``ids`` as its tokens with its header, which
+    are the same in the text that has one placeholder for a picture; messages with pictures have no such tokens.
+
+    Args:
+        ids: of the whole row, placeholders expanded.
+        labels: of the whole row, where everything is learned.
+        messages: with a part for each picture.
+        tokenizer: of the processor.
+        text: as in `_spans`.
+        turns_only: only the assistant's turns are in the loss.
+
+    Raises:
+        UsageError: a message is not found.
+    """
+    whole, spans = _spans(messages, text, "the row", turns_only=turns_only)
+    encoded = tokenizer(whole, add_special_tokens=False)
+    plain = encoded["input_ids"]
+    found, at = [MASKED] * len(ids) if turns_only else list(labels), 0
+    for span in spans:
+        header, first, last = (encoded.char_to_token(each) for each in (span.header, span.begin, span.end - 1))
+        place = None
+        if None not in (header, first, last):
+            place = _place(plain[header : last + 1], ids, at)
+        if place is None:
             raise UsageError(
-                f"row {index + 1} of the '{split}' split: the tokenizer leaves out part of message {turn + 1}; {_FIX}"
+                f"the tokens of message {span.turn + 1} are not found among those of the row, as where a picture "
+                f"stands in it; {_FIX}"
             )
-        labels[first : last + 1] = ids[first : last + 1] if learned else [MASKED] * (last + 1 - first)
-    return {"input_ids": ids, "labels": labels}
+        begin, at = place + first - header, place + last + 1 - header
+        found[begin:at] = labels[begin:at] if span.learned else [MASKED] * (at - begin)
+    return found
+
+
+def _place(wanted: list[int], ids: list[int], begin: int) -> int | None:
+    """Where a run of tokens begins; None: nowhere from ``begin`` on."""
+    for at in range(begin, len(ids) - len(wanted) + 1):
+        if ids[at] == wanted[0] and ids[at : at + len(wanted)] == wanted:
+            return at
+    return None
 
 
 # ---- thinking that is left out of the loss --------------------------------------------------------------------------

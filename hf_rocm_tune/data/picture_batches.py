@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from hf_rocm_tune.data import masks
 from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.data.pictures import COLUMNS, TURNS, PictureError, PictureRows
+from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
     from hf_rocm_tune.data.pictures import Rows
@@ -38,12 +41,38 @@ def literals(processor: Any, placeholders: frozenset[int]) -> tuple[str, ...]:
     return tuple(sorted({text for text in (*names, *tokens) if isinstance(text, str) and text}))
 
 
+def takes_suffix(processor: Any) -> bool:
+    """Whether a model reads all of a prompt at once, also what follows a token, and learns the answer only: PaliGemma.
+
+    Its processor marks both by ``token_type_ids``, 0 and 1, and takes the answer as ``suffix``.
+    """
+    return "suffix" in inspect.signature(type(processor).__call__).parameters
+
+
+def _with_answers(processor: Any) -> Any:
+    """A processor as `takes_suffix` has, which also takes answers without pictures, as TRL's collators give them."""
+    kind = type(processor)
+
+    def call(self: Any, images: Any = None, text: Any = None, **settings: Any) -> Any:
+        if images is not None:
+            return kind.__call__(self, images=images, text=text, **settings)
+        made = self.tokenizer(text, **settings)
+        made["token_type_ids"] = torch.ones_like(made["input_ids"])
+        return made
+
+    changed = copy.copy(processor)
+    changed.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    return changed
+
+
 class PictureCollator:
-    """TRL's collator of rows with pictures, around which three things differ.
+    """TRL's collator of rows with pictures, around which these things differ.
 
     Pictures are opened here, by the `PictureRows`, so that a bad one is named. Rows are cut to ``max_length`` here,
     after all pictures were expanded, and a cut into a picture is refused. The labels of placeholder tokens are masked,
-    unless ``loss_on_placeholders``: TRL counts those of ``messages`` in the loss.
+    unless ``loss_on_placeholders``: TRL counts those of ``messages`` in the loss. With ``turns_only``, or where
+    messages say themselves whether they are in the loss, the messages of a row are found by their prefixes.
+    For a model that `takes_suffix` the last answer is learned, and the rest of the conversation is its prompt.
 
     Batches are TRL's: ``input_ids``, ``attention_mask`` and ``labels`` (or ``completion_mask``) int64 of shape (rows,
     tokens), pixels as the processor makes them.
@@ -57,10 +86,18 @@ class PictureCollator:
         placeholders: frozenset[int],
         loss_on_placeholders: bool = False,
         mask_thinking: bool = False,
+        turns_only: bool = False,
         rows: Sequence[Rows] = (),
     ) -> None:
         self.max_length: int | None = stock.max_length
-        self.stock = dataclasses.replace(stock, max_length=None)
+        changed: dict[str, Any] = {"max_length": None}
+        self._suffix = takes_suffix(stock.processor)
+        if self._suffix:
+            changed["processor"] = _with_answers(stock.processor)
+            if hasattr(stock, "completion_only_loss"):
+                changed["completion_only_loss"] = True
+        self.stock = dataclasses.replace(stock, **changed)
+        self._turns_only = turns_only
         self.pictures = pictures
         self._placeholders = torch.tensor(sorted(placeholders), dtype=torch.int64)
         self._loss_on_placeholders = loss_on_placeholders
@@ -74,9 +111,16 @@ class PictureCollator:
     def whole(self, opened: list[dict[str, Any]]) -> Any:
         """The batch of rows whose pictures are opened, before it is cut."""
         seen = any(row["images"] for row in opened)
+        if self._suffix:
+            opened = [self._as_completion(row) for row in opened]
+        turns = [row.get("messages") for row in opened]  # TRL changes the rows
         batch = self.stock(opened)
         if seen and not any(name.startswith(("pixel", "image_patches")) for name in batch):
             raise PictureError("rows have pictures, and the model's processor made no pixels of them", kind="pixels")
+        if "labels" in batch:
+            for number, messages in enumerate(turns):
+                if isinstance(messages, list) and (self._turns_only or masks.has_marks(messages)):
+                    self._mask_turns(batch, number, messages)
         if "labels" in batch and not self._loss_on_placeholders:
             batch["labels"][self.is_placeholder(batch["input_ids"])] = MASKED
         if "labels" in batch and self._mask_thinking:
@@ -85,6 +129,48 @@ class PictureCollator:
             masked = [masks.thinking_masked({"input_ids": ids, "labels": labels}, tokenizer) for ids, labels in rows]
             batch["labels"] = torch.tensor([row["labels"] for row in masked])
         return batch
+
+    def _as_completion(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A conversation as its last answer and what stands before it."""
+        if not row["images"]:
+            raise PictureError(
+                "it has no picture, and this model's processor takes none without: leave the row out", kind="without"
+            )
+        messages = row.get("messages")
+        if not isinstance(messages, list):
+            return row
+        *prompt, last = messages
+        if last.get("role") != "assistant" or not prompt:
+            raise PictureError(
+                "it does not end with an answer, and this model learns the last answer only: leave the row out",
+                kind="answer last",
+            )
+        rest = {name: value for name, value in row.items() if name != "messages"}
+        return {**rest, "prompt": prompt, "completion": [last]}
+
+    def _mask_turns(self, batch: Any, number: int, messages: list[Any]) -> None:
+        """Mask the labels of a row's messages that are not in the loss."""
+        processor = self.stock.processor
+        parts = [
+            {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+            for message in messages
+            for content in [message.get("content")]
+        ]
+
+        def text(turns: list[Any], *, prompt: bool = False) -> str:
+            template = getattr(self.stock, "chat_template", None)
+            shown: str = processor.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=prompt, chat_template=template
+            )
+            return shown
+
+        kept = batch["attention_mask"][number].bool()
+        ids, labels = batch["input_ids"][number][kept].tolist(), batch["labels"][number][kept].tolist()
+        try:
+            found = masks.labels_among(ids, labels, parts, processor.tokenizer, text, turns_only=self._turns_only)
+        except UsageError as error:
+            raise PictureError(str(error), kind="turns") from error
+        batch["labels"][number][kept] = torch.tensor(found)
 
     def cut(self, batch: Any, examples: Sequence[Mapping[str, Any]] = ()) -> Any:
         """The batch with at most ``max_length`` tokens a row; refused where a picture would be cut."""

@@ -15,7 +15,8 @@ from transformers import ProcessorMixin
 
 from hf_rocm_tune.cards.agree import on_main_process
 from hf_rocm_tune.data import pictures
-from hf_rocm_tune.data.picture_batches import PictureCollator, literals, placeholder_ids
+from hf_rocm_tune.data.masks import template_is_marked
+from hf_rocm_tune.data.picture_batches import PictureCollator, literals, placeholder_ids, takes_suffix
 from hf_rocm_tune.data.picture_check import PictureSummary, look_through
 from hf_rocm_tune.data.pictures import PictureRows
 from hf_rocm_tune.data.summary import DataSummary
@@ -38,6 +39,8 @@ class JobPictures:
     placeholders: frozenset[int]
     loss_on_placeholders: bool
     mask_thinking: bool
+    turns_only: bool  # the assistant's turns are found by their prefixes
+    last_answer: bool  # only the last answer of a conversation can be learned
     tokens: Mapping[str, DataSummary]  # by split, ``train`` and ``eval``
     summaries: Mapping[str, PictureSummary]
     lengths: Mapping[str, Sequence[int]]  # tokens of each row after cutting
@@ -55,6 +58,7 @@ class JobPictures:
             placeholders=self.placeholders,
             loss_on_placeholders=self.loss_on_placeholders,
             mask_thinking=self.mask_thinking,
+            turns_only=self.turns_only,
             rows=datasets,
         )
 
@@ -63,6 +67,11 @@ class JobPictures:
         lines = [line for summary in self.summaries.values() for line in summary.lines()]
         if self.summaries and not self.loss_on_placeholders:
             lines.append("placeholder tokens of pictures do not count in the loss (TRL: --loss_on_picture_tokens)")
+        if self.summaries and self.last_answer:
+            lines.append(
+                "this model reads all of a prompt at once: the last answer of a conversation is in the loss, and what "
+                "stands before it is its prompt (TRL would show the model the answer that it learns)"
+            )
         return lines
 
 
@@ -95,6 +104,16 @@ def looked_through(
     processor = copy.deepcopy(processor)  # TRL gives it a token for padding
     tokenizer = processor.tokenizer
     tokenizer.pad_token = getattr(arguments.training, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token
+    columns = pictures.columns_of(train)
+    args: Any = arguments.training
+    turns_only = getattr(args, "assistant_only_loss", False) is True
+    last_answer = takes_suffix(processor) and "messages" in columns
+    if turns_only and (last_answer or not template_is_marked(processor)):
+        args.assistant_only_loss = False  # TRL would ask its template for marks
+        if not last_answer:
+            say("the chat template has no marks: the assistant's turns are found by their prefixes")
+    else:
+        turns_only = False
     found = JobPictures(
         rows=PictureRows(
             folders=_folders(arguments),
@@ -106,6 +125,8 @@ def looked_through(
         placeholders=placeholders,
         loss_on_placeholders=bool(arguments.tune.loss_on_picture_tokens),
         mask_thinking=arguments.tune.mask_thinking,
+        turns_only=turns_only and not last_answer,
+        last_answer=last_answer,
         tokens={},
         summaries={},
         lengths={},
@@ -170,13 +191,7 @@ def _stock_collator(arguments: Arguments, processor: Any, rows: Rows) -> Any:
         completion_only = "prompt" in columns and "completion" in columns
     template = None
     if args.assistant_only_loss and not has_generation_markers(processor.chat_template):
-        try:
-            template = get_training_chat_template(processor)
-        except ValueError as error:
-            raise UsageError(
-                "--assistant_only_loss of rows with pictures needs a chat template with {% generation %} marks: give "
-                "one with --chat_template_path, or rows with 'prompt' and 'completion', of which only the answer counts"
-            ) from error
+        template = get_training_chat_template(processor)
     return DataCollatorForVisionLanguageModeling(
         completion_only_loss=completion_only,
         dataset_text_field=args.dataset_text_field,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,17 +75,18 @@ def cast_targets(model: nn.Module) -> list[str]:
 
     Quantised weights are bytes: the cast would destroy the input. So these layers are not quantised.
     """
+    modules = dict(model.named_modules())
+    names = {kind: _casts(kind) for kind in {type(module) for module in modules.values()}}
     return [
         f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in _casts(type(module))
+        for path, module in modules.items()
+        for name in names[type(module)]
         if isinstance(_attribute(module, name), torch.nn.Linear)
     ]
 
 
-@cache
-def _casts(kind: type) -> tuple[str, ...]:
-    """The attributes of a class to whose weight's dtype its ``forward`` casts, unless it asks whether it is of floats."""
+def _casts(kind: Any) -> tuple[str, ...]:
+    """The attributes of a class to whose weight's dtype its ``forward`` casts, unless it is asked about first."""
     code = getattr(kind.forward, "__code__", None)
     if code is None or not {"weight", "dtype"} <= set(code.co_names):
         return ()

@@ -236,13 +236,21 @@ def test_bad_pictures_are_named_with_their_rows_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize("turn", [0, 1], ids=["question", "answer"])
-def test_a_placeholder_that_stands_in_a_text_is_refused(train: Train, folder: Path, tmp_path: Path, turn: int) -> None:
-    """The processor would put a picture there that the row does not have."""
-    rows = inline(lambda path: {"type": "image", "image": path}, folder)
-    rows[6]["messages"][turn]["content"][-1]["text"] = "the word <image> in the middle"
-    refused = train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out")
-    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
-    assert "row 7 " in refused.stderr and "<image>" in refused.stderr
+def test_a_placeholder_that_stands_in_a_text_is_refused(
+    train: Train, model: Path, scratch: Path, folder: Path, tmp_path: Path, turn: int
+) -> None:
+    """The processor would put a picture there that the row does not have; each model has its own word for one."""
+    other = scratch / "llava-pad"
+    for base, token in ((model, "<image>"), (other, "<|image_pad|>")):
+        if not base.exists():
+            pictures.build_llava(base, token)
+        rows = inline(lambda path: {"type": "image", "image": path}, folder)
+        data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows)
+        done(train(data, "good", "--model_name_or_path", str(base), "--dry_run"))
+        rows[6]["messages"][turn]["content"][-1]["text"] = f"the word {token} in the middle"
+        refused = train(pictures.write_jsonl(data, rows), "out", "--model_name_or_path", str(base))
+        assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+        assert f"row 7 of the 'train' split: its text contains {token}" in refused.stderr
 
 
 def test_larger_pictures_are_made_smaller(train: Train, tmp_path: Path) -> None:
@@ -400,17 +408,113 @@ def test_an_answer_about_a_picture_is_plain_transformers_and_so_is_the_cards_sni
     exec(compile(code, "card", "exec"), {})
 
 
-def test_thinking_is_masked_and_a_template_without_marks_is_one_line(
-    train: Train, folder: Path, tmp_path: Path
-) -> None:
+def test_thinking_is_masked(train: Train, folder: Path, tmp_path: Path) -> None:
     rows = layouts(folder)["trl"]
     for row in rows:
         row["messages"][1]["content"] = f"<think>Look at it.</think>{row['messages'][1]['content']}"
     data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows)
-    shown = json.loads(done(train(data, "out", "--dry_run", "json", "--mask_thinking", "true")).stdout)
-    pieces = shown["rows"][0]["parts"]["row"]
-    assert any("<think>Look at it.</think>" in piece["text"] for piece in pieces if not piece["counts"])
-    assert not any("Look" in piece["text"] for piece in pieces if piece["counts"])
-    refused = train(data, "out", "--assistant_only_loss", "true")
+    counted, others = _texts(train(data, "out", "--dry_run", "json", "--mask_thinking", "true"))
+    assert "<think>Look at it.</think>" in others and "Look" not in counted
+
+
+def _texts(shown: Result) -> tuple[str, str]:
+    """The text of the first row of a preview that counts in the loss, and the rest."""
+    pieces = json.loads(done(shown).stdout)["rows"][0]["parts"]["row"]
+    return tuple("".join(piece["text"] for piece in pieces if piece["counts"] is wanted) for wanted in (True, False))
+
+
+def test_answers_are_found_in_a_template_without_marks(train: Train, folder: Path, tmp_path: Path) -> None:
+    """In a conversation with pictures in both questions; a message that says so is left out or learned, too."""
+    rows = inline(lambda path: {"type": "image", "image": path}, folder)
+    for row in rows:
+        row["messages"] += json.loads(json.dumps(row["messages"]).replace("What colour", "And which colour"))
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows)
+    flag = ["--assistant_only_loss", "true", "--max_length", "128"]
+    counted, others = _texts(train(data, "out", *flag, "--dry_run", "json"))
+    answer = f"{pictures.answer(0)}<|im_end|>\n"
+    assert counted == 2 * answer and "And which colour" in others and others.count("<image> x 4") == 2
+    assert "found by their prefixes" in done(train(data, "learned", *flag)).stdout
+    done(train(data, "all"))
+    assert losses_of(tmp_path / "learned") != losses_of(tmp_path / "all")
+
+    for row in rows:
+        for number, message in enumerate(row["messages"]):
+            message["weight"] = 0 if number == 1 else 1
+    counted, others = _texts(train(pictures.write_jsonl(data, rows), "out", *flag[2:], "--dry_run", "json"))
+    assert counted.count(answer) == 1 and "What colour" in counted and answer in others
+
+    for row in rows:  # a picture in an answer stands expanded among its tokens
+        asked = {name: value for name, value in row["messages"][0].items() if name != "weight"}
+        row["messages"] = [asked, {**asked, "role": "assistant"}]
+    refused = train(pictures.write_jsonl(data, rows), "out", *flag)
     assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
-    assert "generation" in refused.stderr and "--chat_template_path" in refused.stderr
+    assert "row 1 of the 'train' split: the tokens of message 2 are not found" in refused.stderr
+
+
+def test_a_prompt_of_text_and_its_pictures_become_messages(train: Train, folder: Path, tmp_path: Path) -> None:
+    """A text has no place for them; its own columns are not called unused."""
+    rows = columns(
+        lambda n: {
+            "images": [str(folder / f"{n}.png")],
+            "prompt": pictures.question(n),
+            "completion": pictures.answer(n),
+        }
+    )
+    shown = train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out", "--dry_run", "json")
+    counted, others = _texts(shown)
+    assert counted == f"{pictures.answer(0)}<|im_end|>\n" and "<image> x 4" in others
+    assert "not used" not in shown.stdout + shown.stderr
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # its processor
+def test_a_model_that_reads_its_prompt_in_both_directions_does_not_see_what_it_learns(
+    server: CommandServer, base_flags: list[str], folder: Path, tmp_path: Path
+) -> None:
+    """PaliGemma: with the types of tokens that its processor gives a whole conversation, it would copy the answer."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    from hf_rocm_tune.data.picture_batches import PictureCollator
+    from hf_rocm_tune.data.pictures import PictureRows
+
+    model = pictures.build_paligemma(tmp_path / "paligemma")
+    rows = layouts(folder)["trl"]
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows)
+    settings = [*base_flags, *flags(model_name_or_path=model, dataset_name=data, output_dir=tmp_path / "out")]
+    counted, _ = _texts(server.run(*settings, "--dry_run", "json"))
+    assert counted == f"{pictures.answer(0)}<|im_end|>\n"
+    told = done(server.run(*settings)).stdout
+    assert "the last answer of a conversation is in the loss" in told
+
+    processor, plain = AutoProcessor.from_pretrained(model), AutoModelForImageTextToText.from_pretrained(model).train()
+    stock = DataCollatorForVisionLanguageModeling(processor)
+    batch = PictureCollator(stock, PictureRows(), placeholders=frozenset())(rows[:1])
+    labels = batch.pop("labels")[0]
+    learned = (labels != -100).nonzero().flatten().tolist()
+    before = plain(**batch).logits
+    batch["input_ids"][0, learned[2]] += 1
+    moved = (plain(**batch).logits != before).any(dim=-1)[0]
+    assert moved[learned[2] :].all() and not moved[: learned[2]].any()
+
+    rows[3]["images"] = []
+    refused = server.run(
+        *settings[:-2], *flags(output_dir=tmp_path / "no", dataset_name=pictures.write_jsonl(data, rows))
+    )
+    assert refused.code == 2 and "row 4 of the 'train' split: it has no picture" in refused.stderr, refused.stderr
+
+
+def test_answers_that_are_marked_good_or_bad_are_trained_with_their_pictures(
+    train: Train, folder: Path, tmp_path: Path
+) -> None:
+    rows = columns(
+        lambda n: {
+            "images": [str(folder / f"{n}.png")],
+            "prompt": pictures.turns(n)[:1],
+            "completion": pictures.turns(n)[1:],
+            "label": n % 3 > 0,
+        }
+    )
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows)
+    done(train(data, "out", env={"METHOD": "kto"}))
+    report = report_of(tmp_path / "out")
+    assert report["batches"]["bytes"] > 4 * 2 * 3 * 28 * 28 * 4 and report["batches"]["mismatches"] == 0
