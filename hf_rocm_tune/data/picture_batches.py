@@ -19,6 +19,10 @@ from hf_rocm_tune.errors import UsageError
 if TYPE_CHECKING:
     from hf_rocm_tune.data.pictures import Rows
 
+IN_ROW = "pictures_in_row"
+"""The name in a batch of what its rows have of its pixels, which the trainer takes out before ``forward``: int64 of
+shape (rows, 3), the number of pictures, that of placeholder tokens, and 1 where the processor stacks the pictures of a
+row; (pairs, 3) for preferences."""
 _IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 
@@ -98,6 +102,7 @@ class PictureCollator:
                 changed["completion_only_loss"] = True
         self.stock = dataclasses.replace(stock, **changed)
         self._turns_only = turns_only
+        self._stacking: bool | None = None  # not known yet
         self.pictures = pictures
         self._placeholders = torch.tensor(sorted(placeholders), dtype=torch.int64)
         self._loss_on_placeholders = loss_on_placeholders
@@ -106,7 +111,14 @@ class PictureCollator:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> Any:
         opened = [self._opened(example) for example in examples]
-        return self.cut(self.whole(opened), examples)
+        pictures = [len(row["images"]) for row in opened]
+        several = next((dict(row) for row in opened if len(row["images"]) > 1), None)  # TRL changes the rows
+        batch = self.cut(self.whole(opened), examples)
+        if any(pictures):
+            placeholders = self.is_placeholder(batch["input_ids"]).sum(dim=1)[: len(pictures)]
+            stacks = torch.full_like(placeholders, several is not None and self._stacks(several))
+            batch[IN_ROW] = torch.stack([torch.tensor(pictures), placeholders, stacks], dim=1)
+        return batch
 
     def whole(self, opened: list[dict[str, Any]]) -> Any:
         """The batch of rows whose pictures are opened, before it is cut."""
@@ -129,6 +141,14 @@ class PictureCollator:
             masked = [masks.thinking_masked({"input_ids": ids, "labels": labels}, tokenizer) for ids, labels in rows]
             batch["labels"] = torch.tensor([row["labels"] for row in masked])
         return batch
+
+    def _stacks(self, several: dict[str, Any]) -> bool:
+        """Whether pixels have an entry for each row, as SmolVLM's, and not for each picture; of a row with several."""
+        if self._stacking is None:
+            batch = self.stock([self._as_completion(several) if self._suffix else several])
+            pixels = next(value for name, value in batch.items() if name.startswith(("pixel", "image_patches")))
+            self._stacking = len(pixels) == (1 if len(batch["input_ids"]) == 1 else 2)
+        return self._stacking
 
     def _as_completion(self, row: dict[str, Any]) -> dict[str, Any]:
         """A conversation as its last answer and what stands before it."""

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone, on_main_process
 from hf_rocm_tune.cards.way import Stock
+from hf_rocm_tune.data.picture_batches import IN_ROW
 from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.survive.atomic import write_text_atomic
@@ -44,7 +45,7 @@ STATE_FILE = "_step_down.json"
 _KNOWN = frozenset([
     "input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds",
     "completion_mask", "assistant_masks", "seq_idx", "ref_chosen_logps", "ref_rejected_logps", "margin", "label",
-    "KL_input_ids", "KL_attention_mask", "KL_completion_mask", "ref_logps", "ref_KL_logps",
+    "KL_input_ids", "KL_attention_mask", "KL_completion_mask", "ref_logps", "ref_KL_logps", "mm_token_type_ids", IN_ROW,
 ])  # fmt: skip
 _BOUNDARIES = frozenset(["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"])
 _IGNORED_LABEL = -100
@@ -56,6 +57,9 @@ class Layout(NamedTuple):
     kind: str  # rows, pairs, unpaired, packed, whole
     sizes: tuple[int, ...]  # tokens of each unit (row, pair, sequence, or the batch) in order, padding included
     reason: str | None = None  # why it cannot be split
+    owned: Mapping[
+        str, tuple[int, ...]
+    ] = {}  # of tensors of pictures: their length in each unit, of pairs in both halves
 
 
 class BatchPart(NamedTuple):
@@ -81,10 +85,16 @@ def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
     if kind == "rows" and positions is not None and positions.shape == first.shape == (1, tokens):
         kind = "packed"
     units = len(first) // 2 if pairs else len(first)
+    owned: dict[str, tuple[int, ...]] = {}
 
     for name, value in tensors.items():
         if kind == "packed":
             fits = name in _BOUNDARIES or value.shape == (1, tokens)
+        elif IN_ROW in tensors and name not in _KNOWN:
+            if (lengths := _lengths_in_units(value, tensors[IN_ROW], halves=2 if pairs else 1)) is not None:
+                owned[name] = lengths
+                continue
+            fits = False
         else:
             fits = value.dim() > 0 and len(value) in (units, 2 * units if pairs else units)
         if not fits or name not in _KNOWN | _BOUNDARIES:
@@ -92,7 +102,29 @@ def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
     if kind == "packed":
         return Layout(kind, _sizes_of_sequences(batch))
     tokens += batch["KL_input_ids"].numel() if "KL_input_ids" in batch else 0
-    return Layout(kind, (tokens // units,) * units)
+    return Layout(kind, (tokens // units,) * units, owned=owned)
+
+
+def _lengths_in_units(value: Tensor, in_row: Tensor, *, halves: int) -> tuple[int, ...] | None:
+    """How many entries of a tensor of pictures belong to each row; None: it is not known.
+
+    A tensor has an entry for each row (SmolVLM), for each picture (LLaVA, and sizes), or for each patch or tile, whose
+    number is in the same ratio to the placeholder tokens in each row (Qwen-VL, InternVL). ``halves``: 2 where pixels
+    are there twice, for chosen and for rejected answers; then the lengths are those in each half.
+    """
+    pictures, tokens, stacks = in_row.unbind(dim=1)
+    count, uneven = divmod(len(value), halves) if value.dim() else (0, 1)
+    total, placeholders = int(pictures.sum()), int(tokens.sum())
+    if uneven:
+        return None
+    if count == len(in_row) and (count != total or stacks.any()):
+        return (1,) * len(in_row)
+    if count == total:
+        return tuple(pictures.tolist())
+    shares = tokens * count
+    if placeholders and not (shares % placeholders).any():
+        return tuple((shares // placeholders).tolist())
+    return None
 
 
 def _sizes_of_sequences(batch: Mapping[str, Any]) -> tuple[int, ...]:
@@ -134,7 +166,20 @@ def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs
         ends = itertools.accumulate(tokens)
         inputs = [_sequences(batch, end - size, end) for end, size in zip(ends, tokens, strict=True)]
     else:
-        inputs = [{name: _rows(each, at, len(found.sizes)) for name, each in batch.items()} for at in groups]
+        owned = found.owned
+        inputs = [
+            {
+                name: _entries(each, at, owned[name]) if name in owned else _rows(each, at, len(found.sizes))
+                for name, each in batch.items()
+            }
+            for at in groups
+        ]
+        for each in inputs:
+            if (
+                IN_ROW in each and not each[IN_ROW][:, 0].any()
+            ):  # the model is given no pixels, instead of pixels of none
+                for name in (*owned, IN_ROW):
+                    del each[name]
     if found.kind in ("pairs", "unpaired"):
         weights = list(map(len, groups))
     else:
@@ -149,6 +194,14 @@ def _rows(value: Any, units: range, count: int) -> Any:
     if not isinstance(value, Tensor) or len(value) == count:
         return value[units.start : units.stop] if isinstance(value, Tensor) else value
     return value.unflatten(0, (2, count))[:, units.start : units.stop].flatten(0, 1)
+
+
+def _entries(value: Tensor, units: range, lengths: Sequence[int]) -> Tensor:
+    """The entries of some units of a tensor of pictures, of both halves if it has twice their lengths."""
+    first, last = sum(lengths[: units.start]), sum(lengths[: units.stop])
+    halves = value.split(sum(lengths))
+    parts = [half[first:last] for half in halves]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _labels_that_count(inputs: Mapping[str, Any], *, shifted: bool) -> int:
@@ -362,7 +415,9 @@ class OutOfMemoryRecovery:
 
     def _parts(self, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
         """`split` as it fits this trainer's loss and collator (that of TRL's DPO and reward models makes pairs)."""
-        pairs = type(self._trainer.data_collator).__name__ == "DataCollatorForPreference"
+        collator = self._trainer.data_collator
+        kind = type(getattr(collator, "stock", collator)).__name__  # ours is around TRL's for pictures
+        pairs = kind in ("DataCollatorForPreference", "DataCollatorForVisionPreference")
         shifted = bool(upstream.read("shifted_labels", self._trainer))
         return split(batch, divisor, labels_shifted=shifted, pairs=pairs)
 
@@ -404,15 +459,19 @@ class OutOfMemoryRecovery:
         incident = {"step": step, "stage": "memory", "kind": "out of memory", "micro_step": number + 1, "rows": rows}
         incident |= {"tokens": part.tokens, "divisor": self.divisor, "said": said}
         shortages.append(incident)
-        what = f"out of memory with {rows} {unit}{'s' * (rows > 1)} ({part.tokens} tokens) at step {step}"
+        pictures = _pictures_told(part.inputs)
+        what = f"out of memory with {rows} {unit}{'s' * (rows > 1)} ({part.tokens} tokens{pictures}) at step {step}"
         what = f"rank {args.process_index}: {what}" if several else what
         fewer = not several and trainer.way.fewer_in_flight()
         if not fewer and rows == 1:
             _count_shortages(trainer, shortages, "failed")
             why = part.layout.reason or "the micro-batch cannot be split further"
+            largest = getattr(getattr(trainer.data_collator, "pictures", None), "max_pixels", None)
+            fewer_pixels = f"give fewer tokens a picture with --max_pixels (it is {largest}), "
             raise OutOfMemoryError(
-                f"{what}; {why} ({said}): lower --max_length (it is {getattr(args, 'max_length', None)}), turn "
-                "--gradient_checkpointing on, add --load_in_4bit, or see what fits with `hf-rocm-tune plan`"
+                f"{what}; {why} ({said}): {fewer_pixels if pictures else ''}lower --max_length (it is "
+                f"{getattr(args, 'max_length', None)}), turn --gradient_checkpointing on, add --load_in_4bit, or see "
+                "what fits with `hf-rocm-tune plan`"
             )
         if not fewer:
             self.divisor *= 4 if several else 2  # with several ranks each further shortage costs a restart
@@ -432,6 +491,14 @@ class OutOfMemoryRecovery:
         with suppress(OSError):  # a restart then begins with undivided micro-batches
             directory.mkdir(parents=True, exist_ok=True)
             write_text_atomic(directory / STATE_FILE, json.dumps(body) + "\n")
+
+
+def _pictures_told(inputs: Mapping[str, Any]) -> str:
+    """What a message says of the pictures of a part; empty: it has none."""
+    if not isinstance(in_row := inputs.get(IN_ROW), Tensor):
+        return ""
+    pictures, tokens, _ = in_row.sum(dim=0).tolist()
+    return f", {tokens} of them of {pictures} picture{'s' * (pictures != 1)}"
 
 
 def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:

@@ -28,6 +28,7 @@ from hf_rocm_tune.cards.agree import everyone
 from hf_rocm_tune.cards.way import Way
 from hf_rocm_tune.cards.ways import way_of
 from hf_rocm_tune.data.loader import Prefetch, verify_loader
+from hf_rocm_tune.data.picture_batches import IN_ROW
 from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models import loss, recompute
@@ -483,6 +484,8 @@ class VerifiedTransferMixin(_Base):
                 stack.enter_context(self.mover.copies_as("batches"))
                 stack.enter_context(self._arithmetic.paused())
             batch: Batch = super()._prepare_inputs(inputs)
+        if not generates:
+            batch.pop(IN_ROW, None)  # not the model's
         self._sentinel.use_batch(batch)
         if generates:
             self._choose_recomputed()  # generation turned checkpointing off and on again, for all layers

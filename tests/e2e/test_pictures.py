@@ -325,6 +325,34 @@ def test_a_picture_that_is_bad_later_leaves_a_checkpoint_and_is_named(
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] and "is written" in ended.stderr
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_step_with_pictures_that_does_not_fit_is_repeated_in_parts(
+    train: Train, folder: Path, tmp_path: Path, method: str
+) -> None:
+    """Each part has the pixels of its own rows: the run ends where the undisturbed one ends; one row cannot be cut."""
+    rows = layouts(folder)["trl"]
+    for number, row in enumerate(rows):
+        row["images"] = [str(folder / f"{(number + each) % COUNT}.png") for each in range(number % 3)]
+    if method == "dpo":
+        answers = [[{"role": "assistant", "content": text}] for text in ("A colour.", "No idea at all.")]
+        chosen = dict(zip(("chosen", "rejected"), answers, strict=True))
+        rows = [{"images": row["images"], "prompt": row["messages"][:1], **chosen} for row in rows]
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows)
+    more = ["--per_device_train_batch_size", "4", "--optim", "sgd", "--learning_rate", "0.1"]
+
+    def run(output: str, fault: str) -> Result:
+        return train(data, output, *more, env={"METHOD": method, "HF_ROCM_TUNE_STEP_FAULT": fault})
+
+    done(run("plain", ""))
+    done(run("parts", "kind=oom,rows=1"))
+    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-4)
+    found = [row for row in report_of(tmp_path / "parts")["incidents"] if row["kind"] == "out of memory"]
+    assert [row["divisor"] for row in found] == [1, 2] and {row["outcome"] for row in found} == {"recovered"}
+    if method == "sft":
+        refused = run("refused", "kind=oom,rows=0")
+        assert refused.code == 5 and "of them of" in refused.stderr and "--max_pixels" in refused.stderr, refused.stderr
+
+
 # ---- which parts are trained -----------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as CollatorOfRe
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_rocm_tune.train.oom import group, layout, split
+from tests import pictures
 
 # The long way round: which labels count, as `Trainer._get_num_items_in_batch` has it.
 ROWS = [
@@ -168,3 +169,70 @@ def test_a_part_of_a_batch_of_pairs_holds_both_answers_of_each(kind: str, diviso
             found = part.inputs[name]
             assert torch.equal(found[:, : value.shape[1]] if value.dim() > 1 else found, value)
     assert layout({**batch, "pixel_values": torch.zeros(3)}, pairs=pairs).kind == "whole"
+
+
+def test_the_parts_of_a_batch_with_pictures_have_their_own_pixels(tmp_path: Any) -> None:
+    """LLaVA's processor: three pictures, none, one and none in a row; a part without pictures has no pixels at all."""
+    from transformers import AutoProcessor
+    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    from hf_rocm_tune.data.picture_batches import IN_ROW, PictureCollator
+    from hf_rocm_tune.data.pictures import PictureRows
+
+    processor = AutoProcessor.from_pretrained(pictures.build_llava(tmp_path / "model"))
+    image = processor.tokenizer.convert_tokens_to_ids("<image>")
+    counts = (3, 0, 1, 0)  # as many as rows
+    seen = [[pictures.picture(10 * row + number) for number in range(count)] for row, count in enumerate(counts)]
+    for pairs in (False, True):
+        stock = (DataCollatorForVisionPreference if pairs else DataCollatorForVisionLanguageModeling)(processor)
+        collator = PictureCollator(stock, PictureRows(as_rgb=True), placeholders=frozenset([image]))
+        rows: list[dict[str, Any]] = []
+        for number in range(4):
+            asked, said = pictures.turns(number)
+            answers = {"prompt": [asked], "chosen": [said], "rejected": [{**said, "content": "No."}]}
+            rows.append({"images": seen[number], **(answers if pairs else {"messages": [asked, said]})})
+        batch = dict(collator(rows))
+        pixels = batch["pixel_values"].split(4)  # of both answers of each pair
+        assert len(pixels) == 1 + pairs
+        parts = split(batch, 4, labels_shifted=True, pairs=pairs)
+        for part, begin, count in zip(parts, (0, 3, 3, 4), counts, strict=True):
+            if count:
+                wanted = torch.cat([half[begin : begin + count] for half in pixels])
+                assert torch.equal(part.inputs["pixel_values"], wanted)
+                assert (part.inputs["input_ids"] == image).sum() == len(wanted) * pictures.TOKENS
+            else:
+                assert "pixel_values" not in part.inputs and IN_ROW not in part.inputs
+
+
+@pytest.mark.parametrize("kind", ["patches", "rows", "unknown"])
+def test_pixels_are_known_by_their_ratio_to_the_placeholders(kind: str) -> None:
+    """Patches with the sizes of each picture (Qwen-VL), pixels of a row (SmolVLM), and what nobody can tell apart."""
+    from hf_rocm_tune.data.picture_batches import IN_ROW
+
+    ids = torch.arange(30).view(3, 10)
+    batch = {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": ids,
+    }
+    batch[IN_ROW] = torch.tensor([[1, 2, 0], [0, 0, 0], [2, 4, 0]]) + torch.tensor([0, 0, kind == "rows"])
+    if kind == "rows":
+        pixels = {"pixel_values": torch.arange(3 * 2 * 5).view(3, 2, 5), "pixel_attention_mask": torch.ones(3, 2)}
+        wanted: Any = [[0], [1], [2]]
+    else:
+        patches = 24 if kind == "patches" else 25
+        pixels = {"pixel_values": torch.arange(patches), "image_grid_thw": torch.tensor([[1, 2, 4]] * 3)}
+        wanted = [range(8), [], range(8, 24)]
+    parts = split({**batch, **pixels}, 3, labels_shifted=True)
+    if kind == "unknown":
+        assert len(parts) == 1 and parts[0].layout.reason == "it is not known how to split its pixel_values"
+        return
+    for number, (part, own) in enumerate(zip(parts, wanted, strict=True)):
+        assert torch.equal(part.inputs["input_ids"], ids[number : number + 1])
+        if number == 1:
+            assert not {"pixel_values", IN_ROW} & part.inputs.keys()
+        else:
+            assert torch.equal(part.inputs["pixel_values"], pixels["pixel_values"][list(own)])
+    if kind == "patches":
+        assert [len(part.inputs.get("image_grid_thw", ())) for part in parts] == [1, 0, 2]
