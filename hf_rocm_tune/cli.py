@@ -159,7 +159,7 @@ def plan(argv: Sequence[str]) -> int:
     from hf_rocm_tune.plan.command import main as plan_job
     from hf_rocm_tune.sft import prepare, uncollected
 
-    def read_rows(words: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any]]:
+    def read_rows(words: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any], Any]:
         return import_module("hf_rocm_tune.job.run").read_rows(words, method)
 
     # bitsandbytes compiles four functions for CPUs when it is imported, and for that loads torch's whole compiler.

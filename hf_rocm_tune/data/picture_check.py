@@ -93,6 +93,7 @@ class _Tally:
     largest_row: int = 0
     counts: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)  # see `_counted`
     per_picture: list[int] = field(default_factory=list)  # placeholder tokens over pictures, of a row
+    largest_batch: tuple[int, tuple[Any, ...]] = (0, ())  # placeholder tokens of a row, and its `described` tensors
     faults: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # rows and what is wrong, by kind
 
     def fault(self, number: int, error: PictureError) -> None:
@@ -106,11 +107,11 @@ def look_through(
     *,
     seconds: float = SECONDS,
     progress: Callable[[int], None] = lambda done: None,
-) -> tuple[DataSummary | None, PictureSummary | None, list[int]]:
+) -> tuple[DataSummary | None, PictureSummary | None, list[int], tuple[int, tuple[Any, ...]]]:
     """Look at every row of a split (of a stream: at the first 100).
 
-    Returns the summary of the tokens and that of the pictures, None where nothing could be counted; and the tokens of
-    each row that was counted, after cutting.
+    Returns the summary of the tokens and that of the pictures, None where nothing could be counted; the tokens of each
+    row that was counted, after cutting; and of the row with the most tokens of pictures their number and its tensors.
 
     PictureError: rows that cannot be used, a line with the rows of each kind of fault.
     """
@@ -131,7 +132,7 @@ def look_through(
             if example is None:
                 continue
             try:
-                counts = _counted(collator, example)
+                counts = _counted(collator, example, tally)
             except PictureError as error:
                 tally.fault(number, error)
             except (*FOREIGN_ERRORS, StopIteration) as error:  # of the model's processor, its template or TRL
@@ -142,7 +143,7 @@ def look_through(
                     tally.per_picture.append(counts[4] // len(heads))
     if tally.faults:
         raise PictureError(_told(tally.faults, split))
-    return *_summaries(tally, split, collator.max_length), [counts[1] for counts in tally.counts]
+    return *_summaries(tally, split, collator.max_length), [counts[1] for counts in tally.counts], tally.largest_batch
 
 
 def _opened_ahead(
@@ -179,7 +180,7 @@ def _note_headers(tally: _Tally, number: int, heads: list[Any]) -> None:
             tally.largest, tally.largest_row = size, number
 
 
-def _counted(collator: PictureCollator, example: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
+def _counted(collator: PictureCollator, example: dict[str, Any], tally: _Tally) -> tuple[int, int, int, int, int, int]:
     """Of one row: tokens, tokens after cutting, both of those in the loss; placeholder tokens, and those in the loss.
 
     Of a pair both answers with their prompt are added up, and its placeholders are counted once.
@@ -190,6 +191,8 @@ def _counted(collator: PictureCollator, example: dict[str, Any]) -> tuple[int, i
     collator.cut({"input_ids": ids, "attention_mask": batch["attention_mask"]})  # refuses a cut into a picture
     limit = collator.max_length or ids.shape[1]
     placeholders = collator.is_placeholder(ids) & mask
+    if (count := int(placeholders[0].sum())) > tally.largest_batch[0]:
+        tally.largest_batch = count, described(batch)
     return (
         int(mask.sum()),
         int(mask[:, :limit].sum()),
@@ -198,6 +201,24 @@ def _counted(collator: PictureCollator, example: dict[str, Any]) -> tuple[int, i
         int(placeholders[0].sum()),
         int((placeholders & in_loss).sum()),
     )
+
+
+def described(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The tensors of pictures of a batch, for the planner: name, shape, dtype, and the values of integers.
+
+    A shape of None: an entry for each token.
+    """
+    ids, found = batch["input_ids"], list[Any]()
+    for name, value in batch.items():
+        if name in ("input_ids", "attention_mask", "labels", "completion_mask"):
+            continue
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.shape == ids.shape:
+            found.append((name, None, dtype, None))
+        else:
+            values = None if value.is_floating_point() else value.tolist()
+            found.append((name, tuple(value.shape), dtype, values))
+    return tuple(found)
 
 
 def _refused(error: Exception, row: Mapping[str, Any], collator: PictureCollator) -> PictureError:

@@ -109,11 +109,17 @@ class Choice:
 
 
 def before_loading(
-    arguments: Arguments, recorded: Mapping[str, Any] | None, *, libraries: int, say: Say
+    arguments: Arguments,
+    recorded: Mapping[str, Any] | None,
+    *,
+    libraries: int,
+    say: Say,
+    pictures: tuple[int, tuple[Any, ...]] = (0, ()),
 ) -> Choice | None:
     """Chooses before the model is loaded, and writes the choice into the arguments; None without one. Collective.
 
-    ``recorded``: the choice in ``run.json``; ``libraries``: bytes of the card that they hold already.
+    ``recorded``: the choice in ``run.json``; ``libraries``: bytes of the card that they hold already;
+    ``pictures``: tokens of pictures of the largest row, and their tensors.
     """
     tune, training = arguments.tune, arguments.training
     if tune.auto_fit == "off":
@@ -133,7 +139,7 @@ def before_loading(
             training.gradient_accumulation_steps = wanted.each // micro_batch
             say("auto-fit: there is no card, so nothing is chosen; --auto_fit_gib N plans for N GiB")
             return None
-        choice = on_main_process(lambda: _planned(arguments, wanted, budget))
+        choice = on_main_process(lambda: _planned(arguments, wanted, budget, pictures=pictures))
         say(*_why(choice, wanted, arguments))
     training.per_device_train_batch_size = choice.micro_batch
     training.gradient_accumulation_steps = choice.accumulation
@@ -143,7 +149,9 @@ def before_loading(
     return choice
 
 
-def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--auto_fit plan") -> Choice:
+def _planned(
+    arguments: Arguments, wanted: Demand, budget: int, flag: str = "--auto_fit plan", pictures: Any = (0, ())
+) -> Choice:
     """The plan's choice."""
     card, training = _card_of(budget), arguments.training
     platform, evaluates = _platform(training.device), training.eval_strategy != "no"
@@ -157,6 +165,8 @@ def _planned(arguments: Arguments, wanted: Demand, budget: int, flag: str = "--a
         one_pass_loss=arguments.one_pass_loss,
         evaluates=evaluates,
         eval_batch=training.per_device_eval_batch_size if given else None,
+        placeholders=pictures[0],
+        pictures=pictures[1],
     )
     plan = plan_for(request, card=card)
     found = plan.nearest

@@ -44,6 +44,7 @@ class JobPictures:
     tokens: Mapping[str, DataSummary]  # by split, ``train`` and ``eval``
     summaries: Mapping[str, PictureSummary]
     lengths: Mapping[str, Sequence[int]]  # tokens of each row after cutting
+    largest: tuple[int, tuple[Any, ...]] = (0, ())  # of a row for training: its tokens of pictures, and their tensors
 
     def attach(self, trainer: Any) -> None:
         """Put the trainer's collator behind ours, and the summaries where those of text rows are."""
@@ -131,17 +132,20 @@ def looked_through(
         summaries={},
         lengths={},
     )
-    tokens, summaries, lengths = {}, {}, {}
+    tokens, summaries, lengths, largest = {}, {}, {}, found.largest
     for split, rows in (("train", train), ("eval", evaluation)):
         if rows is None:
             continue
         collator = found.around(_stock_collator(arguments, processor, rows), [])
-        counted, summary, lengths[split] = on_main_process(partial(_look, rows, collator, split, say))
+        counted, summary, lengths[split], most = on_main_process(partial(_look, rows, collator, split, say))
+        largest = most if split == "train" else largest
         if counted is not None:
             tokens[split] = counted
         if summary is not None:
             summaries[split] = summary
-    return replace(splits, pictures=replace(found, tokens=tokens, summaries=summaries, lengths=lengths))
+    return replace(
+        splits, pictures=replace(found, tokens=tokens, summaries=summaries, lengths=lengths, largest=largest)
+    )
 
 
 def _look(rows: Rows, collator: PictureCollator, split: str, say: Callable[..., None]) -> Any:

@@ -133,12 +133,14 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         return _run(arguments, guard)
 
 
-def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any]]:
-    """The training rows of a command, for `hf-rocm-tune plan --dataset`."""
+def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any], tuple[int, tuple[Any, ...]]]:
+    """The training rows of a command, for `hf-rocm-tune plan --dataset`: the tokens of each, their summary, and what
+    the planner counts of their pictures."""
     trainer = _without_weights(command_line.parse(argv, method=method), "--dataset")
     pictures = trainer.pictures
     lengths = lengths_of(trainer.train_dataset) if pictures is None else list(pictures.lengths["train"])
-    return lengths, trainer.data_summaries["train"].to_dict()
+    largest = (0, ()) if pictures is None else pictures.largest
+    return lengths, trainer.data_summaries["train"].to_dict(), largest
 
 
 def _without_weights(arguments: Arguments, flag: str) -> Any:
@@ -378,7 +380,8 @@ def _prepare(
     bits = None if source.quantization is None else 4 if source.quantization.load_in_4bit else 8
     libraries = sum(warm_up(device, bits=bits) for device in sorted(set(device_map(mover).values()), key=str))
     mover.report.count("memory", libraries_bytes=libraries)
-    fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=say)
+    seen = data.pictures.largest if data.pictures is not None else (0, ())
+    fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=say, pictures=seen)
     watched = telemetry.of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return Job(
         arguments=arguments,

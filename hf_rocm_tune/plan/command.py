@@ -34,7 +34,7 @@ from hf_rocm_tune.plan.ways import THROUGH_HOST, advice, best_of, sentence, ways
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
 _OF_WAYS = ("name", "crossing", "flags")
-ReadRows = Callable[[Sequence[str], Any], tuple[list[int], dict[str, Any]]]
+ReadRows = Callable[[Sequence[str], Any], tuple[list[int], dict[str, Any], tuple[int, tuple[Any, ...]]]]
 
 
 def main(argv: Sequence[str], *, prepare: Callable[[str | None], None], read_rows: ReadRows) -> int:
@@ -71,7 +71,10 @@ def main(argv: Sequence[str], *, prepare: Callable[[str | None], None], read_row
             words = ["--model_name_or_path", request.model, "--model_revision", request.revision]
             words += ["--dataset_name", wanted.dataset_name, "--max_length", str(request.length)]
             words += ["--trust_remote_code"] if request.trust_remote_code else []
-            lengths, summary = read_rows(words, request.trainer)
+            words += ["--max_pixels", str(wanted.max_pixels)] if wanted.max_pixels else []
+            words += ["--image_folder", wanted.image_folder] if wanted.image_folder else []
+            lengths, summary, (placeholders, pictures) = read_rows(words, request.trainer)
+            request = replace(request, placeholders=placeholders, pictures=pictures)
             longest = request.length if wanted.length is not None else min(request.length, max(2, *lengths))
             request = replace(request, rows=request.rows or len(lengths), length=longest)
         plan = plan_for(request, card=card, within_limit=wanted.length is None)
@@ -352,6 +355,8 @@ def _parser() -> argparse.ArgumentParser:
     rate = "accepted as in a training command; it takes no memory and no time"
     flag("--lr --learning_rate", rate, type=float)
     flag("--dataset --dataset_name", "rows to read for lengths, padding and hours", dest="dataset_name")
+    flag("--max_pixels", "make larger pictures of the rows smaller, to so many pixels", type=int)
+    flag("--image_folder", "where relative paths of pictures in the rows are")
     flag("-v --verbose", "print all parts; --json has all cases and ways", action="store_true")
     flag("--json", "print JSON; memory in bytes", action="store_true")
     flag("--largest", "list the largest known public models that fit, by method", action="store_true")

@@ -213,7 +213,15 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, with
     for method in request.methods:
         try:
             found = Recordings(config, request, method)
-            cases += grid_of(found, card, request)
+            try:
+                cases += grid_of(found, card, request)
+            except UsageError as error:
+                if not request.pictures:
+                    raise
+                request = replace(request, pictures=())
+                found = Recordings(config, request, method)
+                cases += grid_of(found, card, request)
+                notes.append(f"pictures cannot be counted for this architecture ({error}): only their tokens are")
             recordings[method] = found
         except UsageError as error:
             refused[method] = error

@@ -41,27 +41,36 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
     platform, autocast = request.platform, request.autocast
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     recorder = Recorder(tape, [*model.parameters(), *model.buffers()], platform)
-    mode = DeviceMode(platform=platform, autocast=autocast, content_is_plain=case.content == "plain")
+    mode = DeviceMode(
+        platform=platform,
+        autocast=autocast,
+        content_is_plain=case.content == "plain",
+        placeholders=_placeholders(request, batch),
+    )
     _set_checkpointing(sample.base, mode if case.checkpointing else None, selective=case.recompute is not None)
     hooks = _watch(sample, trained, recorder)
     kernels = "cpu" if platform == "cpu" else "triton" if request.triton else "plain"
     head = partial(FusedHead.apply, recorder, kernels, request.one_pass_loss)
     forward = partial(_forward, sample, (batch, length), case.packing, head, compact=kernels == "triton")
+    seen: list[dict[str, Tensor]] = [{}]
     try:
         with torch.enable_grad(), autocast_flags(platform, autocast), recorder:
             loss = other = None
+            if request.pictures:  # the batch, and the one that is transferred ahead
+                seen = [_pictures(sample, (batch, length)) for _ in range(2)]
             if not case.evaluation:
                 with mode:
-                    loss = forward()
+                    loss = forward(seen[0])
             if case.evaluation or case.trainer != "sft":
                 with mode, _untrained(sample, recorder, reference=not case.evaluation):
                     mode.second_model = not case.evaluation and model is sample.base
-                    other = forward()
+                    other = forward(seen[0])
             mode.forget_casts()
             if loss is not None:
                 recorder.segment("loss")
                 loss.backward()
             del loss, other  # frees what only the graph still referenced
+            seen.clear()
     except FOREIGN_ERRORS as error:
         raise UsageError(f"{name} cannot be planned: its step cannot be recorded ({first_line(error)})") from error
     finally:
@@ -79,7 +88,13 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
 
 
 def _forward(
-    sample: Sample, shape: tuple[int, int], packed: bool, head: Callable[..., Tensor], *, compact: bool
+    sample: Sample,
+    shape: tuple[int, int],
+    packed: bool,
+    head: Callable[..., Tensor],
+    pictures: dict[str, Tensor],
+    *,
+    compact: bool,
 ) -> Tensor:
     """The loss, as in TRL's fused forward: with Triton (``compact``) only positions that have a label are projected."""
     ids, labels, second = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
@@ -89,7 +104,7 @@ def _forward(
     )
     if balanced:
         extra["output_router_logits"] = True
-    outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra)
+    outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra, **pictures)
     projection = sample.base.get_output_embeddings()
     states, targets = outputs.last_hidden_state[:, :-1], labels[:, 1:]
     mask = targets != MASKED
@@ -100,6 +115,28 @@ def _forward(
     if balanced and outputs.router_logits:
         loss = loss + _balance(sample, list(outputs.router_logits), extra.get("attention_mask"))
     return loss
+
+
+def _pictures(sample: Sample, shape: tuple[int, int]) -> dict[str, Any]:
+    """The tensors of the pictures of a batch, as large as those of the data's largest row in every row.
+
+    Sizes and masks are host tensors with their values, by which models arrange the patches.
+    """
+    rows, found = shape[0] // sample.request.rows_a_unit, dict[str, Any]()
+    for name, of_row, dtype, values in sample.request.pictures:
+        if of_row is None:  # an entry for each token
+            found[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        elif values is None:
+            found[name] = torch.empty((rows * of_row[0], *of_row[1:]), dtype=getattr(torch, dtype), device="meta")
+        else:
+            found[name] = torch.tensor(values, dtype=getattr(torch, dtype)).repeat(rows, *(1,) * (len(of_row) - 1))
+    if hasattr(sample.base.base_model, "get_rope_index"):  # it reads the content
+        found["position_ids"] = torch.empty((3, *shape), dtype=torch.int64, device="meta")
+    return found
+
+
+def _placeholders(request: Any, batch: int) -> int:
+    return int(request.placeholders * batch) if request.pictures else 0
 
 
 def _balance(sample: Sample, logits: list[Tensor], mask: Tensor | None) -> Any:
@@ -331,7 +368,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 _LOWER = {"linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "einsum", "chain_matmul", "addmm"}
 _LOWER |= {"addbmm", "baddbmm", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d"}
-_LOWER |= {"conv_transpose2d"}
+_LOWER |= {"conv_transpose2d", "multi_head_attention_forward"}  # inside the last one no mode is asked
 # Only names that models use between their matrix products. The CPU's autocast list has none of them.
 _UPPER = {"layer_norm", "group_norm", "rms_norm", "norm", "linalg_norm", "linalg_vector_norm", "cosine_similarity"}
 _UPPER |= {"pow", "__pow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp"}
@@ -339,11 +376,41 @@ _UPPER |= {"softplus", "nll_loss", "cross_entropy"}
 _UPPER_BY_DTYPE = {"softmax", "log_softmax", "sum", "cumsum", "prod"}
 
 
-class DeviceMode(TorchFunctionMode):
-    """Runs operations on meta tensors as on the device; ``content_is_plain``: the result of conditions on content."""
+def _on_meta(given: Any) -> Any:
+    """Arguments of an operation, all on the meta device if one of them is; sizes of pictures are host tensors."""
+    tensors = _tensors_in(given)
+    if not any(each.is_meta for each in tensors) or all(each.is_meta or each.dim() == 0 for each in tensors):
+        return given
 
-    def __init__(self, *, platform: str, autocast: bool, content_is_plain: bool) -> None:
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value if value.is_meta else torch.empty_like(value, device="meta")
+        if type(value) is dict:
+            return {name: moved(each) for name, each in value.items()}
+        return type(value)([moved(each) for each in value]) if type(value) in (tuple, list) else value
+
+    return moved(given)
+
+
+def _mask_of(given: Any) -> Tensor | None:
+    """The mask by which a tensor on the meta device is indexed; None: it is indexed otherwise."""
+    tensor, index = given[:2]
+    first = index[0] if isinstance(index, tuple) and index else index
+    rest = index[1:] if isinstance(index, tuple) else ()
+    found = isinstance(first, Tensor) and first.dtype == torch.bool and (first.is_meta or tensor.is_meta)
+    return first if found and all(each is Ellipsis or each == slice(None) for each in rest) else None
+
+
+class DeviceMode(TorchFunctionMode):
+    """Runs operations on meta tensors as on the device.
+
+    ``content_is_plain``: the result of conditions on content; ``placeholders``: tokens of pictures in the batch, 0
+    without pictures.
+    """
+
+    def __init__(self, *, platform: str, autocast: bool, content_is_plain: bool, placeholders: int = 0) -> None:
         super().__init__()
+        self._placeholders = placeholders
         self._platform, self._autocast, self._plain = platform, autocast, content_is_plain
         self._casts: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
         self._caching = True
@@ -368,6 +435,12 @@ class DeviceMode(TorchFunctionMode):
         kwargs, name, card = kwargs or {}, getattr(func, "__name__", ""), self._platform != "cpu"
         if name == "__bool__" and args[0].is_meta:
             return self._plain
+        if self._placeholders:
+            if name == "item" and args[0].is_meta and args[0].dtype == torch.bool:
+                return True  # a check, as of as many placeholders as features
+            if name in ("__getitem__", "__setitem__") and (mask := _mask_of(args)) is not None:
+                return self._masked(*args, mask=mask)
+            args, kwargs = _on_meta((args, kwargs))
         if self._autocast and any(isinstance(each, Tensor) and each.is_meta for each in args):
             if name in _LOWER:
                 args, kwargs = self._cast((args, kwargs), torch.bfloat16)
@@ -398,6 +471,13 @@ class DeviceMode(TorchFunctionMode):
         if key not in self._casts:
             self._casts[key] = given, given.to(dtype)
         return self._casts[key][1]
+
+    def _masked(self, tensor: Tensor, index: Any, value: Any = None, *, mask: Tensor) -> Tensor:
+        """``tensor[mask]``, of which the number of entries is not known here: of tokens those of pictures, else all."""
+        flat = tensor.flatten(0, mask.dim() - 1)
+        count = min(self._placeholders, len(flat)) if mask.dim() == 2 else len(flat)
+        rows = torch.empty(count, dtype=torch.int64, device="meta")
+        return flat[rows] if value is None else flat.index_put_((rows,), value)
 
     def _attention(self, stock: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
         given: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}

@@ -105,6 +105,11 @@ class PlanRequest:
         "sdpa", "--attention --attn_implementation", "implementation of attention (sdpa)", choices=ATTENTIONS
     )
     workers: int = _flag(0, "--workers --dataloader_num_workers", "data loader workers of each process (0)", least=0)
+    # tensors of the pictures of the largest row, or pair: name, shape (None: an entry for each token), dtype, and the
+    # values of integers; empty: text only
+    pictures: tuple[tuple[str, tuple[int, ...] | None, str, Any], ...] = ()
+    placeholders: int = 0  # tokens of pictures in a sequence of that row
+    vision: tuple[str, str] = ("no", "no")  # ``--train_vision_tower`` and ``--train_projector``; lora, whole or no
     platform: str = "hip"  # whose kernels count: ``hip``, ``cuda`` or ``cpu``
     triton: bool = True  # whether Triton's run there
 
@@ -133,6 +138,11 @@ class PlanRequest:
             faults.append(f"{FLAG} does not support --dora: leave one out")
         if faults:
             raise UsageError("; ".join(faults))
+
+    @property
+    def rows_a_unit(self) -> int:
+        """Sequences of the tensors that belong to one row of the data."""
+        return 2 if self.trainer == "dpo" else 1
 
     @property
     def each(self) -> int:
@@ -183,8 +193,10 @@ def from_training(
         own |= {"dora": bool(settings.get("use_dora"))}
         for name in ("target_parameters", "modules_to_save"):
             own[name] = tuple(settings.get(f"lora_{name}") or ())
+    vision = [settings.get(name) or "no" for name in ("train_vision_tower", "train_projector")]
     return PlanRequest(
         trainer=trainer,
+        vision=(str(vision[0]), str(vision[1])),
         methods=("full",) if not lora else ("qlora",) if settings.get("load_in_4bit") else ("lora",),
         effective_batch=cards * each,
         cards=cards,

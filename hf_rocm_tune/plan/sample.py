@@ -36,8 +36,9 @@ from hf_rocm_tune.models.quantised import cast_targets, checkpoint_bits, has_mxf
 from hf_rocm_tune.models.split import find_layers
 from hf_rocm_tune.models.streaming import is_streamed
 from hf_rocm_tune.models.tensors import quant_state_of
+from hf_rocm_tune.models.vision import vision_parts, whole_modules
 from hf_rocm_tune.plan.estimate import Counts, Weight
-from hf_rocm_tune.plan.request import PlanRequest, quiet, text_config
+from hf_rocm_tune.plan.request import ALL_LINEAR, PlanRequest, quiet, text_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,8 @@ def build(config: Any, request: PlanRequest, method: str, *, whole: bool = False
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
     model.train()
-    notes = (f"only text is counted, not {' and '.join(senses)} input",) if seeing else ()
+    senses = [each for each in senses if each != "vision" or not request.pictures]
+    notes = (f"only text is counted, not {' and '.join(senses)} input",) if seeing and senses else ()
     made: dict[str, Any] = {"model": model, "base": base, "layers": layers, "layer_of": layer_of}
     return Sample(config=text, request=request, notes=notes, **made)
 
@@ -241,6 +243,11 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
         modules_to_save=list(request.modules_to_save) or None,
         use_dora=request.dora,
     )
+    if (parts := vision_parts(base)) is not None and request.targets == ALL_LINEAR:
+        tower, projector = request.vision
+        settings.exclude_modules = parts.left_out(tower=tower == "lora", projector=projector == "lora")
+        whole = whole_modules(base, parts, tower=tower == "whole", projector=projector == "whole")
+        settings.modules_to_save = [*(settings.modules_to_save or ()), *whole] or None
     known = adaptable(base)
     try:
         with torch.device("meta"):

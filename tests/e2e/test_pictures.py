@@ -306,8 +306,14 @@ def test_the_preview_and_the_plan_show_rows_with_pictures(
     assert shown["pictures"][0]["pictures"] == COUNT and shown["pictures"][0]["median"] == pictures.TOKENS
     assert "a train row with 40 x 32 pixels" in done(train(data, "out", "--dry_run")).stdout
 
-    plan = done(server.run("--model", str(model), "--dataset", str(data), "--json", env={"VERB": "plan"}))
-    assert json.loads(plan.stdout)["data"]["rows"] == COUNT
+    argv = ["--model", str(model), "--dataset", str(data), "--method", "lora", "--batch_size", "16", "--json"]
+    plan = json.loads(done(server.run(*argv, env={"VERB": "plan"})).stdout)
+    assert plan["data"]["rows"] == COUNT and not any("only" in note for note in plan["notes"])
+    length = str(plan["request"]["length"])
+    text = server.run(argv[0], argv[1], *argv[4:], "--max_length", length, env={"VERB": "plan"})
+    peaks = [one["choice"]["moments"]["start"] for one in (plan, json.loads(done(text).stdout))]
+    pixels = 16 * 3 * 28 * 28 * 4
+    assert peaks[0] - peaks[1] > 2 * pixels  # of the batch and of the one ahead, and what the tower makes of them
 
 
 def test_a_picture_that_is_bad_later_leaves_a_checkpoint_and_is_named(
