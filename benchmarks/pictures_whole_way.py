@@ -26,8 +26,8 @@ ASKED = "What is in this picture?"
 
 
 def losses(output: Path) -> list[float]:
-    log = json.loads((output / "training_log.json").read_text())
-    return [row["loss"] for row in log if "loss" in row]
+    state = output / f"checkpoint-{STEPS}" / "trainer_state.json"
+    return [row["loss"] for row in json.loads(state.read_text())["log_history"] if "loss" in row]
 
 
 def plain_answer(model: Path, adapter: Path, picture: Path) -> str:
