@@ -33,11 +33,12 @@ def losses(output: Path) -> list[float]:
 def plain_answer(model: Path, adapter: Path, picture: Path) -> str:
     """What transformers and PEFT say, without this package."""
     from peft import PeftModel
+    from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     adapted = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(model), str(adapter)).eval()
     processor = AutoProcessor.from_pretrained(adapter)
-    parts = [{"type": "image", "path": str(picture)}, {"type": "text", "text": ASKED}]
+    parts = [{"type": "image", "image": Image.open(picture)}, {"type": "text", "text": ASKED}]
     turns = [{"role": "user", "content": parts}]
     how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     inputs = processor.apply_chat_template(turns, **how)
