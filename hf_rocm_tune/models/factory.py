@@ -186,6 +186,7 @@ def load_model(
                 mover,
                 nf4=four_bit and has_experts(config),
                 mxfp4=mxfp4 and source.packed and not on_host,
+                cast=source.quantization is not None and config.get_text_config() is not config,
                 report=report,
             ),
             leaving_layers(mover, streamed) if streamed is not None else nullcontext(),

@@ -153,16 +153,21 @@ class LoadReport:
 
 
 @contextmanager
-def packed_experts(mover: Mover, *, nf4: bool = False, mxfp4: bool = False, report: LoadReport) -> Iterator[None]:
+def packed_experts(
+    mover: Mover, *, nf4: bool = False, mxfp4: bool = False, cast: bool = False, report: LoadReport
+) -> Iterator[None]:
     """Within the block experts become packed: ``nf4``: quantised as they arrive; ``mxfp4``: as they are in the files.
+
+    ``cast``: layers to whose weight's dtype their input is cast stay unquantised.
 
     Raises:
         SeamError: transformers has moved a place on which this feature stands.
     """
     noting = partial(_noting, report)
     with ExitStack() as stack:
+        if nf4 or cast:
+            stack.enter_context(upstream.replaced("unquantised_layers", partial(_and_what_must_stay, routers=nf4)))
         if nf4:
-            stack.enter_context(upstream.replaced("unquantised_layers", _and_what_must_stay))
             stack.enter_context(upstream.replaced("quantised_weights", _or_experts))
             stack.enter_context(upstream.replaced("quantise", lambda stock: noting(_quantise(stock))))
         if mxfp4:
@@ -219,11 +224,12 @@ def rewrites_base(peft_config: Any) -> bool:
     return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
 
 
-def _and_what_must_stay(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def _and_what_must_stay(stock: Callable[..., list[str]], *, routers: bool) -> Callable[..., list[str]]:
     def get_modules_to_not_convert(
         model: Any, skip_modules: Any = None, keep_in_fp32_modules: Any = None, *rest: Any
     ) -> list[str]:
-        return [*stock(model, skip_modules, keep_in_fp32_modules, *rest), *routers_of(model), *cast_targets(model)]
+        kept = [*stock(model, skip_modules, keep_in_fp32_modules, *rest), *cast_targets(model)]
+        return [*kept, *routers_of(model)] if routers else kept
 
     return staticmethod(get_modules_to_not_convert)
 
