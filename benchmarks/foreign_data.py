@@ -70,7 +70,8 @@ def metric(folder: Path, sources: Path, name: str) -> None:
 
 
 def wikitext(folder: Path, _sources: Path) -> None:
-    rows = [{"text": text} for text in training_text()[:CSV_ROWS]]
+    texts = training_text()
+    rows = [{"text": texts[number % len(texts)]} for number in range(512)]  # the script takes the first 500
     dataset(folder, "wikitext-2-v1", {"train": rows, "validation": rows[:12], "test": rows[:12]})
 
 
@@ -173,16 +174,6 @@ def stable_diffusion_xl(folder: Path, _sources: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def unconditional(folder: Path, _sources: Path) -> None:
-    from diffusers import UNet2DModel
-
-    torch.manual_seed(7)
-    UNet2DModel(
-        sample_size=32, block_out_channels=(32, 64), layers_per_block=1,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    ).save_pretrained(folder)  # fmt: skip
-
-
 def mnist(folder: Path, _sources: Path) -> None:
     """Random digits in MNIST's files."""
     raw = folder / "MNIST" / "raw"
@@ -213,7 +204,6 @@ DATA: dict[str, tuple[str, Callable[[Path, Path], None], dict[str, str]]] = {
     "instances": ("instances", instances, {}),
     "stable-diffusion": ("stable-diffusion", stable_diffusion, {}),
     "stable-diffusion-xl": ("stable-diffusion-xl", stable_diffusion_xl, {}),
-    "unconditional": ("unconditional", unconditional, {}),
     "mnist": ("mnist", mnist, {"../data": ""}),
 }  # fmt: skip
 

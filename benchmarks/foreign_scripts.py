@@ -135,10 +135,6 @@ CASES = (
          "--pretrained_model_name_or_path {data}/stable-diffusion --train_data_dir {data}/instances "
          f"--learnable_property object --placeholder_token toy --initializer_token a --num_vectors 2 {_TUNED}",
          _INSTANCES),
-    Case("train_unconditional (EMA)", "diffusers/examples/unconditional_image_generation/train_unconditional.py",
-         "--train_data_dir {data}/pictures --model_config_name_or_path {data}/unconditional --use_ema --resolution 32 "
-         "--train_batch_size 2 --num_epochs 2 --ddpm_num_inference_steps 2 --output_dir {out} --save_model_epochs 1 "
-         "--checkpointing_steps 2", ("unconditional", "pictures")),
     Case("run_glue_no_trainer", "transformers/examples/pytorch/text-classification/run_glue_no_trainer.py",
          "--model_name_or_path {data}/bert-base-cased --train_file {data}/pairs.csv --validation_file {data}/pairs.csv "
          "--num_train_epochs 2 --seed 4 --output_dir {out}", ("bert", "glue", "accuracy", "pairs")),
