@@ -368,7 +368,8 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 _LOWER = {"linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "einsum", "chain_matmul", "addmm"}
 _LOWER |= {"addbmm", "baddbmm", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d"}
-_LOWER |= {"conv_transpose2d", "multi_head_attention_forward"}  # inside the last one no mode is asked
+_LOWER |= {"conv_transpose2d"}
+_HIDDEN = "multi_head_attention_forward"  # inside it no mode is asked, and its products are cast
 # Only names that models use between their matrix products. The CPU's autocast list has none of them.
 _UPPER = {"layer_norm", "group_norm", "rms_norm", "norm", "linalg_norm", "linalg_vector_norm", "cosine_similarity"}
 _UPPER |= {"pow", "__pow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp"}
@@ -442,7 +443,7 @@ class DeviceMode(TorchFunctionMode):
                 return self._masked(*args, mask=mask)
             args, kwargs = _on_meta((args, kwargs))
         if self._autocast and any(isinstance(each, Tensor) and each.is_meta for each in args):
-            if name in _LOWER:
+            if name in _LOWER or name == _HIDDEN:
                 args, kwargs = self._cast((args, kwargs), torch.bfloat16)
             elif card and name in _UPPER:
                 args, kwargs = self._cast((args, kwargs), torch.float32)
