@@ -106,9 +106,8 @@ class LoadReport:
         self._mover = mover
         self._held: list[tuple[logging.Handler, logging.LogRecord]] = []
         self._said: list[str] = []
-        self.errors: list[
-            Exception
-        ] = []  # of what stands in the place of transformers' functions, see `packed_experts`
+        # Raised by what stands in the place of transformers' functions, see `packed_experts`.
+        self.errors: list[Exception] = []
 
     @contextmanager
     def reading(self) -> Iterator[LoadReport]:
