@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hf_rocm_tune import cli, configs
 from hf_rocm_tune.machine import variables
@@ -170,6 +171,19 @@ def test_mistyped_names_are_told_before_anything_large_is_imported(start: tuple[
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.count("\n") == 1 and done.stderr.startswith("hf-rocm-tune: error: ")
         assert named in done.stderr
+
+
+def test_a_recipe_of_a_model_on_the_hub_is_written_without_a_network() -> None:
+    command = [sys.executable, "-m", "hf_rocm_tune.sft", "--model", "nobody/nothing", "--dataset", "nobody/rows"]
+    done = subprocess.run(
+        [*command, "--output_dir", "out", "--print_config"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["model_name_or_path"] == "nobody/nothing"
 
 
 #: A help text that begins so needs the flag's name as its subject.

@@ -190,7 +190,8 @@ def _check_values(given: Mapping[str, Any]) -> None:
         require_model(model)
     if isinstance(data, str):
         refuse_missing(data)
-    if isinstance(model, str) and not is_local_model(model):
+    # A recipe is written without the model, and without a network.
+    if isinstance(model, str) and not is_local_model(model) and "print_config" not in given:
         _require_on_hub(model, given.get("model_revision"))
 
 
