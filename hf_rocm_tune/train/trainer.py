@@ -42,6 +42,7 @@ from hf_rocm_tune.models.placement import (
     digests_before,
     mark_computed,
     mark_rewritten,
+    note_computed,
     place,
 )
 from hf_rocm_tune.models.quantised import (
@@ -222,6 +223,8 @@ class VerifiedTransferMixin(_Base):
         share_inputs(self.model)
         require_isolation(self.model, self.args)
         self._place(self.model)
+        if isinstance(given, str):
+            note_computed(self.model, self.mover)
         if before and plain_lora:
             self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))
         if (streamer := streamer_of(self.model)) is not None:
@@ -520,9 +523,8 @@ class VerifiedTransferMixin(_Base):
     def _repeat_step(self, model: nn.Module) -> Any:
         """Compute the optimizer step again, as if for the first time. Returns the norm of its clipped gradients."""
         if self.accelerator.scaler is not None:
-            upstream.read(
-                "float16_scaling", self.accelerator.scaler
-            ).clear()  # it refuses to unscale gradients twice in a step
+            # It refuses to unscale gradients twice in a step.
+            upstream.read("float16_scaling", self.accelerator.scaler).clear()
         compare = partial(self._replays.compare, model, again=True)
         with self._replays.watching_attention():
             losses = self._recovery.repeat(super().training_step, model, self._num_items, compare)

@@ -19,10 +19,11 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from hf_rocm_tune import was_verified
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
 from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT
 
@@ -191,6 +192,25 @@ def test_the_loader_pins_nothing_beside_the_mover_s_ring_and_the_user_s_argument
     assert not again.args.dataloader_pin_memory and not again.args.enable_jit_checkpoint
     assert given.dataloader_pin_memory and given.enable_jit_checkpoint
     assert "enable_jit_checkpoint is set to False" in caplog.text
+
+
+def test_a_model_by_name_that_the_trainer_quantises_is_covered(
+    model_path: Path, tokens: Dataset, tmp_path: Path
+) -> None:
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    settings = SFTConfig(
+        output_dir=str(tmp_path / "out"),
+        model_init_kwargs={"quantization_config": four_bit, "dtype": torch.float32},
+        max_steps=1,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        **{recompute.SETTING: False},
+    )
+    adapter = LoraConfig(r=4, task_type="CAUSAL_LM")
+    trainer = VerifiedSFT(model=str(model_path), args=settings, train_dataset=tokens, peft_config=adapter)
+    assert trainer.weight_coverage().complete
+    trainer.train()
 
 
 def test_biases_that_bitsandbytes_casts_in_forward_stay_verified_and_watched(
