@@ -83,7 +83,7 @@ SHARDED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 """Variables and settings of two ranks that share the weights."""
 
 
-@pytest.mark.parametrize("way", sampled(SHARDED, "fsdp2", "tensor parallel"))
+@pytest.mark.parametrize("way", sampled(SHARDED, "fsdp2"))
 def test_a_wrong_product_with_a_sharded_weight_is_not_used(job: Job, way: str, tmp_path: Path) -> None:
     """Its step is skipped; one that stays ends the run."""
     env, settings = SHARDED[way]

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from hf_rocm_tune import cli
 from hf_rocm_tune.survive import manifest
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import ADAPTER, assert_covered, done, losses_of, report_of
+from tests.e2e.conftest import ADAPTER, assert_covered, done, losses_of, report_of, sampled
 from tests.old_runs.make import COMMON, HERE, RUNS
 from tests.publish.hub_server import USER, LoopbackHub, loopback_hub, on_hub, use
 
@@ -146,7 +146,7 @@ def seal_again(directory: Path, name: str) -> None:
 # ---- resumed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize("name", sampled(TOLERANCE, "lora_killed", "full_killed"))
 def test_a_killed_run_goes_on_as_if_this_version_had_begun_it(kept: Kept, losses: Any, name: str) -> None:
     state = json.loads((kept.place / name / "checkpoint-4" / "trainer_state.json").read_text())
     before = [row["loss"] for row in state["log_history"]]

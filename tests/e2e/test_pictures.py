@@ -331,7 +331,7 @@ def test_a_picture_that_is_bad_later_leaves_a_checkpoint_and_is_named(
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] and "is written" in ended.stderr
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("dpo", marks=pytest.mark.long)])
 def test_a_step_with_pictures_that_does_not_fit_is_repeated_in_parts(
     train: Train, folder: Path, tmp_path: Path, method: str
 ) -> None:

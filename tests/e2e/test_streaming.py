@@ -72,7 +72,7 @@ def resident(deep: Callable[[str], Job]) -> Callable[[str], Path]:
     return lambda method: deep(method).clean()
 
 
-@pytest.mark.parametrize("method", sampled(METHODS, "lora", "qlora"))
+@pytest.mark.parametrize("method", sampled(METHODS, "lora"))
 def test_a_streamed_run_is_the_resident_run_bit_for_bit(
     method: str, trial: Callable[[str], Trial], resident: Callable[[str], Path]
 ) -> None:

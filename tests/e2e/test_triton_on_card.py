@@ -11,7 +11,10 @@ from tests.e2e.command import CommandServer
 from tests.e2e.conftest import flags, report_of
 
 
-@pytest.mark.parametrize("one_pass", [False, True], ids=["fused head", "one-pass loss"])
+@pytest.mark.parametrize(
+    "one_pass",
+    [pytest.param(False, id="fused head"), pytest.param(True, id="one-pass loss", marks=pytest.mark.long)],
+)
 def test_a_run_goes_on_without_triton_and_says_so_in_one_line(
     card_server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path, one_pass: bool
 ) -> None:

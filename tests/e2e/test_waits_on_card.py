@@ -23,7 +23,7 @@ REPLAY = "train/replay.py:_outcome"
 UPSTREAM = ("transformers/", "trainer/sft_trainer.py", "accelerate/")
 
 
-@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_step_waits_for_its_batches_verdicts_and_the_guard_and_a_log_for_its_figures(
     card_server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path, accumulated: int
 ) -> None:

@@ -12,6 +12,7 @@ from tests.loops.conftest import Done, RunFile
 from tests.simcard.log import Log
 
 CALLS = Path(__file__).with_name("card_calls.py")
+SAMPLE = {("SIMCARD_HARM", "flip"), ("SIMCARD_HARM_BACK", "drop")}
 
 
 def answer(done: Done) -> dict[str, Any]:
@@ -36,8 +37,14 @@ def test_every_way_of_copying_is_verified_and_counted_as_the_driver_does(
         assert driver == ours, kind
 
 
-@pytest.mark.parametrize("harm", ["flip", "zero", "stale", "drop"])
-@pytest.mark.parametrize("direction", ["SIMCARD_HARM", "SIMCARD_HARM_BACK"])
+@pytest.mark.parametrize(
+    ("direction", "harm"),
+    [
+        pytest.param(way, harm, marks=() if (way, harm) in SAMPLE else pytest.mark.long)
+        for way in ("SIMCARD_HARM", "SIMCARD_HARM_BACK")
+        for harm in ("flip", "zero", "stale", "drop")
+    ],
+)
 def test_harm_below_everything_is_found_and_sent_again(
     run_file: RunFile, card: dict[str, str], harm: str, direction: str
 ) -> None:

@@ -12,8 +12,15 @@ from tests.loops.conftest import EXAMPLES, SCRIPT, RunFile, losses
 PLAIN, ACCELERATE = EXAMPLES / "plain_loop.py", EXAMPLES / "accelerate_loop.py"
 
 
-@pytest.mark.parametrize("example", [PLAIN, ACCELERATE], ids=["plain", "accelerate"])
-@pytest.mark.parametrize("on_card", [False, True], ids=["cpu", "card"])
+@pytest.mark.parametrize(
+    ("on_card", "example"),
+    [
+        pytest.param(False, PLAIN, id="cpu-plain", marks=pytest.mark.long),
+        pytest.param(False, ACCELERATE, id="cpu-accelerate"),
+        pytest.param(True, PLAIN, id="card-plain"),
+        pytest.param(True, ACCELERATE, id="card-accelerate", marks=pytest.mark.long),
+    ],
+)
 def test_losses_are_those_of_the_stock_loop(
     run_file: RunFile, card: dict[str, str], example: Path, on_card: bool
 ) -> None:

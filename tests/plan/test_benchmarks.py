@@ -73,7 +73,13 @@ def _errors(cases: list[Case], device: str) -> list[tuple[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("wanted", MEASURED, ids=lambda wanted: "-".join(map(str, wanted[:2])))
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(wanted, id=f"{wanted[0]}-{wanted[1]}", marks=pytest.mark.long if "Gemma 3" in wanted else ())
+        for wanted in MEASURED
+    ],
+)
 def test_the_prediction_is_what_a_real_step_takes(wanted: tuple[str, str, bool, str]) -> None:
     asked = ((each.name, each.request.methods[0], each.request.checkpointing, each.label()) for each in CPU_CASES)
     (case,) = (each for each, words in zip(CPU_CASES, asked, strict=True) if words == wanted)

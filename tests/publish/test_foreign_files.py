@@ -236,7 +236,9 @@ LONG: dict[str, Callable[[int], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("dashes", "paths") else pytest.mark.long) for kind in LONG]
+)
 def test_redaction_takes_time_in_proportion(place: Place, kind: str) -> None:
     """As in the message of a chat template's error; 20 s of CPU for 32,000 dashes before."""
     text = LONG[kind](200_000)
