@@ -25,6 +25,7 @@ OTHERS = {
     *("accelerate_config", "stall_seconds", "public", "desktop_gib", "help_all", "gguf", "llama_cpp"),
     *("cards", "host_gib", "link_gb_s", "logging_inf_nan_filter", "seq", "emit", "json", "method", "trainer"),
 }
+FOREIGN = {"enable-lora", "max-lora-rank", "lora"}  # of vLLM, and of llama.cpp
 BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", PROSE, flags=re.DOTALL)
 
 
@@ -136,15 +137,21 @@ def test_readme_has_every_kind_of_block() -> None:
     assert sorted(kind for kind, _, _ in BLOCKS) == ["", "", "", "dual", "fault", "python", "start"]
 
 
-def test_every_flag_exists() -> None:
+def test_every_flag_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_rocm_tune import cli
     from hf_rocm_tune.settings.arguments import build_parser
     from hf_rocm_tune.settings.names import ALIASES, CONFIG_FLAG, VERBS, launcher_flags
 
     known = {option for verb in VERBS for action in build_parser(verb)._actions for option in action.option_strings}
     known |= {f"--{alias}" for alias in ALIASES}
     known |= {CONFIG_FLAG, *(f"--{name}" for name in launcher_flags())}
-    named = set(re.findall(r"`--([a-z_0-9]+)", PROSE))
-    assert {flag for flag in named - OTHERS if f"--{flag}" not in known} == set()
+    for verb in ("merge", "push", "verify"):
+        with pytest.raises(SystemExit):
+            cli.main([verb, "--help"])
+        known |= set(re.findall(r"^  (?:-\w, )?(--\w+)", capsys.readouterr().out, flags=re.MULTILINE))
+    assert {"--keep_base", "--sign", "--key"} <= known
+    named = set(re.findall(r"`--([a-z_0-9]+(?:-[a-z_0-9]+)*)", PROSE))
+    assert {flag for flag in named - OTHERS - FOREIGN if f"--{flag}" not in known} == set()
 
 
 def test_every_file_exists() -> None:

@@ -154,7 +154,7 @@ MAPPED: dict[str, tuple[Row, str, Row, str]] = {
         {"system": "s", "messages": [SYSTEM, *CHAT]},
         "sft",
         {"messages": [SYSTEM, *CHAT]},
-        "'system' goes into it",
+        "'system' is the system prompt",
     ),
     "ShareGPT": ({"conversations": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "human is user, from/value are"),
     "ShareGPT in messages": ({"messages": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "gpt is assistant"),

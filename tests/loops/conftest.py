@@ -58,7 +58,9 @@ def run_file(server_for: Callable[[bool], CommandServer], tmp_path: Path) -> Run
         env = env or {}
         command = [str(word) for word in words]
         if command[0].startswith("-") and tuple(command[:2]) != SCRIPT:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), **WARNINGS, **env}
+            # as `CommandServer`: not what a test of this process has set for Accelerate, it would take the card away
+            kept = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+            environment = {**kept, "PYTHONPATH": str(ROOT), **WARNINGS, **env}
             return subprocess.run(
                 [sys.executable, *command],
                 env=environment,
