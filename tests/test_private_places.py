@@ -54,6 +54,7 @@ def names_of_holders() -> frozenset[str]:
     return frozenset(name for name in found if is_private(name))
 
 
+@cache
 def trees() -> dict[str, ast.Module]:
     return {
         str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
@@ -111,9 +112,14 @@ def derived(tree: ast.Module) -> dict[ast.AST, frozenset[str]]:
     return inside
 
 
+@cache
+def names_of_package() -> frozenset[str]:
+    return own_names(trees())
+
+
 def private_places(modules: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
     """Name of a place, and file and line that touch it."""
-    own = own_names(modules)
+    own = names_of_package() | own_names(modules)
     ambiguous = own & names_of_holders()
     for file, tree in modules.items():
         theirs, inside = imported(tree), derived(tree)
@@ -149,6 +155,7 @@ def private_places(modules: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
                             yield target.attr, where
 
 
+@cache
 def listed() -> frozenset[str]:
     names = {row.attribute.rpartition(".")[2] for row in SEAMS} | {f"{row.module}.{row.attribute}" for row in SEAMS}
     names |= {part for row in SEAMS for part in f"{row.module}.{row.attribute}".split(".") if is_private(part)}
@@ -191,11 +198,11 @@ SNIPPETS = {
 def test_one_that_no_row_lists_is_found(kind: str) -> None:
     code, name = SNIPPETS[kind]
     listed_save = {name} & listed()  # the row of one that is listed is taken for absent
-    found = {place for place, _ in private_places({**trees(), "new.py": ast.parse(code)}) if place == name}
+    found = {place for place, _ in private_places({"new.py": ast.parse(code)}) if place == name}
     assert found == {name}
     assert kind == "read of an attribute that we have too" or not listed_save
 
 
 def test_what_is_ours_or_python_s_is_none() -> None:
     code = "class Ours:\n    def __init__(self):\n        self._mine = 1\nimport os\nos._exit(Ours()._mine)"
-    assert "new.py" not in str([*unlisted({**trees(), "new.py": ast.parse(code)}).values()])
+    assert "new.py" not in str([*unlisted({"new.py": ast.parse(code)}).values()])

@@ -71,7 +71,9 @@ def _between_layers(report: dict[str, Any]) -> float:
         ("fsdp2", 2, {}, _between_ranks),
         ("tensor", 2, {"tensor_parallel": True}, _between_ranks),
         ("split", 1, {"split_layers": "1,1"}, _between_layers),
-        ("pipeline", 1, {"split_layers": "1,1", "pipeline": "auto"}, _between_layers),
+        pytest.param(
+            "pipeline", 1, {"split_layers": "1,1", "pipeline": "auto"}, _between_layers, marks=pytest.mark.long
+        ),
     ],
 )
 def test_the_plan_counts_what_is_sent(

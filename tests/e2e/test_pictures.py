@@ -235,7 +235,7 @@ def test_bad_pictures_are_named_with_their_rows_before_the_model_is_loaded(
     assert not (tmp_path / "out" / "integrity.json").exists()
 
 
-@pytest.mark.parametrize("turn", [0, 1], ids=["question", "answer"])
+@pytest.mark.parametrize("turn", [pytest.param(0, id="question"), pytest.param(1, id="answer", marks=pytest.mark.long)])
 def test_a_placeholder_that_stands_in_a_text_is_refused(
     train: Train, model: Path, scratch: Path, folder: Path, tmp_path: Path, turn: int
 ) -> None:
