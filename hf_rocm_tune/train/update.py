@@ -242,8 +242,11 @@ class UpdateChecks:
 
         return judge
 
-    def _squares(self, gradients: list[Tensor]) -> dict[torch.device, list[Tensor]]:
-        """Sums of squares, float64 of shape [1] each, by device; empty where it is not this step's turn."""
+    def _squares(self, gradients: list[Tensor]) -> dict[torch.device, list[tuple[Tensor, float]]]:
+        """Sums of squares, float64 of shape [1], by device, and how far torch's norm of each may be off, relative.
+
+        Empty where it is not this step's turn.
+        """
         size = sum(each.numel() * each.element_size() for each in gradients)
         if self.clip_refusal is not None or self._clippings % max(1, math.ceil(size / NORM_BYTES)):
             return {}
@@ -255,26 +258,40 @@ class UpdateChecks:
                 if rows[-1] and (full or rows[-1][0].dtype != part.dtype):
                     rows.append([])
                 rows[-1].append(part)
-        return {device: [_square(row) for row in rows if row] for device, rows in packs.items()}
+        longest = max((each.numel() for each in gradients), default=0)
+
+        def unit(part: Tensor) -> float:
+            # On a CPU torch adds a tensor's squares one after another in 8 lanes of float32, on a card in short chunks
+            added = longest / 8 * _SINGLE / 4 if part.device.type == "cpu" else 0.0
+            return float(torch.finfo(part.dtype).eps) / 2 + added
+
+        return {device: [(_square(row), unit(row[0])) for row in rows if row] for device, rows in packs.items()}
 
     def _norm_judges(
-        self, squares: dict[torch.device, list[Tensor]], exact: float, said: dict[str, float]
+        self, squares: dict[torch.device, list[tuple[Tensor, float]]], exact: float, said: dict[str, float]
     ) -> list[tuple[Tensor, Judge]]:
-        missing, total = len(squares), 0.0
+        missing, total, rounded = len(squares), 0.0, 0.0
 
-        def judge(numbers: Any) -> str | None:
-            nonlocal missing, total
+        def judge(numbers: Any, units: Any) -> str | None:
+            nonlocal missing, total, rounded
             missing, total = missing - 1, total + float(numbers.sum())
+            rounded += float((numbers * units**2).sum())
             if missing:
                 return None
             wanted, found = math.sqrt(total) / said["scale"], said["norm"]
             self._report.count("arithmetic", norms=1)
+            # torch rounds each tensor's norm to its own dtype, then takes the norm of these: it moves at most by the
+            # norm of their errors
+            bound = (_NORM_ERROR + 8 * exact) * wanted + math.sqrt(rounded) / said["scale"] + 1e-18
             # What overflows in float32 is infinite in both, or its square is
-            if not math.isfinite(wanted) or abs(found - wanted) <= (_NORM_ERROR + 8 * exact) * wanted + 1e-18:
+            if not math.isfinite(wanted) or abs(found - wanted) <= bound:
                 return None
             return f"the norm of the gradients is {found:.6g} instead of {wanted:.6g}"
 
-        return [(torch.cat(each), judge) for each in squares.values()]
+        return [
+            (torch.cat([each for each, _ in row]), partial(judge, units=np.array([unit for _, unit in row])))
+            for row in squares.values()
+        ]
 
     # ---- the update, on the device ------------------------------------------------------------------------------
 
@@ -540,22 +557,36 @@ class _Adam(_Rule):
         root = np.sqrt(new_v / (1 - second**step)) + group["eps"]
         rate = lr / (1 - first**step)
         change = rate * new_m / root
+        # bitsandbytes' kernels take decays in float32 on a card: 1 - 0.999 is then 1.3e-5 less; in float64 on a CPU
+        loose = [abs(float(np.float32(each)) - each) if self.fused else 0.0 for each in (first, second)]
+        off_m, off_v = loose[0] * size, loose[1] * (v + g * g)
+        off = [
+            (step * each ** (step - 1) * shift + 2 * _SINGLE) / (1 - each**step) if self.fused else 0.0
+            for each, shift in zip((first, second), loose, strict=True)
+        ]  # of 1 - decay ** step, relative, where a power is within 2 units
+        share = np.divide(off_v, new_v, out=np.zeros(len(new_v)), where=new_v > 0)
         kept = p * (1 - lr * decay) if decoupled else p
         rounding = 16 * computed * (np.abs(change) + lr * abs(decay) * np.abs(p)) + 8 * computed * rate * size / root
+        rounding = rounding + rate * off_m / root + (off[0] + off[1] + share) * np.abs(change)
         rounding = rounding + (lr * abs(decay) * np.abs(change) if self.own_decay else 0.0)  # decayed before or after
         wanted = kept - change
         bound = 2 * stored * (np.abs(p) + np.abs(wanted)) + rounding + _TINY
-        return [*self.judged_moments(sample, made, new_m, new_v, size), _Moved("the weight", made_p, wanted, bound)]
+        return [
+            *self.judged_moments(sample, made, (new_m, off_m), (new_v, off_v), size),
+            _Moved("the weight", made_p, wanted, bound),
+        ]
 
     def judged_moments(
-        self, sample: _Sample, made: Mapping[str, Any], new_m: Any, new_v: Any, size: Any
+        self, sample: _Sample, made: Mapping[str, Any], new_m: tuple[Any, Any], new_v: tuple[Any, Any], size: Any
     ) -> list[_Moved]:
+        """Of the moments and of how far each may be off by its decay's rounding."""
+        (m, off_m), (v, off_v) = new_m, new_v
         stored, computed = self.roundings(sample)
         stored = min(stored, _SINGLE) if self.fused else stored  # bitsandbytes' are in float32
         first, second = (made[name] for name in self.states)
         return [
-            _Moved("its first moment", first, new_m, (2 * stored + 8 * computed) * size + _TINY),
-            _Moved("its second moment", second, new_v, (4 * stored + 16 * computed) * new_v + _TINY),
+            _Moved("its first moment", first, m, (2 * stored + 8 * computed) * size + off_m + _TINY),
+            _Moved("its second moment", second, v, (4 * stored + 16 * computed) * v + off_v + _TINY),
         ]
 
 
@@ -581,15 +612,15 @@ class _BlockAdam(_Adam):
         return first, _code_map(False)[old["state2"].astype(int)] * old["absmax2"]
 
     def judged_moments(
-        self, sample: _Sample, made: Mapping[str, Any], new_m: Any, new_v: Any, size: Any
+        self, sample: _Sample, made: Mapping[str, Any], new_m: tuple[Any, Any], new_v: tuple[Any, Any], size: Any
     ) -> list[_Moved]:
         found = []
-        for at, (what, wanted, signed) in enumerate(
+        for at, (what, (wanted, off), signed) in enumerate(
             (("its first moment", new_m, True), ("its second moment", new_v, False)), start=1
         ):
             codes, largest = made[f"state{at}"].astype(int), made[f"absmax{at}"]
             values, most = _code_map(signed), np.abs(wanted).max(keepdims=True)
-            error = 64 * _SINGLE * (size if signed else wanted).max() + _TINY
+            error = 64 * _SINGLE * (size if signed else wanted).max() + off.max() + _TINY
             below, above = values[np.maximum(codes - 1, 0)], values[np.minimum(codes + 1, 255)]
             middle, half = (below + above) / 2 * largest, (above - below) / 2 * largest
             edge = (values[1] - values[0]) * largest * ((codes == 0) | (codes == 255)) + _COARSE * largest
