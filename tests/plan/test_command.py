@@ -345,7 +345,6 @@ BOTH_WIDTHS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8b
         ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised by fp8"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "it is no causal language model"),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "cannot be planned"),
-        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 16}, "PEFT does not adapt"),
         ({"quantization_config": BOTH_WIDTHS}, "the quantization_config of its config.json is wrong"),
         ({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}, "finds no backbone in it"),
     ],
@@ -356,6 +355,16 @@ def test_a_configuration_that_is_no_job_is_one_line(fields: dict[str, Any], name
     code, out, err = run("--model", model, *QUICK, "--method", "lora")
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert named in err
+
+
+def test_targets_that_peft_refuses_are_one_line_and_are_left_out_by_default(tmp_path: Path) -> None:
+    mamba = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 16}
+    model = write(tmp_path, num_key_value_heads=None, **mamba)
+    code, out, err = run("--model", model, *QUICK, "--method", "lora", "--targets", "out_proj")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "PEFT does not adapt out_proj of MambaForCausalLM: give --targets in_proj" in err
+    code, out, _ = run("--model", model, *QUICK, "--method", "lora", "--json")
+    assert code == 0 and json.loads(out)["choice"]["method"] == "lora"
 
 
 def test_a_model_that_sees_is_planned_for_text_and_says_so(tmp_path: Path) -> None:
