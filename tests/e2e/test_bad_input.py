@@ -283,7 +283,7 @@ def test_a_chat_template_that_does_not_work(bench: Bench, content: str | None, s
         (b'{"text": "caf\xe9"}\n', "is not UTF-8"),
         ('{"input_ids": [1, 2, 99999]}\n', "has the token id 99999; ids are from 0 to 511"),
         (
-            json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}),
+            json.dumps({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]}),
             "row 1 of the 'train' split: the chat template cannot render it: can only concatenate list",
         ),
     ],

@@ -129,7 +129,7 @@ def test_a_push_that_fails_is_no_success_and_the_same_command_again_finishes_it(
     assert run.there() == {}
     run.hub.faults.clear()
     again = run(hub_strategy="all_checkpoints")
-    assert again.code == 0 and "this run is finished" in again.stdout and not log_rows(again.stdout)
+    assert again.code == 0 and "already holds this finished run" in again.stdout and not log_rows(again.stdout)
     check_result(run)
     assert {path.split("/")[0] for path in run.there() if "/" in path} == {"checkpoint-2", "checkpoint-4"}
     commits = len(run.hub.lines(COMMIT))
