@@ -58,10 +58,18 @@ def in_file(tensor: Tensor) -> InFile | None:
 
 def _region_of(address: int) -> _Region | None:
     region = _known(address)
-    if region is None or not os.path.lexists(f"/proc/self/map_files/{region.start:x}-{region.end:x}"):
+    if region is None or _mapped_there(region) != region.file:
         _read_maps()
         region = _known(address)
     return region
+
+
+def _mapped_there(region: _Region) -> str | None:
+    """The file that is mapped at these addresses now: an address is used again when a file is unmapped."""
+    try:
+        return os.readlink(f"/proc/self/map_files/{region.start:x}-{region.end:x}")
+    except OSError:
+        return None
 
 
 def _known(address: int) -> _Region | None:
