@@ -20,13 +20,14 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.errors import device_shortage, shortage_in
+from hf_rocm_tune.errors import CorruptionError, device_shortage, shortage_in
 from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
 from hf_rocm_tune.models.files import MappedFile
-from hf_rocm_tune.models.placement import Read, files_of, mark_loaded, remember_read
+from hf_rocm_tune.models.placement import Read, file_name, files_of, mark_loaded, remember_read
 from hf_rocm_tune.models.quantised import cast_targets
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import leave_device
@@ -36,6 +37,8 @@ from hf_rocm_tune.transfer.mapped import in_file
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hf_rocm_tune.transfer import Mover
 
 # ---- after the load -------------------------------------------------------------------------------------------------
@@ -59,21 +62,63 @@ def note_on_host(model: nn.Module, mover: Mover) -> None:
             remember_read(tensor, Read(known, where.file, where.tensor))
 
 
-def note_files(model: nn.Module, unexpected: Iterable[str], mover: Mover) -> None:
+def note_files(model: nn.Module, unexpected: Iterable[str], mover: Mover, *, as_loaded: bool = True) -> None:
     """Record digests of the tensors of a model's files that were loaded, for the comparison with the files' SHA-256.
 
-    What crossed unchanged has been recorded; what was cast, fused or quantised on the host is read once more.
-    ``unexpected``: names for which the model has no place, as its loading reports them.
+    What crossed unchanged has been recorded; what was cast, fused or quantised on the host is read once more, and what
+    was only cast must be equal to it.
+
+    Args:
+        model: loaded from files.
+        unexpected: names for which the model has no place, as its loading reports them.
+        mover: of the card, or of the host.
+        as_loaded: nothing has changed a weight since the load.
+
+    Raises:
+        CorruptionError: what was loaded is not what the file holds.
     """
     if mover.settings.verify == "off":
         return
-    is_left_out = _left_out(model, unexpected)
+    is_left_out, is_converted = _left_out(model, unexpected), _converted(model)
+    live = {file_name(name): tensor for name, tensor in tensors_of(model)}
     read = {(os.path.realpath(file), name) for file, name in mover.loaded}
     for file in files_of(model)[0]:
         where = os.path.realpath(file)
         for name, tensor in MappedFile(file).tensors.items():
-            if (where, name) not in read and not is_left_out(name):
-                mover.read_from(os.fspath(file), name, digest(tensor))
+            if (where, name) in read or is_left_out(name):
+                continue
+            mover.read_from(os.fspath(file), name, digest(tensor))
+            if as_loaded and name in live and not is_converted(name):
+                _require_as_in_file(file, name, tensor, live[name], mover)
+
+
+def _require_as_in_file(file: Path, name: str, held: Tensor, loaded: Tensor, mover: Mover) -> None:
+    """Compare a loaded tensor with its file's, cast as a load casts it; a quantised one has other bytes.
+
+    Raises:
+        CorruptionError: what was loaded is something else.
+    """
+    if loaded.shape != held.shape or not loaded.is_floating_point() or hasattr(loaded, "quant_state"):
+        return
+    known = digest(loaded.detach()) if loaded.device.type == "cpu" else mover.digest_of(loaded)
+    if known is not None and known != digest(held.to(loaded.dtype)):
+        raise CorruptionError(
+            f"model file {file}: {name} was loaded from it with other bytes than another reading gave: a read from the "
+            "disk or from the page cache was wrong. It was not used: start the same command again; if it happens "
+            "again, test this machine's memory"
+        )
+
+
+def _converted(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a load computes weights of these names in the files from others, instead of taking them as they are."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    patterns = [
+        re.compile(pattern.replace("*", ".*"))
+        for conversion in get_checkpoint_conversion_mapping(model_type) or ()
+        if getattr(conversion, "operations", None)
+        for pattern in conversion.source_patterns
+    ]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
 
 
 def _left_out(model: nn.Module, unexpected: Iterable[str]) -> Callable[[str], bool]:

@@ -210,6 +210,8 @@ class VerifiedTransferMixin(_Base):
             keywords["args"] = own
         arguments = tuple(own if each is args else each for each in arguments)
         given = keywords.get("model", next(iter(arguments), None))
+        handed_over = [each for value in keywords.values() for each in (value if isinstance(value, list) else [value])]
+        self._handed_over = [each for each in handed_over if isinstance(each, torch.nn.Module)]
         before = self._digests_before(given, keywords.get("peft_config"))
         with self._loading(given):
             super().__init__(*arguments, **keywords)
@@ -219,7 +221,9 @@ class VerifiedTransferMixin(_Base):
         mark_rewritten(self.model, before, self.mover)
         mark_computed(self.model, self.mover)
         if isinstance(given, str):
-            note_files(self.model, (), self.mover)
+            quantised = getattr(self.model, "hf_quantizer", None) is not None  # PEFT casts its norms to float32
+            as_loaded = not quantised and not rewrites_base(keywords.get("peft_config"))
+            note_files(self.model, (), self.mover, as_loaded=as_loaded)
         share_inputs(self.model)
         require_isolation(self.model, self.args)
         self._place(self.model)
@@ -313,6 +317,8 @@ class VerifiedTransferMixin(_Base):
         if evaluation_mode:
             device_placement = False  # GRPO asks for its reward models to be moved; they are placed below
         if evaluation_mode and not any(plain is known for known in (self.model, *self._references)):
+            if not any(plain is each for each in self._handed_over):
+                note_files(plain, (), self.mover)
             attest(model, self.mover)
             place(model, self.mover)
             follow_bias_casts(model, self.mover)
