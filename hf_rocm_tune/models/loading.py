@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hf_rocm_tune.transfer import Mover
+    from hf_rocm_tune.transfer import Digest, Mover
 
 # ---- after the load -------------------------------------------------------------------------------------------------
 
@@ -81,19 +81,25 @@ def note_files(model: nn.Module, unexpected: Iterable[str], mover: Mover, *, as_
         return
     is_left_out, is_converted = _left_out(model, unexpected), _converted(model)
     live = {file_name(name): tensor for name, tensor in tensors_of(model)}
-    read = {(os.path.realpath(file), name) for file, name in mover.loaded}
+    read = {(os.path.realpath(file), name): known for (file, name), known in mover.loaded.items()}
     for file in files_of(model)[0]:
         where = os.path.realpath(file)
-        for name, tensor in MappedFile(file).tensors.items():
-            if (where, name) in read or is_left_out(name):
+        for name, held in MappedFile(file).tensors.items():
+            if is_left_out(name):
                 continue
-            mover.read_from(os.fspath(file), name, digest(tensor))
+            seen = read.get((where, name), set())
+            if not seen:
+                mover.read_from(os.fspath(file), name, digest(held))
             if as_loaded and name in live and not is_converted(name):
-                _require_as_in_file(file, name, tensor, live[name], mover)
+                _require_as_in_file(file, name, held, live[name], seen, mover)
 
 
-def _require_as_in_file(file: Path, name: str, held: Tensor, loaded: Tensor, mover: Mover) -> None:
+def _require_as_in_file(
+    file: Path, name: str, held: Tensor, loaded: Tensor, seen: Collection[Digest], mover: Mover
+) -> None:
     """Compare a loaded tensor with its file's, cast as a load casts it; a quantised one has other bytes.
+
+    ``seen``: digests of the file's tensor where it was digested as it was loaded.
 
     Raises:
         CorruptionError: what was loaded is something else.
@@ -101,7 +107,7 @@ def _require_as_in_file(file: Path, name: str, held: Tensor, loaded: Tensor, mov
     if loaded.shape != held.shape or not loaded.is_floating_point() or hasattr(loaded, "quant_state"):
         return
     known = digest(loaded.detach()) if loaded.device.type == "cpu" else mover.digest_of(loaded)
-    if known is not None and known != digest(held.to(loaded.dtype)):
+    if known is not None and known not in seen and known != digest(held.to(loaded.dtype)):
         raise CorruptionError(
             f"model file {file}: {name} was loaded from it with other bytes than another reading gave: a read from the "
             "disk or from the page cache was wrong. It was not used: start the same command again; if it happens "

@@ -203,6 +203,10 @@ def test_memory_that_changes_is_not_used(bench: Bench, method: str, group: str, 
     assert {row["outcome"] for row in report["incidents"]} == {"recovered"}
     # The guard sees a NaN of a flipped exponent, too, and the checks of products another weight.
     rows = [row for row in report["incidents"] if row["stage"] not in ("guard", "arithmetic")]
+    if (group, method) == ("frozen", "qlora"):
+        # What was quantised is digested when the model is complete: a change before that is found by the products.
+        assert any(row["stage"] == "arithmetic" for row in report["incidents"]) or len(rows) == len(attacks)
+        attacks = attacks[-len(rows) :]
     assert [row["stage"] for row in rows] == [stage for _, (stage, _) in attacks], rows
     for row, (attack, (_, kind)) in zip(rows, attacks, strict=True):
         assert row["kind"] == kind or attack["kind"] in ("replaced", "waiting batch"), row
@@ -247,7 +251,8 @@ def test_a_model_that_changes_before_the_trainer_has_it_is_not_used(bench: Bench
     shutil.rmtree(output, ignore_errors=True)
     result = bench.command(output, method, {"kind": "host model", "seed": seed})
     if result.code == 3:
-        assert "weights changed in host memory after they were read" in result.error_lines[0]
+        told = ("weights changed in host memory after they were read", "was loaded from it with other bytes")
+        assert any(line in result.error_lines[0] for line in told), result.stderr[-2000:]
         assert not list(output.glob("*.safetensors"))
     else:
         assert result.code == 0 and weights_of(output) == clean, result.stderr[-2000:]
@@ -256,10 +261,18 @@ def test_a_model_that_changes_before_the_trainer_has_it_is_not_used(bench: Bench
 
 @matrix(("cpu", "dpo", 2), ("cpu", "grpo", 3), method=("lora", "qlora", *VERBS))
 def test_what_the_reader_of_weight_files_returns_is_not_used(bench: Bench, method: str, seed: int) -> None:
-    """In DPO and KTO the second time that the files are opened is the reference model's."""
+    """Refused, or read again. In DPO and KTO the second time that the files are opened is the reference model's."""
     attack: dict[str, Any] = {"kind": "misreading", "seed": seed, "nth": 2 if method in ("dpo", "kto") else 1}
     attack["directory"] = str(bench.reward_model() if method == "grpo" else bench.settings["model_name_or_path"])
-    assert bench.attacked(method, attack)["incidents"] == []
+    clean, output = bench.undisturbed(method), bench.root / "misread weights"
+    shutil.rmtree(output, ignore_errors=True)
+    result = bench.command(output, method, attack)
+    assert Path(f"{output}.attacked").exists()
+    if result.code == 3:
+        assert "was loaded from it with other bytes" in result.error_lines[0], result.stderr[-2000:]
+        assert not (output / ADAPTER).exists()
+    else:
+        assert result.code == 0 and weights_of(output) == clean, result.stderr[-2000:]
 
 
 WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
@@ -351,11 +364,14 @@ def test_tensors_of_another_reading_than_the_hashed_one_are_refused(bench: Bench
     if not model.exists():
         shutil.copytree(bench.settings["model_name_or_path"], model)
         manifest.write(model, run_id="0", step=0, status="final")
-    assert bench.undisturbed(method, model_name_or_path=model)
+    clean = bench.undisturbed(method, model_name_or_path=model)
     output = bench.root / "misread"
     shutil.rmtree(output, ignore_errors=True)
     attack = {"kind": "file misread", "seed": seed, "file": str(model / "model.safetensors")}
     result = bench.command(output, method, attack, model_name_or_path=model)
     assert Path(f"{output}.attacked").exists()
+    if result.code == 0:  # tensors are views of the mapped file, whose bytes were right again when they were used
+        assert weights_of(output) == clean, result.stderr[-2000:]
+        return
     assert result.code == 3 and "was loaded from it with other bytes" in result.error_lines[0], result.stderr[-2000:]
     assert not (output / ADAPTER).exists()
