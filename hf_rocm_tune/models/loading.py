@@ -27,7 +27,15 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, device_shortage, shortage_in
 from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
 from hf_rocm_tune.models.files import MappedFile
-from hf_rocm_tune.models.placement import Read, file_name, files_of, mark_loaded, remember_read
+from hf_rocm_tune.models.placement import (
+    QUANTISED,
+    Read,
+    file_name,
+    files_of,
+    mark_loaded,
+    quantised_again,
+    remember_read,
+)
 from hf_rocm_tune.models.quantised import cast_targets
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import leave_device
@@ -104,6 +112,11 @@ def _require_as_in_file(
     Raises:
         CorruptionError: what was loaded is something else.
     """
+    if hasattr(loaded, "quant_state") and loaded.device.type == "cpu":
+        again = quantised_again(name, loaded, held, mover).get(name)
+        if again is not None:  # a change since it was quantised is found where frozen weights are watched
+            mover.mark_derived(loaded, QUANTISED, digest=digest(again))
+        return
     if loaded.shape != held.shape or not loaded.is_floating_point() or hasattr(loaded, "quant_state"):
         return
     known = mover.digest_of(loaded)  # of when it was verified: later changes are no fault of the reading

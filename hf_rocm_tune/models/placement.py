@@ -292,7 +292,7 @@ def attest(model: nn.Module, mover: Mover) -> None:
             held = MappedFile(file).tensors
             for name in [name for name in unknown if file_name(name) in held]:
                 in_file = held[file_name(name)]
-                again = _quantised_again(name, unknown[name], in_file, mover)
+                again = {} if mover.device.type == "cpu" else quantised_again(name, unknown[name], in_file, mover)
                 for part, expected in (again or {name: in_file}).items():
                     if part not in unknown:
                         continue
@@ -313,10 +313,10 @@ def attest(model: nn.Module, mover: Mover) -> None:
             mover.mark_unverified(tensor, f"was on the device before training; {reason}")
 
 
-def _quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) -> dict[str, Tensor]:
+def quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) -> dict[str, Tensor]:
     """The file's tensor as bitsandbytes quantises it on the device, named as in `tensors_of`; empty: not quantised."""
     state, rows = getattr(weight, "quant_state", None), getattr(weight, "CB", None)
-    if mover.device.type == "cpu" or not in_file.is_floating_point() or (state is None and rows is None):
+    if not in_file.is_floating_point() or (state is None and rows is None):
         return {}
     functional = importlib.import_module("bitsandbytes.functional")
     with mover.copies_as("weights"):
