@@ -167,15 +167,28 @@ class VerifiedTransfers:
         """Called by an optimizer's hook before its step."""
         self._raise_failure()
         self._mover.step = self.step + 1
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # nothing may wait here
+            self._leave_to_replays(watched)
+        if watched.is_captured:
+            return
         watched.sentinel.look()
         self._used_batches.look()
         changes = self._frozen_weights().check_slice() if watched is self._optimizers[0] else []
         changes += watched.sentinel.collect() + self._used_batches.collect()
         self._judge(changes, f"before the update of step {self.step + 1}")
 
+    def _leave_to_replays(self, watched: _WatchedOptimizer) -> None:
+        """Check no longer what an optimizer trains: replays of a captured graph change it without a trace."""
+        if not watched.is_captured:
+            watched.is_captured = True
+            watched.sentinel.forget()
+            why = "an update was captured in a graph, whose replays change them: not checked from here on"
+            self.report.rebaselined("trained weights and optimizer state", why, self.step)
+
     def after_update(self, watched: _WatchedOptimizer) -> None:
         """Called by an optimizer's hook after its step: what it has changed is right."""
-        watched.take()
+        if not watched.is_captured:
+            watched.take()
         if watched is self._optimizers[0]:
             self.step += 1
 
@@ -324,6 +337,7 @@ class _WatchedOptimizer:
     def __init__(self, optimizer: Optimizer, transfers: VerifiedTransfers) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.sentinel = TrainedSentinel(weakref.proxy(optimizer), excuse_writes=True)
+        self.is_captured = False  # its updates are in a graph
         owner = weakref.ref(transfers)
 
         def before(*_: Any) -> None:

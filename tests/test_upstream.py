@@ -106,7 +106,7 @@ def test_whatever_hides_a_name_of_upstream_s_is_marked_as_an_override() -> None:
     theirs = {name for base in bases if base not in (*ours, object) for name in vars(base) if not name.startswith("__")}
     marked = {(base, name) for base, name, _ in OVERRIDES}
     assert {(base, name) for base in ours for name in vars(base) if name in theirs} == marked
-    assert {"_load_best_model", "_save_rng_state", "_get_output_dir"} <= {name for _, name in marked}
+    assert {"_load_best_model", "_load_rng_state", "_get_output_dir"} <= {name for _, name in marked}
 
 
 def test_the_installed_versions_are_tested_ones() -> None:
@@ -146,6 +146,17 @@ def test_a_trainer_is_not_even_made_without_what_it_overrides(monkeypatch: pytes
     monkeypatch.delattr(Trainer, "_load_best_model")
     with pytest.raises(SeamError, match="_load_best_model"):
         Verified()
+
+
+def test_which_optimizers_are_bitsandbytes_is_told_by_their_names() -> None:
+    from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
+    from transformers.training_args import OptimizerNames
+
+    from hf_rocm_tune.train.refusals import is_of_bitsandbytes
+
+    assert [name for name in OptimizerNames if is_of_bitsandbytes(name.value)] == [
+        name for name in OptimizerNames if name in _BITSANDBYTES_OPTIMIZERS
+    ]
 
 
 # ---- names that a library does not have ---------------------------------------------------------------------

@@ -339,8 +339,10 @@ def _recomputed(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Non-persistent buffers of modules without weights, recomputed on the host from the module's configuration."""
     for prefix, module in model.named_modules():
         config = getattr(module, "config", None)
-        if config is None or not module._non_persistent_buffers_set or any(True for _ in module.parameters()):
+        if config is None or any(True for _ in module.parameters()):
             continue
+        if {name for name, _ in module.named_buffers(recurse=False)} <= module.state_dict().keys():
+            continue  # its files have them
         try:
             with torch.device("cpu"):
                 fresh = type(module)(config)

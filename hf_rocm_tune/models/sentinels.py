@@ -211,6 +211,10 @@ class TrainedSentinel:
         told = [group.versions() for group in chosen] if versions or self._excuse_writes else []
         self._taken = chosen, told, queued
 
+    def forget(self) -> None:
+        """Drop what was recorded and queued: nothing is compared before the next `take`."""
+        self._taken, self._queued, self._changes = None, [], {}
+
     def was_written(self) -> bool:
         """Whether torch's operations have written to the trained state since `mark`."""
         return self._marked != [version_of(each) for each in self._held if torch.is_tensor(each)]

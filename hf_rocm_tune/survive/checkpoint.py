@@ -7,6 +7,7 @@ manifest but are not compared with the live state (``extra.compared``).
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import json
@@ -102,6 +103,7 @@ class Checkpoints:
         """``publisher`` uploads what has its manifest: a `checkpoint` or the `result`; only the latter raises."""
         self._trainer, self._publisher = trainer, publisher
         self._stage: StagedSave | None = None  # while upstream writes
+        self._given_args: Any = None  # the trainer's arguments meanwhile
         self._saved: Mapping[str, Readback] = {}  # the result's files
         self.start: saved_state.HostCopy | None = None
         """Initial state of an adapter whose result is saved as plain LoRA; None for all others."""
@@ -211,7 +213,7 @@ class Checkpoints:
         try:
             saved = self._staged(
                 final,
-                lambda _: write(),
+                lambda _: self._write_by_upstream(write),
                 lambda root: self._write_states(root / final.name, final),
                 lambda root: found.update(self._verified(root / final.name, self._own_states())),
                 lambda root: self._seal_checkpoint(root / final.name, final, found),
@@ -226,6 +228,29 @@ class Checkpoints:
         elif self._first:
             kept = "Earlier checkpoints are intact, training continues, and the next save tries again: free some space."
             logger.warning("No space left in %s: %s was not saved. %s", final.parent, final.name, kept)
+
+    def _write_by_upstream(self, write: Callable[[], None]) -> None:
+        """Have upstream write the model and the trainer's state, and sharded optimizer state.
+
+        The other states are written by `_write_states`, and a checkpoint is pushed when it is in its place.
+        """
+        self._given_args = self._trainer.args
+        args = copy.copy(self._given_args)
+        args.push_to_hub = False
+        args.save_only_model = args.save_only_model or not self.saves_shards
+        self._trainer.args = args
+        try:
+            write()
+        finally:
+            self._trainer.args, self._given_args = self._given_args, None
+
+    def _write_model(self, directory: Path) -> None:
+        """A part of a checkpoint; the arguments beside it are those of the run."""
+        inside, self._trainer.args = self._trainer.args, self._given_args
+        try:
+            self._trainer.write_model(str(directory))
+        finally:
+            self._trainer.args = inside
 
     def _write_states(self, staged: Path, final: Path) -> None:
         """Write what belongs to a checkpoint beside the model, each rank its own files. Collective."""
@@ -326,7 +351,7 @@ class Checkpoints:
         verified, and saved again if they differ. Collective.
         """
         if self._stage is not None:
-            self._stage.attempt(self._trainer.write_model, str(directory))
+            self._stage.attempt(self._write_model, directory)
             return
         self._save_result(directory)
         also = self._written_beside(directory, write_beside)

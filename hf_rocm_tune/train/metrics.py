@@ -95,21 +95,25 @@ def _reading(operation: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-_READ_AT_ONCE: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator, name) for name in ("sub", "mul", "pow", "lt", "le", "ge", "neg", "getitem")},
-    "rsub": lambda mine, other: other - mine,
-    "rmul": lambda mine, other: other * mine,
-    "rtruediv": lambda mine, other: other / mine,
-    "float": float,
-    "int": int,
-    "bool": bool,
-    "len": len,
-    "format": format,
-    "round": round,
-    "abs": abs,
+def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda mine, other: operation(other, mine)
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, f"__{name}__") for name in _BINARY},
+    **{f"r{name}": _reflected(getattr(operator, f"__{name}__")) for name in _BINARY},
+    "divmod": divmod,
+    "rdivmod": _reflected(divmod),
+    **{name: getattr(operator, name) for name in ("lt", "le", "eq", "ne", "ge", "gt", "neg", "pos", "invert", "index")},
+    **{name: getattr(operator, name) for name in ("getitem", "contains")},
+    **{kind.__name__: kind for kind in (float, int, bool, complex, str)},
+    **{function.__name__: function for function in (len, iter, format, round, abs, math.trunc, math.floor, math.ceil)},
 }
-for _name, _operation in _READ_AT_ONCE.items():
-    setattr(Deferred, f"__{_name}__", _reading(_operation))
+"""All that Python's syntax and built-in functions may ask of a number or a tensor."""
+for _name, _operation in _OPERATIONS.items():
+    if f"__{_name}__" not in vars(Deferred):
+        setattr(Deferred, f"__{_name}__", _reading(_operation))
 
 
 class _Leaf(Deferred):

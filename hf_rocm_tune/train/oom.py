@@ -374,7 +374,7 @@ class OutOfMemoryRecovery:
         losses = []
         for number, batch in enumerate(window.batches):
             last = number == len(window.batches) - 1
-            accelerator.gradient_state._set_sync_gradients(last)
+            accelerator.sync_gradients = last
             with nullcontext() if last else accelerator.no_sync(model):
                 losses.append(self._micro_step(window, stock, model, number, batch, num_items))
             if number == 0:

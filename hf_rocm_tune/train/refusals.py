@@ -23,7 +23,6 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import TrainerCallback, get_scheduler, masking_utils
 from transformers.integrations.integration_utils import get_available_reporting_integrations
-from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
@@ -43,14 +42,24 @@ _OUR_UPSTREAM = frozenset({"trl", "peft", "transformers", "accelerate"})
 @contextmanager
 def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]:
     """Within the block errors that upstream raises itself about settings become a ``UsageError``, and so do a template
-    that cannot render the rows, a metric that is not there and a Hub that cannot be reached. One raised elsewhere is a
-    bug."""
+    that cannot render the rows and a Hub that cannot be reached. One raised elsewhere is a bug."""
     try:
         yield
-    except (TemplateError, TypeError, KeyError, ConnectionError, ValueError, ImportError) as error:
+    except (TemplateError, TypeError, ConnectionError, ValueError, ImportError) as error:
         if (said := _said(error, packages)) is None:
             raise
         raise UsageError(said) from error
+
+
+@contextmanager
+def missing_metric_as_usage_error() -> Iterator[None]:
+    """Within the block, which is a training, a metric that no evaluation gives becomes a ``UsageError``."""
+    try:
+        yield
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise UsageError(f"--metric_for_best_model: {error.args[0]}") from error
 
 
 def _said(error: Exception, packages: Collection[str]) -> str | None:
@@ -60,8 +69,6 @@ def _said(error: Exception, packages: Collection[str]) -> str | None:
     if isinstance(error, TemplateError) or (isinstance(error, TypeError) and in_template):
         fix = "change the rows, or give another template with --chat_template_path"
         return f"the chat template cannot render these rows: {text}; {fix}"
-    if isinstance(error, KeyError) and "metric_for_best_model" in text:
-        return f"--metric_for_best_model: {error.args[0]}"
     if isinstance(error, ConnectionError):
         return f"{text}; check the network, or leave --push_to_hub out"
     if "incompatible with Mamba" in text:  # their kernels read the weights of these layers themselves
@@ -111,7 +118,7 @@ def check_optimizer(args: TrainingArguments) -> None:
             raise UsageError(f"--optim {name} {why}; {instead}")
         if name.startswith(family) and importlib.util.find_spec(str(package)) is None:
             raise UsageError(f"--optim {name} needs the package {package}, which is not installed; {instead}")
-    if _of_bitsandbytes(args):
+    if is_of_bitsandbytes(optimizer_name(args)):
         require_bitsandbytes(args.device, f"--optim {name}")
 
 
@@ -202,7 +209,7 @@ def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool =
     if deepspeed:
         name = "weights and gradients under DeepSpeed"
         rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
-    if card and _of_bitsandbytes(args) and "paged" in (optim := optimizer_name(args)):
+    if card and is_of_bitsandbytes(optimizer_name(args)) and "paged" in (optim := optimizer_name(args)):
         rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
     if card and getattr(args, "activation_offloading", False):
         rows["activations in host memory"] = "--activation_offloading: TRL copies them to the host and back by itself"
@@ -239,8 +246,10 @@ def optimizer_name(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def _of_bitsandbytes(args: TrainingArguments) -> bool:
-    return optimizer_name(args) in _BITSANDBYTES_OPTIMIZERS
+def is_of_bitsandbytes(name: str) -> bool:
+    """Whether ``--optim`` of this name is an optimizer of bitsandbytes, by transformers' way of naming them."""
+    families = ("paged_", "ademamix_", "lion_", "rmsprop_bnb", "adamw_bnb")
+    return name.startswith(families) or name in ("ademamix", "adamw_8bit")
 
 
 def new_mover(args: Any, settings: TransferSettings | None) -> Mover:

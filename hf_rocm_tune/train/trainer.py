@@ -65,6 +65,7 @@ from hf_rocm_tune.train.oom import OutOfMemoryRecovery, evaluated
 from hf_rocm_tune.train.refusals import (
     OptimizerTablesCallback,
     as_usage_errors,
+    missing_metric_as_usage_error,
     new_mover,
     own_arguments,
     require_isolation,
@@ -344,8 +345,8 @@ class VerifiedTransferMixin(_Base):
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> TrainOutput:
         """As upstream, if the coverage is complete; Ctrl-C and SIGTERM write a checkpoint and end training."""
         self.require_coverage()
-        self._sentinel.enter(self.state.global_step, "training again")
-        with self.stop_requests.installed():
+        self._sentinel.enter(self.state.global_step, "training")
+        with self.stop_requests.installed(), missing_metric_as_usage_error():
             resume_from_checkpoint = self._checkpoints.check_start(resume_from_checkpoint)
             return super().train(resume_from_checkpoint, *arguments, **keywords)
 
@@ -387,15 +388,23 @@ class VerifiedTransferMixin(_Base):
     # ---- batches --------------------------------------------------------------------------------------------
 
     @override
-    def _get_dataloader(self, *arguments: Any, **keywords: Any) -> DataLoader[Any]:
-        prefetch = Prefetch(self.mover, self._prefetch_batches)
-        loader = verify_loader(super()._get_dataloader(*arguments, **keywords), prefetch)
-        if keywords.get("is_training"):
-            self._training_prefetch = prefetch
-        key = keywords.get("dataloader_key")
-        if key is not None and self.args.dataloader_persistent_workers:
-            (upstream.read("evaluation_loaders", self) or {})[key] = loader  # filled inside with the stock object
-        return loader
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """As upstream; the next batch crosses while one is used."""
+        self._training_prefetch = Prefetch(self.mover, self._prefetch_batches)
+        return verify_loader(super().get_train_dataloader(), self._training_prefetch)
+
+    @override
+    def get_eval_dataloader(self, *arguments: Any, **keywords: Any) -> DataLoader[Any]:
+        """Likewise."""
+        return self._verified(super().get_eval_dataloader(*arguments, **keywords))
+
+    @override
+    def get_test_dataloader(self, *arguments: Any, **keywords: Any) -> DataLoader[Any]:
+        """Likewise."""
+        return self._verified(super().get_test_dataloader(*arguments, **keywords))
+
+    def _verified(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        return verify_loader(loader, Prefetch(self.mover, self._prefetch_batches))
 
     @override
     def get_batch_samples(
@@ -540,7 +549,8 @@ class VerifiedTransferMixin(_Base):
         for one in losses:
             self._guard.add_loss(one)
             self._tr_loss += self._metrics_queue.loss_to_log(one)
-        norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        limit = self.args.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), limit) if limit > 0 else None
         return super()._get_grad_norm(model, grad_norm=norm)
 
     @override
@@ -595,13 +605,7 @@ class VerifiedTransferMixin(_Base):
     @override
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         # With save_strategy="best" this alone decides whether to save, and would cancel a requested save.
-        with as_usage_errors(()):
-            return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
-
-    @override
-    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        with as_usage_errors(()):  # from a scheduler that follows a metric
-            return super()._evaluate(*arguments, **keywords)
+        return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
@@ -616,19 +620,6 @@ class VerifiedTransferMixin(_Base):
     def _get_output_dir(self, trial: Any) -> str:
         staging = self._checkpoints.staging
         return str(staging) if staging is not None else super()._get_output_dir(trial)
-
-    @override
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._checkpoints.saves_shards:
-            self._checkpoints.attempt(super()._save_optimizer_and_scheduler, output_dir)
-
-    @override
-    def _save_scaler(self, output_dir: str) -> None:
-        """Written with the other states, see `Checkpoints`."""
-
-    @override
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Likewise."""
 
     @override
     def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
@@ -646,10 +637,6 @@ class VerifiedTransferMixin(_Base):
             UsageError: the disk is full; the directory does not look finished then.
         """
         self._checkpoints.save_model(Path(output_dir or self.args.output_dir), self._result_writer)
-
-    @override
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Done when the checkpoint is in its place, see `Checkpoints`."""
 
     @override
     def _load_best_model(self) -> None:

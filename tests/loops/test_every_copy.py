@@ -63,3 +63,17 @@ def test_copies_between_two_cards_are_verified_on_both(run_file: RunFile, card: 
     assert (found["activations"]["mismatches"] > 0) == bool(faults)
     assert found["activations"]["mismatches"] == found["activations"]["recovered"]
     assert set(found["incidents"]) == ({"recovered"} if faults else set())
+
+
+def test_nothing_waits_while_a_stream_is_captured_and_what_crosses_then_is_named(
+    run_file: RunFile, card: dict[str, str]
+) -> None:
+    found = answer(run_file(CALLS.with_name("card_captured.py"), env=card))
+    assert found["arrived"]
+    assert found["waits"] == 0 and found["verified_within"] == 0 and found["verified_after"] > 0
+    rows = {row["direction"]: row for row in found["unverified"]}
+    assert {name: (row["bytes"], row["reason"]) for name, row in rows.items()} == {
+        "to_device": (256, "a stream was captured"),
+        "to_host": (256, "a stream was captured"),
+    }
+    assert [row["tensor"] for row in found["rebaselined"]] == ["trained weights and optimizer state"]

@@ -49,8 +49,15 @@ def test_a_weight_that_changed_since_a_training_is_found_when_a_face_is_entered(
 def test_a_weight_that_changed_since_its_load_is_found_before_an_evaluation(make: Make, part: str) -> None:
     trainer = make()
     flip(weight(trainer, part))
-    with pytest.raises(MemoryFaultError, match="since they were loaded"):
+    with pytest.raises(MemoryFaultError, match="since they were loaded, before evaluating"):
         trainer.evaluate()
+
+
+def test_the_first_training_does_not_say_that_it_is_not_the_first(make: Make) -> None:
+    trainer = make()
+    flip(weight(trainer, "embed_tokens"))
+    with pytest.raises(MemoryFaultError, match=r"since they were loaded, before training\)"):
+        trainer.train()
 
 
 def test_what_the_program_writes_between_two_trainings_is_reported_and_no_fault(make: Make) -> None:

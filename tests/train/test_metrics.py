@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import sys
 from collections import Counter
@@ -78,6 +79,50 @@ def test_the_log_is_trls(kind: str, model_path: Path, tmp_path: Path) -> None:
     theirs, ours = both(kind, model_path, tmp_path / "out", rows)
     assert ours == theirs
     assert any("eval_num_tokens" in row for row in ours) and len(ours) == 5
+
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "mod": lambda loss: loss % 0.7,
+    "mod of a number": lambda loss: 7 % loss.item(),
+    "floordiv of a number": lambda loss: 7 // loss,
+    "divmod": lambda loss: divmod(loss.item(), 0.3)[1],
+    "power": lambda loss: 2 ** (loss**2),
+    "difference": lambda loss: 1 - loss.item() - 2,
+    "product": lambda loss: 3 * loss * 2,
+    "sign": lambda loss: -(+loss),
+    "equal to itself": lambda loss: loss == loss.mean(),
+    "unequal to a number": lambda loss: loss.item() != 0.0,
+    "above": lambda loss: loss > 5,
+    "below": lambda loss: 5 < 2 * loss.item(),  # noqa: SIM300
+    "least": lambda loss: min(loss.item(), 0.1),
+    "rounded": lambda loss: round(loss.item(), 2) + math.floor(loss.item()) + math.trunc(loss.item()),
+    "as text": lambda loss: f"{loss.item():.3f}{loss.item()!s}"[:5],
+    "bits": lambda loss: (loss > 5) & True,
+    "rows": lambda loss: sum(loss.reshape(1)),
+    "of one row": lambda loss: loss.reshape(1)[0],
+    "among numbers": lambda loss: loss.item() in (0.0, 1.0),
+    "function": lambda loss: torch.clamp(loss, max=0.2),
+    "method": lambda loss: loss.clamp(max=0.2),
+}
+
+
+def test_what_another_version_of_trl_may_ask_of_a_metric_is_answered_as_upstream_would(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = SFTTrainer.compute_loss
+
+    def of_another_version(self: Any, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        found = stock(self, model, inputs, *rest, **more)
+        loss = found[0] if isinstance(found, tuple) else found
+        for name, ask in ASKED.items():
+            gathered = self.accelerator.gather_for_metrics(loss.detach()).mean()
+            self._metrics["train" if self.model.training else "eval"][name].append(float(ask(gathered)))
+        return found
+
+    monkeypatch.setattr(SFTTrainer, "compute_loss", of_another_version)
+    theirs, ours = both("sft", model_path, tmp_path / "out", Dataset.from_list([{"text": text} for text in TEXTS[:6]]))
+    assert ours == theirs
+    assert set(ASKED) <= set(ours[0])
 
 
 def test_a_reference_leaves_the_choice_of_layers_and_the_embeddings_alone(model_path: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ forward or in backward, as ``HF_ROCM_TUNE_STEP_FAULT`` asks.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import random
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import default_data_collator
 
+from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import OutOfMemoryError
+from hf_rocm_tune.train import oom
 from hf_rocm_tune.train.faults import STEP_VARIABLE as VARIABLE
 from hf_rocm_tune.train.oom import STATE_FILE, read_state
 from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT
@@ -101,6 +104,23 @@ PAIRS = [
     *(pytest.param(kind, "backward", marks=pytest.mark.long) for kind in ("packed", "uncounted")),
     pytest.param("mean", "repeatedly", marks=pytest.mark.long),
 ]
+
+
+def test_it_is_said_once_when_the_metrics_of_a_repeated_step_cannot_be_taken_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a version of TRL that keeps them elsewhere: the training goes on, and reads them as TRL does."""
+    moved = dataclasses.replace(upstream._BY_NAME["metrics"], attribute="_moved")
+    monkeypatch.setitem(upstream._BY_NAME, "metrics", moved)
+    oom._warn_of_metrics.cache_clear()
+    clean, disturbed = (make(fault=fault, max_steps=2) for fault in ("", "kind=oom,where=forward,count=1"))
+    with caplog.at_level(logging.WARNING):
+        for trainer in (clean, disturbed):
+            trainer.train()
+    assert len(shortages(disturbed)) == 1
+    assert_same_end(disturbed, clean)
+    said = [one.message for one in caplog.records if "logged twice" in one.message]
+    assert len(said) == 1 and said[0].startswith("TRL ")
 
 
 @pytest.fixture(scope="module")
