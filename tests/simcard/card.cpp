@@ -857,6 +857,64 @@ Args filled(const Prepared& p, const Args& shapes, bool meta) {
   }
   return out;
 }
+// The shapes of results follow from an operator and what `shape_key` writes of its arguments. They are kept: torch infers
+// most of them in Python, which takes longer than a kernel of these tests.
+template <class T>
+void put(std::string& key, const T& value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); }
+template <class T>
+void put_all(std::string& key, const T& values) {
+  put(key, values.size());
+  for (const auto& value : values) put(key, value);
+}
+void put(std::string& key, const View& view) {
+  put(key, view.defined);
+  if (!view.defined) return;
+  put(key, view.dtype);
+  put(key, view.wrapped);
+  put_all(key, view.sizes);
+  put_all(key, view.strides);
+  if (view.host.defined()) key.append(static_cast<const char*>(view.host.const_data_ptr()), view.host.nbytes());
+}
+std::optional<std::string> shape_key(const std::string& op, const Prepared& prepared, const Args& args) {
+  std::string key = op;
+  put(key, at::get_default_dtype_as_scalartype());
+  for (size_t i = 0; i < args.size(); ++i) {
+    const auto& value = args[i];
+    key += value.tagKind();
+    if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
+      put(key, prepared.views[i].size());
+      for (const auto& view : prepared.views[i]) put(key, view);
+      if (value.isOptionalTensorList())
+        for (const auto& t : value.toOptionalTensorVector()) put(key, t && t->defined());
+    } else if (value.isInt()) put(key, value.toInt());
+    else if (value.isDouble()) put(key, value.toDouble());
+    else if (value.isBool()) put(key, value.toBool());
+    else if (value.isString()) key += value.toStringRef() + '\0';
+    else if (value.isIntList()) put_all(key, value.toIntVector());
+    else if (value.isDoubleList()) put_all(key, value.toDoubleVector());
+    else if (!value.isNone() && !value.isDevice() && !value.isGenerator()) return std::nullopt;
+  }
+  return key;
+}
+std::mutex shapes_lock;
+auto& known_shapes = *new std::unordered_map<std::string, Args>;  // never freed: threads outlive the end of a process
+constexpr size_t most_shapes = 100'000;
+std::optional<Args> shapes_of(const std::optional<std::string>& key) {
+  if (!key) return std::nullopt;
+  std::lock_guard<std::mutex> g(shapes_lock);
+  const auto found = known_shapes.find(*key);
+  return found == known_shapes.end() ? std::nullopt : std::make_optional(found->second);
+}
+void keep_shapes(const std::optional<std::string>& key, const Args& shapes) {
+  if (!key) return;
+  Args kept;  // of tensors that Python has never seen, and need not be freed with its lock
+  for (const auto& value : shapes)
+    kept.push_back(each(value, [](const Tensor& t) {
+      return t.defined() ? at::empty_strided(t.sizes(), t.strides(), at::TensorOptions().dtype(t.scalar_type()).device(at::kMeta)) : Tensor();
+    }));
+  std::lock_guard<std::mutex> g(shapes_lock);
+  if (known_shapes.size() < most_shapes) known_shapes.emplace(*key, std::move(kept));
+}
 std::mutex no_meta_lock;
 std::set<std::string> no_meta{"aten::native_layer_norm"};  // its statistics: the CPU's have the input's dtype, meta's float32
 
@@ -938,27 +996,30 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       std::lock_guard<std::mutex> g(no_meta_lock);
       known_bad = no_meta.count(full) != 0;
     }
-    if (!known_bad) {
+    const auto key = known_bad ? std::nullopt : shape_key(full, *prepared, args);
+    shapes = shapes_of(key);
+    if (!known_bad && !shapes) {
       try {
         at::AutoDispatchBelowADInplaceOrView below;
         auto metas = filled(*prepared, args, true);
         torch::jit::Stack s(metas.begin(), metas.end());
         op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &s);
         shapes = Args(s.begin(), s.end());
-        for (size_t i = 0; i < n; ++i)
-          if (schema.arguments()[i].is_out() && args[i].isTensor()) {
-            const Tensor& want = metas[i].toTensor();
-            Tensor have = args[i].toTensor();
-            if (have.sizes() != want.sizes()) {
-              resize_(have, want.sym_sizes(), std::nullopt);
-              prepared->views[i][0] = View(have);
-            }
-          }
+        keep_shapes(key, *shapes);
       } catch (const std::exception& e) {
         if (std::getenv("SIMCARD_DEBUG")) std::fprintf(stderr, "simcard: no meta for %s: %s\n", full.c_str(), e.what());
         std::lock_guard<std::mutex> g(no_meta_lock);
         no_meta.insert(full);
       }
+    }
+    for (size_t r = 0; shapes && r < returns.size(); ++r) {
+      if (from[r] < 0) continue;
+      const size_t given = size_t(from[r]);
+      if (!schema.arguments()[given].is_out() || !args[given].isTensor()) continue;
+      const Tensor want = (*shapes)[r].toTensor(), have = args[given].toTensor();
+      if (have.sizes() == want.sizes()) continue;
+      resize_(have, want.sym_sizes(), std::nullopt);
+      prepared->views[given][0] = View(have);
     }
   }
   const int left = name == "aten::mm" ? 0 : name == "aten::addmm" ? 1 : -1;
