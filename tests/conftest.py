@@ -7,9 +7,14 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.command import CommandServer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,6 +77,16 @@ def _freeze_what_is_imported() -> None:
     """A training collects garbage more than once, and each time looks through all modules of all libraries: 0.3 s."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
+    """Runs commands in processes of their own. Its imports take 7 s: one for all rooms."""
+    from tests.e2e.command import CommandServer
+
+    started = CommandServer(tmp_path_factory.mktemp("commands"))
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session")

@@ -36,14 +36,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(scratch: Path) -> Iterator[CommandServer]:
-    """Runs commands in processes of their own."""
-    started = CommandServer(scratch)
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="session")
 def card_server(scratch: Path) -> Iterator[CommandServer]:
     """Runs commands in processes that have a simulated card; ``SIMCARD_*`` variables may differ from run to run."""
     try:

@@ -36,7 +36,7 @@ def gfx_server(scratch: Path) -> Iterator[CommandServer]:
     started.close()
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.long)])
 def test_qlora_trains_as_on_the_cpu_and_goes_on_after_a_kill(
     steps: int,
     gfx_server: CommandServer,

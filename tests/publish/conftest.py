@@ -31,14 +31,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"base": base, "adapter": adapter, "merged": out, "bare": bare, "scratch": scratch}
 
 
-@pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
-    """Runs commands as processes of their own."""
-    server = CommandServer(tmp_path_factory.mktemp("commands"))
-    yield server
-    server.close()
-
-
 @pytest.fixture(scope="module")
 def loaded(made: dict[str, Path]) -> Iterator[Loaded]:
     """The adapter of `made`, loaded."""
@@ -47,9 +39,9 @@ def loaded(made: dict[str, Path]) -> Iterator[Loaded]:
 
 
 @pytest.fixture
-def place(made: dict[str, Path], commands: CommandServer, tmp_path: Path) -> Place:
+def place(made: dict[str, Path], server: CommandServer, tmp_path: Path) -> Place:
     """A stranger's package, to be spoilt."""
-    return Place(made, commands, tmp_path)
+    return Place(made, server, tmp_path)
 
 
 @pytest.fixture(name="hub")

@@ -30,12 +30,12 @@ Merge = Callable[..., Result]
 
 
 @pytest.fixture
-def merging_of(commands: CommandServer, case: dict[str, Path]) -> Merge:
+def merging_of(server: CommandServer, case: dict[str, Path]) -> Merge:
     """Runs ``merge`` as a process of its own, which may get a signal after some seconds."""
 
     def run(out: Path, *, after: float | None = None, number: int = signal.SIGKILL, **env: str) -> Result:
         argv = (str(case["adapter"]), str(out), "--base", str(case["base"]))
-        running = commands.start(*argv, env={"VERB": "merge", **env})
+        running = server.start(*argv, env={"VERB": "merge", **env})
         if after is not None:
             time.sleep(after)
             os.kill(running.pid, number)
@@ -124,13 +124,13 @@ def test_a_base_that_does_not_fit_into_memory_is_merged_from_disk(
 
 
 @pytest.fixture(scope="module")
-def run(commands: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def run(server: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A finished QLoRA run that went far from its start, its base named by a relative path; ``live``: its logits."""
     scratch = tmp_path_factory.mktemp("run")
     project = scratch / "project"
     base = tiny.build("llama3", project / "models")
     data = tiny.write_messages_jsonl(scratch / "data" / "train.jsonl", 16)
-    done = commands.run(
+    done = server.run(
         *(
             "--model_name_or_path",
             str(base.relative_to(project)),
