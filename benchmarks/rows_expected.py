@@ -88,7 +88,6 @@ REFUSED: dict[str, str] = {
     "dpo_implicit_differ.jsonl": "row 1",
     "dpo_long.jsonl": "--max_length",
     "dpo_null_rejected.jsonl": "row 1",
-    "dpo_swift.jsonl": "split the last answer of 'messages' off",
     "dupkeys.jsonl": "line 9",
     "ids_allmasked.jsonl": "no training row is left",
     "ids_oob.jsonl": "token id 700",
@@ -97,7 +96,6 @@ REFUSED: dict[str, str] = {
     "input_output.jsonl": "rename 'input' to 'prompt'",
     "json_string_messages.jsonl": "looks like JSON",
     "kto_cols.jsonl": "row 1",
-    "kto_messages.jsonl [kto]": "split the last answer of 'messages' off",
     "kto_str.jsonl": "'label' holds text",
     "late_columns.jsonl": "two formats",
     "late_null.jsonl": "row 25",
@@ -144,6 +142,7 @@ SAYS: dict[str, str] = {
     "dir_hidden": ".c.jsonl",
     "dir_train_plus": "more_chats.jsonl",
     "dpo_same.jsonl": "are the same",
+    "dpo_swift.jsonl": "'messages' is the chosen conversation",
     "dpo_ultra.jsonl": "'messages'",
     "dpo_one_msg_diff_prompt.jsonl": "'prompt' is not used",
     "extra_cols.jsonl": "not used",
@@ -151,6 +150,7 @@ SAYS: dict[str, str] = {
     "index.csv": "not used",
     "instr_response.jsonl": "'category'",
     "kto_false.jsonl": "all answers have the label bad",
+    "kto_messages.jsonl [kto]": "the last message of 'messages' is the completion",
     "kto_messages.jsonl [sft]": "not used: column 'label'",
     "long.jsonl": "are cut to 256 tokens",
     "longans.jsonl": "are cut to 256 tokens",
@@ -283,6 +283,7 @@ def _messages(value: Any) -> list[Row]:
 
 def _meaning(row: Row, method: str, template: str, flags: dict[str, Any]) -> Iterator[Pieces]:
     """The sequences of a row: one, or one for each answer of a pair."""
+    row = _with_answer_apart(row, method)
     has_answers = "chosen" in row and "rejected" in row
     if method in ("dpo", "reward") or (method == "kto" and has_answers):
         for name in ("chosen", "rejected"):
@@ -298,6 +299,17 @@ def _meaning(row: Row, method: str, template: str, flags: dict[str, Any]) -> Ite
     else:
         answer = next(row[name] for name in ("completion", "output", "answer", "response") if name in row)
         yield _answered(row, answer)
+
+
+def _with_answer_apart(row: Row, method: str) -> Row:
+    """ms-swift's rows for preferences, whose conversation ends with the answer, as TRL's."""
+    if method == "sft" or "messages" not in row:
+        return row
+    before, last = row["messages"][:-1], row["messages"][-1:]
+    if "rejected_response" in row:
+        other = [{"role": "assistant", "content": row["rejected_response"]}]
+        return {"prompt": before, "chosen": last, "rejected": other}
+    return {"prompt": before, "completion": last} if "chosen" not in row else row
 
 
 def _answered(row: Row, answer: Any) -> Pieces:
@@ -357,6 +369,7 @@ def _chat(messages: list[Row], row: Row, template: str, flags: dict[str, Any]) -
             thought, calls = message.get("reasoning_content"), message.get("tool_calls") or []
             if message.get("function_call"):
                 calls = [{"function": message["function_call"]}]
+            calls = [_with_objects(call) for call in calls]  # this template writes arguments as JSON itself
             content += f"<think>{thought}</think>" if thought else ""
             content += "".join(
                 f"<tool_call>{json.dumps(_without_nulls(call['function']), ensure_ascii=False)}</tool_call>"
@@ -377,6 +390,13 @@ def _chat(messages: list[Row], row: Row, template: str, flags: dict[str, Any]) -
         yield content + end, learned
         with_newline = learned and (marked or given or not turns_only)
         yield "\n", with_newline if is_answer else not turns_only
+
+
+def _with_objects(call: Row) -> Row:
+    """A call whose arguments, JSON as text, are an object."""
+    function = call["function"]
+    given = function["arguments"]
+    return {**call, "function": {**function, "arguments": json.loads(given) if isinstance(given, str) else given}}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -41,17 +41,24 @@ _SYSTEMS = ("system", "system_prompt")
 _HISTORY = "history"  # LLaMA-Factory's and ms-swift's: earlier questions and answers, in pairs
 _TURNS = (*_SYSTEMS, _HISTORY)
 _ASKED = ("user", "assistant")
+_KEYS = ("role", "content")  # of a message
 _FUNCTIONS = "functions"  # OpenAI's former name of ``tools``
 _KWARGS = "chat_template_kwargs"
+_KTO_TAG = "kto_tag"  # LLaMA-Factory's name of KTO's ``label``
+_REJECTED = ("rejected_response", "rejected_messages")  # ms-swift's: beside a conversation with the chosen answer
+_MARGIN = "margin"  # of a pair, which TRL's reward trainer reads
+_CALL_ROLES = ("function_call", "tool_call")  # ShareGPT's and ms-swift's: a message whose text is a call
 MARKS = ("weight", "train", "training", "loss")  # of a message, by OpenAI, Axolotl (both spellings) and ms-swift
+#: Words that pandas and other readers of CSV take for a missing value.
+_MISSING = frozenset({"NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "NULL", "null", "None"})
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in OpenAI's later form
 _MARKS = frozenset(MARKS)
 _STANDARD_ROLES = frozenset({"user", "assistant", "system", "tool", "developer"})
-#: Other names of roles, in lower case. ``function_call`` is handled where a message is converted.
+#: Other names of roles, in lower case. `_CALL_ROLES` are handled where messages are converted.
 _ROLES = {
-    "human": "user",
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "ai", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "function"), "tool"),
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "ai", *_CALL_ROLES), "assistant"),
+    **dict.fromkeys(("observation", "function", "tool_response"), "tool"),
 }
 _ACCEPTED: dict[Method, str] = {
     "sft": "'messages' (also with 'tools'), 'prompt' and 'completion', '{text}', 'conversations' (ShareGPT), "
@@ -94,12 +101,15 @@ class FormatInfo:
     needs_assistant: bool  # every row needs an assistant turn
     role_key: str
     content_key: str
-    missing: str  # what a missing value is called
+    in_csv: bool  # where words may stand for a missing value
     conversational: bool = False  # a chat template is applied
     mapping: str | None = None  # the changes that `as_trl` makes; None if TRL reads the rows as they are
     rows: int = 0  # that were checked
     joins_parts: bool = False  # the content of messages is in parts, and all are text
     has_calls: bool = False  # a message has tool calls, whose arguments differ in their keys
+    text_arguments: bool = False  # of calls: JSON as text, as OpenAI's
+    decodes_calls: bool = False  # these become objects, see `with_decoded_calls`
+    uneven_kwargs: bool = False  # rows differ in the keys of `_KWARGS`, which Arrow fills up with nothing
     marked: bool = False  # a message says whether it is in the loss
     findings: tuple[RowFinding, ...] = ()
     shapes: tuple[tuple[int, int], ...] = ()  # rows of unlike structure: index of the first, and how many are like it
@@ -107,7 +117,19 @@ class FormatInfo:
     @property
     def columns(self) -> list[str]:
         """The columns that are checked."""
-        return [*self.content.values(), *self.more, *self.beside]
+        return [*dict.fromkeys((*self.content.values(), *self.more, *self.beside))]
+
+    @property
+    def splits(self) -> bool:
+        """Whether the last message of a conversation is the answer, which TRL has in a column of its own."""
+        rejected, prompt = self.content.get("rejected"), self.content.get("prompt")
+        return rejected == _REJECTED[0] or (prompt is not None and prompt == self.content.get("completion"))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The training columns that hold text where TRL has messages beside them."""
+        others = (*self.messages, *_REJECTED)
+        return tuple(column for name, column in self.content.items() if name != "label" and column not in others)
 
     @property
     def description(self) -> str:
@@ -128,7 +150,8 @@ def check_format(
     model_name: str,
     split: str = "train",
     vocabulary: int | None = None,
-    missing: str = "nothing (null)",
+    in_csv: bool = False,
+    opening: str | None = None,
 ) -> FormatInfo:
     """Recognise the format of the rows and check them.
 
@@ -138,19 +161,22 @@ def check_format(
         has_chat_template: of the tokenizer, or given.
         model_name, split: for messages.
         vocabulary: number of token ids of the model; None: unknown.
-        missing: what a missing value is called: a CSV file has none, but words that its reader takes for them.
+        in_csv: whether the rows come from CSV, where a word (`_MISSING`) may stand for a missing value.
+        opening: the token with which the tokenizer begins each text by itself; None: with none.
 
     Raises:
         UsageError: the columns fit no format, or a row does not; it names the row.
     """
+    from datasets import Dataset
+
     first = next(iter(dataset), None)
     if first is None:
         raise UsageError(f"the '{split}' split is empty: there are no rows to check or to train on")
     columns = list(dataset.column_names or first)
-    layout = _layout(columns, first, method, dataset_text_field, split, assistant_only_loss, vocabulary, missing)
+    layout = _layout(columns, first, method, dataset_text_field, split, assistant_only_loss, vocabulary, in_csv)
     _check_flags(layout, columns, completion_only_loss, split)
     _check_mixed(layout, first, split)
-    seen = _Seen()
+    seen = _Seen(None if _is_renamed(layout.kind, layout.content) else opening)
     for number, row in enumerate(_rows(dataset, layout), start=1):
         if fault := _fault_in(row, layout):
             begins = repr({column: row[column] for column in layout.columns if column in row})[:120]
@@ -168,24 +194,32 @@ def check_format(
         unused=tuple(_unused_formats(layout, columns)),
         joins_parts="text parts" in seen.traits and "other parts" not in seen.traits,
     )
-    renamed = any(name != column for name, column in layout.content.items()) and layout.kind != "text"
-    mixed = bool(layout.messages) and len(layout.messages) < len(layout.content)
-    foreign = layout.dropped or layout.role_key == "from" or any(_role(role) != role for role in seen.roles)
+    renamed = _is_renamed(layout.kind, layout.content)
+    mixed = bool(layout.messages) and bool(layout.texts)
+    tagged = layout.content.get("label", "label") != "label"
+    keys = (layout.role_key, layout.content_key)
+    foreign = layout.dropped or keys != _KEYS or any(_role(role) != role for role in seen.roles)
     added = {*layout.more} & {*_TURNS}
-    calls = {"function_call", _FUNCTIONS, "padding", "bare tools"} & seen.traits
+    if _KWARGS in layout.beside and not isinstance(dataset, Dataset):  # later rows may lack them
+        seen.traits.add("uneven kwargs")
+    calls = {*_CALL_ROLES, _FUNCTIONS, "padding", "bare tools", "uneven kwargs"} & seen.traits
     objects = any(isinstance(first[column], dict) for column in layout.messages)
     # a picture has no place in a prompt of text, unless the text has the model's own placeholder
     shown = {"image", "images"} & {*columns} and "prompt" in layout.content and not layout.messages
     shown = bool(shown) and has_chat_template and not _has_placeholder(str(first[layout.content["prompt"]]))
-    changed = renamed or mixed or foreign or added or calls or objects or layout.joins_parts or shown
+    changed = renamed or mixed or tagged or foreign or added or calls or objects or layout.joins_parts or shown
     conversational = bool(layout.messages) or (bool(renamed or added or shown) and has_chat_template)
-    layout = replace(layout, conversational=conversational)
+    layout = replace(layout, conversational=conversational, uneven_kwargs="uneven kwargs" in seen.traits)
+    if not conversational:  # a chat template reads them
+        known = [name for name in known if name not in _OF_TEMPLATE]
+        layout = replace(layout, beside=tuple(name for name in layout.beside if name not in _OF_TEMPLATE))
     unused = _unused(layout, known, columns, seen.count)
     return replace(
         layout,
         mapping=_in_words(layout, conversational, seen) if changed else None,
         rows=seen.count,
-        has_calls=bool({"tool_calls", "function_call"} & seen.traits),
+        has_calls=bool({"tool_calls", *_CALL_ROLES} & seen.traits),
+        text_arguments="text arguments" in seen.traits,
         marked="mark" in seen.traits,
         findings=(*seen.findings(layout), *unused),
         shapes=tuple((first, count) for first, count in seen.shapes.values()) if conversational else (),
@@ -202,19 +236,22 @@ def _unused_formats(layout: FormatInfo, columns: list[str]) -> list[str]:
     if layout.kind == "prompt":  # reward functions read them
         return []
     read = (*layout.columns, *layout.content, *layout.dropped)
-    return [name for name in columns if name in _READ_BY_TRL and name not in read]
+    return [name for name in columns if name in (*_READ_BY_TRL, *_BESIDE_IDS) and name not in read]
 
 
 def _unused(layout: FormatInfo, known: list[str], columns: list[str], rows: int) -> list[RowFinding]:
     """Columns that nothing reads, of those not ``known``: a warning for training data in another format."""
-    if layout.kind == "prompt":  # reward functions read them
-        return []
     pictures = ("image", "images") if layout.messages or layout.conversational else ()
     unused = [name for name in columns if name not in (*known, *layout.dropped, *pictures)]
+    if layout.kind == "prompt":  # reward functions read all columns
+        unused = [name for name in unused if name in _OF_TEMPLATE]
+        what = "not in the prompt, but given to the reward functions"
+    else:
+        what = "not used"
     parts = ([name for name in unused if (name in _TRAINING) == trains] for trains in (True, False))
     return [
         RowFinding(
-            what=f"not used: column{'s' * (len(names) > 1)} {', '.join(map(repr, names))}",
+            what=f"{what}: column{'s' * (len(names) > 1)} {', '.join(map(repr, names))}",
             rows=rows,
             first=1,
             by_design=not trains,
@@ -228,15 +265,17 @@ _READ_BY_TRL = frozenset({"prompt", "completion", "messages", "conversations", "
 #: Columns that would be training data in another format, here or in another toolkit.
 _TRAINING = frozenset(
     {*_READ_BY_TRL, *_PROMPTS, *_ANSWERS, *_MORE, *_TURNS, "tools", _FUNCTIONS, "documents", "chat_history", "label"}
-    | {"reasoning", "reasoning_content", "thinking", "rejected_response", "rejected_messages", "kto_tag"}
+    | {"reasoning", "reasoning_content", "thinking", *_REJECTED, _KTO_TAG, _KWARGS, *_BESIDE_IDS}
 )
+_OF_TEMPLATE = ("tools", _FUNCTIONS, _KWARGS)
 
 
 class _Seen:
     """What the rows of a split have in common, gathered row by row."""
 
-    def __init__(self) -> None:
+    def __init__(self, opening: str | None = None) -> None:
         self.count = 0
+        self._opening = opening
         self.roles = set[str]()
         self.filled = set[str]()  # columns of `_TURNS` that have a value
         self.traits = set[str]()
@@ -254,13 +293,19 @@ class _Seen:
                     shape.append(self._shape(message, layout))
             elif column in layout.more or column in ("tools", _FUNCTIONS):
                 shape.append((column, bool(value)))
+                if layout.in_csv and value in _MISSING:
+                    self._add(f"a word that may stand for a missing value is read as it stands in '{column}'", number)
                 if value and column in _TURNS:
                     self.filled.add(column)
                 if value and column == _FUNCTIONS:
                     self.traits.add(_FUNCTIONS)
                 if value and column == "tools" and _are_bare(value):
                     self.traits.add("bare tools")
-            elif column == "label":
+            elif column == _KWARGS:
+                shape.append(tuple((key, str(each)) for key, each in (value or {}).items() if each is not None))
+                if value is None or None in value.values():
+                    self.traits.add("uneven kwargs")
+            elif column == layout.content.get("label"):
                 self.labels.add(bool(value))
             elif column == "attention_mask" and 0 in (value or ()):
                 self.traits.add("padding")
@@ -273,10 +318,14 @@ class _Seen:
         role, content = message[layout.role_key], message.get(layout.content_key)
         self.roles.add(role)
         keys = tuple(key for key, value in message.items() if value is not None and value != [])
-        if role == "function_call" or message.get("function_call"):
-            self.traits.add("function_call")
-        if "tool_calls" in keys:
-            self.traits.add("tool_calls")
+        if _is_call_role(role):
+            self.traits.add(role.strip().lower())
+        for key in ("tool_calls", "function_call"):
+            if key not in keys:
+                continue
+            self.traits.add(key)
+            if any(isinstance(arguments, str) for arguments in _arguments_of(message[key])):
+                self.traits.add("text arguments")
         if not _MARKS.isdisjoint(keys):
             self.traits.add("mark")
         if isinstance(content, str):
@@ -288,7 +337,9 @@ class _Seen:
         return role, keys, parts
 
     def _note_empty(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
-        pair = [row.get(layout.content[name]) for name in ("chosen", "rejected") if name in layout.content]
+        pair: list[Any] = [row.get(layout.content[name]) for name in ("chosen", "rejected") if name in layout.content]
+        if pair and layout.splits:
+            pair[0] = pair[0][-1].get(layout.content_key)
         if pair and pair[0] == pair[1]:
             self._add("the chosen and the rejected answer are the same, which teaches nothing", number)
         for name in ("completion", "chosen", "rejected", "messages"):
@@ -304,8 +355,13 @@ class _Seen:
                     self._add("there is no answer of the assistant", number)
             if empty:
                 self._add("an answer is empty", number)
-        if layout.kind == "text" and not row[layout.columns[0]].strip():
+        begin: Any = row.get(layout.columns[0])
+        if layout.kind == "text" and not begin.strip():
             self._add("the text is empty", number)
+        if self._opening and isinstance(begin, str) and begin.startswith(self._opening):
+            self._add(
+                f"the text begins with {self._opening}, which the tokenizer adds too, so that it is there twice", number
+            )
 
     def _add(self, what: str, number: int) -> None:
         place = self.empty.setdefault(what, [number, 0])
@@ -336,6 +392,12 @@ def _is_empty(message: Mapping[str, Any], layout: FormatInfo) -> bool:
     return not (content or "").strip()
 
 
+def with_decoded_calls(info: FormatInfo) -> FormatInfo:
+    """For a chat template that writes arguments of calls as JSON, and text among them as a JSON string in quotes."""
+    more = "arguments of calls, JSON as text, become objects"
+    return replace(info, decodes_calls=True, mapping=f"{info.mapping}, {more}" if info.mapping else more)
+
+
 def check_later(
     dataset: Rows,
     info: FormatInfo,
@@ -359,6 +421,15 @@ def check_later(
     return dataset.map(_checked, with_indices=True, fn_kwargs=arguments, features=dataset.features)
 
 
+def place_of(number: int, split: str) -> str:
+    """A row in words, such as ``row 7 of the 'train' split``; a worker of a loader counts only what it reads itself."""
+    from torch.utils.data import get_worker_info
+
+    worker = get_worker_info()
+    counted = "" if worker is None else f" as loader worker {worker.id + 1} of {worker.num_workers} counts them"
+    return f"row {number:,} of the '{split}' split{counted}"
+
+
 def _checked(
     row: dict[str, Any],
     index: int,
@@ -370,7 +441,7 @@ def _checked(
     tell: Callable[[RowFinding], None],
 ) -> dict[str, Any]:
     if fault := _fault_in(row, layout):
-        raise UsageError(f"row {index + 1} of the '{split}' split: {fault}")
+        raise UsageError(f"{place_of(index + 1, split)}: {fault}")
     known, kinds = len(seen.shapes), len(seen.empty)
     seen.note(row, index + 1, layout)
     if index >= STREAMED_ROWS:
@@ -397,11 +468,17 @@ def as_trl(dataset: Rows, info: FormatInfo) -> Rows:
     read |= {_FUNCTIONS, "attention_mask"} & {*info.beside}
     dropped = {*info.dropped} & {*info.content}
     more: dict[str, Any] = {"remove_columns": sorted((read - {*info.content}) | dropped)}
-    if isinstance(dataset, Dataset) and info.conversational and info.has_calls:
-        # Arrow would give the arguments of each call the keys of all others
+    if isinstance(dataset, Dataset) and info.conversational and (info.has_calls or info.uneven_kwargs):
+        # Arrow would give the arguments of each call, and of each template, the keys of all others
         kept = {name: kind for name, kind in dataset.features.items() if name not in more["remove_columns"]}
-        tools = {"tools": Value("string")} if {"tools", _FUNCTIONS} & {*info.beside} else {}
-        more["features"] = Features({**kept, **dict.fromkeys(info.content, List(Json())), **tools})
+        kept |= {name: List(Json()) for name in info.content if name != "label"}
+        if "label" in info.content:
+            kept["label"] = dataset.features[info.content["label"]]
+        if {"tools", _FUNCTIONS} & {*info.beside}:
+            kept["tools"] = Value("string")
+        if info.uneven_kwargs:
+            kept[_KWARGS] = Json()
+        more["features"] = Features(kept)
     return dataset.map(in_trls_format, fn_kwargs={"layout": info}, **more)
 
 
@@ -418,14 +495,21 @@ def in_trls_format(row: Mapping[str, Any], *, layout: FormatInfo) -> dict[str, A
     begins = "messages" if "messages" in layout.content else "prompt"
     for name, column in layout.content.items():
         value = row[column]
-        if isinstance(value, str):
+        if name == "label":
+            new[name] = value
+            continue
+        if column == _REJECTED[0]:
+            value = [*new["chosen"][:-1], {"role": "assistant", "content": value}]
+        elif isinstance(value, str):
             if name == "prompt" and column != name:
                 value = "\n\n".join([value, *added]) + ("" if layout.conversational else "\n")
             if layout.conversational:
                 value = [{"role": "user" if name == "prompt" else "assistant", "content": value}]
         else:
-            value = [_message(turn, layout) for turn in _turns(value)]
-        if name == begins or begins not in layout.content:
+            value = _messages(_turns(value), layout)
+            if layout.splits and name != "chosen":
+                value = value[:-1] if name == "prompt" else value[-1:]
+        if (name == begins or begins not in layout.content) and column != _REJECTED[0]:
             value = _with_earlier(value, row, layout)
         new[name] = value
     tools = row.get("tools") or row.get(_FUNCTIONS)
@@ -433,6 +517,8 @@ def in_trls_format(row: Mapping[str, Any], *, layout: FormatInfo) -> dict[str, A
         listed = json.loads(tools) if isinstance(tools, str) else tools
         wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed or ()]
         new["tools"] = json.dumps(wrapped, ensure_ascii=False) if wrapped else None
+    if layout.uneven_kwargs:
+        new[_KWARGS] = {key: value for key, value in (row[_KWARGS] or {}).items() if value is not None}
     return new
 
 
@@ -463,6 +549,25 @@ def _role(role: str) -> str:
     return _ROLES.get(lower, lower if lower in _STANDARD_ROLES else role)
 
 
+@lru_cache(maxsize=1024)
+def _is_call_role(role: str) -> bool:
+    return role.strip().lower() in _CALL_ROLES
+
+
+def _messages(turns: list[Any], layout: FormatInfo) -> list[dict[str, Any]]:
+    """Messages in TRL's form; calls that are messages of their own become part of the answer that they follow."""
+    new: list[dict[str, Any]] = []
+    for turn in turns:
+        message = _message(turn, layout)
+        last = new[-1] if new else {}
+        alike = all(last.get(mark) == message.get(mark) for mark in MARKS)
+        if _is_call_role(turn[layout.role_key]) and last.get("role") == "assistant" and alike:
+            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+        else:
+            new.append(message)
+    return new
+
+
 def _message(message: Mapping[str, Any], layout: FormatInfo) -> dict[str, Any]:
     """A message in TRL's form: OpenAI's former ``function_call`` and ShareGPT's become ``tool_calls``."""
     role, content = message[layout.role_key], message.get(layout.content_key)
@@ -471,12 +576,35 @@ def _message(message: Mapping[str, Any], layout: FormatInfo) -> dict[str, Any]:
     own = (layout.role_key, layout.content_key, "function_call")
     rest = {key: value for key, value in message.items() if key not in own and value is not None}
     calls = message.get("function_call")
-    if role == "function_call":
-        role, calls, content = "assistant", json.loads(content or ""), ""
+    if _is_call_role(role):
+        calls, content = json.loads(content or ""), ""
     if calls:
         listed = calls if isinstance(calls, list) else [calls]
         rest["tool_calls"] = [{"type": "function", "function": call} for call in listed]
+    if layout.decodes_calls and "tool_calls" in rest:
+        rest["tool_calls"] = [_decoded(call) for call in rest["tool_calls"]]
     return {"role": _role(role), "content": content, **rest}
+
+
+def _arguments_of(calls: Any) -> Iterator[Any]:
+    """The arguments of a message's calls, as they stand."""
+    for call in calls if isinstance(calls, list) else [calls]:
+        if isinstance(call, dict):
+            yield (call.get("function") or call).get("arguments")
+
+
+def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object; text that is no JSON object stays."""
+    function = call.get("function") or call
+    arguments = function.get("arguments")
+    try:
+        decoded = json.loads(arguments) if isinstance(arguments, str) else None
+    except json.JSONDecodeError:
+        decoded = None
+    if not isinstance(decoded, dict):
+        return dict(call)
+    new = {**function, "arguments": decoded}
+    return {**call, "function": new} if call.get("function") else new
 
 
 def _are_bare(tools: Any) -> bool:
@@ -486,21 +614,34 @@ def _are_bare(tools: Any) -> bool:
 
 
 def _in_words(layout: FormatInfo, conversational: bool, seen: _Seen) -> str:
-    said = [f"'{column}' is the {name}" for name, column in layout.content.items() if name != column]
+    said = _columns_in_words(layout)
     said += [f"'{name}' is the system prompt" for name in layout.more if name in _SYSTEMS]
     said += [f"'{name}' goes into the prompt" for name in layout.more if name not in _TURNS]
     said += [f"'{_HISTORY}' stands before it, read and not learned"] if _HISTORY in layout.more else []
     said += [f"'{name}' is not used" for name in layout.dropped]
     said += [f"{role} is {_role(role)}" for role in sorted(seen.roles) if _role(role) != role]
-    said += ["from/value are role/content"] if layout.role_key == "from" else []
+    keys = (layout.role_key, layout.content_key)
+    said += [f"{'/'.join(keys)} are {'/'.join(_KEYS)}"] if keys != _KEYS else []
     said += ["parts of a message become one text"] if layout.joins_parts else []
-    said += ["function_call becomes tool_calls"] if "function_call" in seen.traits else []
+    said += [f"{name} becomes tool_calls" for name in _CALL_ROLES if name in seen.traits]
     said += [f"'{_FUNCTIONS}' are the tools"] if _FUNCTIONS in seen.traits else []
     said += ["positions with attention_mask 0 are removed"] if "padding" in seen.traits else []
-    if len(layout.messages) < len(layout.content) and layout.kind != "tokenized":
+    said += [f"keys of '{_KWARGS}' that a row lacks are not given to the template"] if layout.uneven_kwargs else []
+    if layout.texts and layout.kind != "tokenized":
         plain = "as plain text, because the tokenizer has no chat template"
         said.append("text becomes chat messages" if conversational else plain)
     return ", ".join(said)
+
+
+def _columns_in_words(layout: FormatInfo) -> list[str]:
+    if layout.splits:
+        (chat,) = layout.messages
+        label = layout.content.get("label", "label")
+        tagged = [] if label == "label" else [f"'{label}' is the label"]
+        if layout.kind == "preference":
+            return [f"'{chat}' is the chosen conversation, whose last answer '{_REJECTED[0]}' replaces in the rejected"]
+        return [f"the last message of '{chat}' is the completion and the others are the prompt", *tagged]
+    return [f"'{column}' is the {name}" for name, column in layout.content.items() if name != column]
 
 
 # ---- recognising the format -----------------------------------------------------------------------------------------
@@ -514,11 +655,11 @@ def _layout(
     split: str,
     needs_assistant: bool,
     vocabulary: int | None,
-    missing: str,
+    in_csv: bool,
 ) -> FormatInfo:
     kind, content, dropped = recognise(columns, first, method, text_field, split)
     messages = {each for each in content.values() if isinstance(first[each], list | dict) or each in _CHATS}
-    messages = set() if kind in ("text", "tokenized") else messages
+    messages = set() if kind in ("text", "tokenized") else messages - {_REJECTED[0]}
     more = []
     if kind not in ("text", "tokenized"):
         asked = isinstance(first.get(content.get("prompt", "")), str)
@@ -526,30 +667,40 @@ def _layout(
         systems = [name for name in _SYSTEMS if name in columns][:1]
         taken = [*(_MORE if foreign else ()), *systems, *((_HISTORY,) if asked else ())]
         more = [name for name in columns if name in taken and name not in content.values()]
-    beside = _BESIDE_IDS if kind == "tokenized" else ("label",) if kind == "unpaired" else ()
-    functions = () if "tools" in columns else (_FUNCTIONS,)
-    beside = (*beside, *(("tools", *functions, _KWARGS) if messages else ()))
+    beside = _BESIDE_IDS if kind == "tokenized" else (_MARGIN,) if method == "reward" else ()
+    if kind != "prompt" and (messages or _is_renamed(kind, content)):
+        beside = (*beside, *(name for name in _OF_TEMPLATE if name != _FUNCTIONS or "tools" not in columns))
     probe: Any = next((turn for column in messages for turn in _turns(first[column])), {})
-    sharegpt = isinstance(probe, dict) and probe.get("role") is None and probe.get("from") is not None
+    probe = probe if isinstance(probe, dict) else {}
+    speaker = "from" if probe.get("role") is None and probe.get("from") is not None else "role"
+    has_value = probe.get("value") is not None or speaker == "from"
     return FormatInfo(
         kind=kind,
         content=content,
         messages=frozenset(messages),
         more=tuple(more),
         dropped=dropped,
-        missing=missing,
+        in_csv=in_csv,
         beside=tuple(name for name in beside if name in columns),
         vocabulary=vocabulary if kind == "tokenized" else None,
         needs_assistant=needs_assistant,
-        role_key="from" if sharegpt else "role",
-        content_key="value" if sharegpt else "content",
+        role_key=speaker,
+        content_key="value" if has_value and probe.get("content") is None else "content",
     )
 
 
 _CHATS = ("messages", "conversations")
 
 
+def _is_renamed(kind: Kind, content: Mapping[str, str]) -> bool:
+    """Whether a training column has another name than TRL's, KTO's label aside."""
+    return kind != "text" and any(name != column for name, column in content.items() if name != "label")
+
+
 def _turns(value: Any) -> list[Any]:
+    """Messages: a list of them, one, or lists of their roles and contents, as older `datasets` keep them."""
+    if isinstance(value, dict) and isinstance(value.get("role") or value.get("from"), list):
+        return [dict(zip(value, message, strict=False)) for message in zip(*value.values(), strict=False)]
     return value if isinstance(value, list) else [value]
 
 
@@ -577,10 +728,16 @@ def recognise(
             return "preference", pair, (prompt,)  # both begin with it
         prompt = prompt or (None if begun else chat)
         return "preference", {"prompt": prompt, **pair} if prompt else pair, ()
-    if method == "kto" and "label" in columns and prompt and answer:
-        return "unpaired", {"prompt": prompt, "completion": answer}, ()
-    if method == "grpo" and prompt:
-        return "prompt", {"prompt": prompt}, ()
+    rejected = next((name for name in _REJECTED if name in columns), None)
+    if method in ("dpo", "orpo", "reward", "kto") and chat and rejected:
+        return "preference", {"chosen": chat, "rejected": rejected}, ()
+    label = next((name for name in ("label", _KTO_TAG) if name in columns), None)
+    if method == "kto" and label and prompt and answer:
+        return "unpaired", {"prompt": prompt, "completion": answer, "label": label}, ()
+    if method == "kto" and label and chat and not prompt and not answer:
+        return "unpaired", {"prompt": chat, "completion": chat, "label": label}, ()
+    if method == "grpo" and (prompt or chat):
+        return "prompt", {"prompt": prompt or str(chat)}, ()
     raise UsageError(_refusal(columns, first, method, text_field, split))
 
 
@@ -617,17 +774,29 @@ def _hint(columns: list[str], first: dict[str, Any], method: Method, text_field:
         "kto": {*_PROMPTS, *_ANSWERS, "chosen", "rejected", "label"},
         "grpo": {*_PROMPTS},
     }.get(method, {*_PROMPTS, "chosen", "rejected"})
-    if inside := [name for name in columns if _holds_rows(first[name], accepted)]:
+    inside = [name for name in columns if _holds_rows(first[name], accepted)]
+    if len(inside) > 1 and not any(isinstance(first[name], list) for name in inside):
+        return (
+            f"the file seems to be one object of which each value ('{inside[0]}', ...) is a row: write them as a list"
+        )
+    if inside:
         return f"the rows seem to be inside '{inside[0]}': write that list, alone, to a file"
+    for column in columns:
+        if keys := _unlike_messages(first[column]):
+            return f"'{column}' holds objects with {keys}: write them as messages with 'role' and 'content'"
     for names, what in ((_PROMPTS, "the prompt"), (_ANSWERS, "the answer")):
         several = [name for name in names if name in columns]
         if len(several) > 1 and names[0] not in columns:
             return f"{' and '.join(repr(name) for name in several)} could both be {what}: keep one of them"
+    if {*_OF_OPENAI} <= {*columns}:
+        best, worst = _OF_OPENAI
+        return f"write the messages of 'input' as 'prompt', '{best}' as 'chosen' and '{worst}' as 'rejected'"
     chats = next((name for name in _CHATS if name in columns), None)
     if chats and method in ("dpo", "orpo", "reward", "kto"):
         wanted = "'completion'" if method == "kto" else "'chosen' and 'rejected'"
         return f"split the last answer of '{chats}' off: its other messages are the 'prompt', and answers are {wanted}"
-    missing = sorted(accepted - {*columns})
+    settled = {name for group in (_PROMPTS, _ANSWERS) if _only(group, columns) for name in group}
+    missing = sorted(accepted - {*columns} - settled)
     renamed = []
     for column in columns:
         fits = isinstance(first[column], str | list) and column not in accepted
@@ -640,12 +809,21 @@ def _hint(columns: list[str], first: dict[str, Any], method: Method, text_field:
     return ", ".join(renamed) or f"rename the columns{text}"
 
 
+_OF_OPENAI = ("preferred_output", "non_preferred_output")
 _ALIKE = 0.75  # of `difflib`: 'conversation' is like 'conversations', and 'version' is not
 #: Columns that are likely to be meant as prompt or answer where no better ones are there.
 _MEANT = {
-    **dict.fromkeys(("input", "user", "human", "instructions", "questions"), "prompt"),
+    **dict.fromkeys(("input", "user", "human", "instructions", "questions", "article", "problem"), "prompt"),
     **dict.fromkeys(("assistant", "gpt", "bot", "target", "answers", "responses"), "completion"),
+    **dict.fromkeys(("generation", "summary", "solution", "reply"), "completion"),
 }
+
+
+def _unlike_messages(value: Any) -> str:
+    """The keys of a list of objects that are no messages, such as ``'human', 'assistant'``; "": it is no such list."""
+    inner = value[0] if isinstance(value, list) and value else None
+    keys = [] if not isinstance(inner, dict) else [key for key, each in inner.items() if each is not None]
+    return "" if {"role", "from"} & {*keys} else ", ".join(map(repr, keys))
 
 
 def _holds_rows(value: Any, accepted: set[str]) -> bool:
@@ -700,23 +878,32 @@ def _fault_in(row: dict[str, Any], layout: FormatInfo) -> str | None:
     for column in layout.columns:
         value = row.get(column)
         if column in layout.messages:
-            fault = _fault_in_messages([value] if isinstance(value, dict) else value, layout, column)
+            fault = _fault_in_messages(_turns(value) if isinstance(value, dict) else value, layout, column)
         elif column in ("tools", _FUNCTIONS):
             fault = _fault_in_tools(value)
         else:
             right, what = isinstance(value, str) or (value is None and column in layout.more), "text"
-            if column == "label":
+            if column == layout.content.get("label"):
                 right, what = value in (True, False), "true or false"
+            elif column == _MARGIN:
+                right, what = isinstance(value, int | float), "a number"
             elif column == _KWARGS:
                 right, what = isinstance(value, dict | None), "an object"
             elif column == _HISTORY:
                 right, what = _is_history(value), "pairs of a question and an answer"
             fault = None if right else f"holds {_named(value, layout)}, not {what}"
+            if fault and layout.in_csv and isinstance(value, int | float):
+                fault += ": CSV tells no text from numbers, so give such rows as .jsonl"
+            if layout.in_csv and column in layout.content.values() and value in _MISSING:
+                fault = (
+                    f"holds {value!r}, a word that stands for a missing value in CSV: leave the row out, or give the "
+                    "rows as .jsonl if the word is meant"
+                )
         if fault:
             return f"column '{column}' {fault}"
-    if fault := _fault_in_system(row, layout):
+    if fault := _fault_in_system(row, layout) or _fault_in_end(row, layout):
         return fault
-    if layout.kind == "preference" and "prompt" not in layout.content and layout.messages:
+    if layout.kind == "preference" and "prompt" not in layout.content and layout.messages and not layout.splits:
         chosen, rejected = (_turns(row[layout.content[name]]) for name in ("chosen", "rejected"))
         if chosen[0] != rejected[0]:
             return "'chosen' and 'rejected' do not begin with the same prompt, and there is no column 'prompt'"
@@ -732,6 +919,20 @@ def _fault_in_system(row: dict[str, Any], layout: FormatInfo) -> str | None:
             first = _turns(row[name])[0]
             if _role(first[layout.role_key]) == "system" and first.get(layout.content_key) != row[column]:
                 return f"column '{column}' and the first message of '{name}' are system prompts that differ: keep one"
+    return None
+
+
+def _fault_in_end(row: dict[str, Any], layout: FormatInfo) -> str | None:
+    """A conversation that does not end as it has to where its last message has a meaning of its own."""
+    chat = layout.content.get("prompt", layout.content.get("chosen", ""))
+    if chat not in _CHATS or not (layout.splits or layout.kind == "prompt"):
+        return None
+    turns = _turns(row[chat])
+    answered = _role(turns[-1][layout.role_key]) == "assistant"
+    if layout.kind == "prompt" and answered:
+        return f"column '{chat}' ends with an answer, and GRPO writes the answers itself: leave it out"
+    if layout.splits and not (answered and len(turns) > 1):
+        return f"column '{chat}' does not end with a question and the assistant's answer"
     return None
 
 
@@ -761,8 +962,8 @@ def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | Non
         calls = message.get("tool_calls") or message.get("function_call")
         if not (isinstance(said, str) or parts or (said is None and calls)):
             return f"message {number} has {_named(said, layout)} as '{content}', not text"
-        if message[role] == "function_call" and not _is_call(said):
-            return f"message {number} is a function_call, and its '{content}' is no JSON object with 'name'"
+        if _is_call_role(message[role]) and not _is_call(said):
+            return f"message {number} is a {message[role]}, and its '{content}' is no JSON object with 'name'"
         if fault := _fault_in_calls(message.get("tool_calls")):
             return f"message {number} {fault}"
         for mark in () if _MARKS.isdisjoint(message) else MARKS:
@@ -827,7 +1028,7 @@ def _is_call(text: Any) -> bool:
 
 def _named(value: Any, layout: FormatInfo | None = None) -> str:
     if value is None:
-        return layout.missing if layout else "nothing (null)"
+        return "nothing (an empty cell)" if layout and layout.in_csv else "nothing (null)"
     if value == []:
         return "an empty list"
     kinds = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}

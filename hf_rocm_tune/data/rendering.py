@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from hf_rocm_tune.data.formats import MARKS, STREAMED_ROWS, FormatInfo, RowFinding, in_trls_format
+from hf_rocm_tune.data.formats import MARKS, STREAMED_ROWS, FormatInfo, RowFinding, in_trls_format, place_of
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,6 +62,12 @@ class Renderer:
                 template = None
         return cls(tokenizer, template)
 
+    def mentions(self, name: str) -> bool:
+        """Whether a name stands in the template, which otherwise cannot depend on it."""
+        template = self.template or self.tokenizer.chat_template
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+
     def text(self, messages: list[Message], tools: Any = None, **options: Any) -> str:
         """A conversation as text.
 
@@ -92,8 +98,7 @@ def left_out(
     counts: dict[tuple[str, bool], list[int]] = {}
     for row, first, count in _samples(dataset, info):
         if info.mapping is not None:
-            kwargs = {"chat_template_kwargs": row.get("chat_template_kwargs"), "tools": row.get("tools")}
-            row = {**kwargs, **in_trls_format(row, layout=info)}
+            row = _converted(row, info)
         for what in dict.fromkeys(_left_out_of_row(row, first + 1, renderer, split, marks_are_read)):
             place = counts.setdefault(what, [first + 1, 0])
             place[1] += count
@@ -108,9 +113,14 @@ def left_out_of_row(
 ) -> list[RowFinding]:
     """As `left_out`, of one row of a stream, not yet converted."""
     if info.mapping is not None:
-        row = {"tools": row.get("tools"), **in_trls_format(row, layout=info)}
+        row = _converted(row, info)
     found = dict.fromkeys(_left_out_of_row(row, number, renderer, split, marks_are_read))
     return [RowFinding(what=what, rows=1, first=number, by_design=by_design) for what, by_design in found]
+
+
+def _converted(row: Mapping[str, Any], info: FormatInfo) -> dict[str, Any]:
+    beside = {name: row.get(name) for name in ("chat_template_kwargs", "tools")}
+    return {**beside, **in_trls_format(row, layout=info)}
 
 
 def _samples(dataset: Rows, info: FormatInfo) -> Iterator[tuple[dict[str, Any], int, int]]:
@@ -137,7 +147,10 @@ def _left_out_of_row(
     """What is left out of one row, and whether by the template's design."""
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
-    options = dict(row.get("chat_template_kwargs") or {})
+    options = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
+    for key in options:
+        if not renderer.mentions(key):
+            yield f"'{key}' of 'chat_template_kwargs' is not in the chat template", False
     for messages in conversations(row):
         marks = _Marks()
         marked = [marks.message(message, later, marks_are_read) for message, later in _with_later(messages)]
@@ -151,15 +164,15 @@ def _left_out_of_row(
                 raise UsageError(f"the chat template is not valid: {error}; mend it, or give another one") from error
             except _FAILURES as error:
                 raise UsageError(
-                    f"row {number} of the '{split}' split: the chat template cannot render it: "
+                    f"{place_of(number, split)}: the chat template cannot render it: "
                     f"{' '.join(str(error).split())}; change the row, or give another template with "
                     "--chat_template_path"
                 ) from error
             continue  # it dislikes the marks only
         if any(repr(part).lower() in text for message in marked for part in _parts(message)):
             raise UsageError(
-                f"row {number} of the '{split}' split: the chat template cannot read the parts of a message and writes "
-                "them as they stand, with braces and quotes; give the content as one text, or another template with "
+                f"{place_of(number, split)}: the chat template cannot read the parts of a message and writes them as "
+                "they stand, with braces and quotes; give the content as one text, or another template with "
                 "--chat_template_path"
             )
         yield from marks.missing_from(text)
@@ -168,6 +181,8 @@ def _left_out_of_row(
             said = words.count(role.lower()) - sum(message["role"] == role for message in messages)
             if text.count(role.lower()) <= said:
                 yield f"the role '{role}' is unknown to the chat template", False
+            else:
+                yield f"the role '{role}' is written as it stands, and its messages are no answers", True
 
 
 def _parts(message: Message) -> list[Any]:
@@ -300,6 +315,24 @@ def _of_thinking(role: str, later: bool) -> tuple[str, bool]:
     if later:
         return f"the chat template leaves out the thinking of earlier {role} messages", True
     return f"the thinking of {role} messages is not in what the model reads", False
+
+
+def quotes_arguments(renderer: Renderer) -> bool:
+    """Whether the template writes arguments of a call that are JSON as text in quotes once more, and objects well."""
+    texts = []
+    asked: list[Message]
+    for arguments in (_ARGUMENTS, json.loads(_ARGUMENTS)):
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            texts.append(renderer.text(asked))
+        except _FAILURES:
+            return False
+    as_text, as_object = texts
+    return '\\"zqkeyqz\\"' in as_text and '"zqkeyqz"' in as_object and "\\" not in as_object
+
+
+_ARGUMENTS = '{"zqkeyqz": "zqvalueqz"}'
 
 
 # ---- the end of a turn -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import os
 import re
 import traceback
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from yaml import YAMLError
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.foreign import parse_yaml, read_text
+from hf_rocm_tune.foreign import parse_json, parse_yaml, read_text
 from hf_rocm_tune.machine.caches import unwritable
 from hf_rocm_tune.paths import expand_user
 
@@ -55,8 +55,8 @@ class Splits:
     train: Rows
     eval: Rows | None
     description: str
-    notes: tuple[str, ...] = ()  # about files that are not read
-    missing: str = "nothing (null)"  # what a missing value is called
+    notes: Sequence[str] = ()  # about files that are not read
+    in_csv: bool = False  # whose words for a missing value (NA, null) are read as they stand
     findings: Mapping[str, tuple[RowFinding, ...]] = field(default_factory=dict)  # by ``train`` and ``eval``
     pictures: Any = None  # a `job.pictures.JobPictures` where rows have some
 
@@ -77,18 +77,14 @@ def load_source(
     ``eval_split_size``: a share below 1, or rows, that are split off for evaluation; auto: some if there is no split
     ``test``, and no other was named.
     """
-    splits, unread, odd = _load_splits(name, config=config, streaming=streaming)
-    if train_split not in splits and unread:
+    splits, read = _load_splits(name, config=config, streaming=streaming)
+    if train_split not in splits and read.unread:
         raise UsageError(
             f"'{name}' has no split '{train_split}', only {', '.join(splits)}: the names of some files have a split's "
-            f"name in them, and {_listed(unread)} belong to none: rename them (train.jsonl), or name one file"
+            f"name in them, and {_listed(read.unread)} belong to none: rename them (train.jsonl), or name one file"
         )
     train = _pick(splits, train_split, flag="--dataset_train_split", name=name)
-    notes = [f"warning: the folder '{name}': not read are {_listed(unread)}"] if unread else []
-    notes += [f"warning: the folder '{name}': read as well are {_listed(odd)}"] if odd else []
-    notes += ["streamed rows are trained on in the order of the files: shuffle them there"] * streaming
-    in_csv = "nothing, or a word that stands for a missing value in CSV (NA, None, null, nan ...)"
-    more: dict[str, Any] = {"notes": tuple(notes), **({"missing": in_csv} if _is_csv(name) else {})}
+    more: dict[str, Any] = {"notes": read.notes(name), "in_csv": "csv" in read.formats}
     if not need_eval:
         return Splits(train=train, eval=None, description=_describe(name, train, None), **more)
     is_named = test_split in splits or test_split != "test"
@@ -114,11 +110,25 @@ def load_mixture(
     from trl import get_dataset
 
     names, parts, files = ", ".join(part.path for part in mixture.datasets), [], []
+    notes, in_csv = list[str](), False
     for part in mixture.datasets:
-        file = expand_user(part.path)
-        if os.path.isfile(file) and (reader := _reader_of(file)):
-            part = dataclasses.replace(part, path=reader, data_files=glob.escape(str(file.absolute())))
-            files.append(file)
+        path, named = expand_user(part.path), part.data_files or part.data_dir
+        if os.path.isfile(path) and (reader := _reader_of(path)):
+            if fault := _pointer_in(path):
+                raise UsageError(fault)
+            files.append(path)
+            if reader in _OPTIONS:
+                part = _as_arrow(part)
+            else:
+                part = dataclasses.replace(part, path=reader, data_files=glob.escape(str(path.absolute())))
+            in_csv = in_csv or reader == "csv"
+        elif os.path.isdir(path) and not named and not _is_saved(path):
+            with _explained(part.path):
+                _check_card(path / "README.md")
+                read = _read_of(path, part.name)
+            notes += read.notes(part.path)
+            in_csv = in_csv or "csv" in read.formats
+            part = _as_arrow(part) if read.options else part
         elif isinstance(part.data_files, str) and os.path.isfile(part.data_files):
             files.append(Path(part.data_files))
         parts.append(part)
@@ -127,6 +137,7 @@ def load_mixture(
         mixed: Any = get_dataset(dataclasses.replace(mixture, datasets=parts, test_split_size=None))
         if mixture.test_split_size is not None:
             mixed = DatasetDict(mixed["train"].train_test_split(test_size=mixture.test_split_size, seed=seed))
+        _validate(mixed.values())
     if train_split not in mixed or (need_eval and test_split not in mixed):
         raise UsageError(
             f"the mixture of {names} has the splits {', '.join(mixed)}: set --test_split_size to split "
@@ -135,14 +146,28 @@ def load_mixture(
     train = _pick(mixed, train_split, flag="--dataset_train_split", name=names)
     evaluation = mixed[test_split] if need_eval else None
     description = _describe(f"mixture of {names}", train, evaluation, "split off")
-    return Splits(train=train, eval=evaluation, description=description)
+    return Splits(train=train, eval=evaluation, description=description, notes=notes, in_csv=in_csv)
 
 
-def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dict[str, Rows], list[str], list[str]]:
-    """The splits, the data files of a folder that are in none, and those that are with a name as of a copy."""
-    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+def _as_arrow(part: Any) -> Any:
+    """A part of a mixture whose reader needs options, which TRL does not give, as files of Arrow."""
+    from datasets import Value
 
-    path, unread, odd = expand_user(name), list[str](), list[str]()
+    splits, _ = _load_splits(part.path, config=part.name, streaming=False)
+    files = {}
+    for split, rows in splits.items():
+        for name, kind in rows.features.items():
+            if kind == Value("large_string"):  # CSV's text, which JSON's could not follow
+                rows = rows.cast_column(name, Value("string"))
+        files[split] = [file["filename"] for file in rows.cache_files]
+    return dataclasses.replace(part, path="arrow", name=None, data_files=files)
+
+
+def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dict[str, Rows], _Read]:
+    """The splits, and what of a file or folder was read."""
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    path, read = expand_user(name), _Read(formats=frozenset())
     if os.path.isfile(path) and _reader_of(path) is None:
         raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
     if fault := _cannot_be_opened(path) or _pointer_in(path):  # `datasets` often names its cache instead
@@ -151,6 +176,7 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dic
         if os.path.isfile(path):
             # `datasets` treats a file name as a pattern: brackets must be escaped
             files = {"train": glob.escape(str(path.absolute()))}
+            read = _Read(formats=frozenset({str(_reader_of(path))}))
             splits = dict(load_dataset(str(_reader_of(path)), data_files=files, streaming=streaming, **_options(path)))
         elif _is_saved(path):
             try:
@@ -163,21 +189,50 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dic
             _check_card(path / "README.md")
             if not any(_data_in(path)):
                 raise UsageError(f"the folder '{name}' has no data files; supported: {_SUPPORTED}")
-            unread, odd = _unread(path, config)
-            splits = dict(load_dataset(str(path), name=config, streaming=streaming))
+            read = _read_of(path, config)
+            splits = dict(load_dataset(str(path), name=config, streaming=streaming, **read.options))
         else:
             refuse_missing(name)
-            return _load_from_hub(name, config=config, streaming=streaming), [], []
-        # Arrow's JSON reader accepts invalid UTF-8, which would fail during tokenizing
-        for rows in splits.values():
-            if isinstance(rows, Dataset):
-                rows.data.table.validate(full=True)
-    return splits, unread, odd
+            return _load_from_hub(name, config=config, streaming=streaming), read
+        _validate(splits.values())
+    return splits, read
 
 
-def _unread(path: Path, config: str | None) -> tuple[list[str], list[str]]:
-    """Data files of a folder that `datasets` does not read, relative to it, and those that it reads by a suffix before
-    their last one, such as ``.jsonl.old``.
+def _validate(splits: Iterable[Rows]) -> None:
+    """Arrow's JSON reader accepts invalid UTF-8, which would fail during tokenizing."""
+    from datasets import Dataset
+
+    for rows in splits:
+        if isinstance(rows, Dataset):
+            rows.data.table.validate(full=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """What `datasets` reads of a file or a folder."""
+
+    formats: frozenset[str]  # readers
+    unread: tuple[str, ...] = ()  # data files that are in no split, relative to the folder
+    odd: tuple[str, ...] = ()  # files that are read by a suffix before their last one, such as ``.jsonl.old``
+    mapped: bool = False  # the folder has LLaMA-Factory's descriptions of columns
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the reader, where it is the only one."""
+        (reader,) = self.formats if len(self.formats) == 1 else ("",)
+        return _OPTIONS.get(reader, {})
+
+    def notes(self, name: str) -> list[str]:
+        """Lines about what is read, or is not, of a folder."""
+        begin = f"warning: the folder '{name}':"
+        notes = [f"{begin} not read are {_listed(self.unread)}"] if self.unread else []
+        notes += [f"{begin} read as well are {_listed(self.odd)}"] if self.odd else []
+        notes += [f"{begin} columns are not renamed as its dataset_info.json says, which is not read"] * self.mapped
+        return notes
+
+
+def _read_of(path: Path, config: str | None) -> _Read:
+    """What `datasets` reads of a folder.
 
     Raises:
         UsageError: they have another format than those that it reads, and are no mere notes.
@@ -188,6 +243,7 @@ def _unread(path: Path, config: str | None) -> tuple[list[str], list[str]]:
     read = {os.path.realpath(str(file)) for listed in files.values() for file in listed}
     unread = [file for file in _data_in(path) if os.path.realpath(file) not in read]
     formats = {_format_of(Path(file)) for file in read}
+    readers = {str(_reader_of(Path(file))) for file in read}
     others = {_format_of(file) for file in unread if _reader_of(file)} - {None, *formats}
     if others - {"text"} or (others and formats == {"text"}):
         names = _listed([file.relative_to(path).as_posix() for file in unread if _format_of(file) in others])
@@ -196,7 +252,22 @@ def _unread(path: Path, config: str | None) -> tuple[list[str], list[str]]:
             f"({', '.join(sorted(map(str, formats)))}) and leaves out {names}: name one file, or move the others"
         )
     odd = [Path(file).name for file in sorted(read) if _reader_of(Path(file)) is None and _inner_reader(Path(file))]
-    return [file.relative_to(path).as_posix() for file in unread], odd
+    return _Read(
+        formats=frozenset(readers),
+        unread=tuple(file.relative_to(path).as_posix() for file in unread),
+        odd=tuple(odd),
+        mapped=_has_columns(path / "dataset_info.json"),
+    )
+
+
+def _has_columns(file: Path) -> bool:
+    """Whether a file describes data sets for LLaMA-Factory, and other columns than those of its own formats."""
+    try:
+        described = parse_json(read_text(file))
+    except (OSError, ValueError):
+        return False
+    sets = described.values() if isinstance(described, dict) else ()
+    return any(isinstance(one, dict) and "file_name" in one and {"columns", "tags"} & {*one} for one in sets)
 
 
 def _inner_reader(file: Path) -> bool:
@@ -222,23 +293,27 @@ _NO_DATA = frozenset({"", *(f".{name}" for name in (*_PICTURES, *_NOTES))})
 
 def _format_of(file: Path) -> str | None:
     """The reader of a file, one of their own for those that are separated by tabs."""
-    return "tsv" if _options(file) else _reader_of(file) or file.suffix.lower().removeprefix(".") or None
+    return "tsv" if _is_tabbed(file) else _reader_of(file) or file.suffix.lower().removeprefix(".") or None
 
 
-def _options(file: Path) -> dict[str, str]:
-    """What the reader of a file is told beside its name."""
-    return {"sep": "\t"} if ".tsv" in [suffix.lower() for suffix in file.suffixes[-2:]] else {}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "text": {"encoding": "utf-8-sig"},  # a mark of the order of bytes is no text
+    "csv": {"keep_default_na": False, "na_values": [""]},  # a word such as NA or null is a word
+}
+"""What a reader is told beside the names of its files."""
+
+
+def _options(file: Path) -> dict[str, Any]:
+    return {**_OPTIONS.get(str(_reader_of(file)), {}), **({"sep": "\t"} if _is_tabbed(file) else {})}
+
+
+def _is_tabbed(file: Path) -> bool:
+    return ".tsv" in [suffix.lower() for suffix in file.suffixes[-2:]]
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
-
-
-def _is_csv(name: str) -> bool:
-    path = expand_user(name)
-    files = path.rglob("*") if os.path.isdir(path) else [path]
-    return any(_reader_of(file) == "csv" for file in files)
 
 
 def _check_card(card: Path, named: str = "") -> None:
@@ -323,10 +398,7 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
         yield
     except foreign as error:
         path = expand_user(name)
-        if files is None:
-            whole = os.path.isfile(path) or _is_saved(path)
-            every = [path] if whole else sorted(path.rglob("*")) if os.path.isdir(path) else []
-            files = [file for file in every if file.is_file() and _reader_of(file)]
+        files = _files_of(name) if files is None else files
         cause = error.__cause__ or error
         if isinstance(cause, OSError) and (why := unwritable("datasets")):
             raise UsageError(f"the dataset '{name}' could not be read, for the cache {why}") from error
@@ -343,18 +415,32 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
         logging.set_verbosity(level)
 
 
-def fault_of_stream(name: str, error: Exception) -> UsageError | None:
-    """What is wrong with the file of a stream, as one line, if `datasets` has raised the error while it read on."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not any(frame.filename.endswith("datasets/iterable_dataset.py") for frame in frames):
+def _files_of(name: str) -> list[Path]:
+    path = expand_user(name)
+    whole = os.path.isfile(path) or _is_saved(path)
+    every = [path] if whole else sorted(path.rglob("*")) if os.path.isdir(path) else []
+    return [file for file in every if file.is_file() and _reader_of(file)]
+
+
+def fault_of_stream(names: Sequence[str], error: Exception) -> UsageError | None:
+    """What is wrong with the files of a stream, as one line, if `datasets` has raised the error while it read on.
+
+    A loader's worker has the traceback in the text of its error.
+    """
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    worker = str(error).startswith("Caught ")
+    if not any(name.endswith(_STREAMS) for name in frames) and not (worker and _STREAMS in str(error)):
         return None
     try:
-        with _explained(name):
+        with _explained(", ".join(names), files=[file for name in names for file in _files_of(name)]):
             raise error
     except UsageError as fault:
         return fault
     except Exception:  # of the rows' conversion: not the file's
         return None
+
+
+_STREAMS = "datasets/iterable_dataset.py"
 
 
 def _pick(splits: dict[str, Rows], split: str, *, flag: str, name: str) -> Rows:
@@ -458,6 +544,8 @@ def _fault_in_text(file: Any, reader: str | None) -> str | None:
     number = 0
     for number, line in enumerate([file.read()] if array else file, start=1):
         try:
+            if number > 1 and line.startswith(codecs.BOM_UTF8):
+                return f", line {number} begins with a byte order mark (files put together?): remove it there"
             text = line.decode("utf-8-sig").rstrip()
             content = json.loads(text, object_pairs_hook=_without_doubles) if reader == "json" and text else {}
         except UnicodeDecodeError as error:
@@ -553,8 +641,8 @@ def _unlike_columns(files: Sequence[Path]) -> str | None:
 
     known: dict[str, Any] = {}
     for file in files[:_COMPARED]:
-        if _options(file) != _options(files[0]):
-            tabs, commas = (file, files[0]) if _options(file) else (files[0], file)
+        if _is_tabbed(file) != _is_tabbed(files[0]):
+            tabs, commas = (file, files[0]) if _is_tabbed(file) else (files[0], file)
             return f"{tabs} is separated by tabs, unlike {commas}: name one file, or move the others"
         try:
             named = glob.escape(str(file.absolute()))
@@ -569,6 +657,8 @@ def _unlike_columns(files: Sequence[Path]) -> str | None:
                 listed = ", ".join(repr(name) for name in sorted(names))
                 return f"{file} {what} {listed}, unlike {first}: give all files the same columns"
         for name in known:
+            if known[name] != types[name] and "List(" in known[name]:
+                return f"'{name}' of {file} holds objects with other keys than in {first}: put the rows into one file"
             if known[name] != types[name]:
                 return f"column '{name}' of {file} holds {types[name]}, and of {first} {known[name]}"
     return None

@@ -315,7 +315,7 @@ class RunOutputs:
         )
 
     def _readme(self, run: Run, picture: str | None = None) -> str:
-        datasets = [part.path for part in self.arguments.mixture.datasets] or [self.arguments.script.dataset_name]
+        datasets = self.arguments.sources
         training = self.arguments.training
         local = dict.fromkeys(local_paths(run.settings), "")
         local[str(self._output_dir)] = training.hub_model_id if training.push_to_hub else ""

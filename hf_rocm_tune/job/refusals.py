@@ -7,6 +7,7 @@ A way over cards names what it excludes in its own file (`cards.way.Way.excludes
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import runpy
@@ -205,6 +206,9 @@ def reward_functions(script: Any) -> list[Any]:
     known["get_soft_overlong_punishment"] = rewards.get_soft_overlong_punishment(1280, 256)  # TRL's numbers
     found: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     found += [known[name] if name in known else _imported(name, known) for name in script.reward_funcs or ()]
+    of_answers = [name for name in script.reward_funcs or () if name in known and "accuracy" in name]
+    if of_answers and importlib.util.find_spec("math_verify") is None:
+        raise UsageError(f"--reward_funcs {of_answers[0]} needs the package math_verify: `pip install math-verify`")
     if not found:
         raise UsageError(
             f"no reward: give --reward_funcs ({', '.join(known)}, or module.function), or --reward_model_name_or_path"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import IterableDataset
 
 from hf_rocm_tune.data import masks, rendering
-from hf_rocm_tune.data.formats import RowFinding, as_trl, check_format, check_later
+from hf_rocm_tune.data.formats import RowFinding, as_trl, check_format, check_later, place_of, with_decoded_calls
 from hf_rocm_tune.data.pictures import has_pictures
 from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
 from hf_rocm_tune.data.summary import DataSummary, of_pairs, of_trained
@@ -51,12 +51,16 @@ def load_rows(
         config, streaming, size = script.dataset_config, script.dataset_streaming, arguments.tune.eval_rows
         loaded = load_source(script.dataset_name, config=config, streaming=streaming, eval_split_size=size, **splits)
     announce.say(*loaded.notes)
+    if arguments.is_streamed:
+        several = training.dataloader_num_workers > 1
+        order = "by several loader workers, each reading files of its own" if several else "in the order of the files"
+        announce.say(f"streamed rows are trained on {order}: shuffle them there")
     pictured = any(has_pictures(rows) for rows in (loaded.train, loaded.eval) if rows is not None)
     if pictured:
         from hf_rocm_tune.job import pictures  # not imported for rows of text
 
         loaded = pictures.undecoded(arguments, loaded, tokenizer)
-    prepare = partial(_prepared, arguments, tokenizer, vocabulary, loaded.missing)
+    prepare = partial(_prepared, arguments, tokenizer, vocabulary, loaded.in_csv)
     train, train_findings, conversational = prepare(loaded.train, "train")
     findings = {"train": train_findings}
     if conversational:
@@ -82,7 +86,7 @@ class _Late:
         if finding.what not in self._told:
             self._told.add(finding.what)
             begin = "" if finding.by_design else "warning: "
-            announce.say(f"{begin}row {finding.first:,} of the '{self._split}' split: {finding.what}")
+            announce.say(f"{begin}{place_of(finding.first, self._split)}: {finding.what}")
 
     def look(self, look: Callable[..., list[RowFinding]], row: Any, number: int) -> None:
         for finding in look(row, number):
@@ -143,11 +147,18 @@ def is_plain_template(training: Any) -> bool:
     return not path or path.endswith((".jinja", ".j2"))
 
 
+def _opening(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The token with which a tokenizer begins each text."""
+    begin = getattr(tokenizer, "bos_token", None)
+    added = bool(begin) and tokenizer(text="a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return str(begin) if added else None
+
+
 def _prepared(
     arguments: Arguments,
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: int | None,
-    missing: str,
+    in_csv: bool,
     rows: Rows,
     split: str,
 ) -> tuple[Rows, tuple[RowFinding, ...], bool]:
@@ -164,18 +175,23 @@ def _prepared(
         model_name=arguments.model.model_name_or_path,
         split=split,
         vocabulary=vocabulary,
-        missing=missing,
+        in_csv=in_csv,
+        opening=_opening(tokenizer),
     )
+    is_auto = turns_only == "auto"
+    if is_auto:
+        training.assistant_only_loss = turns_only = info.kind == "messages"
+    rendered = rendering.Renderer.of(tokenizer, training)
+    if info.text_arguments and rendered is not None and rendering.quotes_arguments(rendered):
+        info = with_decoded_calls(info)
     if info.mapping:
         announce.say(f"the {split} rows become {info.description}: {info.mapping}")
-    if turns_only == "auto":
-        training.assistant_only_loss = turns_only = info.kind == "messages"
+    if is_auto:
         counted = _COUNTED.get(info.kind, "the tokens that they mark")
         announce.say(f"the rows are {info.description}: {counted} count in the loss (--assistant_only_loss auto)")
     if info.kind == "tokenized" and "completion_mask" in info.beside and training.completion_only_loss is None:
         training.completion_only_loss = True  # TRL would leave the column unread
     findings = info.findings
-    rendered = rendering.Renderer.of(tokenizer, training)
     pictures = {"image", "images"} & {*(rows.column_names or ())}
     readable = rendered is not None and is_plain_template(training)
     marked_pairs = info.kind == "prompt_completion" and info.marked and bool(info.messages)

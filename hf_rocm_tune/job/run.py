@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
@@ -149,8 +150,9 @@ def _without_weights(arguments: Arguments, flag: str) -> Any:
         raise UsageError(
             f"{flag} shows the rows of sft, dpo, kto and reward; {arguments.method} makes its own: drop it"
         )
-    if arguments.script.dataset_streaming:
-        raise UsageError(f"{flag} counts all rows, and --dataset_streaming reads them on the way: drop one of them")
+    if arguments.is_streamed:
+        streams = "a mixture with streaming: true" if arguments.mixture.datasets else "--dataset_streaming"
+        raise UsageError(f"{flag} counts all rows, and {streams} reads them on the way: drop one of them")
     telemetry.quieten_bars()
     with redirect_stdout(sys.stderr):
         source, config = _source(arguments)
@@ -290,13 +292,15 @@ def _late_faults(job: Job) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
-        script = job.arguments.script
-        fault = (
-            fault_of_stream(script.dataset_name, error) if script.dataset_streaming and script.dataset_name else None
-        )
+        fault = fault_of_stream(job.arguments.sources, error) if job.arguments.is_streamed else None
         if fault is None:
             raise
         raise fault from error
+    except UsageError as error:
+        of_worker = re.search(r"^Caught UsageError in DataLoader worker.*errors\.UsageError: (.*)", str(error))
+        if of_worker is None:
+            raise
+        raise UsageError(of_worker[1]) from error
 
 
 def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
@@ -306,7 +310,7 @@ def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
             trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
     except UsageError as error:
         # of a streamed row or a picture: what was learned from those before it is not lost
-        late = job.arguments.script.dataset_streaming or isinstance(error, PictureError)
+        late = job.arguments.is_streamed or isinstance(error, PictureError)
         if not (late and trainer.state.global_step and training.world_size == 1):
             raise
         trainer._save_checkpoint(trainer.model, trial=None)

@@ -421,6 +421,11 @@ def _read_template(file: Path) -> str:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{FLAG}: {file} cannot be read as text ({error}): give a Jinja template") from error
+    if text.startswith("\ufeff"):
+        raise UsageError(
+            f"{FLAG}: {file} begins with a byte order mark, which would stand before each conversation: save it as "
+            "UTF-8 without one"
+        )
     if not text.strip():
         raise UsageError(f"{FLAG}: {file} is empty: give a Jinja template")
     return text

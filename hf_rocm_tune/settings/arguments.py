@@ -243,6 +243,16 @@ class Arguments:
         )
 
     @property
+    def sources(self) -> list[str]:
+        """Names or paths of the data."""
+        return [part.path for part in self.mixture.datasets] or [self.script.dataset_name]
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are read while the run trains on them."""
+        return self.mixture.streaming if self.mixture.datasets else self.script.dataset_streaming
+
+    @property
     def one_pass_loss(self) -> bool:
         """Whether the gradient of the loss is computed in forward, see `models.loss`."""
         if self.tune.one_pass_loss is not None:

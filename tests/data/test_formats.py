@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, IterableDataset, Json, List
 
-from hf_rocm_tune.data.formats import STREAMED_ROWS, FormatInfo, as_trl, check_format
+from hf_rocm_tune.data.formats import STREAMED_ROWS, FormatInfo, as_trl, check_format, with_decoded_calls
 from hf_rocm_tune.data.sources import load_source
 from hf_rocm_tune.errors import UsageError
 from tests import tiny
@@ -83,6 +83,7 @@ def test_wrong_columns_are_listed_beside_the_accepted_ones(columns: list[str], p
 
 GOOD: Row = {"messages": [USER, ASSISTANT]}
 ALPACA: Row = {"instruction": "i", "input": "", "output": "o"}
+GOOD_PAIR: Row = {"prompt": "q", "completion": "a"}
 BAD_ROWS: dict[str, tuple[Row, Row, str]] = {
     "text null": ({"text": "a"}, {"text": None}, "column 'text' holds nothing (null), not text"),
     "prompt and completion differ": (
@@ -133,6 +134,16 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SYSTEM = {"role": "system", "content": "s"}
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 PAIR = {"prompt": CHAT[:1], "completion": CHAT[1:]}
+DIG = '{"name": "dig", "arguments": {"depth": 2}}'
+TOOL = {"type": "function", "function": {"name": "dig", "description": "digs"}}
+
+
+def calls(*arguments: Any) -> Row:
+    """An answer that calls a tool with each of these arguments."""
+    made = [{"type": "function", "function": {"name": "dig", "arguments": each}} for each in arguments]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
 ANSWERS = {"chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "b"}]}
 # Row, trainer, what TRL gets, what is said of it; all with a chat template.
 MAPPED: dict[str, tuple[Row, str, Row, str]] = {
@@ -173,6 +184,81 @@ MAPPED: dict[str, tuple[Row, str, Row, str]] = {
     ),
     "a prompt of text before messages": ({"prompt": "q", **ANSWERS}, "kto", {"prompt": CHAT[:1], **ANSWERS}, "text"),
     "unpaired": ({"question": "q", "answer": "a", "label": True}, "kto", {**PAIR, "label": True}, "'question' is"),
+    "ms-swift's pairs": (
+        {"system": "s", "messages": CHAT, "rejected_response": "b"},
+        "dpo",
+        {"chosen": [SYSTEM, *CHAT], "rejected": [SYSTEM, CHAT[0], *ANSWERS["rejected"]]},
+        "'messages' is the chosen conversation, whose last answer 'rejected_response' replaces in the rejected",
+    ),
+    "ms-swift's pairs of conversations": (
+        {"messages": CHAT, "rejected_messages": [CHAT[0], *ANSWERS["rejected"]], "margin": 0.5},
+        "reward",
+        {"chosen": CHAT, "rejected": [CHAT[0], *ANSWERS["rejected"]], "margin": 0.5},
+        "'messages' is the chosen, 'rejected_messages' is the rejected",
+    ),
+    "a conversation whose answer is judged": (
+        {"messages": [SYSTEM, *CHAT], "label": False},
+        "kto",
+        {"prompt": [SYSTEM, CHAT[0]], "completion": CHAT[1:], "label": False},
+        "the last message of 'messages' is the completion and the others are the prompt",
+    ),
+    "ShareGPT that is judged by LLaMA-Factory's tag": (
+        {"conversations": [HUMAN, GPT], "kto_tag": True},
+        "kto",
+        {**PAIR, "label": True},
+        "'kto_tag' is the label",
+    ),
+    "text that is judged by LLaMA-Factory's tag": (
+        {"prompt": "q", "completion": "a", "kto_tag": True},
+        "kto",
+        {"prompt": "q", "completion": "a", "label": True},
+        "'kto_tag' is the label",
+    ),
+    "a conversation to go on with": (
+        {"messages": [SYSTEM, CHAT[0]], "solution": "4"},
+        "grpo",
+        {"prompt": [SYSTEM, CHAT[0]], "solution": "4"},
+        "'messages' is the prompt",
+    ),
+    "ms-swift's calls, which are one turn with the answer before them": (
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "content": "Let me see."},
+                {"role": "tool_call", "content": DIG},
+                {"role": "tool_call", "content": DIG},
+                {"role": "tool_response", "content": "2"},
+            ]
+        },
+        "sft",
+        {
+            "messages": [
+                CHAT[0],
+                {**calls({"depth": 2}, {"depth": 2}), "content": "Let me see."},
+                {"role": "tool", "content": "2"},
+            ]
+        },
+        "tool_call is assistant, tool_response is tool, tool_call becomes tool_calls",
+    ),
+    "questions with tools": (
+        {"question": "q", "answer": "a", "tools": [TOOL]},
+        "sft",
+        {**PAIR, "tools": json.dumps([TOOL])},
+        "'question' is the prompt",
+    ),
+    "lists of roles and contents, as older datasets keep messages": (
+        {"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}},
+        "sft",
+        {"messages": CHAT},
+        "",
+    ),
+    "roles with values, as Pygmalion's": (
+        {"conversations": [{"role": "human", "value": "q"}, {"role": "bot", "value": "a"}]},
+        "sft",
+        {"messages": CHAT},
+        "role/value are role/content",
+    ),
+    "OASST": ({"messages": [{**CHAT[0], "role": "prompter"}, CHAT[1]]}, "sft", {"messages": CHAT}, "prompter is user"),
     "for generation": ({"question": "q", "answer": "a"}, "grpo", {"prompt": CHAT[:1], "answer": "a"}, "'question' is"),
 }
 
@@ -186,11 +272,96 @@ def test_what_others_read_gets_the_columns_of_trl(case: str) -> None:
         assert list(as_trl(rows, info)) == [expected, expected]
 
 
+def test_a_key_for_the_template_that_a_row_lacks_is_not_given_to_it() -> None:
+    given = [{"messages": CHAT, "chat_template_kwargs": each} for each in ({"effort": "low"}, {"deep": True}, None)]
+    for rows in (streamed(given), Dataset.from_list(given)):
+        info = check(rows)
+        assert info.mapping is not None and "keys of 'chat_template_kwargs' that a row lacks" in info.mapping
+        assert [row["chat_template_kwargs"] for row in as_trl(rows, info)] == [{"effort": "low"}, {"deep": True}, {}]
+
+
+def test_arguments_of_calls_that_are_text_become_objects_where_a_template_needs_it() -> None:
+    rows = [{"messages": [CHAT[0], calls('{"depth": 2}', "no JSON"), CHAT[1]]}]
+    info = check(Dataset.from_list(rows))
+    assert info.text_arguments and info.mapping is None
+    decoded = with_decoded_calls(info)
+    assert decoded.mapping == "arguments of calls, JSON as text, become objects"
+    assert as_trl(Dataset.from_list(rows), decoded)[0]["messages"][1] == calls({"depth": 2}, "no JSON")
+    objects = Dataset.from_list([{"messages": [calls({"depth": 2})]}])
+    assert not check(objects).text_arguments
+
+
+@pytest.mark.parametrize(
+    ("row", "method", "said"),
+    [
+        ({"messages": CHAT[:1], "rejected_response": "b"}, "dpo", "'messages' does not end with a question and the"),
+        ({"messages": CHAT, "rejected_response": None}, "dpo", "'rejected_response' holds nothing (null), not text"),
+        ({"messages": CHAT[1:], "label": True}, "kto", "'messages' does not end with a question and the assistant's"),
+        ({"messages": CHAT}, "grpo", "'messages' ends with an answer, and GRPO writes the answers itself"),
+        ({"chosen": "a", "rejected": "b", "margin": "wide"}, "reward", "column 'margin' holds text, not a number"),
+        ({"messages": [{"role": "tool_call", "content": "dig()"}]}, "sft", "is a tool_call, and its 'content' is no"),
+    ],
+)
+def test_rows_of_other_toolkits_that_lack_something_are_refused(row: Row, method: str, said: str) -> None:
+    assert said in refusal(Dataset.from_list([row]), method=method)
+
+
+def whats(row: Row, **arguments: Any) -> list[tuple[str, bool]]:
+    """What is found in a row, and whether it is only told."""
+    return [(each.what, each.by_design) for each in check(Dataset.from_list([row]), **arguments).findings]
+
+
+def test_tools_that_no_template_reads_are_told() -> None:
+    row = {"prompt": "q", "completion": "a", "tools": [TOOL]}
+    assert whats(row) == [("not used: column 'tools'", False)]
+    assert whats({"prompt": "q", "tools": [TOOL]}, method="grpo") == [
+        ("not in the prompt, but given to the reward functions: column 'tools'", False)
+    ]
+    assert whats({"question": "q", "answer": "a", "tools": [TOOL]}, has_chat_template=False) == [
+        ("not used: column 'tools'", False)
+    ]
+
+
+@pytest.mark.parametrize("column", ["labels", "completion_mask", "assistant_masks", "attention_mask"])
+@pytest.mark.parametrize("row", [{"text": "moles dig"}, {"messages": CHAT}, {"prompt": "q", "completion": "a"}])
+def test_labels_beside_text_are_told_and_kept_from_trl(row: Row, column: str) -> None:
+    rows = Dataset.from_list([{**row, column: [1, 0]}])
+    info = check(rows)
+    assert [finding.line("train", 1) for finding in info.findings] == [
+        f"warning: 1 of 1 train rows: not used: column '{column}' (first: row 1)"
+    ]
+    assert list(as_trl(rows, info)) == [row]
+
+
+def test_a_number_in_a_table_says_how_to_give_text() -> None:
+    rows = Dataset.from_list([{"prompt": "1 + 1", "completion": 2}])
+    assert "holds a number, not text: CSV tells no text from numbers, so give" in refusal(rows, in_csv=True)
+    assert "holds a number, not text; the row" in refusal(rows)
+
+
+def test_a_word_for_a_missing_value_is_refused_as_an_answer_and_told_of_elsewhere() -> None:
+    told = ("a word that may stand for a missing value is read as it stands in 'input'", False)
+    assert whats({"instruction": "q", "input": "null", "output": "a"}, in_csv=True) == [told]
+    said = refusal(Dataset.from_list([{"prompt": "q", "completion": "NA"}]), in_csv=True)
+    assert (
+        "column 'completion' holds 'NA', a word that stands for a missing value in CSV: leave the row out, or" in said
+    )
+    assert whats({"prompt": "q", "completion": "NA"}) == []
+
+
+def test_a_text_that_begins_with_the_token_that_the_tokenizer_adds_is_told() -> None:
+    told = ("the text begins with <s>, which the tokenizer adds too, so that it is there twice", False)
+    assert whats({"text": "<s>moles"}, opening="<s>") == [told]
+    assert whats({"prompt": "<s>Dig", "completion": "a"}, opening="<s>") == [told]
+    assert whats({"text": "moles <s>"}, opening="<s>") == whats({"text": "<s>moles"}) == []
+
+
 AS_IT_IS: dict[str, tuple[Row, str]] = {
     "preference": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "dpo"),
     "preference in messages": ({"prompt": CHAT[:1], **ANSWERS}, "dpo"),
     "a prompt in both": ({"chosen": CHAT, "rejected": CHAT}, "reward"),
     "unpaired": ({"prompt": "q", "completion": "a", "label": False}, "kto"),
+    "pairs with a margin": ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1}, "reward"),
     "pairs for KTO": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "kto"),
     "prompts": ({"prompt": "q", "solution": "s"}, "grpo"),
 }
@@ -221,6 +392,19 @@ def test_without_a_chat_template_questions_are_plain_text() -> None:
         ("sft", {"human": "q", "gpt": "a"}, "rename 'human' to 'prompt'?, rename 'gpt' to 'completion'?"),
         ("sft", {"edition": "1", "items": [{"messages": [USER, ASSISTANT]}]}, "rows seem to be inside 'items'"),
         ("sft", {"texture": 5, "test": "x"}, "accepted 'messages' (also with 'tools'), 'prompt' and 'completion'"),
+        ("sft", {"instruction": "q", "generation": "a"}, "; rename 'generation' to 'completion'?"),
+        (
+            "sft",
+            {"conversation": [{"human": "q", "assistant": "a"}]},
+            "'conversation' holds objects with 'human', 'ass",
+        ),
+        ("sft", {"7": GOOD_PAIR, "8": GOOD_PAIR}, "one object of which each value ('7', ...) is a row"),
+        ("dpo", {"instruction": "q", "input": "i", "output": ["a", "b"]}, "; rename the columns"),
+        (
+            "dpo",
+            {"input": {"messages": [USER]}, "preferred_output": [ASSISTANT], "non_preferred_output": [ASSISTANT]},
+            "'preferred_output' as 'chosen' and 'non_preferred_output' as 'rejected'",
+        ),
         ("grpo", {"text": "a"}, "fit no format of grpo: found 'text'; accepted 'prompt'"),
     ],
 )

@@ -157,6 +157,83 @@ def test_an_unknown_hub_id_names_both_possibilities(monkeypatch: pytest.MonkeyPa
     assert "HF_HUB_OFFLINE" in message
 
 
+BOM = b"\xef\xbb\xbf"
+TABLES: dict[str, tuple[str, bytes, list[dict[str, Any]]]] = {
+    "a byte order mark is no text": (
+        "a.txt",
+        BOM + b"moles\nworms\n",
+        [{"text": "moles"}, {"text": "worms"}],
+    ),
+    "words that other programs take for nothing": (
+        "a.csv",
+        b"prompt,input,completion\nNA,null,None\nq,,a\n",
+        [
+            {"prompt": "NA", "input": "null", "completion": "None"},
+            {"prompt": "q", "input": None, "completion": "a"},
+        ],
+    ),
+    "such words between tabs": ("a.tsv", b"prompt\tcompletion\nq\tnan\n", [{"prompt": "q", "completion": "nan"}]),
+}
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "mixture"])
+@pytest.mark.parametrize("case", TABLES)
+def test_text_is_read_as_it_stands(tmp_path: Path, case: str, place: str) -> None:
+    name, content, rows = TABLES[case]
+    (tmp_path / "rows").mkdir()
+    file = tmp_path / "rows" / name
+    file.write_bytes(content)
+    source = file if place == "file" else file.parent
+    read = load(DatasetConfig(path=str(file))) if place == "mixture" else load_source(str(source))
+    assert list(read.train) == rows
+    assert read.in_csv == (name != "a.txt")
+
+
+def test_tables_and_other_files_are_parts_of_one_mixture(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("prompt\tcompletion\nmoles\tdig\n")
+    (tmp_path / "b.csv").write_text("prompt,completion\nworms,turn\n")
+    (tmp_path / "c.jsonl").write_text('{"prompt": "roots", "completion": "grow"}\n')
+    mixed = load(*(DatasetConfig(path=str(tmp_path / name)) for name in ("a.tsv", "b.csv", "c.jsonl")))
+    assert list(mixed.train["completion"]) == ["dig", "turn", "grow"] and mixed.in_csv
+
+
+def test_a_part_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "taupini\xe8re"}\n')
+    (tmp_path / "b.jsonl").write_text(_jsonl())
+    with pytest.raises(UsageError, match=r"a\.jsonl is not UTF-8: byte 0xe8 in line 1"):
+        load(*(DatasetConfig(path=str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl")))
+
+
+def test_a_mixture_tells_of_its_folders_what_is_not_read(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "moles.jsonl", "other/a.txt", "other/b.txt"):
+        (tmp_path / "rows" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "rows" / name).write_text(_jsonl() if "jsonl" in name else "moles\n")
+    mixed = load(DatasetConfig(path=str(tmp_path / "rows")))
+    assert mixed.notes == [
+        f"warning: the folder '{tmp_path / 'rows'}': not read are moles.jsonl, other/a.txt, other/b.txt",
+    ]
+    assert len(mixed.train) == len(TEXTS)
+    texts = load(DatasetConfig(path=str(tmp_path / "rows" / "other")))
+    assert list(texts.train["text"]) == ["moles", "moles"] and not texts.notes
+    (tmp_path / "rows" / "worms.csv").write_text("text\nworms\n")
+    with pytest.raises(UsageError, match=r"leaves out .*worms\.csv"):
+        load(DatasetConfig(path=str(tmp_path / "rows")))
+
+
+def test_columns_that_another_toolkit_would_rename_are_told(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "moles.json").write_text(_jsonl())
+    described = {"moles": {"file_name": "moles.json", "columns": {"prompt": "text"}}}
+    for content, said in (
+        (described, True),
+        ({"moles": {"file_name": "moles.json"}}, False),
+        ({"features": {}}, False),
+    ):
+        (folder / "dataset_info.json").write_text(json.dumps(content))
+        assert ("dataset_info.json says" in " ".join(load_source(str(folder)).notes)) == said
+
+
 BROKEN: dict[str, tuple[str, bytes, list[str]]] = {
     "broken line": ("a.jsonl", b'{"text":"a"}\n\n{"text": oops}\n', ["a.jsonl, line 3, column 10: not valid JSON"]),
     "rows are numbers": ("a.jsonl", b"1\n2\n", ["line 1: a row has to be a JSON object, this is a int"]),
@@ -174,6 +251,11 @@ BROKEN: dict[str, tuple[str, bytes, list[str]]] = {
     "a pointer to a parquet": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", ["git lfs pull"]),
     "latin-1 text": ("a.txt", b"ok\ncaf\xe9\n", ["a.txt is not UTF-8: byte 0xe9 in line 2", "iconv"]),
     "cut off gzip": ("a.jsonl.gz", gzip.compress(_jsonl().encode())[:-8], ["a.jsonl.gz is cut off or damaged"]),
+    "files put together": (
+        "a.jsonl",
+        BOM + b'{"text": "a"}\n' + BOM + b'{"text": "b"}\n',
+        ["a.jsonl, line 2 begins with a byte order mark"],
+    ),
     "not a parquet": ("a.parquet", b"text,text,text,text", ["a.parquet", "Parquet magic bytes not found"]),
     "unsupported suffix": ("a.xlsx", b"x", ["unsupported suffix", ".jsonl .json .ndjson .csv .tsv .parquet .txt"]),
 }

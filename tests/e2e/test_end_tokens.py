@@ -72,14 +72,28 @@ def run(request: pytest.FixtureRequest, server: CommandServer, place: Path) -> P
     return out
 
 
-def plain(code: str, *argv: str, cwd: Path) -> tuple[int, str]:
-    """How many tokens plain libraries generate, and which: the last line that a script printed."""
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", code, *argv]
-    finished = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+SCRIPTS = """
+import json, os, sys
+for code, argument, directory in json.load(sys.stdin):
+    os.chdir(directory)
+    sys.argv = ["-c", argument]
+    exec(code, {"__name__": "__main__"})
+    print("ENDED")
+"""
+
+
+def plain(*scripts: tuple[str, str, Path]) -> list[tuple[int, str]]:
+    """How many tokens plain libraries generate in each script, and which: the last line that it printed. All run in one
+    process, each with an argument and in a directory."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    given = json.dumps([(code, argument, str(directory)) for code, argument, directory in scripts])
+    command = [sys.executable, "-c", SCRIPTS]
+    finished = subprocess.run(command, input=given, env=environ, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr[-2000:]
-    count, _, text = finished.stdout.splitlines()[-1].partition(" ")
-    return int(count), text
+    printed = finished.stdout.split("ENDED\n")[:-1]
+    assert len(printed) == len(scripts)
+    lines = [text.splitlines()[-1].partition(" ") for text in printed]
+    return [(int(count), text) for count, _, text in lines]
 
 
 def code_of_the_card(out: Path) -> str:
@@ -102,17 +116,17 @@ def test_it_stops_wherever_it_is_used(run: Path, place: Path, server: CommandSer
     assert sealed.manifest and not sealed.problems and "generation_config.json" in sealed.manifest.files
     if "full" not in run.name:
         (run / "base").symlink_to(place / "base")  # the card names the base, not where it lies
-    code = code_of_the_card(run)
-    assert plain(code, cwd=run) == (wanted, repr(f"{ANSWER}<|im_end|>"))
+    code, whole = code_of_the_card(run), run
+    scripts = [(code, "", run)]
     if "full" not in run.name:  # the card says why it has that line
         (line,) = [line for line in code.splitlines() if line.startswith("model.generation_config = ")]
-        assert plain(code.replace(line, ""), cwd=run)[0] == LIMIT
-    (run / "base").unlink(missing_ok=True)
-    whole = run
-    if "full" not in run.name:
+        scripts.append((code.replace(line, ""), "", run))
         whole = place / "merged"
         done(server.run(str(run), str(whole), env={"VERB": "merge"}, cwd=place))
-    assert plain(PLAIN, str(whole), cwd=place) == (wanted, repr(f"{ANSWER}<|im_end|>"))
+    answered, *without_line, merged = plain(*scripts, (PLAIN, str(whole), place))
+    (run / "base").unlink(missing_ok=True)
+    assert answered == merged == (wanted, repr(f"{ANSWER}<|im_end|>"))
+    assert all(count == LIMIT for count, _ in without_line)
     config = json.loads((whole / "config.json").read_text())
     assert config["eos_token_id"] == (3 if "eos" in run.name else tokenizer.unk_token_id)
     # What other programs read of the base is there as it was, with the special token that the run changed.

@@ -378,12 +378,12 @@ def test_pairs_for_kto_are_all_there(start: Start, tmp_path: Path) -> None:
 def test_a_bad_row_late_in_a_stream_is_named_and_what_was_learned_is_saved(start: Start, tmp_path: Path) -> None:
     rows = [{"messages": [user(f"q {number}"), assistant("a")]} for number in range(140)]
     rows[120]["messages"][1]["content"] = None
-    asked = {"max_steps": 100, "save_strategy": "steps", "save_steps": 500, "logging_steps": 100}
+    asked = {"max_steps": 10, "per_device_train_batch_size": 20, "save_strategy": "steps", "save_steps": 500}
     refused = start("--dataset_streaming", dataset_name=written(tmp_path, rows), **asked)
     assert refused.code == 2 and len(refused.error_lines) == 1, refused.stderr[-2000:]
     (saved,) = (tmp_path / "out").glob("checkpoint-*")
     assert "row 121 of the 'train' split" in refused.stderr and saved.name in refused.stderr
-    assert (saved / "integrity.json").is_file() and 50 < int(saved.name.partition("-")[2]) <= 60
+    assert (saved / "integrity.json").is_file() and int(saved.name.partition("-")[2]) in (5, 6)
     assert "in the order of the files" in refused.stdout
 
 
@@ -391,7 +391,7 @@ def test_late_rows_of_a_stream_that_lose_something_are_told_once(start: Start, t
     rows = [{"messages": [user(f"q {number}"), assistant("a")]} for number in range(124)]
     rows[110]["messages"][1]["content"], rows[112]["messages"][1]["content"] = " ", ""
     rows[120]["messages"][1]["reasoning_content"] = "moles dig"
-    asked = {"max_steps": 31, "per_device_train_batch_size": 4, "logging_steps": 100}
+    asked = {"max_steps": 4, "per_device_train_batch_size": 31}
     run = start("--dataset_streaming", dataset_name=written(tmp_path, rows), **asked)
     assert run.code == 0, run.stderr[-2000:]
     told = [line for line in run.stdout.splitlines() if "of the 'train' split: " in line]
@@ -404,7 +404,7 @@ def test_late_rows_of_a_stream_that_lose_something_are_told_once(start: Start, t
 
 def test_a_late_byte_of_a_stream_that_is_no_text_is_one_line(start: Start, tmp_path: Path) -> None:
     file = file_of("given.jsonl", (LINE * 130).encode() + b'{"text": "taupini\xe8re"}\n')(tmp_path)
-    asked = {"max_steps": 60, "per_device_train_batch_size": 4, "logging_steps": 100}
+    asked = {"max_steps": 10, "per_device_train_batch_size": 40}
     refused = start("--dataset_streaming", dataset_name=file, **asked)
     assert refused.code == 2 and len(refused.error_lines) == 1, refused.stderr[-2000:]
     assert "byte 0xe8 in line 131" in refused.stderr and "checkpoint-" in refused.stderr
