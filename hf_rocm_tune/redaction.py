@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -186,6 +186,20 @@ class Private:
             roots=_USUAL_ROOTS | ({each.name for each in os.scandir("/") if each.is_dir()} - _PUBLIC_ROOTS),
         )
 
+    @cached_property
+    def path_patterns(self) -> list[tuple[re.Pattern[str], str]]:
+        """What finds each path in a text, and the template of its replacement."""
+        return [
+            (re.compile(rf"(?<![\w/]){re.escape(path)}(?![\w-])"), instead.replace("\\", r"\\"))
+            for path, instead in self.paths.items()
+        ]
+
+    @cached_property
+    def name_patterns(self) -> list[tuple[re.Pattern[str], str]]:
+        """Likewise for each name of a user or a host."""
+        known = [*((name, "user") for name in self.users), *((name, "host") for name in self.hosts)]
+        return [(re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])"), instead) for name, instead in known]
+
     def is_local(self, name: str) -> bool:
         """Whether a model or dataset is named by a local path, not by an id of the Hub."""
         return name.startswith(("/", "~", ".", "file:")) or name in self.paths or os.path.exists(name)
@@ -210,12 +224,11 @@ def hub_id_of(path: str) -> str | None:
 def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
     """A text without secrets and local paths; ``names``: without names of users and hosts, too."""
     text = redact(text, also=private.secrets)
-    for path, instead in private.paths.items():
-        text = re.sub(rf"(?<![\w/]){re.escape(path)}(?![\w-])", instead.replace("\\", r"\\"), text)
+    for pattern, instead in private.path_patterns:
+        text = pattern.sub(instead, text)
     text = _PATH.sub(partial(_shortened, private), text)
-    known = [*((name, "user") for name in private.users), *((name, "host") for name in private.hosts)]
-    for name, instead in known if names else ():
-        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
+    for pattern, instead in private.name_patterns if names else ():
+        text = pattern.sub(instead, text)
     return text
 
 

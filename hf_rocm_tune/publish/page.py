@@ -305,11 +305,13 @@ def write_png(panel: Panel, path: Path) -> None:
         raise UsageError(f"the picture of the loss needs matplotlib ({error}): `pip install matplotlib`") from error
     staging = create_staging(path)  # the next start of a run removes it if this process is killed
     try:
-        picture = Figure(figsize=(7.2, 4.0), layout="constrained")
+        picture = Figure(figsize=(7.2, 4.0))
+        picture.subplots_adjust(left=0.14, right=0.97, bottom=0.12, top=0.92)  # a layout engine draws it twice
         axes = picture.subplots()
         for name, points in panel.curves.items():
             axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) <= 40 else "", markersize=3)
         axes.set(title=panel.title, xlabel="optimizer step", ylabel=panel.unit)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(axis="y", linewidth=0.5)
         axes.legend()
         # No version and no date: the same curves give the same bytes.
