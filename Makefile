@@ -11,7 +11,7 @@ WORKERS := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 ROOM ?= transfer
-.PHONY: help setup demo test unit test-long gpu drift lint format wheel clean
+.PHONY: help setup demo test unit test-long gpu drift lint checked simulator format wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -22,13 +22,13 @@ setup: ## create .venv with the right torch; quick when there is nothing to do
 demo: setup ## fine-tune a small model, with no network, and verify every byte that it trained on
 	@$(VENV) -m hf_rocm_tune.demo
 
-test: lint ## lint, type check, and every test that fits into 15 minutes on two cores
+test: checked ## lint, type check, and every test that fits into 15 minutes on two cores
 	@$(VENV) -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 unit: setup ## the tests of one room, without lint: make unit ROOM=cards
 	@$(VENV) -m pytest $(WORKERS) tests/$(ROOM) $(PYTEST_ARGS)
 
-test-long: lint ## the same, with the full matrices
+test-long: checked ## the same, with the full matrices
 	@$(VENV) -m pytest $(WORKERS) -m "long or not long" $(PYTEST_ARGS)
 
 # Not after `setup`: it takes the torch that is there. GPU_ARGS="--wheels DIRECTORY" brings what that Python lacks.
@@ -43,6 +43,13 @@ lint: setup ## ruff and mypy
 	@$(VENV) -m ruff check .
 	@$(VENV) -m ruff format --check .
 	@$(VENV) -m mypy
+
+# A core checks types while the other one compiles what executes the card's code in tests.
+checked: setup
+	@$(MAKE) --no-print-directory -j 2 lint simulator
+
+simulator: setup
+	@$(VENV) -m tests.simcard
 
 format: setup ## let ruff format the code and sort the imports
 	@$(VENV) -m ruff check --fix .

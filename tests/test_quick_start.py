@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _OURSELVES = """
 import gc
 from hf_rocm_tune.sft import uncollected
@@ -47,6 +49,7 @@ def test_planning_loads_no_compiler_and_collects_nothing_at_its_end() -> None:
     assert done.stdout.splitlines()[-1] == "compiler False frozen True"
 
 
+@pytest.mark.long
 def test_a_user_s_process_keeps_its_collector_as_it_was() -> None:
     done = _python(_TRAINING)
     assert done.stdout.splitlines()[-1] == "2 True False", done.stderr
