@@ -301,6 +301,7 @@ def write_png(panel: Panel, path: Path) -> None:
     """
     try:
         from matplotlib.figure import Figure  # not pyplot: it would look for a display
+        from matplotlib.ticker import MaxNLocator
     except (ImportError, ValueError) as error:  # ValueError: MPLBACKEND or matplotlibrc
         raise UsageError(f"the picture of the loss needs matplotlib ({error}): `pip install matplotlib`") from error
     staging = create_staging(path)  # the next start of a run removes it if this process is killed
@@ -311,7 +312,7 @@ def write_png(panel: Panel, path: Path) -> None:
         for name, points in panel.curves.items():
             axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) <= 40 else "", markersize=3)
         axes.set(title=panel.title, xlabel="optimizer step", ylabel=panel.unit)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", linewidth=0.5)
         axes.legend()
         # No version and no date: the same curves give the same bytes.
