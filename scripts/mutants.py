@@ -1,13 +1,14 @@
 """Small changes to the code, one at a time, and whether the tests beside it notice: what survives is not tested.
 
-    python scripts/mutants.py ROOM [--seed N] [--count N] [--only FILE] [--out FILE]
+    python scripts/mutants.py ROOM [--seed N] [--count N] [--only FILE] [--out FILE] [--again FILE]
 
 ``ROOM`` is a package such as ``plan``, ``publish`` or ``data``; its tests are those of ``tests/ROOM``, or what
-``--tests`` names. The repository is copied; in the copy one place is changed, the tests run until the first failure,
-and the place is restored. Changes: a comparison turned round, an operator, a number, a part of a condition or its
-"not" left out, one side of a choice, a keyword argument, the last element of a list, or a statement left out. A
-change with which a test fails, or that does not even import, is "killed". Survivors are printed with their lines and
-written as JSON. Not in `make test`: each change costs a run of those tests.
+``--tests`` names. The repository is copied, and the tests must pass in the copy as it is. Then one place is changed,
+the tests run until the first failure, and the place is restored. Changes: a comparison turned round, an operator, a
+number, a part of a condition or its "not" left out, one side of a choice, a keyword argument, the last element of a
+list, or a statement left out. A change with which a test fails, or that does not even import, is "killed". Survivors
+are printed with their lines and written as JSON; ``--again FILE`` tries the survivors of such a file once more. Each
+run is a child of one process that has imported the libraries. Not in `make test`: each change costs a run of tests.
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import importlib
 import json
+import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
 _TURNED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -52,7 +59,7 @@ def mutants_of(file: Path) -> Iterator[tuple[Mutant, str]]:
     source = file.read_text(encoding="utf-8")
     tree = ast.parse(source)
     lines = source.splitlines(keepends=True)
-    for node in ast.walk(tree):
+    for node in _executed(tree):
         for what, changed in _changes(node):
             segment = ast.get_source_segment(source, node)
             if segment is None:
@@ -68,6 +75,17 @@ def mutants_of(file: Path) -> Iterator[tuple[Mutant, str]]:
                 ),
                 _replaced(lines, node, f"({new})" if isinstance(node, ast.expr) else new),
             )
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree without annotations, and without those in f-strings, whose places Python 3.11 misstates."""
+    for field, value in ast.iter_fields(tree):
+        if field in ("annotation", "returns"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if isinstance(node, ast.AST) and not isinstance(node, ast.JoinedStr):
+                yield node
+                yield from _executed(node)
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -125,19 +143,66 @@ def _replaced(lines: list[str], node: ast.AST, new: str) -> str:
     return "".join([*lines[:first], head + new + tail, *lines[last + 1 :]])
 
 
+def passes(room: Path, tests: list[str], seconds: float) -> bool:
+    """Whether the tests pass in a copy of the repository; one that hangs does not."""
+    child = os.fork()
+    if child == 0:
+        _run_tests(room, tests)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def _run_tests(room: Path, tests: list[str]) -> NoReturn:
+    """In a child: run the tests of the copy, also in the processes that they start, and end."""
+    os.setsid()
+    os.chdir(room)
+    os.environ["PYTHONPATH"] = str(room)
+    sys.path.insert(0, str(room))
+    sink = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(sink, stream)
+    code = 1
+    try:
+        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+    finally:
+        os._exit(code)
+
+
 def survives(room: Path, mutant: Mutant, source: str, tests: list[str], seconds: float) -> bool:
     """Whether the tests pass with one file changed."""
     file = room / mutant.file
     before = file.read_text(encoding="utf-8")
     file.write_text(source, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(command, cwd=room, capture_output=True, timeout=seconds, check=False)
-        return done.returncode == 0
-    except subprocess.TimeoutExpired:
-        return False  # it hangs: noticed
+        return passes(room, tests, seconds)
     finally:
         file.write_text(before, encoding="utf-8")
+
+
+def copy_repository(room: Path) -> None:
+    """What tests read: the package, the tests, and what lies beside them."""
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))]
+    for folder in folders:
+        shutil.copytree(folder, room / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "Makefile"):
+        shutil.copy(file, room)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What names a change although lines have moved."""
+    return tuple(row[name] for name in ("file", "what", "before", "after"))
+
+
+def _survivors_of(file: Path) -> set[tuple[str, ...]]:
+    rows = json.loads(file.read_text(encoding="utf-8"))["mutants"]
+    return {_key(row) for row in rows if row["survived"]}
 
 
 def main() -> int:
@@ -149,29 +214,24 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=900.0, help="that the tests may take (default: 900)")
     parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="JSON of an earlier run: try its survivors again")
     wanted = parser.parse_args()
     files = sorted((ROOT / "hf_rocm_tune" / wanted.room).glob("*.py"))
     files = [file for file in files if not wanted.only or file.name in wanted.only]
     tests = wanted.tests or [f"tests/{wanted.room}"]
     every = [one for file in files for one in mutants_of(file)]
-    chosen = random.Random(wanted.seed).sample(every, min(wanted.count, len(every)))
+    if wanted.again is not None:
+        chosen = [one for one in every if _key(asdict(one[0])) in _survivors_of(wanted.again)]
+    else:
+        chosen = random.Random(wanted.seed).sample(every, min(wanted.count, len(every)))
+    for library in LIBRARIES:
+        importlib.import_module(library)
     rows = []
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-mutants-") as folder:
         room = Path(folder) / "copy"
-        names = (
-            "hf_rocm_tune",
-            "tests",
-            "docs",
-            "scripts",
-            "examples",
-            "accelerate_configs",
-            "benchmarks",
-            "notebooks",
-        )
-        for name in names:
-            shutil.copytree(ROOT / name, room / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for file in (*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "Makefile"):
-            shutil.copy(file, room)
+        copy_repository(room)
+        if not passes(room, tests, wanted.seconds):
+            raise SystemExit(f"{' '.join(tests)} fail without any change: mend them first")
         for number, (mutant, source) in enumerate(chosen, start=1):
             lives = survives(room, mutant, source, tests, wanted.seconds)
             rows.append(asdict(mutant) | {"survived": lives})

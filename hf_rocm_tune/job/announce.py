@@ -326,7 +326,18 @@ class RunOutputs:
             datasets=[name for name in datasets if name and name not in _BUILDERS],
             columns=self.data.train.column_names or (),
             picture=picture,
+            adapter=self._adapter_config(),
         )
+
+    def _adapter_config(self) -> dict[str, Any] | None:
+        """What PEFT writes to ``adapter_config.json``; None for a model that is trained in full."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
+        configs = getattr(model, "peft_config", None)
+        if configs is None:
+            return None
+        written = json.dumps(next(iter(configs.values())).to_dict(), default=_as_list_or_text)
+        content: dict[str, Any] = json.loads(written)
+        return content
 
     def _trained(self) -> dict[str, Any]:
         """What was trained, without names and paths."""
@@ -361,6 +372,10 @@ class RunOutputs:
                 traceback.print_exc()
                 line += f" ({type(error).__name__}), which is a bug: please report it"
             say(line)
+
+
+def _as_list_or_text(value: Any) -> list[Any] | str:
+    return sorted(value) if isinstance(value, set) else str(value)
 
 
 def _quantization(config: Any) -> dict[str, Any] | None:

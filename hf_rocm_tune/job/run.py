@@ -44,7 +44,6 @@ from hf_rocm_tune.models.factory import (
     ModelSource,
     attest_files,
     check_source,
-    is_pickled,
     load_model,
     load_tokenizer,
     named_templates,
@@ -458,12 +457,6 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     on_host = way.on_host and job.source.quantization is None
     model, seconds = load_model(job.source, job.mover, on_host=on_host, streamed=job.streamed)
     model, peft_config = _adapted(job, model)
-    if job.arguments.model.use_peft and is_pickled(job.source):
-        announce.say(
-            "warning: the base's weights are pickles (pytorch_model.bin): an adapter of it cannot be merged by "
-            f"`hf-rocm-tune merge`. Load {job.source.name} with transformers and save it again (save_pretrained "
-            "writes safetensors), and train on that"
-        )
     extra: dict[str, Any] = {}
     if job.arguments.method in ("dpo", "kto") and not job.arguments.model.use_peft:
         extra["ref_model"] = load_model(job.source, job.mover)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import pickle
 import re
 import shutil
 import tempfile
@@ -204,7 +205,12 @@ def load_model(
             _require_complete(source, loaded[1], resizes=resizes)
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: attn_implementation
         raise UsageError(f"model {source.name}: {first_line(error)}") from error
-    except FOREIGN_ERRORS as error:
+    except (*FOREIGN_ERRORS, pickle.UnpicklingError) as error:
+        if _is_of_pickles(error):
+            raise UsageError(
+                f"model {source.name}: a pytorch_model.bin is damaged, or holds more than tensors, which is not run "
+                f"({first_line(error)}): download or copy it again, or give weights in safetensors"
+            ) from error
         if not _is_of_modelling(error):
             raise
         raise UsageError(
@@ -290,6 +296,11 @@ def _is_of_modelling(error: Exception) -> bool:
     names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     inside = names[max(at for at, name in enumerate(names) if name == __name__) + 1 :]
     return device_shortage(error) is None and not any(name.startswith("hf_rocm_tune.") for name in inside)
+
+
+def _is_of_pickles(error: Exception) -> bool:
+    """Whether torch could not read a file of weights that is a pickle."""
+    return isinstance(error, pickle.UnpicklingError) or "PytorchStreamReader" in str(error)
 
 
 def attest_files(source: ModelSource, mover: Mover) -> FileRecords:

@@ -220,6 +220,9 @@ def _weight_files(directory: Path) -> list[Path]:
         except (OSError, ValueError) as error:
             raise UsageError(f"model file {index}: {error}") from error
     if any(directory.glob("pytorch_model*.bin")):
+        pickled = directory / "pytorch_model.bin.index.json"
+        if pickled.is_file():
+            _shard_names(pickled)  # checked: the loader opens what it names
         return []
     raise UsageError(f"model: {directory} has no model.safetensors and no model.safetensors.index.json")
 

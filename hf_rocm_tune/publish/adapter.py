@@ -117,7 +117,10 @@ class Base:
         left_out = _NOT_BELOW if weights else [*_NOT_BELOW, "*.safetensors"]
         wanted: dict[str, Any] = {"allow_patterns": _BASE_FILES, "ignore_patterns": left_out}
         try:
-            return Path(snapshot_download(self.name, revision=self.revision, **wanted))
+            directory = Path(snapshot_download(self.name, revision=self.revision, **wanted))
+            if weights and not any(directory.glob("*.safetensors")):  # a repository of pickles only
+                snapshot_download(self.name, revision=self.revision, allow_patterns="pytorch_model*.bin")
+            return directory
         except (OSError, HfHubHTTPError, HFValidationError) as error:
             raise UsageError(
                 f"the base {self.name} cannot be downloaded ({_short(error)}): name a directory or a Hub id with --base"

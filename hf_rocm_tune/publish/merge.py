@@ -32,8 +32,8 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import read_object
 from hf_rocm_tune.models import base_files
-from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model
-from hf_rocm_tune.models.files import check_model_directory
+from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, is_pickled, load_model
+from hf_rocm_tune.models.files import FileRecords, check_model_directory
 from hf_rocm_tune.publish import vocabulary
 from hf_rocm_tune.publish.adapter import NAME, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
 from hf_rocm_tune.publish.leftovers import Leftovers, add_leftovers, leftovers_of
@@ -100,8 +100,7 @@ def merge(
             with _spilled(out.parent) if spill else nullcontext():
                 model, _ = load_model(source, mover, on_host=spill)
             records = attest_files(source, mover)
-            attested = f"{records.attested}, not attested {len(records.unknown)}"
-            say(f"base {named.name}: {nbytes / 1e9:.3g} GB loaded, every tensor as in its file; attested {attested}")
+            say(f"base {named.name}: {nbytes / 1e9:.3g} GB loaded, {_compared(source, records)}")
             consists = base_files.record(mover.loaded)
             leftovers = leftovers_of(directory, mover.loaded)
             for line in leftovers.lines(reward=adapter.is_reward):
@@ -137,12 +136,7 @@ def merge(
 
 def _check_base(directory: Path) -> int:
     """The bytes of the base's weights; those of experts in MXFP4 become 16 bits, four times as many."""
-    files = check_model_directory(directory)
-    if not files:
-        raise UsageError(
-            f"{directory} has its weights as pickles (pytorch_model.bin), which are not loaded: load it with "
-            "transformers, save it again (save_pretrained writes safetensors), and name that directory with --base"
-        )
+    files = check_model_directory(directory) or sorted(directory.glob("pytorch_model*.bin"))
     quantised = read_object(directory / "config.json").get("quantization_config")
     packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
     if quantised and not packed:
@@ -150,6 +144,13 @@ def _check_base(directory: Path) -> int:
             f"{directory} is quantised, and no adapter can be merged into that: give the original model with --base"
         )
     return sum(file.stat().st_size for file in files) * (4 if packed else 1)
+
+
+def _compared(source: ModelSource, records: FileRecords) -> str:
+    """What is known of the base's bytes, for the user."""
+    if is_pickled(source):
+        return "from pickles (pytorch_model.bin), by torch and without the code in them; not compared with the files"
+    return f"every tensor as in its file; attested {records.attested}, not attested {len(records.unknown)}"
 
 
 # ---- in memory ------------------------------------------------------------------------------------------------------

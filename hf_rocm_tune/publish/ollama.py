@@ -17,7 +17,6 @@ from typing import Any
 from jinja2 import TemplateError
 
 _SYSTEM, _USER, _ANSWER = "«system»", "«user»", "«answer»"
-_PLACE = re.compile(r"\{\{|\}\}")
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,30 @@ class Pieces:
     @property
     def template(self) -> str:
         """For ``TEMPLATE`` of a Modelfile."""
+        begin, prompt = _literal(self.begin), _literal(self.prompt)
+        before_system, after_system = map(_literal, self.system)
+        before_user, after_user = map(_literal, self.user)
+        before_answer, after_answer = map(_literal, self.answer)
         user = "{{ .Content }}"
         if self.in_user is None:
-            head = "{{ if .System }}" + self.system[0] + "{{ .System }}" + self.system[1]
-            head += ("{{ else }}" + self.begin if self.begin else "") + "{{ end }}"
+            head = "{{ if .System }}" + before_system + "{{ .System }}" + after_system
+            head += ("{{ else }}" + begin if begin else "") + "{{ end }}"
         else:
-            head = "{{ $system := .System }}" + self.begin
-            user = "{{ if $system }}{{ $system }}" + self.in_user + '{{ $system = "" }}{{ end }}' + user
-        of_user = '{{ if eq .Role "user" }}' + self.user[0] + user + self.user[1]
-        of_answer = '{{ else if eq .Role "assistant" }}' + self.answer[0] + "{{ .Content }}" + self.answer[1]
-        return head + "{{ range .Messages }}" + of_user + of_answer + "{{ end }}{{ end }}" + self.prompt
+            head = "{{ $system := .System }}" + begin
+            user = "{{ if $system }}{{ $system }}" + _literal(self.in_user) + '{{ $system = "" }}{{ end }}' + user
+        of_user = '{{ if eq .Role "user" }}' + before_user + user + after_user
+        of_answer = '{{ else if eq .Role "assistant" }}' + before_answer + "{{ .Content }}" + after_answer
+        return head + "{{ range .Messages }}" + of_user + of_answer + "{{ end }}{{ end }}" + prompt
+
+
+def _literal(text: str) -> str:
+    """A text in a template of Go: two braces, or one before an action, would begin another action."""
+    return text.replace("{", '{{ "{" }}') if "{{" in text or text.endswith("{") else text
+
+
+def _can_be_written(text: str) -> bool:
+    """Whether a Modelfile can hold a text: Ollama's parser drops what is not printable, and takes no escapes."""
+    return '"""' not in text and all(letter.isprintable() or letter in "\n\t" for letter in text)
 
 
 def pieces_of(tokenizer: Any, *, adds_bos: bool) -> Pieces | None:
@@ -79,7 +92,7 @@ def pieces_of(tokenizer: Any, *, adds_bos: bool) -> Pieces | None:
         return str(text).removeprefix(bos)
 
     found = _derived(rendered, [token.content for token in tokenizer.added_tokens_decoder.values()])
-    if found is None or any(_PLACE.search(text) or '"""' in text for text in _texts(found)):
+    if found is None or not _can_be_written(found.template):
         return None
     return found if all(rendered(one) == found.render(one) for one in _conversations(found)) else None
 
@@ -126,10 +139,6 @@ def _common_end(one: str, other: str) -> str:
     return one[len(one) - length :]
 
 
-def _texts(pieces: Pieces) -> list[str]:
-    return [pieces.begin, *pieces.system, pieces.in_user or "", *pieces.user, *pieces.answer, pieces.prompt]
-
-
 def _conversations(pieces: Pieces) -> list[list[dict[str, str]]]:
     """Conversations that the pieces must render as the Jinja template does."""
     turns = [("user", "A question?"), ("assistant", "An answer."), ("user", "Another, with 2 < 3?")]
@@ -167,11 +176,12 @@ def modelfile(
             "# The chat template cannot be written in Ollama's language by rule. Ollama uses its own where it knows",
             f"# the one in the GGUF file; otherwise write a TEMPLATE here: {_PAGE}",
         ]
-    lines += [f"PARAMETER stop {_quoted(end)}" for end in ends]
+    lines += [f"PARAMETER stop {_quoted(end)}" for end in ends if end and _can_be_written(end)]
     lines.append("# Uncomment for a system message in every conversation:")
     lines.append('# SYSTEM """You are a helpful assistant."""')
     return "\n".join(lines) + "\n"
 
 
 def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """A text as Ollama's parser reads it: up to the last quotation marks, without escapes."""
+    return f'"""{text}"""' if '"' in text else f'"{text}"'

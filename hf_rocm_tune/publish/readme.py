@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.publish import serving
 from hf_rocm_tune.publish.history import Run, render, text
 from hf_rocm_tune.redaction import Private, hub_id_of, scrub_json, scrub_text
 
@@ -38,11 +39,12 @@ def build(
     datasets: Iterable[str] = (),
     columns: Sequence[str] = (),
     picture: str | None = None,
+    adapter: Mapping[str, Any] | None = None,
 ) -> str:
     """The ``README.md`` of a run, or of a checkpoint of one that has not finished, with metadata and hash.
 
     ``datasets`` are names and paths, ``columns`` those of the rows as the trainer reads them, ``picture`` the name of
-    the file with the curve of the loss.
+    the file with the curve of the loss, ``adapter`` what ``adapter_config.json`` holds, None for a whole model.
     """
     base = published_names([text(run.settings, "model_name_or_path")], private, run.settings.get("hub_base_model_id"))
     clean = run.without(private)
@@ -79,6 +81,7 @@ def build(
         sees=sees,
         held_by="AutoProcessor" if sees else "AutoTokenizer",
         verdict=clean.verdict,
+        served=serving.lines(scrub_json(adapter or {}, private), repo_id or "."),
     )
     whole = f"---\n{metadata.to_yaml()}\n---\n\n" + re.sub(r"\n{3,}", "\n\n", body)
     return _signed(whole.encode("utf-8", "replace").decode().rstrip()) + "\n"

@@ -135,6 +135,7 @@ def test_each_save_has_a_card_of_ours_and_none_of_trl_or_peft(of_sft: dict[str, 
             assert ("a checkpoint, not the result" in text) == (folder != output.name)
             assert "More Information Needed" not in text and "Quick start" not in text
             assert ("![Loss" in text) == (folder == output.name)
+            assert ("vLLM serves it as it is: --enable-lora --lora-modules NAME=." in text) == (kind != "full")
             metadata = ModelCard(text).data.to_dict()
             assert not {"base_model", "datasets"} & metadata.keys()  # both are directories here
 

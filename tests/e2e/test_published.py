@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -207,26 +208,28 @@ def test_offline_the_cache_is_compared(
     assert len(published.hub.requests) == asked
 
 
-def test_of_a_base_of_pickles_it_is_said_before_training_that_it_cannot_be_merged_into(
-    published: Published, messages: Path, tmp_path: Path
-) -> None:
-    base = tmp_path / "old"
-    shutil.copytree(published.base, base)
-    torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
-    (base / "model.safetensors").unlink()
-    settings = flags(
-        model_name_or_path=base,
-        dataset_name=messages,
-        output_dir=tmp_path / "out",
-        max_steps=1,
-        max_length=48,
-        save_strategy="no",
-        disable_tqdm=True,
-        doctor="off",
-    )
-    trained = published.server.run(*settings)
-    said = trained.stdout
-    assert trained.code == 0 and "weights are pickles (pytorch_model.bin): an adapter of it cannot be merged" in said
-    assert said.index("weights are pickles") < said.index("adapter and report are in")
-    merged = published.run("merge", str(tmp_path / "out"), str(tmp_path / "merged"))
-    assert merged.code == 2 and "save it again (save_pretrained writes safetensors), and name that" in merged.stderr
+def test_an_adapter_is_merged_into_a_base_of_pickles_here_and_on_the_hub(published: Published, tmp_path: Path) -> None:
+    tensors = load_file(published.base / "model.safetensors")
+    old = tmp_path / "old"
+    shutil.copytree(published.base, old, ignore=shutil.ignore_patterns("*.safetensors"))
+    names = sorted(tensors)
+    shards = {"pytorch_model-00001-of-00002.bin": names[:5], "pytorch_model-00002-of-00002.bin": names[5:]}
+    for file, own in shards.items():
+        torch.save({name: tensors[name] for name in own}, old / file)
+    index = {name: file for file, own in shards.items() for name in own}
+    (old / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    repo = published.hub.store.create(f"{USER}/old", private=False)
+    repo.add_commit("main", {one.name: published.file(one.name, one.read_bytes()) for one in old.iterdir()}, "old")
+    merged = {}
+    for number, base in enumerate((published.base, old, f"{USER}/old")):
+        done = published.run("merge", str(published.out), str(tmp_path / f"{number}"), "--base", str(base))
+        assert done.code == 0, done.stderr
+        merged[number] = load_file(tmp_path / f"{number}" / "model.safetensors")
+    assert "pickles (pytorch_model.bin)" in done.stderr and "not compared with the files" in done.stderr
+    for other in (merged[1], merged[2]):
+        assert merged[0].keys() == other.keys()
+        assert all(torch.equal(merged[0][name], other[name]) for name in other)
+    index[names[0]] = "../old/pytorch_model-00001-of-00002.bin"
+    (old / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    refused = published.run("merge", str(published.out), str(tmp_path / "refused"), "--base", str(old))
+    assert refused.code == 2 and "pytorch_model.bin.index.json" in refused.error_lines[0]

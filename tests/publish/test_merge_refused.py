@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LNTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -101,6 +103,24 @@ def without(part: str) -> Callable[[Path], None]:
     return change
 
 
+def pickle_with_code(here: Path) -> None:
+    (here / "base" / "model.safetensors").unlink()
+
+    class Runs:
+        def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+            return os.system, (f"touch {here / 'it ran'}",)
+
+    torch.save({"model.norm.weight": Runs()}, here / "base" / "pytorch_model.bin")
+
+
+def half_of_a_pickle(here: Path) -> None:
+    tensors = load_file(here / "base" / "model.safetensors")
+    (here / "base" / "model.safetensors").unlink()
+    file = here / "base" / "pytorch_model.bin"
+    torch.save(tensors, file)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
 def base_without(name: str) -> Callable[[Path], None]:
     def change(here: Path) -> None:
         tensors = load_file(here / "base" / "model.safetensors")
@@ -135,11 +155,13 @@ HARMED: dict[str, tuple[Callable[[Path], object], list[str], list[str]]] = {
         [],
         ["is quantised", "--base"],
     ),
-    "a base of pickles": (
+    "a pickle that is none": (
         lambda here: (here / "base" / "model.safetensors").rename(here / "base" / "pytorch_model.bin"),
         [],
-        ["pytorch_model.bin"],
+        ["pytorch_model.bin is damaged"],
     ),
+    "a pickle that runs code": (pickle_with_code, [], ["more than tensors, which is not run"]),
+    "half of a pickle": (half_of_a_pickle, [], ["pytorch_model.bin is damaged"]),
     "a base that lacks a tensor": (
         base_without("model.layers.1.self_attn.v_proj.weight"), [], ["lack", "model.layers.1.self_attn.v_proj.weight"]
     ),

@@ -36,11 +36,13 @@ def readme(
     datasets: tuple[str, ...] = ("org/rows",),
     columns: tuple[str, ...] = (),
     picture: str | None = "loss.png",
+    adapter: dict[str, Any] | None = None,
     **changed: Any,
 ) -> str:
     """The card of a run, changed."""
     made = run(trained=TRAINED | (trained or {}), settings=SETTINGS | (settings or {}))
-    return build(replace(made, **changed), private, datasets=datasets, columns=columns, picture=picture)
+    told = {"datasets": datasets, "columns": columns, "picture": picture, "adapter": adapter}
+    return build(replace(made, **changed), private, **told)  # type: ignore[arg-type]
 
 
 def metadata_of(text: str) -> dict[str, Any]:
@@ -172,6 +174,18 @@ def test_the_code_names_what_else_was_asked_for() -> None:
     for words in ('revision="v2"', 'attn_implementation="sdpa"', "trust_remote_code=True", 'adapter = "me/mine"\n'):
         assert words in code
     assert "revision" not in code_of(readme(settings={"model_revision": "main"}))[0]
+
+
+def test_it_says_where_the_adapter_can_be_served_and_where_it_must_be_merged() -> None:
+    config = {"peft_type": "LORA", "r": 32, "target_modules": ["q_proj"]}
+    pushed = {"push_to_hub": True, "hub_model_id": "me/mine"}
+    text = readme(settings=pushed, adapter=config)
+    assert "NAME=me/mine --max-lora-rank 32\n" in text and "must be merged" not in text
+    text = readme(adapter=config | {"modules_to_save": ["lm_head", HOSTILE]})
+    (line,) = [line for line in text.splitlines() if "must be merged" in line]
+    assert "vLLM cannot take it" in line and "llama.cpp and Ollama cannot take it" in line
+    assert "<script>" not in text and "merge . OUT" in line
+    assert "can be served" not in readme()
 
 
 # ---- hostile and private content ----------------------------------------------------------------------------
