@@ -3,9 +3,9 @@
     python benchmarks/llama_cpp.py --llama_cpp DIR --out FILE [CASE ...]
 
 ``DIR`` has llama.cpp's sources (the converters) and its programs in ``build/bin`` (or links to installed ones). Small
-models with random weights and vocabularies trained on this page's words are merged and exported by the real commands;
-then ``llama-server`` and ``llama-perplexity`` run each file on the CPU, and transformers the merged model (the base and
-its adapter, for an adapter as GGUF) in float32. Nothing outside this machine is asked.
+models, whose weights and vocabularies are trained on docstrings, are merged and exported by the real commands; then
+``llama-server`` and ``llama-perplexity`` run each file on the CPU, and transformers the merged model (the base and its
+adapter, for an adapter as GGUF) in float32. Nothing outside this machine is asked.
 
 In a result: ``template``, ``tokens``: whether the rendered conversation and the tokens of six texts are equal;
 ``greedy``: how many of the 24 likeliest next tokens are the same until the first that is not; ``log_prob``: the largest
@@ -61,7 +61,7 @@ TEXTS = [
     "1234567890 + 0.5e-3 == ?",
     "",
 ]
-STEPS, CONTEXT = 24, 64
+STEPS, CONTEXT, LEARNING_STEPS = 24, 64, 150
 _EXACT = (
     "-fa",
     "off",
@@ -184,7 +184,37 @@ def _write(room: Path, config: Any, tokenizer: Any, rule: str | None, source: Pa
         save_as_published(tokenizer, source, base)
     adapter = write_adapter(lora("", **peft), base, room / "adapter")
     transformers.AutoTokenizer.from_pretrained(base).save_pretrained(adapter)  # as a run does
+    _learn(base, adapter)
     return Made(base, adapter, rule)
+
+
+def _learn(base: Path, adapter: Path) -> None:
+    """Train the base below its adapter on this page's words: of random weights the next token is anybody's guess.
+
+    What is quantised is then compared where it matters, and the base alone, without its adapter, says something else.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    rows, grown = len(tokenizer), len(transformers.AutoTokenizer.from_pretrained(adapter))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain.resize_token_embeddings(grown, mean_resizing=False)
+    model: Any = PeftModel.from_pretrained(plain, adapter)
+    trained = [value for name, value in model.named_parameters() if "lora_" not in name and "_to_save" not in name]
+    for value in trained:
+        value.requires_grad_(True)
+    ids = torch.tensor(tokenizer("\n\n".join(corpus()))["input_ids"])
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
+    torch.manual_seed(0)
+    for _ in range(LEARNING_STEPS):
+        starts = torch.randint(len(ids) - CONTEXT, (16,)).tolist()
+        batch = torch.stack([ids[start : start + CONTEXT] for start in starts])
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"loss after {LEARNING_STEPS} steps: {loss.item():.3f}", flush=True)
+    learnt = model.unload()
+    learnt.resize_token_embeddings(rows)
+    learnt.to(torch.bfloat16).save_pretrained(base)
 
 
 def _ids(tokenizer: Any, *ends: str) -> dict[str, Any]:
@@ -230,6 +260,7 @@ def qwen3(room: Path, *, new: bool = True) -> Made:
     randomise(wrapped)
     wrapped.save_pretrained(adapter)
     tokenizer.save_pretrained(adapter)
+    _learn(base, adapter)
     return Made(base, adapter, "qwen2")
 
 
@@ -283,6 +314,7 @@ def _ranks(made: Made) -> Made:
     some = {"rank_pattern": {"k_proj": 2, "down_proj": 8}, "alpha_pattern": {"q_proj": 3}}
     write_adapter(lora("", **some), made.base, made.adapter)
     transformers.AutoTokenizer.from_pretrained(made.base).save_pretrained(made.adapter)
+    _learn(made.base, made.adapter)
     return made
 
 

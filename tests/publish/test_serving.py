@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.publish import export, readback, serving
+from hf_rocm_tune.publish import export, ollama, readback, serving
 from hf_rocm_tune.survive import manifest
 from tests import tiny
 from tests.publish.merge_cases import lora, write_adapter
@@ -216,3 +216,23 @@ def test_the_answer_of_an_encoder_decoder_is_printed_as_transformers_gives_it(
     wanted = model.generate(input_ids=inputs["input_ids"], max_new_tokens=5, do_sample=False)[0, 1:]
     assert row["tokens"] == len(wanted) == 5
     assert row["completion"] == tokenizer.decode(wanted, skip_special_tokens=True)
+
+
+# ---- Ollama's Modelfile ----------------------------------------------------------------------------------------------
+
+
+def test_a_modelfile_holds_braces_and_marks_as_ollama_reads_them() -> None:
+    """Its parser takes no escapes; two braces, or one before an action, would begin another action of its template."""
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '{' + m['role'] + '|{' + m['content'] + '}}' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '{assistant|{' }}{% endif %}"
+    )
+    pieces = ollama.pieces_of(tokenizer, adds_bos=False)
+    assert pieces is not None
+    text = ollama.modelfile("./x.gguf", pieces, ["<|im_end|>", 'a"b', "a\\b", "un\u00a0printable", ""], has_template=True)
+    assert '{{ "{" }}user|{{ "{" }}{{ .Content }}}}' in text and text.count("{{ .Content }}}}") == 2
+    stops = [line.removeprefix("PARAMETER stop ") for line in text.splitlines() if line.startswith("PARAMETER")]
+    assert stops == ['"<|im_end|>"', '"""a"b"""', '"a\\b"']
+    tokenizer.chat_template = tokenizer.chat_template.replace("}}'", "}}\u00a0'")
+    assert ollama.pieces_of(tokenizer, adds_bos=False) is None
