@@ -10,6 +10,8 @@ adapter, for an adapter as GGUF) in float32. Nothing outside this machine is ask
 In a result: ``template``, ``tokens``: whether the rendered conversation and the tokens of six texts are equal;
 ``greedy``: how many of the 24 likeliest next tokens are the same until the first that is not; ``log_prob``: the largest
 difference of the log-probability of a token until then; ``perplexity`` by both over the same text, and their quotient.
+``of_the_files_weights`` of a quantised file: the same beside transformers with the weights that the file holds, so that
+what quantising costs and how llama.cpp computes are told apart (it rounds activations to 8 bits there).
 """
 
 from __future__ import annotations
@@ -497,10 +499,20 @@ def run(name: str, sources: Path, wanted: Sequence[str]) -> dict[str, Any]:
             used, adapter = (file, made_file) if alone else (made_file, None)
             try:
                 rows[kind] = compare(programs, used, adapter, model, tokenizer, ends)
+                if kind.startswith("q"):
+                    rows[kind]["of_the_files_weights"] = compare(
+                        programs, used, adapter, _as_stored(made_file), tokenizer, ends
+                    )
             except (RuntimeError, OSError) as error:
                 rows[kind] = {"error": str(error)}
             print(name, kind, json.dumps(rows[kind], ensure_ascii=False), flush=True)
         return rows
+
+
+def _as_stored(file: Path) -> Any:
+    """A quantised file in transformers, its weights as the file has them, in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    return model.eval()
 
 
 def main() -> int:

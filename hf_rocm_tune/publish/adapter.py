@@ -24,6 +24,7 @@ from hf_rocm_tune.models.base_files import TOKENIZER_FILE
 from hf_rocm_tune.models.files import check_safetensors, sums
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.history import checkpoints, run_settings
+from hf_rocm_tune.publish.serving import REWRITES_BASE
 from hf_rocm_tune.publish.vocabulary import GENERATION_FILE
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.transfer import digest
@@ -42,8 +43,6 @@ NAME = "default"
 
 _METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
 _PLAIN = "plain PEFT may load it (PeftModel.from_pretrained)"
-# PEFT 0.21.2: initialisations that subtract the adapter's start from the base weight.
-_REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _NOT_BELOW = ["*/*"]  # checkpoints of a run; the same weights in yet another form
 _BASE_FILES = [
     *("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"),
@@ -292,7 +291,7 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
     if getattr(config, "layer_replication", None):
         raise UsageError(f"{name} replicates layers (layer_replication), which is not supported; {_PLAIN}")
     scheme = getattr(config, "init_lora_weights", True)
-    if isinstance(scheme, str) and scheme.lower().startswith(_REWRITES_BASE):
+    if isinstance(scheme, str) and scheme.lower().startswith(REWRITES_BASE):
         raise UsageError(
             f"{name}: init_lora_weights={scheme} rewrote the base weights when it was trained, so it does not fit the "
             "original ones: save it as plain LoRA with save_pretrained(path_initial_model_for_weight_conversion=...)"

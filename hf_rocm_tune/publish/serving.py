@@ -1,7 +1,8 @@
 """Where an adapter can be served as it is, beside its base, and where it must be merged first.
 
-By vLLM's checks of an adapter's configuration (``vllm/lora/peft_helper.py``), its default of ``--max-lora-rank``, and
-llama.cpp's ``convert_lora_to_gguf.py``; both load other adapters without a word, or refuse them when they start.
+By vLLM's checks of an adapter's configuration (``vllm/lora/peft_helper.py``, version 0.33) and its default of
+``--max-lora-rank``, and llama.cpp's ``convert_lora_to_gguf.py``; both load other adapters without a word, or refuse
+them when they start.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from hf_rocm_tune.errors import listed
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp and Ollama"
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of ``--max-lora-rank``; the default is 16."""
+REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""PEFT 0.21.2: initialisations that subtract the adapter's start from the base weight."""
 _HEADS = ("lm_head", "output", "embed_out", "score")
 
 
@@ -21,6 +24,9 @@ def obstacles(config: Mapping[str, Any]) -> dict[str, list[str]]:
     """Why a program cannot use an adapter as it is, by program, from its ``adapter_config.json``; empty: it can."""
     kind = str(config.get("peft_type"))
     both = [] if kind == "LORA" else [f"{kind} instead of LoRA"]
+    scheme = config.get("init_lora_weights")
+    if isinstance(scheme, str) and scheme.lower().startswith(REWRITES_BASE):
+        both.append(f"init_lora_weights={scheme}, which changed the base")
     if config.get("task_type") == "SEQ_CLS":
         both.append("a reward model")
     for name, what in {"use_dora": "DoRA", "modules_to_save": "modules_to_save"}.items():
@@ -28,16 +34,25 @@ def obstacles(config: Mapping[str, Any]) -> dict[str, list[str]]:
             both.append(f"{what}: {listed([str(one) for one in value])}" if isinstance(value, list) else what)
     if config.get("trainable_token_indices"):
         both.append("trained tokens")
-    if config.get("target_parameters"):
-        both.append("experts, which PEFT stores under names of its own")
+    experts = ["experts, which PEFT stores under names of its own"] if config.get("target_parameters") else []
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         both.append("biases")
     targets = config.get("target_modules")
     heads = [name for name in targets if name in _HEADS] if isinstance(targets, list) else []
     vllm = [f"an adapter of {name}" for name in heads]
+    if _rank(config) > _VLLM_RANKS[-1]:
+        vllm.append(f"a rank above {_VLLM_RANKS[-1]}")
+    return {VLLM: [*both, *vllm], LLAMA_CPP: [*both, *experts]}
+
+
+def _for_new_vllm(config: Mapping[str, Any]) -> list[str]:
+    """What versions of vLLM before 0.33 ignore or refuse."""
+    found = []
     if config.get("rank_pattern") or config.get("alpha_pattern"):
-        vllm.append("other ranks or alphas for some modules")
-    return {VLLM: [*both, *vllm], LLAMA_CPP: both}
+        found.append("other ranks or alphas for some modules")
+    if config.get("target_parameters"):
+        found.append("adapters of experts, of some mixtures only")
+    return found
 
 
 def lines(config: Mapping[str, Any], name: str) -> list[str]:
@@ -52,7 +67,9 @@ def lines(config: Mapping[str, Any], name: str) -> list[str]:
     found = obstacles(config)
     said = []
     if not found[VLLM]:
-        said.append(f"vLLM serves it as it is: --enable-lora --lora-modules NAME={name}{_rank_flag(config)}")
+        newer = _for_new_vllm(config)
+        how = f"from version 0.33 on ({listed(newer)}; merge it for an earlier one)" if newer else "as it is"
+        said.append(f"vLLM serves it {how}: --enable-lora --lora-modules NAME={name}{_rank_flag(config)}")
     if not found[LLAMA_CPP]:
         said.append(
             f"llama.cpp and Ollama take it beside its base's GGUF file after "
@@ -64,8 +81,13 @@ def lines(config: Mapping[str, Any], name: str) -> list[str]:
     return said
 
 
+def _rank(config: Mapping[str, Any]) -> int:
+    """The largest rank of an adapter; 0 where that is not known."""
+    patterns = config.get("rank_pattern")
+    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, Mapping) else ())]
+    return max((one for one in ranks if isinstance(one, int)), default=0)
+
+
 def _rank_flag(config: Mapping[str, Any]) -> str:
-    rank = config.get("r")
-    if not isinstance(rank, int) or rank <= 16:
-        return ""
-    return f" --max-lora-rank {next((one for one in _VLLM_RANKS if one >= rank), rank)}"
+    rank = _rank(config)
+    return "" if rank <= 16 else f" --max-lora-rank {next(one for one in _VLLM_RANKS if one >= rank)}"

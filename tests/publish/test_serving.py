@@ -35,12 +35,22 @@ SAID: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "plain": ({}, ["--enable-lora --lora-modules NAME=me/a.", "--keep_base"], ["--max-lora-rank", "must be merged"]),
     "a rank above 16": ({"r": 48}, ["--max-lora-rank 64"], ["must be merged"]),
     "a rank of 512": ({"r": 512}, ["--max-lora-rank 512"], []),
+    "a rank of 513": ({"r": 513}, ["vLLM cannot take it", "(a rank above 512)", "--keep_base"], ["--enable-lora"]),
     "DoRA": ({"use_dora": True}, ["vLLM cannot take it", "llama.cpp and Ollama cannot", "(DoRA)"], ["--enable-lora"]),
     "modules to save": ({"modules_to_save": ["lm_head"]}, ["(modules_to_save: lm_head)"], ["--enable-lora"]),
     "new tokens": ({"trainable_token_indices": {"embed_tokens": [7]}}, ["(trained tokens)"], ["--enable-lora"]),
-    "experts": ({"target_parameters": ["experts.down_proj"]}, ["experts, which PEFT stores"], ["--enable-lora"]),
+    "experts": (
+        {"target_parameters": ["experts.down_proj"]},
+        ["Ollama cannot take it beside its base (experts, which PEFT stores", "0.33 on (adapters of experts, of some"],
+        ["vLLM cannot", "as it is: --enable"],
+    ),
     "the head": ({"target_modules": ["lm_head"]}, ["(an adapter of lm_head)", "--keep_base"], ["Ollama cannot"]),
-    "ranks": ({"rank_pattern": {"q_proj": 4}}, ["ranks or alphas", "--keep_base"], ["--enable-lora", "Ollama cannot"]),
+    "ranks": (
+        {"rank_pattern": {"q_proj": 40}},
+        ["from version 0.33 on (other ranks or alphas", "--max-lora-rank 64", "--keep_base"],
+        ["as it is: --enable", "Ollama cannot"],
+    ),
+    "a changed base": ({"init_lora_weights": "pissa_niter_4"}, ["(init_lora_weights=pissa_niter_4, which"], ["--keep"]),
     "biases": ({"bias": "all"}, ["(biases)"], ["--enable-lora", "--keep_base"]),
     "another method": ({"peft_type": "LOHA"}, ["(LOHA instead of LoRA)"], ["--enable-lora", "--keep_base"]),
     "a reward model": ({"task_type": "SEQ_CLS"}, ["(a reward model)"], ["--enable-lora", "--keep_base"]),
@@ -230,7 +240,9 @@ def test_a_modelfile_holds_braces_and_marks_as_ollama_reads_them() -> None:
     )
     pieces = ollama.pieces_of(tokenizer, adds_bos=False)
     assert pieces is not None
-    text = ollama.modelfile("./x.gguf", pieces, ["<|im_end|>", 'a"b', "a\\b", "un\u00a0printable", ""], has_template=True)
+    text = ollama.modelfile(
+        "./x.gguf", pieces, ["<|im_end|>", 'a"b', "a\\b", "un\u00a0printable", ""], has_template=True
+    )
     assert '{{ "{" }}user|{{ "{" }}{{ .Content }}}}' in text and text.count("{{ .Content }}}}") == 2
     stops = [line.removeprefix("PARAMETER stop ") for line in text.splitlines() if line.startswith("PARAMETER")]
     assert stops == ['"<|im_end|>"', '"""a"b"""', '"a\\b"']
