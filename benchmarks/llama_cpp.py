@@ -63,7 +63,7 @@ TEXTS = [
     "1234567890 + 0.5e-3 == ?",
     "",
 ]
-STEPS, CONTEXT, LEARNING_STEPS = 24, 64, 150
+STEPS, CONTEXT, LEARNING_STEPS = 24, 64, 100
 _EXACT = (
     "-fa",
     "off",
@@ -204,10 +204,10 @@ def _learn(base: Path, adapter: Path) -> None:
     for value in trained:
         value.requires_grad_(True)
     ids = torch.tensor(tokenizer("\n\n".join(corpus()))["input_ids"])
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.0)
     torch.manual_seed(0)
     for _ in range(LEARNING_STEPS):
-        starts = torch.randint(len(ids) - CONTEXT, (16,)).tolist()
+        starts = torch.randint(len(ids) - CONTEXT, (8,)).tolist()
         batch = torch.stack([ids[start : start + CONTEXT] for start in starts])
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()

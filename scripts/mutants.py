@@ -18,6 +18,7 @@ import ast
 import copy
 import importlib
 import json
+import math
 import os
 import random
 import shutil
@@ -25,6 +26,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,7 +149,7 @@ def passes(room: Path, tests: list[str], seconds: float) -> bool:
     """Whether the tests pass in a copy of the repository; one that hangs does not."""
     child = os.fork()
     if child == 0:
-        _run_tests(room, tests)
+        _run_tests(room, tests, room.with_name("output"))
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -159,20 +161,25 @@ def passes(room: Path, tests: list[str], seconds: float) -> bool:
     return False
 
 
-def _run_tests(room: Path, tests: list[str]) -> NoReturn:
+def _run_tests(room: Path, tests: list[str], output: Path) -> NoReturn:
     """In a child: run the tests of the copy, also in the processes that they start, and end."""
     os.setsid()
     os.chdir(room)
     os.environ["PYTHONPATH"] = str(room)
     sys.path.insert(0, str(room))
-    sink = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream in (1, 2):
         os.dup2(sink, stream)
     code = 1
     try:
-        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
-    finally:
-        os._exit(code)
+        imported = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", imported, *tests]))
+    except BaseException:  # the child ends here, whatever happens
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def survives(room: Path, mutant: Mutant, source: str, tests: list[str], seconds: float) -> bool:
@@ -213,6 +220,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=50, help="changes to try (default: 50)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=900.0, help="that the tests may take (default: 900)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further one is tried")
     parser.add_argument("--out", type=Path, help="JSON")
     parser.add_argument("--again", type=Path, metavar="FILE", help="JSON of an earlier run: try its survivors again")
     wanted = parser.parse_args()
@@ -231,8 +239,12 @@ def main() -> int:
         room = Path(folder) / "copy"
         copy_repository(room)
         if not passes(room, tests, wanted.seconds):
-            raise SystemExit(f"{' '.join(tests)} fail without any change: mend them first")
+            said = room.with_name("output").read_text(encoding="utf-8", errors="replace")
+            raise SystemExit(f"{said[-3000:]}\n{' '.join(tests)} fail without any change: mend them first")
+        began = time.monotonic()
         for number, (mutant, source) in enumerate(chosen, start=1):
+            if time.monotonic() - began > wanted.budget:
+                break
             lives = survives(room, mutant, source, tests, wanted.seconds)
             rows.append(asdict(mutant) | {"survived": lives})
             print(

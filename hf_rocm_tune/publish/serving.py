@@ -13,8 +13,8 @@ from typing import Any
 from hf_rocm_tune.errors import listed
 
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp and Ollama"
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of ``--max-lora-rank``; the default is 16."""
+_VLLM_RANKS = (32, 64, 128, 256, 320, 512)
+"""Values of ``--max-lora-rank`` above its default, 16."""
 REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """PEFT 0.21.2: initialisations that subtract the adapter's start from the base weight."""
 _HEADS = ("lm_head", "output", "embed_out", "score")

@@ -77,6 +77,8 @@ def test_what_the_hub_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     for name in (str(tmp_path / "model"), "./model", "~/model", "org/rows", "a/b/c", "-bad-", "with space"):
         found = metadata_of(readme(settings={"model_name_or_path": name}, datasets=(name,)))
         assert not {"base_model", "base_model_relation", "datasets", "model-index"} & found.keys(), name
+    named = metadata_of(readme(settings={"model_name_or_path": "./model", "hub_base_model_id": "org/the-base"}))
+    assert named["base_model"] == "org/the-base"
 
 
 def test_uploading_it_changes_nothing() -> None:

@@ -50,6 +50,11 @@ SAID: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["from version 0.33 on (other ranks or alphas", "--max-lora-rank 64", "--keep_base"],
         ["as it is: --enable", "Ollama cannot"],
     ),
+    "another start": (
+        {"init_lora_weights": "gaussian"},
+        ["vLLM serves it as it is", "--keep_base"],
+        ["must be merged"],
+    ),
     "a changed base": ({"init_lora_weights": "pissa_niter_4"}, ["(init_lora_weights=pissa_niter_4, which"], ["--keep"]),
     "biases": ({"bias": "all"}, ["(biases)"], ["--enable-lora", "--keep_base"]),
     "another method": ({"peft_type": "LOHA"}, ["(LOHA instead of LoRA)"], ["--enable-lora", "--keep_base"]),
