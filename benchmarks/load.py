@@ -2,9 +2,14 @@
 
     python benchmarks/load.py [--gb 16] [--repeats 3] [--load_in_4bit] [--dir DIR] [--device cpu] [--json FILE]
 
-The time ends with the first ``forward``, because on a CPU stock loading returns views of the mapped file. Each load is
-a process of its own, so that peak memory is that of one load; the sides alternate, and all files are read before each
-load, so they come from the page cache. Not covered: reading from a disk or a network.
+Sides: stock; ``ours``, as our commands load; on a card also ``script``: stock's loading with every copy verified at
+torch's dispatcher. The time ends with the first ``forward``, because on a CPU stock loading returns views of the mapped
+file. Each load is a process of its own, so that peak memory is that of one load; the sides alternate, and all files are
+read before each load, so they come from the page cache. The card is started before: it has copied and digested.
+
+``digest on card``: seconds in which the device digests what was loaded, once more and alone. The simulated card does
+that in plain torch on the processor; a real card in a kernel, at the rate of its memory. ``time to stock without it``
+leaves it out. Not covered: reading from a disk or a network.
 """
 
 from __future__ import annotations
@@ -31,9 +36,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.factory import ModelSource, load_model
 from hf_rocm_tune.models.placement import coverage
-from hf_rocm_tune.transfer import Mover, TransferSettings, digest, gb_per_s
+from hf_rocm_tune.transfer import Mover, QueuedDigests, TransferSettings, digest, gb_per_s
+from hf_rocm_tune.transfer.raw_bytes import storage_bytes
+from hf_rocm_tune.transfer.report import coverage_of
 
-SIDES = ("stock", "ours")
 SHARDS = 4
 _GROUPS, _LAYERS, _VOCABULARY, _GB = 8, 32, 128256, 16.06  # of Llama-3.1-8B: groups of four query heads, in bfloat16
 
@@ -47,11 +53,12 @@ def run(wanted: Namespace) -> common.Figures:
     if 1.05 * nbytes > free:
         raise UsageError(f"--gb {gb:g}: memory or disk has {free / 1e9:.1f} GB free; give a smaller one, or --dir")
     print(f"{nbytes / 1e9:.2f} GB: hidden {config.hidden_size}, {config.num_hidden_layers} layers, {SHARDS} shards")
-    samples: dict[str, list[common.Figures]] = {side: [] for side in SIDES}
+    sides = ("stock", "ours", "script") if wanted.device.type == "cuda" else ("stock", "ours")
+    samples: dict[str, list[common.Figures]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-bench-", dir=wanted.dir) as folder:
         files = _write(config, shapes, Path(folder))
         for repeat in range(wanted.repeats):
-            for side in SIDES if repeat % 2 == 0 else SIDES[::-1]:
+            for side in sides if repeat % 2 == 0 else sides[::-1]:
                 for file in files:
                     with file.open("rb") as stream, open(os.devnull, "wb") as nowhere:
                         shutil.copyfileobj(stream, nowhere, 8 << 20)
@@ -61,12 +68,14 @@ def run(wanted: Namespace) -> common.Figures:
                 if done.returncode:
                     raise UsageError(f"loading ({side}) ended with {done.returncode}; what it printed is above")
                 samples[side].append(json.loads(done.stdout.splitlines()[-1]))
-    rows = [_row(side, samples, nbytes) for side in SIDES]
+    rows = [_row(side, samples, nbytes) for side in sides]
     common.print_table(
-        ("side", "s to first forward", "s load", "GB/s", "time to stock", "host MB", "device MB"),
+        ("side", "s to first forward", "s load", "CPU s", "digest on card", "GB/s", "time to stock", "without it",
+         "host MB", "device MB"),
         (
-            (row["side"], *(common.show(row[name]) for name in ("seconds_to_forward", "seconds_load", "gb_per_s",
-             "seconds_to_stock")), f"{row['host_added'] / 1e6:.0f}", f"{row['device_peak'] / 1e6:.0f}")
+            (row["side"], *(common.show(row[name]) for name in ("seconds_to_forward", "seconds_load", "cpu_seconds",
+             "seconds_digest", "gb_per_s", "seconds_to_stock", "seconds_without_digest_to_stock")),
+             f"{row['host_added'] / 1e6:.0f}", f"{row['device_peak'] / 1e6:.0f}")
             for row in rows
         ),
     )  # fmt: skip
@@ -122,15 +131,20 @@ def _write(config: LlamaConfig, shapes: dict[str, torch.Size], folder: Path) -> 
 def _row(side: str, samples: dict[str, list[common.Figures]], nbytes: int) -> common.Figures:
     taken = samples[side]
     seconds, stock = ([one["seconds_to_forward"] for one in samples[name]] for name in (side, "stock"))
+    without = [one - row["seconds_digest"] for one, row in zip(seconds, taken, strict=True)]
     return {
         "side": side,
         "seconds_load": common.spread([one["seconds_load"] for one in taken]),
         "seconds_to_forward": common.spread(seconds),
         "gb_per_s": common.spread([gb_per_s(nbytes, one) for one in seconds]),
         "seconds_to_stock": common.ratios(seconds, stock),
+        "seconds_digest": common.spread([one["seconds_digest"] for one in taken]),
+        "seconds_without_digest_to_stock": common.ratios(without, stock),
+        "cpu_seconds": common.spread([one["cpu_seconds"] for one in taken]),
         "host_added": max(one["host_added"] for one in taken),
         "device_peak": max(one["device_peak"] for one in taken),
         "verified_share": taken[0]["verified_share"],
+        "crossed": taken[0]["crossed"],
     }
 
 
@@ -140,11 +154,15 @@ def _one(spec: common.Figures) -> None:
     tokens = torch.arange(8, device=device)[None]
     LlamaForCausalLM(_config(1 / 2048))  # imports what is imported late
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    quantization, mover, before = nf4 if spec["nf4"] else None, None, _peak()
+    quantization, mover = nf4 if spec["nf4"] else None, None
+    if spec["side"] != "stock":
+        mover = Mover(device, settings=TransferSettings(verify="full"))
+        if device.type == "cuda":
+            mover.move(torch.ones(1000), name="first")
+    before = _peak()
     with torch.no_grad():
-        begun = time.perf_counter()
-        if spec["side"] == "ours":
-            mover = Mover(device, settings=TransferSettings(verify="full"))
+        begun, used = time.perf_counter(), time.process_time()
+        if spec["side"] == "ours" and mover is not None:
             source = ModelSource(name=spec["model"], init={"dtype": "bfloat16"}, quantization=quantization)
             model, _ = load_model(source, mover)
         else:
@@ -153,15 +171,25 @@ def _one(spec: common.Figures) -> None:
             model = AutoModelForCausalLM.from_pretrained(spec["model"], **more)
         loaded = time.perf_counter()
         logits = model(tokens).logits.cpu()
-        ended = time.perf_counter()
-    covered = None if mover is None else coverage(model, mover)
+        ended, used = time.perf_counter(), time.process_time() - used
+    host_added, digested = _peak() - before, 0.0
+    if mover is not None and device.type == "cuda":
+        torch.cuda.synchronize()
+        digested = time.perf_counter()
+        QueuedDigests([storage_bytes(tensor) for tensor in model.state_dict().values()]).result()
+        digested = time.perf_counter() - digested
+    covered = None if mover is None or spec["side"] == "script" else coverage(model, mover)
+    crossed = None if mover is None else coverage_of(mover.report.to_dict())
     result = {
         "seconds_load": loaded - begun,
         "seconds_to_forward": ended - begun,
-        "host_added": _peak() - before,
+        "cpu_seconds": used,
+        "seconds_digest": digested,
+        "host_added": host_added,
         "device_peak": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         "logits": digest(logits).hex(),
         "verified_share": None if covered is None else covered.verified_bytes / covered.device_bytes,
+        "crossed": crossed,
     }
     print(json.dumps(result))
 

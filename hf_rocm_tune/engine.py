@@ -47,7 +47,7 @@ from hf_rocm_tune.saved_result import save_result
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferReport, TransferSettings
 from hf_rocm_tune.transfer.digest import device_method, host_method
-from hf_rocm_tune.transfer.interception import watch_writes
+from hf_rocm_tune.transfer.interception import copies_on_card, watch_writes
 from hf_rocm_tune.transfer.raw_bytes import map_tensors, not_plain
 from hf_rocm_tune.transfer.report import coverage_of, to_json
 
@@ -288,6 +288,7 @@ class VerifiedTransfers:
             "verify": self._mover.settings.verify,
             "fault_injection": self._mover.fault_injection(),
             "device": str(self.device),
+            "copies_on_card": copies_on_card(),
             "digest": {"host": asdict(host_method()), "device": asdict(device_method(self.device))},
             "versions": {"torch": torch.__version__},
             "steps": self.step,

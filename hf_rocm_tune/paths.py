@@ -30,6 +30,11 @@ def require_model(name: str) -> None:
         raise UsageError(f"model: {name} does not exist: give a model directory or a Hub id")
 
 
+def cache_directory() -> Path:
+    """The directory of compiled libraries: ``hf_rocm_tune/native`` in ``XDG_CACHE_HOME`` (default ``~/.cache``)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_rocm_tune" / "native"
+
+
 def can_be_file(path: Path) -> bool:
     """Whether a file can be written there: in a directory that exists, no directory itself, its name not too long."""
     try:

@@ -42,6 +42,7 @@ from torch.nn import functional
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.software import missing_for_triton
+from hf_rocm_tune.paths import cache_directory
 from hf_rocm_tune.transfer.interception import own_copies
 from hf_rocm_tune.transfer.raw_bytes import as_bytes, dense
 
@@ -52,7 +53,9 @@ PIECE_BYTES = 4 * BLOCK_WORDS
 CHUNK_BLOCKS = 16
 """Blocks that plain torch digests at a time on a device: 4 MiB of input, a temporary of 8 MiB."""
 TABLED_BLOCKS = 1 << 12
-"""Blocks whose weights are kept in a table: 1 GiB of data, 64 KiB of table."""
+"""Blocks whose weights are kept in a table: 1 GiB of data, 128 KiB of table."""
+_FEW_ROWS = 2
+"""Blocks for which plain torch uses fewer operators and a larger temporary."""
 GROUP_BYTES = 32 << 20
 """The most bytes of small tensors that belong into a `TensorGroup`: the size of a temporary."""
 
@@ -242,11 +245,25 @@ def place_weights(device: torch.device) -> Tensor:
 
 
 @cache
-def block_table(device: torch.device) -> Tensor:
-    """``m`` and ``c`` of the first blocks as int64[2, TABLED_BLOCKS], computed like `place_weights`."""
+def _sums_and_weights(device: torch.device) -> Tensor:
+    """Ones and `place_weights`, int64[2, 1, BLOCK_WORDS]: one product gives what both sums need."""
     with torch.inference_mode(False):
-        blocks = torch.arange(TABLED_BLOCKS, dtype=torch.int64, device=device)
-        return _computed(torch.stack((block_factor(blocks), block_term(blocks))))
+        table = place_weights(device)
+        return _computed(torch.stack((torch.ones_like(table), table)).unsqueeze(1))
+
+
+@cache
+def block_table(device: torch.device) -> Tensor:
+    """`_coefficients` of the first blocks, int64[2, 2, TABLED_BLOCKS], computed like `place_weights`."""
+    with torch.inference_mode(False):
+        return _computed(_coefficients(torch.arange(TABLED_BLOCKS, dtype=torch.int64, device=device)))
+
+
+def _coefficients(blocks: Tensor) -> Tensor:
+    """How a block's sums of words and of words by ``A`` count in ``s1`` and ``s2``: ones, zeros; ``c``, ``m``."""
+    ones = torch.ones_like(blocks)
+    rows = (ones, torch.zeros_like(blocks), block_term(blocks), block_factor(blocks))
+    return torch.stack(rows).view(2, 2, -1)
 
 
 def _computed(table: Tensor) -> Tensor:
@@ -348,15 +365,13 @@ def torch_sums(flat: Tensor, word_offset: int, sums: Tensor) -> None:
 
 def _add_piece(piece: Tensor, index: int, sums: Tensor) -> None:
     """Add whole blocks and the part of one that follows them, or a part of one block."""
-    table, words = place_weights(piece.device), _words(piece)
-    low = index % BLOCK_WORDS
+    words, low = _words(piece), index % BLOCK_WORDS
     whole = words.numel() // BLOCK_WORDS if low == 0 else 0
     if whole:
-        body = words[: whole * BLOCK_WORDS].view(whole, BLOCK_WORDS)
-        _add_rows(body, table, index // BLOCK_WORDS, sums)
+        _add_rows(words[: whole * BLOCK_WORDS].view(whole, BLOCK_WORDS), 0, index // BLOCK_WORDS, sums)
     rest = words[whole * BLOCK_WORDS :]
     if rest.numel():
-        _add_rows(rest[None], table[low : low + rest.numel()], index // BLOCK_WORDS + whole, sums)
+        _add_rows(rest[None], low, index // BLOCK_WORDS + whole, sums)
 
 
 def _words(piece: Tensor) -> Tensor:
@@ -366,23 +381,25 @@ def _words(piece: Tensor) -> Tensor:
         piece = functional.pad(piece, (0, padding))
     elif piece.storage_offset() % 4 or piece.data_ptr() % 4:
         piece = piece.clone()
-    return piece.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
+    return piece.view(torch.uint32).to(torch.int64)
 
 
-def _add_rows(words: Tensor, table: Tensor, first_block: int, sums: Tensor) -> None:
-    """Add rows of words: consecutive blocks, or a part of one block; ``table`` holds the weights of its words."""
-    totals = words.sum(1)
-    weighted = words.mul_(table).sum(1)
-    factors, terms = _block_weights(first_block, words.shape[0], words.device)
-    sums += torch.stack((totals, weighted.mul_(factors).addcmul_(totals, terms))).sum(1)
+def _add_rows(words: Tensor, low: int, first_block: int, sums: Tensor) -> None:
+    """Add rows of words: consecutive blocks, or a part of one block from its word ``low`` on."""
+    count, length = words.shape
+    if count <= _FEW_ROWS:  # few operators: launches cost more than the temporary, of twice the size
+        pairs = (words * _sums_and_weights(words.device)[:, :, low : low + length]).sum(2)
+    else:
+        totals = words.sum(1)
+        pairs = torch.stack((totals, words.mul_(place_weights(words.device)).sum(1)))
+    sums += (pairs * _block_weights(first_block, count, words.device)).sum((1, 2))
 
 
 def _block_weights(first: int, count: int, device: torch.device) -> Tensor:
-    """``m(b)`` and ``c(b)`` of consecutive blocks, int64[2, count]."""
+    """`_coefficients` of consecutive blocks, int64[2, 2, count]."""
     if first + count <= TABLED_BLOCKS:
-        return block_table(device)[:, first : first + count]
-    blocks = torch.arange(first, first + count, dtype=torch.int64, device=device)
-    return torch.stack((block_factor(blocks), block_term(blocks)))
+        return block_table(device)[:, :, first : first + count]
+    return _coefficients(torch.arange(first, first + count, dtype=torch.int64, device=device))
 
 
 # ---- on the host --------------------------------------------------------------------------------------------
@@ -457,11 +474,6 @@ def plain_sums(flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple
             copy_to[start : start + PIECE_BYTES].copy_(piece)
     s1, s2 = sums.tolist()
     return s1 & _M64, s2 & _M64
-
-
-def cache_directory() -> Path:
-    """The directory of compiled libraries: ``hf_rocm_tune/native`` in ``XDG_CACHE_HOME`` (default ``~/.cache``)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_rocm_tune" / "native"
 
 
 def load_native() -> tuple[NativeSums | None, str]:

@@ -122,7 +122,8 @@ for name, call in CALLS.items():
         "crossed": after["crossed_bytes"] - before["crossed_bytes"],
         "verified": after["verified_bytes"] - before["verified_bytes"],
     }
-mismatches = transfers.report.to_dict()["copies"]["mismatches"]
+mismatches, served_by = transfers.report.to_dict()["copies"]["mismatches"], transfers.describe()["copies_on_card"]
 transfers.close()
-print(json.dumps({"calls": found, "crossings": crossings(), "mismatches": mismatches}))
+content = {"calls": found, "crossings": crossings(), "mismatches": mismatches, "copies_on_card": served_by}
+print(json.dumps(content))
 sys.stdout.flush()

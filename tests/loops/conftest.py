@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_rocm_tune.transfer import copy_on_card
 from tests import simcard
 from tests.e2e.command import CommandServer
 
@@ -25,9 +26,11 @@ WARNINGS = {"PYTHONWARNINGS": "ignore"}
 def card() -> dict[str, str]:
     """What a process needs to have the simulated card."""
     try:
-        return simcard.environment()
+        found = simcard.environment()
     except simcard.NoCompiler as missing:
         pytest.skip(str(missing))
+    copy_on_card.build()
+    return found
 
 
 @pytest.fixture(scope="session")

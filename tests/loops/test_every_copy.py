@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.loops.conftest import Done, RunFile
 from tests.simcard.log import Log
 
 CALLS = Path(__file__).with_name("card_calls.py")
+NO_COMPILER = {"CXX": "no-such-compiler"}
 SAMPLE = {("SIMCARD_HARM", "flip"), ("SIMCARD_HARM_BACK", "drop")}
 
 
@@ -21,11 +23,13 @@ def answer(done: Done) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.parametrize("served_by", ["compiled", "python"])
 def test_every_way_of_copying_is_verified_and_counted_as_the_driver_does(
-    run_file: RunFile, card: dict[str, str], tmp_path: Path
+    run_file: RunFile, card: dict[str, str], tmp_path: Path, served_by: str
 ) -> None:
-    log = tmp_path / "log"
-    found = answer(run_file(CALLS, env={**card, "SIMCARD_LOG": str(log), "SIMCARD_POISON": "1"}))
+    log, more = tmp_path / "log", {} if served_by == "compiled" else NO_COMPILER
+    found = answer(run_file(CALLS, env={**card, **more, "SIMCARD_LOG": str(log), "SIMCARD_POISON": "1"}))
+    assert found["copies_on_card"] == served_by
     for name, row in found["calls"].items():
         assert row["right"], name
         assert row["verified"] == row["crossed"], name
@@ -63,6 +67,23 @@ def test_copies_between_two_cards_are_verified_on_both(run_file: RunFile, card: 
     assert (found["activations"]["mismatches"] > 0) == bool(faults)
     assert found["activations"]["mismatches"] == found["activations"]["recovered"]
     assert set(found["incidents"]) == ({"recovered"} if faults else set())
+
+
+@pytest.mark.long
+def test_the_function_for_copies_on_one_card_is_compiled_once_in_the_background(
+    run_file: RunFile, card: dict[str, str], tmp_path: Path
+) -> None:
+    env, cache = {**card, "XDG_CACHE_HOME": str(tmp_path)}, tmp_path / "hf_rocm_tune" / "native"
+    assert answer(run_file(CALLS, env=env))["copies_on_card"] == "python"
+    deadline = time.monotonic() + 300
+    while not list(cache.glob("copy-*.so")):
+        assert time.monotonic() < deadline, [*cache.iterdir()]
+        time.sleep(0.5)
+    found = answer(run_file(CALLS, env=env))
+    assert found["copies_on_card"] == "compiled" and all(row["right"] for row in found["calls"].values())
+    (library,) = cache.glob("copy-*")
+    library.write_bytes(b"not a library")
+    assert answer(run_file(CALLS, env=env))["copies_on_card"] == "python"
 
 
 def test_nothing_waits_while_a_stream_is_captured_and_what_crosses_then_is_named(

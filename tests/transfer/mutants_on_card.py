@@ -194,7 +194,8 @@ def first_digests(verify: str) -> Problems:
     source = torch.randn(2000)
     moved = source.to(CARD)
     torch.cuda.synchronize()
-    digests_of.place_weights.cache_clear()
+    for table in (digests_of.place_weights, digests_of._sums_and_weights, digests_of.block_table):
+        table.cache_clear()
     slow(fetcher.backend._stream, 1000)  # type: ignore[attr-defined]
     queued = fetcher.begin(moved, name="w", stage="adapter")
     if digest(moved) != digest(source):
@@ -338,17 +339,6 @@ def _read_back_without_wait(self: Any, target: Tensor) -> Tensor:
         return torch.full(target.shape, 17, dtype=target.dtype).pin_memory().copy_(target, non_blocking=True)
 
 
-_tables: dict[torch.device, Tensor] = {}
-
-
-def _table_without_wait(device: torch.device) -> Tensor:
-    if device not in _tables:
-        low = torch.arange(digests_of.BLOCK_WORDS, dtype=torch.int64, device=device)
-        lower = (digests_of.mix(low + digests_of.BLOCK_WORDS) & 0xFFFF0000) | low
-        _tables[device] = (digests_of.mix(low + 1) << 32) | lower
-    return _tables[device]
-
-
 def _source_not_kept(self: Any, *arguments: Any) -> None:
     _stock_fetched(self, *arguments)
     self._source = torch.empty_like(self._source)
@@ -397,7 +387,7 @@ MUTANTS: dict[str, tuple[tuple[str, ...], Any, str, Any]] = {
     "digest on the caller's stream": (FULL, AcceleratorBackend, "digest", _digest_on_callers_stream),
     "digest read early": (FULL, _EventDigest, "result", lambda self: from_sums(self._landing, self._nbytes)),
     "one landing for all digests": (FULL, AcceleratorBackend, "digest", _one_landing_for_all),
-    "table used before it is made": (FULL, digests_of, "place_weights", _table_without_wait),
+    "table used before it is made": (FULL, digests_of, "_computed", lambda table: table),
     "fill on the caller's stream": (FULL, AcceleratorBackend, "fill", lambda self, target, value: target.fill_(value)),
     "read back without a wait": (FULL, AcceleratorBackend, "read_back", _read_back_without_wait),
 }
