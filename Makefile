@@ -5,13 +5,14 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 GPU_ARGS ?=
 DRIFT_ARGS ?=
+EVENING_ARGS ?=
 VENV := .venv/bin/python
 # Two workers, a file each at a time: session fixtures (models, a server of forked commands) are built once a worker.
 WORKERS := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 ROOM ?= transfer
-.PHONY: help setup demo test unit test-long gpu drift lint checked simulator format wheel clean
+.PHONY: help setup demo test unit test-long gpu evening drift lint checked simulator format wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,6 +35,10 @@ test-long: checked ## the same, with the full matrices
 # Not after `setup`: it takes the torch that is there. GPU_ARGS="--wheels DIRECTORY" brings what that Python lacks.
 gpu: ## what only a card can show, in ten minutes; results to benchmarks/results
 	@$(if $(wildcard $(VENV)),$(VENV),$(PYTHON)) scripts/gpu.py $(GPU_ARGS)
+
+# EVENING_ARGS="--minutes 5 --dataset my_chats.jsonl" and others of scripts/evening.py; docs/first_evening.md says more.
+evening: setup ## the first evening with a card: doctor, make gpu, a recipe; one archive to send
+	@$(VENV) scripts/evening.py $(EVENING_ARGS)
 
 # DRIFT_ARGS="--only newest" and others of scripts/drift.py; writes docs/compatibility.md.
 drift: setup ## other versions of the libraries: seams, tests, injected faults; ten minutes each

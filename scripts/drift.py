@@ -1,6 +1,6 @@
 """Which versions of the libraries work: `make drift`. Writes docs/compatibility.md, with date and result of every cell.
 
-    python scripts/drift.py [--only NAME ...] [--torch VERSION] [--sample] [--directory DIR] [--keep]
+    python scripts/drift.py [--only NAME ...] [--torch VERSION] [--cells NAME ...] [--sample] [--directory DIR] [--keep]
     python scripts/drift.py --sources           the seam table against the newest releases, without installing them
     python scripts/drift.py --page              writes the page again from the results that are there
 
@@ -11,7 +11,8 @@ puts another torch in front, too. In each of them run: all imports and seams, th
 built against that torch (on a processor nothing crosses). A build of torch for CUDA or ROCm has a card type of its own,
 so there these two runs are on the processor, where the same engine serves the batches. ``--sample`` takes some files of
 each room. Results are kept in benchmarks/results/compatibility.json by environment, so that one may be run at a time;
-each takes about ten minutes on two cores.
+each takes about ten minutes on two cores. ``--cells`` runs some of them, and keeps the others if the versions are the
+same. torch comes from PyTorch's index of CPU builds where that can be reached, otherwise from the index that pip knows.
 
 Exit code 1 where something failed in an environment that was run.
 """
@@ -31,6 +32,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -93,12 +95,15 @@ for module in ("sft", "dpo", "kto", "orpo", "reward", "grpo"):
 print("newer than tested:", upstream.untested() or "nothing")
 """
 SECONDS = 1800
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+CELLS = ("imports", *ROOMS, *RUNS)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(ENVIRONMENTS), help="try these environments only")
     parser.add_argument("--torch", metavar="VERSION", help="install another torch, with what it requires, in front")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS, help="run these cells only")
     parser.add_argument("--sample", action="store_true", help="run some files of each room only")
     parser.add_argument("--directory", type=Path, help="make the environments here (default: a temporary directory)")
     parser.add_argument("--keep", action="store_true", help="leave the environments there")
@@ -117,10 +122,14 @@ def main() -> int:
         if not wanted.sources:
             for name in wanted.only or [name for name in ENVIRONMENTS if name != "main"]:
                 label = name if wanted.torch is None else f"{name}, torch {wanted.torch}"
-                found = environment(name, wanted.torch, directory, keep=wanted.keep, sample=wanted.sample)
-                results.setdefault("environments", {})[label] = found
-                bad += [cell for cell in found["cells"].values() if cell["result"] != "ok"]
-                write(results)
+                with environment(name, wanted.torch, directory, keep=wanted.keep) as (environ, versions):
+                    row = row_of(results, label, versions)
+                    for cell in wanted.cells:
+                        found = {**run_cell(cell, environ, sample=wanted.sample), "date": today()}
+                        row["cells"][cell] = found
+                        bad += [found] if found["result"] != "ok" else []
+                        print(f"  {cell}: {found['text']}", flush=True)
+                        write(results)
         write(results)
     return int(bool(bad))
 
@@ -132,14 +141,19 @@ def today() -> str:
 # ---- one environment ------------------------------------------------------------------------------------------------
 
 
-def environment(name: str, torch: str | None, directory: Path, *, keep: bool, sample: bool) -> dict[str, Any]:
-    """Makes an environment, runs everything in it, and gives its versions and cells."""
+@contextmanager
+def environment(
+    name: str, torch: str | None, directory: Path, *, keep: bool
+) -> Iterator[tuple[Mapping[str, str], dict[str, str]]]:
+    """Makes an environment: the variables that select it, and the versions in it."""
     front = directory / re.sub(r"\W+", "-", f"{name} {torch or ''}").strip("-")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(front)]
     if ENVIRONMENTS[name] and not front.exists():
         subprocess.run([*pip, "--no-deps", *ENVIRONMENTS[name]], check=True)
     if torch is not None and not (front / "torch").exists():
-        subprocess.run([*pip, f"torch=={torch}"], check=True)
+        cpu_build = [*pip, "--retries", "0", "--timeout", "15", "--index-url", CPU_BUILDS, f"torch=={torch}"]
+        if subprocess.run(cpu_build, check=False).returncode:
+            subprocess.run([*pip, f"torch=={torch}"], check=True)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(front), str(ROOT)]), "TOKENIZERS_PARALLELISM": "false"}
     versions = json.loads(
         subprocess.run(
@@ -149,19 +163,35 @@ def environment(name: str, torch: str | None, directory: Path, *, keep: bool, sa
         ).stdout
     )  # fmt: skip
     print(f"{name}: {', '.join(f'{library} {version}' for library, version in versions.items())}", flush=True)
-    cells = {"imports": of_imports(environ)}
-    for room, files in ROOMS.items():
-        part = SAMPLE.get(room) if sample else None
-        cells[room] = of_tests(part or files, environ)
-        if part is not None:
-            cells[room]["text"] += f" (of {', '.join(Path(one).stem for one in part)})"
-        print(f"  {room}: {cells[room]['text']}", flush=True)
-    for run, flags in RUNS.items():
-        cells[run] = of_faults(flags, environ)
-        print(f"  {run}: {cells[run]['text']}", flush=True)
-    if not keep:
-        shutil.rmtree(front, ignore_errors=True)
-    return {"date": today(), "python": platform.python_version(), "versions": versions, "cells": cells}
+    try:
+        yield environ, versions
+    finally:
+        if not keep:
+            shutil.rmtree(front, ignore_errors=True)
+
+
+def row_of(results: dict[str, Any], label: str, versions: dict[str, str]) -> dict[str, Any]:
+    """The environment's row in the results, of today; cells of other versions are dropped from it."""
+    rows: dict[str, Any] = results.setdefault("environments", {})
+    kept = rows.get(label, {})
+    cells = kept["cells"] if kept.get("versions") == versions else {}
+    cells = {name: {"date": kept["date"], **cell} for name, cell in cells.items()}
+    rows[label] = {"date": today(), "python": platform.python_version(), "versions": versions, "cells": cells}
+    row: dict[str, Any] = rows[label]
+    return row
+
+
+def run_cell(cell: str, environ: Mapping[str, str], *, sample: bool) -> dict[str, Any]:
+    """One cell of an environment."""
+    if cell == "imports":
+        return of_imports(environ)
+    if cell in RUNS:
+        return of_faults(RUNS[cell], environ)
+    part = SAMPLE.get(cell) if sample else None
+    found = of_tests(part or ROOMS[cell], environ)
+    if part is not None:
+        found["text"] += f" (of {', '.join(Path(one).stem for one in part)})"
+    return found
 
 
 def of_imports(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -381,7 +411,7 @@ def page(results: dict[str, Any]) -> str:
         ]
         for label, one in found.items():
             row = (one["cells"].get(cell) for cell in cells)
-            shown = ("not run" if cell is None else cell["text"].replace("|", "/") for cell in row)
+            shown = ("not run" if cell is None else _shown(cell, one["date"]) for cell in row)
             lines.append(f"| {label} | {' | '.join(shown)} |")
         failures = {label: [line for cell in one["cells"].values() for line in cell.get("failures", ())]
                     for label, one in found.items()}  # fmt: skip
@@ -397,6 +427,12 @@ def page(results: dict[str, Any]) -> str:
                   f"sources of {versions}."]  # fmt: skip
         lines += [f"- `{row['seam']}` ({row['library']} {row['version']}): {row['result']}" for row in bad]
     return "\n".join(lines) + "\n"
+
+
+def _shown(cell: Mapping[str, Any], date: str) -> str:
+    """A cell's text, with its date where it is not that of the row."""
+    ran = cell.get("date", date)
+    return cell["text"].replace("|", "/") + (f" ({ran})" if ran != date else "")
 
 
 if __name__ == "__main__":

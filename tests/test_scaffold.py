@@ -506,6 +506,7 @@ def test_help_lists_every_target(checkout: Path) -> None:
         "unit",
         "test-long",
         "gpu",
+        "evening",
         "drift",
         "lint",
         "format",

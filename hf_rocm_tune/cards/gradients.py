@@ -122,7 +122,7 @@ class AverageJudge:
             raise self._refusal(wrong, step, "--on_corruption stop is set")
         records = [each.record for each in wrong]
         failures = [self._again(record) for record in records]
-        again = _verdicts(records, exchange(packed(records, [failure is not None for failure in failures])))
+        again = _verdicts(records, exchange(joined_words(records, [failure is not None for failure in failures])))
         bad_again = {id(each.record) for each in again if each.kind != NOT_FINITE}
         still = [each for each in wrong if id(each.record) in bad_again]
         self._report([each for each in wrong if id(each.record) not in bad_again], step, "host_staged", "recovered")
@@ -170,7 +170,7 @@ class AverageJudge:
             self._mover.report.incident({**common, **each.record.row, "rung": rung, "outcome": outcome})
 
 
-def packed(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
+def joined_words(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
     words = [record.words(failed=flag) for record, flag in zip(records, failed, strict=True)]
     return torch.cat(words).cpu() if words else torch.zeros(0, dtype=torch.int64)
 
@@ -209,7 +209,7 @@ class GradientCheck:
         self._copies = self._group is not None or model.gradient_as_bucket_view  # else buckets keep what was sent
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self.pending: list[Average] = []
-        self._packed: Tensor | None = None
+        self._words: Tensor | None = None
         self._short_of_memory = False
         self._backwards = self._recorded = 0
         model.register_comm_hook(self, _record_and_average)
@@ -230,7 +230,7 @@ class GradientCheck:
     def before_averaging(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self.pending.clear()  # another backward of the same step: its average includes the earlier one
-            self._packed, self._short_of_memory = None, False
+            self._words, self._short_of_memory = None, False
             self._host.step_begins()
             self._backwards += 1
         number, self._recorded = self._recorded, self._recorded + 1
@@ -287,7 +287,7 @@ class GradientCheck:
         if self._short_of_memory:
             raise torch.OutOfMemoryError("no memory for a copy of the gradients to be averaged")
         if self.pending:
-            self._packed = packed(self.pending, [bucket.number in self._host.failures for bucket in self.pending])
+            self._words = joined_words(self.pending, [bucket.number in self._host.failures for bucket in self.pending])
 
     def settle(self, *, step: int) -> None:
         """Check the averages of this step and compute wrong ones again. Collective; afterwards they may be used."""
@@ -299,10 +299,10 @@ class GradientCheck:
                 "cannot verify: DistributedDataParallel averaged no gradients in a step that ends with the optimizer; "
                 "use the library versions that this package was tested with, or report the trainer that does this"
             )
-        if self._packed is None:
+        if self._words is None:
             self.collect()
         buckets, self.pending = self.pending, []
-        mine, self._packed = self._packed, None
+        mine, self._words = self._words, None
         assert mine is not None
         self._mover.report.count(STAGE, buckets=len(buckets))
         for bucket in self._judge.conclude(buckets, exchange(mine), step):

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hf_rocm_tune.cards.agree import compare_replicas, everyone, exchange, highest
-from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, marked, packed
+from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, joined_words, marked
 from hf_rocm_tune.cards.way import Way
 from hf_rocm_tune.errors import CorruptionError, SeamError
 from hf_rocm_tune.host_group import host_group
@@ -183,7 +183,7 @@ class Gathers:
         records = [*gathers, *averages]
         self._bytes += sum(gather.nbytes for gather in gathers)
         self._bytes += sum(each.sent.nbytes - each.sent.nbytes // len(each.projected) for each in averages)
-        everyone = exchange(packed(records, [False] * len(records)))
+        everyone = exchange(joined_words(records, [False] * len(records)))
         report, ranks = self._mover.report, len(everyone)
         report.count(GATHERED, checked=len(gathers))
         end = len(gathers) * _SUMS * (1 + ranks)

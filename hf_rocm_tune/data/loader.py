@@ -134,7 +134,7 @@ class Prefetch:
 
     def read(self, batch: Any) -> Any:
         """What a loader returns for a batch that it has read: a transfer in flight, or beyond the limit a host copy."""
-        batch = self.mover.pack(batch)
+        batch = self.mover.stage_batch(batch)
         pending = (reference() for reference in self._under_way)
         self._under_way = [weakref.ref(one) for one in pending if one is not None and self.mover.is_pending(one)]
         has_room = self.batches > 0 and len(self._under_way) <= self.batches

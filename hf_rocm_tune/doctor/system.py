@@ -147,6 +147,11 @@ def _permissions(evidence: Evidence) -> Iterator[Finding]:
 
 def _fix_of_permissions(groups: Sequence[str], container: str | None) -> str:
     """How this process gets access to device nodes of these groups, by what it is contained in."""
+    if container == "apptainer" and "root" not in groups:
+        return (
+            "Apptainer keeps your rights on the host: there, `sudo usermod -aG render,video $USER`, log in again, and "
+            "start it with `--rocm`"
+        )
     if _UNMAPPED & set(groups):
         return (
             "the host's group does not exist in this container, so that adding it by name has no effect. Podman: start "

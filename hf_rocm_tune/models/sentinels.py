@@ -184,10 +184,10 @@ class TrainedSentinel:
         self._held: list[Any] = []
         self._held_ids: list[int] = []
         self._marked: list[Any] = []
-        self._groups: list[_Pack] = []
+        self._groups: list[_TensorBucket] = []
         self._next = 0
-        self._taken: tuple[list[_Pack], list[list[tuple[int, int]]], QueuedDigests] | None = None
-        self._queued: list[tuple[list[_Pack], list[int], QueuedDigests, QueuedDigests]] = []
+        self._taken: tuple[list[_TensorBucket], list[list[tuple[int, int]]], QueuedDigests] | None = None
+        self._queued: list[tuple[list[_TensorBucket], list[int], QueuedDigests, QueuedDigests]] = []
         self._changes: dict[str, str] = {}  # how each kind has changed
 
     def begin(self) -> list[Change]:
@@ -263,7 +263,7 @@ class TrainedSentinel:
                 if torch.is_tensor(value) and not getattr(value, "is_paged", False):
                     yield f"optimizer state {name}", local(value)
 
-    def _turn(self) -> list[_Pack]:
+    def _turn(self) -> list[_TensorBucket]:
         """The next groups to check: all, if they are not too large together."""
         turned = [*self._groups[self._next :], *self._groups[: self._next]]
         ends = accumulate(group.bytes.nbytes for group in turned)
@@ -316,7 +316,7 @@ class BatchSentinel:
         return list(changes.values())
 
 
-class _Pack:
+class _TensorBucket:
     """Tensors of one kind on one device whose storages are digested as one."""
 
     def __init__(self, kind: str, tensors: list[Tensor]) -> None:
@@ -332,7 +332,7 @@ class _Pack:
         return [version_of(tensor) for tensor in self._tensors]
 
 
-def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
+def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_TensorBucket]:
     groups: list[tuple[str, list[Tensor]]] = []
     last: dict[tuple[str, torch.device], list[Tensor]] = {}
     filled: Counter[tuple[str, torch.device]] = Counter()
@@ -347,4 +347,4 @@ def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_Pack]:
             filled[key], last[key] = storage.nbytes(), []
             groups.append((kind, last[key]))
         last[key].append(tensor)
-    return [_Pack(kind, tensors) for kind, tensors in groups]
+    return [_TensorBucket(kind, tensors) for kind, tensors in groups]

@@ -206,7 +206,7 @@ class Sender:
         self._ring = ring
 
     def send(self, transfer: Transfer, buffer: Tensor, route: Route, *, attempt: int) -> None:
-        """Queue all copies into `buffer`, uint8[transfer.nbytes]; the first attempt digests what it packs."""
+        """Queue all copies into `buffer`, uint8[transfer.nbytes]; the first attempt digests what it copies."""
         begun = time.perf_counter()
         digesting = transfer.verify_seconds
         step = route.chunk_bytes or self._ring.slot_bytes
@@ -230,7 +230,7 @@ class Sender:
         else:
             staged = nullcontext((Slot(), self._backend.staging(size) if route.staging == "fresh" else pageable(size)))
         with staged as (slot, memory):
-            _pack(transfer, start, stop, memory, attempt)
+            _fill(transfer, start, stop, memory, attempt)
             label = Label(transfer.stage, transfer.number, attempt, parts)
             slot.ticket = self._backend.copy(buffer[start:stop], memory, label, blocking=route.blocking)
             return slot.ticket
@@ -249,7 +249,7 @@ def _within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[tupl
             yield segment, begin, end
 
 
-def _pack(transfer: Transfer, start: int, stop: int, memory: Tensor, attempt: int) -> None:
+def _fill(transfer: Transfer, start: int, stop: int, memory: Tensor, attempt: int) -> None:
     """Copy bytes [start, stop) of the source; on a verified first attempt digest them in the same pass."""
     if transfer.source is None:
         filled = start
@@ -267,13 +267,13 @@ def _pack(transfer: Transfer, start: int, stop: int, memory: Tensor, attempt: in
         memory.copy_(as_bytes(transfer.source)[start:stop])
 
 
-# ---- host tensors packed into one memory ---------------------------------------------------------------------
+# ---- a batch staged in one host memory ---------------------------------------------------------------------
 
 _TRIES = 3
 
 
-class Packed(NamedTuple):
-    """One tensor of a `Pack`, as `Segment`."""
+class StagedTensor(NamedTuple):
+    """One tensor of a `StagedBatch`, as `Segment`."""
 
     name: str
     offset: int
@@ -283,14 +283,14 @@ class Packed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pack:
+class StagedBatch:
     """Layout of copies of host tensors, aligned in one memory as on the device; it does not keep the memory alive."""
 
-    tensors: tuple[Packed, ...]
+    tensors: tuple[StagedTensor, ...]
     digest: Digest | None  # of the memory, with zeros in the gaps; None: not verified
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``tensors``, whose first one lies in this memory, are exactly the tensors of this pack, in order."""
+        """Whether ``tensors``, whose first one lies in this memory, are exactly the tensors of this batch, in order."""
         storage = tensors[0].untyped_storage()
         return len(tensors) == len(self.tensors) and all(
             tensor.untyped_storage() is storage
@@ -309,7 +309,7 @@ class Pack:
         return ""
 
 
-def pack(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple[Tensor, Pack]:
+def stage_batch(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple[Tensor, StagedBatch]:
     """Copy dense host tensors into one memory, uint8[n].
 
     ``verified``: compare the copies with the originals' digests, and copy again, up to twice, if they differ.
@@ -328,11 +328,11 @@ def pack(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple[Tensor
                 found = digest_range(source, 0, size, word_offset=start // 4, copy_to=memory[start : start + size])
             else:
                 memory[start : start + size].copy_(as_bytes(source))
-            tensors.append(Packed(name, start, tensor.dtype, tensor.shape, found))
+            tensors.append(StagedTensor(name, start, tensor.dtype, tensor.shape, found))
         whole = digest(memory) if verified else None
         if whole is None or whole.same_words(combine(each.digest for each in tensors if each.digest is not None)):
             break
-    return memory, Pack(tuple(tensors), whole)
+    return memory, StagedBatch(tuple(tensors), whole)
 
 
 # ---- to the host --------------------------------------------------------------------------------------------

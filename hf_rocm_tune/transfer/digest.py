@@ -130,7 +130,7 @@ class TensorGroup:
         # Views of whole words, made once: the group is digested at every step.
         self._words = [None if part.nbytes % 4 else part.view(torch.int32) for part in parts]
 
-    def packed(self) -> Tensor:
+    def joined(self) -> Tensor:
         """The bytes in one tensor; a copy unless it is the only one."""
         if len(self.parts) == 1:
             return self.parts[0]
@@ -202,7 +202,7 @@ class QueuedDigests:
 
 
 def _bytes_of(tensor: Tensor | TensorGroup) -> Tensor:
-    return tensor.packed() if isinstance(tensor, TensorGroup) else as_bytes(dense(tensor))
+    return tensor.joined() if isinstance(tensor, TensorGroup) else as_bytes(dense(tensor))
 
 
 def _host_sums(flat: Tensor, index: int = 0, copy_to: Tensor | None = None) -> tuple[int, int]:

@@ -19,14 +19,14 @@ from hf_rocm_tune.transfer.backend import Backend, Label, Part, backend_for
 from hf_rocm_tune.transfer.copies import (
     Fetched,
     Fetcher,
-    Pack,
     Ring,
     Segment,
     Sender,
     Session,
+    StagedBatch,
     Transfer,
     TransferSettings,
-    pack,
+    stage_batch,
 )
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, digest
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
@@ -131,7 +131,7 @@ class Mover:
         self._ladder = Ladder(self._backend, self._sender, self._session)
         self._fetcher = Fetcher(plain, self._session)
         self._registry: Registry[Entry] = Registry()
-        self._packs: Registry[Pack] = Registry()  # of host memory
+        self._staged: Registry[StagedBatch] = Registry()  # of host memory
         self.loaded: dict[tuple[str, str], set[Digest]] = {}
         self._closed = False
         self._process = os.getpid()
@@ -377,34 +377,34 @@ class Mover:
 
         ``tree``: nested mappings, lists, tuples and dataclasses of tensors and other objects. Returns the same
         structure with device tensors in flight: call `settle` before using them. Tensors that are on the device, or
-        moved already, and other objects are returned as they are; what is not from `pack` is packed here.
+        moved already, and other objects are returned as they are; what is not from `stage_batch` is staged here.
         """
         self._check_open()
         given = {id(tensor): (name, tensor) for name, tensor in named_tensors(tree) if not self._is_here(tensor)}
         if not given:
             return map_tensors(tree, lambda tensor: tensor)
         tensors = [tensor for _, tensor in given.values()]
-        packed = self._packs.get(tensors[0])
-        if packed is None or not packed.holds(tensors):
+        staged = self._staged.get(tensors[0])
+        if staged is None or not staged.holds(tensors):
             for name, tensor in given.values():
                 self._check_host(tensor, name)
-            return self.begin(self.pack(tree), stage=stage)
+            return self.begin(self.stage_batch(tree), stage=stage)
         source = storage_bytes(tensors[0])
         segments = [
             Segment(known.name, tensor, known.offset, digest=known.digest)
-            for tensor, known in zip(tensors, packed.tensors, strict=True)
+            for tensor, known in zip(tensors, staged.tensors, strict=True)
         ]
         transfer = self._new_transfer(stage, segments, source)
         buffer = self._backend.allocate(max(transfer.nbytes, 1), long_lived=False)
         self._sender.send(transfer, buffer[: transfer.nbytes], self._ladder.route, attempt=0)
         if transfer.verify:
             transfer.arrived = self._backend.digest(buffer[: transfer.nbytes])
-        # The pack may have changed since it was made; the digest of what was sent shows it.
-        self._require_equal(packed, source, transfer.expected if transfer.verify else None)
+        # The staged batch may have changed since; the digest of what was sent shows it.
+        self._require_equal(staged, source, transfer.expected if transfer.verify else None)
         self._registry.put(buffer, Entry("unverified", "its verification is still pending", transfer))
-        return _replaced(tree, given, buffer, packed)
+        return _replaced(tree, given, buffer, staged)
 
-    def pack(self, tree: Any) -> Any:
+    def stage_batch(self, tree: Any) -> Any:
         """Copy the host tensors of a nested batch into one memory, for `begin`: the originals may then be written to.
 
         The copies are compared with the originals unless ``verify`` is ``off``. Tensors on the device, and those
@@ -417,23 +417,23 @@ class Mover:
         }
         if not given:
             return map_tensors(tree, lambda tensor: tensor)
-        memory, packed = pack(list(given.values()), verified=self.settings.verify != "off")
-        self._packs.put(memory, packed)
-        return _replaced(tree, given, memory, packed)
+        memory, staged = stage_batch(list(given.values()), verified=self.settings.verify != "off")
+        self._staged.put(memory, staged)
+        return _replaced(tree, given, memory, staged)
 
     def require_unchanged(self, tree: Any) -> None:
-        """Check that packed host tensors have not changed; other tensors are ignored."""
-        looked_at: list[Pack] = []
+        """Check that staged host tensors have not changed; other tensors are ignored."""
+        looked_at: list[StagedBatch] = []
         for tensor in tree_tensors(tree):
-            packed = self._packs.get(tensor)
-            if packed is not None and not any(packed is each for each in looked_at):
-                looked_at.append(packed)
-                self._require_equal(packed, storage_bytes(tensor))
+            staged = self._staged.get(tensor)
+            if staged is not None and not any(staged is each for each in looked_at):
+                looked_at.append(staged)
+                self._require_equal(staged, storage_bytes(tensor))
 
-    def _require_equal(self, packed: Pack, memory: Tensor, found: Digest | None = None) -> None:
-        if packed.digest is None or (found or digest(memory)) == packed.digest:
+    def _require_equal(self, staged: StagedBatch, memory: Tensor, found: Digest | None = None) -> None:
+        if staged.digest is None or (found or digest(memory)) == staged.digest:
             return
-        raise self.changed(packed.changed_in(memory), "after it was read from the loader")
+        raise self.changed(staged.changed_in(memory), "after it was read from the loader")
 
     def changed(self, name: str, when: str) -> MemoryFaultError:
         """The error, reported as an incident, for a batch tensor that changed in host memory."""
@@ -620,12 +620,12 @@ class Mover:
             raise self.failure from error
 
 
-def _replaced(tree: Any, given: Iterable[int], memory: Tensor, packed: Pack) -> Any:
-    """The structure with views of ``memory`` in place of the tensors whose ids are ``given``, those of the pack."""
+def _replaced(tree: Any, given: Iterable[int], memory: Tensor, staged: StagedBatch) -> Any:
+    """The structure with views of ``memory`` in place of the tensors whose ids are ``given``, in the batch's order."""
     with ordinary():
         views = {
             key: typed_view(memory, known.offset, known.dtype, known.shape)
-            for key, known in zip(given, packed.tensors, strict=True)
+            for key, known in zip(given, staged.tensors, strict=True)
         }
     return map_tensors(tree, lambda tensor: views.get(id(tensor), tensor))
 

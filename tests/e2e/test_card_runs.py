@@ -62,7 +62,7 @@ BETWEEN_RANKS = {
     "accelerate/accelerator.py:Accelerator.prepare_model": "DistributedDataParallel compares shapes",
     "thread pt_autograd_0": "which parameters were used, for DistributedDataParallel",
     "thread pt_autograd_1": "likewise",
-    "cards/gradients.py:_pack": "projections of gradients, by which averages are judged",
+    "cards/gradients.py:joined_words": "projections of gradients, by which averages are judged",
     "utils/operations.py:_gpu_gather.<locals>._gpu_gather_one": "counted tokens",
 }
 BETWEEN_RANKS_BYTES = 8192

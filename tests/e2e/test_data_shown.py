@@ -62,16 +62,24 @@ def test_the_other_end_may_be_kept(start: Start, lengths: tuple[Path, list[int],
     )  # nothing predicts the first
 
 
-def test_pairs_that_are_too_long_are_told(start: Start, tmp_path: Path) -> None:
-    rows = [{"prompt": "Why" + " so" * count, "chosen": " yes", "rejected": " no"} for count in range(ROWS)]
+def test_pairs_that_are_too_long_are_told(start: Start, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of the first four pairs only one answer is cut."""
+    rows = [
+        {"prompt": "Why" + " so" * count, "chosen": " yes" * (30 if count < 4 else 1), "rejected": " no"}
+        for count in range(ROWS)
+    ]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(model_of("llama3"))
+    prompts, chosen = ([len(tokenizer(row[name])["input_ids"]) for row in rows] for name in ("prompt", "chosen"))
+    cut = sum(16 - 2 < prompt < 16 or answer > 16 for prompt, answer in zip(prompts, chosen, strict=True))
     for method in ("dpo", "reward"):
         result = start("--dry_run", "json", method=method, dataset_name=file, max_length=16)
         assert result.code == 0, result.stderr[-2000:]
         (found,) = json.loads(result.stdout)["summaries"]
         assert found["rows"] == ROWS and 0 < found["dropped"] < ROWS, found
         assert (found["lost"] > 0) == (method == "dpo"), "the reward trainer drops what DPO's cuts"
+        assert found["answers_cut"] == (cut if method == "dpo" else 0) and cut > 4
 
 
 def test_a_dry_run_shows_what_counts_and_writes_nothing(start: Start, tmp_path: Path) -> None:

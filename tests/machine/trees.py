@@ -39,6 +39,8 @@ XT = Chip(device=0x744C, revision=0xCC, gfx_target_version=110000, vram_bytes=20
 XTX = Chip(device=0x744C, revision=0xC8, gfx_target_version=110000, vram_bytes=24560 * MIB, cap_w=355)
 XT_9070 = replace(XT, device=0x7550, revision=0xC0, gfx_target_version=120001, vram_bytes=16304 * MIB, pcie=(32.0, 16))
 R9700 = replace(XT_9070, device=0x7551, vram_bytes=32624 * MIB)
+XT_9060 = replace(XT_9070, device=0x7590, gfx_target_version=120000)
+XT_7800 = replace(XT, device=0x747E, revision=0xC8, gfx_target_version=110001, vram_bytes=16368 * MIB, cap_w=263)
 XT_6700 = replace(XT, device=0x73DF, revision=0xC1, gfx_target_version=100301, vram_bytes=12272 * MIB)
 RAPHAEL = Chip(device=0x164E, revision=0xC8, gfx_target_version=100306, vram_bytes=512 * MIB)
 STRIX_HALO = Chip(device=0x1586, revision=0xC1, gfx_target_version=110501, vram_bytes=512 * MIB)
@@ -168,7 +170,7 @@ class Built:
 
     def container(self, *, devices: bool = True, shm_bytes: int = 64 * MIB, tool: str = "docker") -> Built:
         """Put this process in a container; without ``devices``, the nodes are not passed in. Call it after cards."""
-        marks = {"docker": ".dockerenv", "podman": "run/.containerenv"}
+        marks = {"docker": ".dockerenv", "podman": "run/.containerenv", "apptainer": ".singularity.d/actions/exec"}
         self.files[marks.get(tool, "run/systemd/container")] = f"{tool}\n"
         self.process["shm_bytes"] = shm_bytes
         if not devices:

@@ -107,6 +107,14 @@ CARDS: dict[str, Case] = {
         .container(shm_bytes=16 * GIB),
         software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
         says=("use rootful Docker or podman",), never=("--group-add nobody", "usermod")),
+    **{
+        f"apptainer_with_the_group_{group}": case(
+            Built("Apptainer docs, GPU support: the user's own rights count").card().user(usable=False, group=group)
+            .container(shm_bytes=16 * GIB, tool="apptainer"),
+            software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
+            says=("`sudo usermod -aG render,video $USER`", "`--rocm`"), never=("--group-add",))
+        for group in ("nobody", "render", "109")
+    },
     "lxc_without_a_group": case(
         Built("Proxmox docs: /dev/kfd is root:root in a plain LXC").card().user(usable=False, group="root")
         .container(shm_bytes=16 * GIB, tool="lxc"),
@@ -130,6 +138,8 @@ CARDS: dict[str, Case] = {
         .parameter(runpm="0"),
         software=stack(devices=NO_HIP_GPUS), fail=("card_lost", "torch_sees_nothing"), never=("amdgpu.runpm=0",),
         says=("reseat the card",)),
+    "second_card_fell_off_the_bus": case(two_cards("TheRock#8232: of two cards, one did not wake up").asleep("error"),
+        fail=("card_lost",), note=("torch_sees_fewer",), fine=("link_ok",), says=(f"{SECOND}: its link reads",)),
     "card_that_slept": case(Built("kernel documentation: an idle card is suspended").card().asleep("suspended"),
         note=("card_slept",)),
     "given_to_a_virtual_machine": case(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.machine.trees import R9700, XT_6700, XT_9070, Built, Chip
+from tests.machine.trees import R9700, XT_6700, XT_7800, XT_9060, XT_9070, Built, Chip
 from tests.machines.case import ROCM72, Case, broken, case, cpu_stack, device, device_wheels, multi_arch_stack, stack
 
 ROCM_INDEX = "--index-url https://download.pytorch.org/whl/rocm7.2"
@@ -43,6 +43,12 @@ SOFTWARE: dict[str, Case] = {
         software=multi_arch_stack("amd-torch-device-gfx1100", "amd-torch-device-gfx110x"),
         fail=("device_wheel_missing",),
         says=("of which rocm-sdk-device-gfx1100 is missing",)),
+    "multi_arch_7_13_of_another_rdna3": case(Built("TheRock#6997, with a RX 7800 XT and an image's torch").card(XT_7800),
+        software=multi_arch_stack("amd-torch-device-gfx1101", "amd-torch-device-gfx11", rocm="7.13.0",
+                                  torch="2.14.1+gitdeadbee", hip="7.13.26100",
+                                  devices=[device(name="AMD Radeon RX 7800 XT", arch="gfx1101", gib=15.98)]),
+        fail=("device_wheel_missing",), says=("rocm-sdk-device-gfx1101 is missing", "`rocm[device-gfx1101]`"),
+        never=("gfx1100",)),
     "multi_arch_of_another_card": case(one("TheRock#7839: installed for the card before this one"),
         software=multi_arch_stack(*device_wheels("gfx1201", "gfx120x")), fail=("device_wheel_missing",)),
     "multi_arch_without_attention": case(one("pytorch#194498, TheRock#7839: the family's wheel is missing"),
@@ -157,6 +163,10 @@ SOFTWARE: dict[str, Case] = {
     "dkms_driver_with_reports": case(one("ROCm/amdgpu#225: the driver counts, not the kernel")
         .kernel("6.14.0-37-generic").dkms("6.19.4"), warn=("kernel_sdma_faults",),
         says=("amdgpu 6.19.4 (DKMS) on kernel 6.14.0-37-generic",)),
+    "dkms_driver_with_reports_on_rdna4": case(Built("getsolus/packages#7986: the driver counts, not the kernel")
+        .kernel("6.12.9-amd64").card(XT_9060).dkms("6.18.1"), unknown=("cards",),
+        software=stack(devices=[device(name="AMD Radeon RX 9060 XT", arch="gfx1200", gib=15.9)]),
+        warn=("hipblaslt_resets", "kernel_rdna4_hangs"), says=("amdgpu 6.18.1 (DKMS) on kernel 6.12.9-amd64",)),
     "waves_are_not_saved": case(one("ROCm/ROCm#5051: cwsr_enable=0 against hangs").parameter(cwsr_enable="0"),
         note=("cwsr_off",)),
     "waves_are_not_saved_since_boot": case(Built("ROCm/ROCm#5051: as a boot parameter")

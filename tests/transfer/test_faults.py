@@ -155,10 +155,10 @@ def test_a_source_that_changed_is_named_so(stage: str) -> None:
             target[17] ^= 1
 
     with Mover(CPU, backend=Writing()) as mover:
-        packed = mover.pack({"x": source})
-        writing_to[0] = packed["x"] if stage == "batches" else source
+        staged = mover.stage_batch({"x": source})
+        writing_to[0] = staged["x"] if stage == "batches" else source
         use = {
-            "batches": lambda: mover.settle(mover.begin(packed)),
+            "batches": lambda: mover.settle(mover.begin(staged)),
             "weights": lambda: mover.move(source, name="x"),
         }
         with pytest.raises(SourceChangedError, match="changed while"):

@@ -174,7 +174,7 @@ def test_host_source_is_kept_with_the_batch_and_freed_with_it(mover: Mover) -> N
     assert mover.host_source(labels) is None
     del arrived, source
     gc.collect()
-    assert len(mover._registry.entries) == len(mover._packs.entries) == 0
+    assert len(mover._registry.entries) == len(mover._staged.entries) == 0
 
 
 @pytest.mark.parametrize("verify", ["full", "sample"])
@@ -182,15 +182,15 @@ def test_packed_tensors_may_wait_and_what_changes_meanwhile_is_not_sent(verify: 
     originals = {"ids": torch.arange(50), "mask": torch.ones(7, dtype=torch.bool), "note": "kept"}
     with Mover(CPU, settings=TransferSettings(verify=verify)) as mover:
         for name in ("ids", "mask"):
-            packed = mover.pack(originals)
+            staged = mover.stage_batch(originals)
             originals[name].zero_()  # a collator that uses its memory again
-            mover.require_unchanged(packed)
-            packed[name].view(torch.uint8)[-1] ^= 1
+            mover.require_unchanged(staged)
+            staged[name].view(torch.uint8)[-1] ^= 1
             for use in (mover.require_unchanged, mover.begin):
                 with pytest.raises(MemoryFaultError, match=f"'{name}' changed in host memory"):
-                    use(packed)
-            packed[name].view(torch.uint8)[-1] ^= 1
-            settled(mover, packed)
+                    use(staged)
+            staged[name].view(torch.uint8)[-1] ^= 1
+            settled(mover, staged)
             assert {row["tensor"] for row in mover.report.incidents} == {name}
             mover.report._incidents.clear()
 
