@@ -1,4 +1,4 @@
-"""The first evening with a card: `make evening`. Runs the doctor, `make gpu` and a recipe, and packs what is worth sending.
+"""The first evening with a card: `make evening`. Runs the doctor, `make gpu` and a recipe, and packs the results.
 
     python scripts/evening.py [--out DIRECTORY] [--minutes 10] [--model ID] [--dataset FILE] [--max_steps 50]
 
