@@ -256,8 +256,8 @@ def _environ(wanted: argparse.Namespace, scratch: Path) -> dict[str, str]:
     path = [str(ROOT), environ.get("PYTHONPATH", "")]
     if wanted.wheels is not None:  # nothing is fetched, and no dependency is followed
         target, files = str(scratch / "wheels"), sorted(map(str, wanted.wheels.glob("*.whl")))
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target]
-        subprocess.run([*pip, *files], check=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        subprocess.run([*pip, "--target", target, *files], check=True)
         path.insert(1, target)
     sys.path[:0] = filter(None, path)  # for the redaction, where the package is not installed
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
