@@ -182,7 +182,8 @@ def _run(wanted: argparse.Namespace, scratch: Path) -> int:
         if part.name == "versions":
             if row["outcome"] != "ok" or row["result"] is None:
                 last = (row["printed"].strip().splitlines() or ["nothing was printed"])[-1]
-                print(f"make gpu: no card, so nothing else was tried: {last}", file=sys.stderr)
+                why = "no card" if row["outcome"] == "exit code 1" else row["outcome"]
+                print(f"make gpu: {why}, so nothing else was tried: {last}", file=sys.stderr)
                 return 2
             result |= {"card": row["result"]["card"], "versions": row["result"]}
             card = re.sub(r"[^a-z0-9]+", "-", result["card"].lower()).strip("-")
