@@ -43,7 +43,7 @@ SOFTWARE: dict[str, Case] = {
         software=multi_arch_stack("amd-torch-device-gfx1100", "amd-torch-device-gfx110x"),
         fail=("device_wheel_missing",),
         says=("of which rocm-sdk-device-gfx1100 is missing",)),
-    "multi_arch_7_13_of_another_rdna3": case(Built("TheRock#6997, with a RX 7800 XT and an image's torch").card(XT_7800),
+    "multi_arch_7_13_of_another_rdna3": case(Built("TheRock#6997, a RX 7800 XT and an image's torch").card(XT_7800),
         software=multi_arch_stack("amd-torch-device-gfx1101", "amd-torch-device-gfx11", rocm="7.13.0",
                                   torch="2.14.1+gitdeadbee", hip="7.13.26100",
                                   devices=[device(name="AMD Radeon RX 7800 XT", arch="gfx1101", gib=15.98)]),
