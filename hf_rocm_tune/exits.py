@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hf_rocm_tune import redaction
 from hf_rocm_tune.errors import Interrupted, OutOfMemoryError, TuneError, UsageError, device_shortage, tokenizer_fault
@@ -39,6 +39,9 @@ FINAL_CODES = frozenset({2, 3})
 REFUSED_CODES = FINAL_CODES | {INTERRUPTED}
 #: In the directory of the exit file: the launcher got a signal to end.
 ASKED_FILE = "asked"
+#: Beside it, empty files of the attempts that torch's agent has started after the first, see `read_exit_record`.
+_ATTEMPT = "attempt-"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _TERMINATED = 128 + signal.SIGTERM
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _process_ends = False
@@ -71,9 +74,7 @@ def run_guarded(
     for earlier in group.earlier() if group is not None else ():
         if earlier.code in REFUSED_CODES:
             return earlier.code  # its line has been printed
-    if number(environ, "TORCHELASTIC_RESTART_COUNT") and not number(environ, "LOCAL_RANK"):
-        with suppress(OSError):  # what an earlier attempt recorded is not how this one ends
-            Path(environ.get(EXIT_FILE_VARIABLE, "")).unlink()
+    _tell_attempt(environ)
     try:
         code = main()
         if code == 0:
@@ -116,7 +117,28 @@ def complete(environ: Mapping[str, str] = os.environ) -> None:
     _ignore_signals()
     if (wanted := environ.get(EXIT_FILE_VARIABLE)) and number(environ, "RANK") == 0:
         with suppress(OSError):  # no room: the job is done all the same
-            write_text_atomic(Path(wanted), json.dumps({"code": 0, "message": "done"}))
+            _record(wanted, {"code": 0, "message": "done"}, environ)
+
+
+def _record(file: str, told: dict[str, object], environ: Mapping[str, str]) -> None:
+    write_text_atomic(Path(file), json.dumps(told | {"attempt": number(environ, _RESTARTS) or 0}))
+
+
+def _tell_attempt(environ: Mapping[str, str]) -> None:
+    """Leave a file for `read_exit_record`: what an earlier attempt recorded is not how this one ends."""
+    attempt, wanted = number(environ, _RESTARTS), environ.get(EXIT_FILE_VARIABLE)
+    if attempt and wanted:
+        with suppress(OSError):
+            Path(wanted).with_name(f"{_ATTEMPT}{attempt}").touch()
+
+
+def read_exit_record(file: Path) -> dict[str, Any] | None:
+    """What a job's processes recorded at ``file`` of how they ended; None if those of its last attempt did not."""
+    if not file.exists():
+        return None
+    told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    last = max((int(each.name.removeprefix(_ATTEMPT)) for each in file.parent.glob(f"{_ATTEMPT}*")), default=0)
+    return None if told.pop("attempt", 0) < last else told
 
 
 def _ignore_signals() -> None:
@@ -137,7 +159,7 @@ def speak(error: TuneError, *, environ: Mapping[str, str] = os.environ) -> None:
     if wanted:
         told = {"code": error.exit_code, "message": redaction.one_line(str(error))}
         with suppress(OSError):  # no room: the line is printed, and the process ends with its code
-            write_text_atomic(Path(wanted), json.dumps(told | ({"follows": True} if error.follows else {})))
+            _record(wanted, told | ({"follows": True} if error.follows else {}), environ)
 
 
 @contextmanager

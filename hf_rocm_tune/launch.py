@@ -33,6 +33,7 @@ from hf_rocm_tune.exits import (
     REFUSED_CODES,
     complete,
     handling,
+    read_exit_record,
     run_guarded,
 )
 from hf_rocm_tune.foreign import parse_yaml, read_text
@@ -127,9 +128,10 @@ def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool = Fal
                 if status == 0:
                     complete()  # before signals end this process again
         except (StallError, UsageError):
-            if not record.exists() or json.loads(record.read_text(encoding="utf-8"))["code"] not in REFUSED_CODES:
+            recorded = read_exit_record(record)
+            if recorded is None or recorded["code"] not in REFUSED_CODES:
                 raise  # else the processes could not meet again, and need not
-        told: dict[str, Any] | None = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+        told = read_exit_record(record)
         ended_by_request = asked.exists() and status in _ENDED_BY_REQUEST
     if told is not None and told["code"] == 0:
         status, told = 0 if ended_by_request else status, None

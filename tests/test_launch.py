@@ -140,10 +140,14 @@ def launched(place: Path, how: str, config: str, *flags: str, **environ: str) ->
 
 
 def test_how_the_last_attempt_ended_is_told(place: Path) -> None:
-    """Whatever an earlier attempt has recorded."""
+    """Whatever an earlier attempt has recorded, also if rank 0 has not begun when rank 1 ends the last one."""
     stub = (place / "stub_job.py").read_text()
-    stalls = "if os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0': raise errors.StallError('stuck')"
-    (place / "stub_job.py").write_text(stub.replace('if how == "crash":', f'{stalls}\n    if how == "crash":'))
+    count = "os.environ.get('TORCHELASTIC_RESTART_COUNT')"
+    stub = stub.replace(
+        'if how == "crash":', f"if {count} == '0': raise errors.StallError('stuck')\n    if how == 'crash':"
+    )
+    slow = f"if {count} == '1' and os.environ['RANK'] == '0': time.sleep(60)\n"
+    (place / "stub_job.py").write_text(stub.replace("sys.exit(", f"{slow}sys.exit("))
     job = launched(place, "kill", "cpu_dual", "--max_restarts", "1")
     err = job.communicate(timeout=120)[1]
     assert job.returncode == 137 and "was ended by SIGKILL" in err.splitlines()[-1], err

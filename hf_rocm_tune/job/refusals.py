@@ -206,9 +206,6 @@ def reward_functions(script: Any) -> list[Any]:
     known["get_soft_overlong_punishment"] = rewards.get_soft_overlong_punishment(1280, 256)  # TRL's numbers
     found: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     found += [known[name] if name in known else _imported(name, known) for name in script.reward_funcs or ()]
-    of_answers = [name for name in script.reward_funcs or () if name in known and "accuracy" in name]
-    if of_answers and importlib.util.find_spec("math_verify") is None:
-        raise UsageError(f"--reward_funcs {of_answers[0]} needs the package math_verify: `pip install math-verify`")
     if not found:
         raise UsageError(
             f"no reward: give --reward_funcs ({', '.join(known)}, or module.function), or --reward_model_name_or_path"
@@ -221,11 +218,18 @@ _OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_ext
 
 
 def check_rewards(rewards: Iterable[Any], columns: Iterable[str] | None) -> None:
-    """Refuses a reward function that TRL cannot call with these columns; None: they are not known."""
-    if columns is None:
-        return
+    """Refuses a reward function that TRL cannot call with these columns (None: they are not known) or packages."""
+    functions = list(filter(callable, rewards))
+    if columns is not None:
+        _check_arguments(functions, columns)
+    of_answers = [each.__name__ for each in functions if each.__module__.startswith("trl.rewards.accuracy")]
+    if of_answers and importlib.util.find_spec("math_verify") is None:
+        raise UsageError(f"--reward_funcs {of_answers[0]} needs the package math_verify: `pip install math-verify`")
+
+
+def _check_arguments(functions: Iterable[Callable[..., Any]], columns: Iterable[str]) -> None:
     given = dict.fromkeys((*_OF_TRL, *(set(columns) - {"prompt", "completion", "completion_ids"})))
-    for function in filter(callable, rewards):
+    for function in functions:
         try:
             inspect.signature(function).bind(**given)
         except TypeError as error:

@@ -211,7 +211,8 @@ def test_nothing_goes_round_the_mover(run: Callable[..., Census], four_bit: bool
 class StockLoaders(VerifiedSFTTrainer):
     """Takes its loaders from upstream."""
 
-    _get_dataloader = SFTTrainer._get_dataloader
+    get_train_dataloader = SFTTrainer.get_train_dataloader
+    get_eval_dataloader = SFTTrainer.get_eval_dataloader
 
 
 class StockPlacement(VerifiedSFTTrainer):
