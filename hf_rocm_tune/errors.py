@@ -2,6 +2,7 @@
 
     TuneError                      exit code   what it is for
     ├── UsageError                     2       the user's input is wrong: says what and what to do
+    │   └── PictureError               2       of a picture, or of a row with pictures
     ├── CorruptionError                3       wrong bytes that no retry corrected
     │   ├── SourceChangedError         3       the source changed during the copy: not a transfer fault
     │   └── MemoryFaultError           3       verified bytes on the device changed later
@@ -60,6 +61,28 @@ class UsageError(TuneError):
     """The user's input is wrong. Nothing was changed or overwritten."""
 
     exit_code = 2
+
+
+class PictureError(UsageError):
+    """A picture, or a row with pictures, that cannot be used.
+
+    Attributes:
+        kind: one word; errors of one kind have the same cause.
+        picture: the name of the picture, if it is one picture's fault.
+    """
+
+    def __init__(self, what: str, *, kind: str = "other", picture: str | None = None) -> None:
+        # torch's loader gives the message of a worker's error a traceback in front
+        super().__init__(what.rpartition("PictureError: ")[2] if what.startswith("Caught PictureError") else what)
+        self.kind = kind
+        self.picture = picture
+
+    def __reduce__(self) -> Any:  # a worker of the loader sends it to the main process
+        return _picture_error, (str(self), self.kind, self.picture)
+
+
+def _picture_error(what: str, kind: str, picture: str | None) -> PictureError:
+    return PictureError(what, kind=kind, picture=picture)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -155,6 +178,11 @@ def tokenizer_fault(error: BaseException) -> str | None:
 def listed(names: Sequence[str], most: int = 3) -> str:
     """The first names and the number of others: ``a, b, c and 2 more``."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number with its noun: 1 row, 1,200 rows."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def first_line(error: Exception) -> str:

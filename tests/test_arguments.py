@@ -264,6 +264,10 @@ def test_recipe_environment_yields_to_the_users_and_is_told(
         (["--eval_split_size", "1.5"], ["--eval_split_size", "1.5"]),
         (["--early_stopping_patience", "0"], ["--early_stopping_patience"]),
         (["--sample_every", "5"], ["--sample_every and --sample_prompts belong together"]),
+        (
+            ["--sample_every", "5", "--sample_prompts", "a", "b", "c", "--sample_images", "a.png", "b.png"],
+            ["--sample_images: 2 pictures for 3 prompts"],
+        ),
         (["--num_train_epochs", "inf"], ["--num_train_epochs must be more than 0, and finite, got inf"]),
         (["--eval_split_size", "inf"], ["--eval_split_size", "got inf"]),
         (["--pad_to_multiple_of", "0"], ["--pad_to_multiple_of must be 1 or more, or auto, got 0"]),

@@ -155,6 +155,32 @@ def test_another_rocm_than_the_wheel_s_takes_any_torch_of_its_index_and_no_other
         environment.check_torch("2.15.0")
 
 
+@pytest.mark.parametrize(
+    ("torch", "wanted"),
+    [
+        ("2.13.0+rocm7.2", "torchvision==0.28.0+rocm7.2 --index-url https://download.pytorch.org/whl/rocm7.2"),
+        ("2.14.1+cpu", "torchvision==0.29.1+cpu --index-url https://download.pytorch.org/whl/cpu"),
+        ("2.13.0", "torchvision==0.28.0"),
+        ("3.0.0+cpu", None),
+    ],
+)
+def test_pictures_get_the_torchvision_of_this_torch_and_nothing_else(
+    machine: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], torch: str, wanted: str | None
+) -> None:
+    """A stand-in Python notes what pip is asked for; an index that lacks it is one line, and the set-up goes on."""
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {torch} && exit\necho "$@" > {tmp_path}/asked\nexit 1\n')
+    python.chmod(0o755)
+    machine.Environment(machine.Choice("rocm", "", ())).install_torchvision()
+    said, asked = capsys.readouterr().out, tmp_path / "asked"
+    if wanted is None:
+        assert not asked.exists() and said == ""
+        return
+    assert asked.read_text().split("--no-deps ")[1].strip() == wanted
+    assert said == f"setup: {wanted.split()[0]} is not to be had: processors of pictures that need it do not work\n"
+
+
 def test_keep_installs_no_torch_and_other_systems_have_no_wheel_named_cpu(
     setup_env: ModuleType, tmp_path: Path
 ) -> None:

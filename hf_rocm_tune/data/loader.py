@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from hf_rocm_tune.transfer import Mover
 
 _PREFETCH = "_hf_rocm_tune_prefetch"
+IN_ROW = "pictures_in_row"
+"""The name in a batch of what its rows have of its pixels, which the trainer takes out before ``forward``: int64 of
+shape (rows, 3), the number of pictures, that of placeholder tokens, and 1 where the processor stacks the pictures of a
+row; (pairs, 3) for preferences."""
 
 
 def verify_loader(loader: DataLoader[Any], prefetch: Prefetch, shard: type | None = None) -> DataLoader[Any]:

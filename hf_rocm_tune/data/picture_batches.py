@@ -13,16 +13,14 @@ from torch import Tensor
 
 from hf_rocm_tune.data import masks
 from hf_rocm_tune.data.formats import MASKED
-from hf_rocm_tune.data.pictures import COLUMNS, TURNS, PictureError, PictureRows
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.data.loader import IN_ROW
+from hf_rocm_tune.data.pictures import PictureRows
+from hf_rocm_tune.data.sources import COLUMNS, TURNS
+from hf_rocm_tune.errors import PictureError, UsageError
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.data.pictures import Rows
+    from hf_rocm_tune.data.sources import Rows
 
-IN_ROW = "pictures_in_row"
-"""The name in a batch of what its rows have of its pixels, which the trainer takes out before ``forward``: int64 of
-shape (rows, 3), the number of pictures, that of placeholder tokens, and 1 where the processor stacks the pictures of a
-row; (pairs, 3) for preferences."""
 _IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 

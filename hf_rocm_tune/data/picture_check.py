@@ -6,29 +6,31 @@ their pictures are decoded and their tokens counted exactly. What is only found 
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hf_rocm_tune.data.formats import MASKED
-from hf_rocm_tune.data.pictures import PictureError, name_of
+from hf_rocm_tune.data.formats import MASKED, STREAMED_ROWS
+from hf_rocm_tune.data.pictures import name_of
 from hf_rocm_tune.data.summary import DataSummary, summarised
-from hf_rocm_tune.errors import FOREIGN_ERRORS, first_line
+from hf_rocm_tune.errors import FOREIGN_ERRORS, PictureError, count_of, first_line
 
 if TYPE_CHECKING:
     from hf_rocm_tune.data.picture_batches import PictureCollator
-    from hf_rocm_tune.data.pictures import Rows
+    from hf_rocm_tune.data.sources import Rows
 
 SECONDS = 60.0  # of decoding and counting, for a split
-STREAMED_ROWS = 100
 _AHEAD = 16  # rows that are being decoded
 _SHOWN = 5
+_SMALL_COUNT, _SMALL_SIDE = 4, 96  # pictures for the report page, and their longer side in pixels
 _TRANSPARENT = ("RGBA", "LA", "PA")
 
 
@@ -57,12 +59,13 @@ class PictureSummary:
     def lines(self) -> list[str]:
         """What is told of them."""
         width, height = self.largest
-        without = f", {self.without:,} rows without" if self.without else ""
+        without = f", {count_of(self.without, 'row')} without" if self.without else ""
         loss = f"{100 * self.in_loss:.3g} % of those in the loss"
         found = [
-            f"{self.split} pictures: {self.pictures:,} in {self.rows - self.without:,} rows{without}; the largest has "
-            f"{width} x {height} pixels (row {self.largest_row}); a picture is {self.median:,} tokens (median, up to "
-            f"{self.most:,}), {100 * self.share:.3g} % of all tokens and {loss}"
+            f"{self.split} pictures: {self.pictures:,} in {count_of(self.rows - self.without, 'row')}{without}; the "
+            f"largest has {width} x {height} pixels (row {self.largest_row}); a picture is "
+            f"{count_of(self.median, 'token')} (median, up to {self.most:,}), {100 * self.share:.3g} % of all tokens "
+            f"and {loss}"
         ]
         if self.counted < self.rows:
             found.append(
@@ -71,12 +74,12 @@ class PictureSummary:
             )
         if self.transparent:
             found.append(
-                f"{self.transparent:,} {self.split} pictures have transparency: the model is shown the colours stored "
-                "under transparent pixels, or what its processor puts there, as in inference; "
+                f"{count_of(self.transparent, f'{self.split} picture')} with transparency: the model is shown the "
+                "colours stored under transparent pixels, or what its processor puts there, as in inference; "
                 "`mogrify -background white -alpha remove FILE` makes them white"
             )
         if self.animated:
-            found.append(f"{self.animated:,} {self.split} pictures are animated: their first frame is used")
+            found.append(f"{count_of(self.animated, f'animated {self.split} picture')}: only the first frame is used")
         return found
 
 
@@ -94,10 +97,21 @@ class _Tally:
     counts: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)  # see `_counted`
     per_picture: list[int] = field(default_factory=list)  # placeholder tokens over pictures, of a row
     largest_batch: tuple[int, tuple[Any, ...]] = (0, ())  # placeholder tokens of a row, and its `described` tensors
+    small: list[dict[str, Any]] = field(default_factory=list)  # see `Looked`
     faults: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # rows and what is wrong, by kind
 
     def fault(self, number: int, error: PictureError) -> None:
         self.faults.setdefault(error.kind, []).append((number, str(error)))
+
+
+class Looked(NamedTuple):
+    """What was found in the rows of a split."""
+
+    tokens: DataSummary | None  # None where nothing could be counted
+    pictures: PictureSummary | None
+    lengths: list[int]  # tokens of each row that was counted, after cutting
+    largest: tuple[int, tuple[Any, ...]]  # of the row with the most tokens of pictures: their number, and its tensors
+    small: list[dict[str, Any]]  # the first pictures, small: ``row`` from 1, ``size`` in pixels, ``jpeg`` in base64
 
 
 def look_through(
@@ -107,11 +121,8 @@ def look_through(
     *,
     seconds: float = SECONDS,
     progress: Callable[[int], None] = lambda done: None,
-) -> tuple[DataSummary | None, PictureSummary | None, list[int], tuple[int, tuple[Any, ...]]]:
+) -> Looked:
     """Look at every row of a split (of a stream: at the first 100).
-
-    Returns the summary of the tokens and that of the pictures, None where nothing could be counted; the tokens of each
-    row that was counted, after cutting; and of the row with the most tokens of pictures their number and its tensors.
 
     PictureError: rows that cannot be used, a line with the rows of each kind of fault.
     """
@@ -131,6 +142,8 @@ def look_through(
             _note_headers(tally, number, heads)
             if example is None:
                 continue
+            if example["images"] and len(tally.small) < _SMALL_COUNT:
+                tally.small.append(_small(number, example["images"][0]))
             try:
                 counts = _counted(collator, example, tally)
             except PictureError as error:
@@ -143,7 +156,16 @@ def look_through(
                     tally.per_picture.append(counts[4] // len(heads))
     if tally.faults:
         raise PictureError(_told(tally.faults, split))
-    return *_summaries(tally, split, collator.max_length), [counts[1] for counts in tally.counts], tally.largest_batch
+    tokens, pictures = _summaries(tally, split, collator.max_length)
+    return Looked(tokens, pictures, [counts[1] for counts in tally.counts], tally.largest_batch, tally.small)
+
+
+def _small(number: int, picture: Any) -> dict[str, Any]:
+    """A picture for the report page."""
+    small, content = picture.convert("RGB"), io.BytesIO()
+    small.thumbnail((_SMALL_SIDE, _SMALL_SIDE))
+    small.save(content, "JPEG")
+    return {"row": number, "size": list(picture.size), "jpeg": base64.b64encode(content.getvalue()).decode()}
 
 
 def _opened_ahead(

@@ -17,49 +17,24 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.data.formats import STREAMED_ROWS
+from hf_rocm_tune.data.sources import COLUMNS, OTHER_MEDIA, PICTURE_PARTS, TURNS, columns_of
+from hf_rocm_tune.errors import PictureError, UsageError, count_of
 from hf_rocm_tune.machine.caches import unwritable
 from hf_rocm_tune.paths import expand_user
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
     from PIL.Image import Image
 
-    Rows: TypeAlias = Dataset | IterableDataset
+    from hf_rocm_tune.data.sources import Rows
 
 TAG = "<image>"  # what the toolkits write into a text where a picture belongs
-COLUMNS = ("images", "image")  # TRL's
-TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # TRL's columns of messages
 _PAYLOADS = ("image", "image_url", "url", "path", "base64", "source", "bytes")  # keys of a part that hold a picture
-_PICTURE_PARTS = ("image", "image_url", "input_image")
-_OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 _GREY_16 = ("I", "I;16", "I;16L", "I;16B", "I;16N", "F")
 _ADDRESS_SECONDS = 20
-
-
-class PictureError(UsageError):
-    """A picture, or a row with pictures, that cannot be used.
-
-    Attributes:
-        kind: one word; errors of one kind have the same cause.
-        picture: the name of the picture, if it is one picture's fault.
-    """
-
-    def __init__(self, what: str, *, kind: str = "other", picture: str | None = None) -> None:
-        # torch's loader gives the message of a worker's error a traceback in front
-        super().__init__(what.rpartition("PictureError: ")[2] if what.startswith("Caught PictureError") else what)
-        self.kind = kind
-        self.picture = picture
-
-    def __reduce__(self) -> Any:  # a worker of the loader sends it to the main process
-        return _picture_error, (str(self), self.kind, self.picture)
-
-
-def _picture_error(what: str, kind: str, picture: str | None) -> PictureError:
-    return PictureError(what, kind=kind, picture=picture)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +44,7 @@ class PictureRows:
     ``folders`` are where relative paths are looked up, in this order; ``tags``: whether ``<image>`` in a text stands
     for a picture; ``max_pixels``: larger pictures are made smaller, with their aspect; ``as_rgb``: whether all become
     RGB here, because the model's processor does not convert them; ``literals``: what the model reads as a placeholder
-    wherever it stands, so that no text may contain it.
+    wherever it stands, so that no text may contain it; ``folder_flag``: how the user names another folder.
     """
 
     folders: tuple[Path, ...] = ()
@@ -77,6 +52,7 @@ class PictureRows:
     max_pixels: int | None = None
     as_rgb: bool = False
     literals: tuple[str, ...] = ()
+    folder_flag: str | None = "--image_folder"
 
     def arranged(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """The row with a placeholder part for each of its pictures, and the pictures' sources in that order.
@@ -96,8 +72,8 @@ class PictureRows:
             row[first] = _with_pictures_first(row[first], len(own))
         elif turns and reader.placeholders != len(reader.sources) + len(own) - reader.used:
             raise PictureError(
-                f"{_count(len(own), 'picture')} for {_count(reader.wanted, 'placeholder')}: give a picture for each "
-                "placeholder, in their order",
+                f"{count_of(len(own), 'picture')} for {count_of(reader.wanted, 'placeholder')}: give a picture for "
+                "each placeholder, in their order",
                 kind="count",
             )
         sources = reader.sources + own[reader.used :]
@@ -220,7 +196,9 @@ class PictureRows:
         where = (
             "" if path.is_absolute() else f" in {', '.join(str(folder) for folder in self.folders or (Path.cwd(),))}"
         )
-        hint = "" if path.is_absolute() else ": give the folder of the pictures with --image_folder"
+        hint = ""
+        if self.folder_flag and not path.is_absolute():
+            hint = f": give the folder of the pictures with {self.folder_flag}"
         raise PictureError(f"{name} does not exist{where}{hint}", kind="missing", picture=name)
 
 
@@ -260,9 +238,9 @@ class _Reader:
             return part
         part = {key: value for key, value in part.items() if value is not None}  # Arrow gives all parts the same keys
         kind = part.get("type")
-        if kind in _OTHER_MEDIA:
+        if kind in OTHER_MEDIA:
             raise PictureError(f"a part of a message is {kind}; only text and pictures are trained", kind="media")
-        if kind not in _PICTURE_PARTS:
+        if kind not in PICTURE_PARTS:
             return {"type": "text", "text": "", **part} if kind == "text" else part
         payload = next((part[key] for key in _PAYLOADS if part.get(key) not in (None, "")), None)
         if payload is None:
@@ -312,10 +290,6 @@ def _placeholders(messages: Sequence[Any]) -> int:
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # ---- the bytes of a picture -------------------------------------------------------------------------------------
@@ -396,22 +370,6 @@ def _first_line(error: BaseException) -> str:
 # ---- a data set -------------------------------------------------------------------------------------------------
 
 
-def has_pictures(rows: Rows) -> bool:
-    """Whether rows have pictures: in a column of TRL's, or in parts of their messages. Reads no pictures.
-
-    Messages that are plain text by their types are not looked into.
-    """
-    columns = columns_of(rows)
-    if any(name in columns for name in COLUMNS):
-        return True
-    typed = [name for name in (*TURNS, "conversations") if name in columns and _may_have_parts(rows, name)]
-    return any(_has_part(row.get(name)) for row in _rows_of(rows, typed) for name in typed) if typed else False
-
-
-def columns_of(rows: Rows) -> list[str]:
-    return list(rows.column_names or next(iter(rows)))
-
-
 def undecoded(rows: Rows) -> Rows:
     """The rows with their pictures as bytes or paths; nothing is copied."""
     from datasets import Dataset, Image, List
@@ -445,38 +403,6 @@ def with_column(rows: Rows) -> Rows:
     return rows.map(lambda row: {"images": []}, features=features)
 
 
-def _may_have_parts(rows: Rows, column: str) -> bool:
-    """Whether the type of a column of messages allows content that is not plain text."""
-    from datasets import Value
-
-    message = getattr((rows.features or {}).get(column), "feature", None)
-    if not isinstance(message, Mapping):
-        return not isinstance((rows.features or {}).get(column), Value)
-    content = message.get("content", message.get("value"))
-    return not (isinstance(content, Value) and content.dtype in ("string", "large_string"))
-
-
-def _has_part(messages: Any) -> bool:
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, Mapping) and part.get("type") in (*_PICTURE_PARTS, *_OTHER_MEDIA):
-                return True
-    return False
-
-
-_STREAMED = 100
-
-
-def _rows_of(rows: Rows, columns: list[str]) -> Iterator[Mapping[str, Any]]:
-    from datasets import Dataset
-
-    if isinstance(rows, Dataset):
-        yield from rows.select_columns(columns)
-    else:
-        yield from rows.take(_STREAMED)
-
-
 def tagged(rows: Rows) -> bool:
     """Whether ``<image>`` in the texts of these rows stands for their pictures, as LLaVA and LLaMA-Factory write it.
 
@@ -489,7 +415,7 @@ def tagged(rows: Rows) -> bool:
     texts = [name for name in TURNS if name in columns]
     if pictures is None or not texts:
         return False
-    chosen = rows.select_columns([pictures, *texts]) if isinstance(rows, Dataset) else rows.take(_STREAMED)
+    chosen = rows.select_columns([pictures, *texts]) if isinstance(rows, Dataset) else rows.take(STREAMED_ROWS)
     first_with = first_without = None
     for number, row in enumerate(chosen, start=1):
         if not listed(row[pictures]):

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from yaml import YAMLError
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.data.formats import STREAMED_ROWS
+from hf_rocm_tune.errors import UsageError, count_of
 from hf_rocm_tune.foreign import parse_json, parse_yaml, read_text
 from hf_rocm_tune.machine.caches import unwritable
 from hf_rocm_tune.paths import expand_user
@@ -46,6 +47,12 @@ _READERS: dict[str, str] = {
 _AUTO_SHARE, _AUTO_ROWS = 0.05, 200
 """What ``eval_split_size`` auto splits off, at most so many rows: evaluations are to take little of a run's time."""
 _SUPPORTED = " ".join(_READERS) + " (also with .gz, parquet excepted)"
+
+#: Columns of pictures and of messages, as TRL names them; kinds of parts of a message that are no text.
+COLUMNS = ("images", "image")
+TURNS = ("messages", "prompt", "completion", "chosen", "rejected")
+PICTURE_PARTS = ("image", "image_url", "input_image")
+OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +154,58 @@ def load_mixture(
     evaluation = mixed[test_split] if need_eval else None
     description = _describe(f"mixture of {names}", train, evaluation, "split off")
     return Splits(train=train, eval=evaluation, description=description, notes=notes, in_csv=in_csv)
+
+
+# ---- pictures in rows -----------------------------------------------------------------------------------------------
+
+
+def has_pictures(rows: Rows) -> bool:
+    """Whether rows have pictures: in a column of TRL's, or in parts of their messages. Reads no pictures.
+
+    Messages that are plain text by their types are not looked into.
+    """
+    columns = columns_of(rows)
+    if any(name in columns for name in COLUMNS):
+        return True
+    typed = [name for name in (*TURNS, "conversations") if name in columns and _may_have_parts(rows, name)]
+    return any(_has_part(row.get(name)) for row in _first_rows(rows, typed) for name in typed) if typed else False
+
+
+def columns_of(rows: Rows) -> list[str]:
+    return list(rows.column_names or next(iter(rows)))
+
+
+def _may_have_parts(rows: Rows, column: str) -> bool:
+    """Whether the type of a column of messages allows content that is not plain text."""
+    from datasets import Value
+
+    message = getattr((rows.features or {}).get(column), "feature", None)
+    if not isinstance(message, Mapping):
+        return not isinstance((rows.features or {}).get(column), Value)
+    content = message.get("content", message.get("value"))
+    return not (isinstance(content, Value) and content.dtype in ("string", "large_string"))
+
+
+def _has_part(messages: Any) -> bool:
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and part.get("type") in (*PICTURE_PARTS, *OTHER_MEDIA):
+                return True
+    return False
+
+
+def _first_rows(rows: Rows, columns: list[str]) -> Iterator[Mapping[str, Any]]:
+    """These columns of all rows, or of the first ones of a stream."""
+    from datasets import Dataset
+
+    if isinstance(rows, Dataset):
+        yield from rows.select_columns(columns)
+    else:
+        yield from rows.take(STREAMED_ROWS)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def _as_arrow(part: Any) -> Any:
@@ -475,7 +534,10 @@ def _divide(rows: Rows, size: float | int | Literal["auto"], *, seed: int, name:
 
 
 def _describe(name: str, train: Rows, evaluation: Rows | None, origin: str = "") -> str:
-    sizes = [f"{len(rows)} rows" if hasattr(rows, "__len__") else "streamed rows" for rows in (train, evaluation or ())]
+    sizes = [
+        count_of(len(rows), "row") if hasattr(rows, "__len__") else "streamed rows"
+        for rows in (train, evaluation or ())
+    ]
     return f"{name}: training on {sizes[0]}" + (f", evaluation on {sizes[1]} ({origin})" if evaluation else "")
 
 

@@ -139,7 +139,7 @@ def before_loading(
             training.gradient_accumulation_steps = wanted.each // micro_batch
             say("auto-fit: there is no card, so nothing is chosen; --auto_fit_gib N plans for N GiB")
             return None
-        choice = on_main_process(lambda: _planned(arguments, wanted, budget, pictures=pictures))
+        choice = on_main_process(lambda: _planned(arguments, wanted, budget, say=say, pictures=pictures))
         say(*_why(choice, wanted, arguments))
     training.per_device_train_batch_size = choice.micro_batch
     training.gradient_accumulation_steps = choice.accumulation
@@ -150,7 +150,13 @@ def before_loading(
 
 
 def _planned(
-    arguments: Arguments, wanted: Demand, budget: int, flag: str = "--auto_fit plan", pictures: Any = (0, ())
+    arguments: Arguments,
+    wanted: Demand,
+    budget: int,
+    flag: str = "--auto_fit plan",
+    *,
+    say: Say,
+    pictures: Any = (0, ()),
 ) -> Choice:
     """The plan's choice."""
     card, training = _card_of(budget), arguments.training
@@ -169,6 +175,11 @@ def _planned(
         pictures=pictures[1],
     )
     plan = plan_for(request, card=card)
+    if pictures[1] and not plan.request.pictures:
+        say(
+            "warning: auto-fit: pictures of this architecture cannot be counted, only their tokens: a step takes more "
+            "memory than is planned"
+        )
     found = plan.nearest
     if plan.choice is None:
         raise OutOfMemoryError(
@@ -237,10 +248,16 @@ def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
 
 
 def streamed_layers(
-    arguments: Arguments, source: ModelSource, choice: Choice | None, *, libraries: int, say: Say
+    arguments: Arguments,
+    source: ModelSource,
+    choice: Choice | None,
+    *,
+    libraries: int,
+    say: Say,
+    pictures: tuple[int, tuple[Any, ...]] = (0, ()),
 ) -> Streamed | None:
     """The layers that are streamed; None: none. ``choice`` of ``--auto_fit``; ``libraries``: bytes of the card that
-    libraries of this process hold already. Collective."""
+    libraries of this process hold already; ``pictures`` as in `before_loading`. Collective."""
     training, count = arguments.training, streamed.parse(arguments.tune.stream_weights)
     if not count:
         return None
@@ -257,7 +274,9 @@ def streamed_layers(
             return None
         size, on = training.per_device_train_batch_size, recompute.is_chosen(training)
         wanted = Demand(size * training.gradient_accumulation_steps, size, on)
-        planned = on_main_process(lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto"))
+        planned = on_main_process(
+            lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto", say=say, pictures=pictures)
+        )
         count = planned.streamed
         say(f"predicted peak {_gib(planned.predicted_bytes)} GiB of {_gib(budget)} GiB available")
     fits = f"{streamed.FLAG} auto: everything fits, nothing is streamed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,12 @@ from hf_rocm_tune.data.masks import template_is_marked
 from hf_rocm_tune.data.picture_batches import PictureCollator, literals, placeholder_ids, takes_suffix
 from hf_rocm_tune.data.picture_check import PictureSummary, look_through
 from hf_rocm_tune.data.pictures import PictureRows
+from hf_rocm_tune.data.sources import columns_of
 from hf_rocm_tune.data.summary import DataSummary
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.paths import expand_user
+from hf_rocm_tune.survive.atomic import write_text_atomic
+from hf_rocm_tune.survive.run_directory import SMALL_PICTURES
 
 if TYPE_CHECKING:
     from hf_rocm_tune.data.sources import Rows, Splits
@@ -45,12 +49,18 @@ class JobPictures:
     summaries: Mapping[str, PictureSummary]
     lengths: Mapping[str, Sequence[int]]  # tokens of each row after cutting
     largest: tuple[int, tuple[Any, ...]] = (0, ())  # of a row for training: its tokens of pictures, and their tensors
+    small: Sequence[Mapping[str, Any]] = ()  # the first pictures for training, see `picture_check.Looked`
 
     def attach(self, trainer: Any) -> None:
         """Put the trainer's collator behind ours, and the summaries where those of text rows are."""
         datasets = [rows for rows in (trainer.train_dataset, trainer.eval_dataset) if rows is not None]
         trainer.data_collator = self.around(trainer.data_collator, datasets)
         trainer.data_summaries = {**getattr(trainer, "data_summaries", {}), **self.tokens}
+
+    def write_small(self, directory: Path, run_id: str) -> None:
+        """Write the first pictures, small, for `hf-rocm-tune report`; the file is not part of the result."""
+        content = {"run_id": run_id, "pictures": list(self.small)}
+        write_text_atomic(directory / SMALL_PICTURES, json.dumps(content) + "\n")
 
     def around(self, stock: Any, datasets: list[Any]) -> PictureCollator:
         return PictureCollator(
@@ -89,6 +99,11 @@ def undecoded(arguments: Arguments, splits: Splits, processor: Any) -> Splits:
         raise UsageError(f"the rows have pictures, and '{name}' is no vision-language model: give one, or rows of text")
     if method not in TRAINED:
         raise UsageError(f"the rows have pictures, which {method} does not train on: use {', '.join(TRAINED)}")
+    if method != "sft" and takes_suffix(processor):
+        raise UsageError(
+            f"{type(processor).__name__} marks where a prompt ends, because its model reads all of a prompt at once; "
+            f"TRL's {method} does not pass this on: train this model with sft"
+        )
     train = pictures.undecoded(splits.train)
     evaluation = None if splits.eval is None else pictures.undecoded(splits.eval)
     return replace(splits, train=train, eval=evaluation)
@@ -105,7 +120,7 @@ def looked_through(
     processor = copy.deepcopy(processor)  # TRL gives it a token for padding
     tokenizer = processor.tokenizer
     tokenizer.pad_token = getattr(arguments.training, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token
-    columns = pictures.columns_of(train)
+    columns = columns_of(train)
     args: Any = arguments.training
     turns_only = getattr(args, "assistant_only_loss", False) is True
     last_answer = takes_suffix(processor) and "messages" in columns
@@ -132,20 +147,20 @@ def looked_through(
         summaries={},
         lengths={},
     )
-    tokens, summaries, lengths, largest = {}, {}, {}, found.largest
+    tokens, summaries, lengths = {}, {}, {}
     for split, rows in (("train", train), ("eval", evaluation)):
         if rows is None:
             continue
         collator = found.around(_stock_collator(arguments, processor, rows), [])
-        counted, summary, lengths[split], most = on_main_process(partial(_look, rows, collator, split, say))
-        largest = most if split == "train" else largest
-        if counted is not None:
-            tokens[split] = counted
-        if summary is not None:
-            summaries[split] = summary
-    return replace(
-        splits, pictures=replace(found, tokens=tokens, summaries=summaries, lengths=lengths, largest=largest)
-    )
+        looked = on_main_process(partial(_look, rows, collator, split, say))
+        lengths[split] = looked.lengths
+        if split == "train":
+            found = replace(found, largest=looked.largest, small=looked.small)
+        if looked.tokens is not None:
+            tokens[split] = looked.tokens
+        if looked.pictures is not None:
+            summaries[split] = looked.pictures
+    return replace(splits, pictures=replace(found, tokens=tokens, summaries=summaries, lengths=lengths))
 
 
 def _look(rows: Rows, collator: PictureCollator, split: str, say: Callable[..., None]) -> Any:
@@ -189,7 +204,7 @@ def _stock_collator(arguments: Arguments, processor: Any, rows: Rows) -> Any:
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-    columns = pictures.columns_of(rows)
+    columns = columns_of(rows)
     completion_only = args.completion_only_loss
     if completion_only is None:
         completion_only = "prompt" in columns and "completion" in columns

@@ -15,8 +15,7 @@ from datasets import IterableDataset
 
 from hf_rocm_tune.data import masks, rendering
 from hf_rocm_tune.data.formats import RowFinding, as_trl, check_format, check_later, place_of, with_decoded_calls
-from hf_rocm_tune.data.pictures import has_pictures
-from hf_rocm_tune.data.sources import Splits, load_mixture, load_source
+from hf_rocm_tune.data.sources import Splits, has_pictures, load_mixture, load_source
 from hf_rocm_tune.data.summary import DataSummary, of_pairs, of_trained
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.job import announce

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedTokenizerBase,
@@ -30,11 +31,10 @@ from typing_extensions import override
 from hf_rocm_tune import exits, upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.data.formats import Method
-from hf_rocm_tune.data.pictures import PictureError
 from hf_rocm_tune.data.rendering import lacking_tokens
 from hf_rocm_tune.data.sources import Splits, fault_of_stream
 from hf_rocm_tune.data.summary import lengths_of
-from hf_rocm_tune.errors import MemoryFaultError, UsageError
+from hf_rocm_tune.errors import MemoryFaultError, PictureError, UsageError
 from hf_rocm_tune.job import announce, preview, rows
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
 from hf_rocm_tune.job.refusals import check, check_adapter, check_rewards, check_router_loss, decide, reward_functions
@@ -53,7 +53,6 @@ from hf_rocm_tune.models.factory import (
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.models.streamed import Streamed
-from hf_rocm_tune.models.vision import parameters_of, vision_parts, whole_modules
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish import serving
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
@@ -69,7 +68,7 @@ from hf_rocm_tune.train import report, stall, telemetry
 from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.train.refusals import as_usage_errors, check_settings
-from hf_rocm_tune.train.samples import SampledAnswers
+from hf_rocm_tune.train.samples import SampledAnswers, open_pictures
 from hf_rocm_tune.train.stall import StallGuard
 from hf_rocm_tune.train.telemetry import Telemetry
 from hf_rocm_tune.train.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
@@ -376,6 +375,7 @@ def _prepare(
     tokenizer = _tokenizer(arguments, source)
     # an adapter may have added tokens to the vocabulary
     known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
+    open_pictures(tune.sample_images or (), tokenizer)  # a bad one is refused before the model is loaded
     data = rows.load_rows(arguments, tokenizer, source, known)
     check_rewards(rewards or (), data.train.column_names)
     mover = make_mover(arguments, source, say=say)
@@ -392,7 +392,7 @@ def _prepare(
         plan=plan,
         fit=fit,
         source=source,
-        streamed=streamed_layers(arguments, source, fit, libraries=libraries, say=say),
+        streamed=streamed_layers(arguments, source, fit, libraries=libraries, say=say, pictures=seen),
         data=data,
         tokenizer=tokenizer,
         mover=mover,
@@ -455,7 +455,14 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     # a model to be sharded stays on the host: each card gets its part when the trainer is built
     way = job.arguments.way()
     on_host = way.on_host and job.source.quantization is None
+    before = torch.get_rng_state()
     model, seconds = load_model(job.source, job.mover, on_host=on_host, streamed=job.streamed)
+    drawn = not torch.equal(before, torch.get_rng_state())
+    if drawn and job.arguments.model.use_peft and job.adapter is None:
+        announce.say(
+            "loading this model draws random numbers, from which TRL's adapter would go on; here the seed is set again "
+            "after it: with the same seed the adapter starts from other values than TRL's"
+        )
     model, peft_config = _adapted(job, model)
     extra: dict[str, Any] = {}
     if job.arguments.method in ("dpo", "kto") and not job.arguments.model.use_peft:
@@ -467,7 +474,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     if tune.early_stopping_patience is not None:
         callbacks.append(_EarlyStopping(tune.early_stopping_patience, tune.early_stopping_threshold))
     if tune.sample_every is not None:
-        callbacks.append(SampledAnswers(tune.sample_every, tune.sample_prompts or (), job.mover, announce.say))
+        prompts, images = tune.sample_prompts or (), tune.sample_images or ()
+        callbacks.append(SampledAnswers(tune.sample_every, prompts, job.mover, announce.say, images))
     with as_usage_errors():
         trainer = _trainer_class(job.arguments.method)(
             model=model,
@@ -501,6 +509,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     _learn_end_tokens(trainer)
     if job.data.pictures is not None:
         job.data.pictures.attach(trainer)
+        if trainer.is_world_process_zero():
+            job.data.pictures.write_small(expand_user(training.output_dir), job.plan.run_id)
     records = on_main_process(lambda: attest_files(job.source, job.mover))  # of models that TRL has loaded, too
     summaries = rows.finish_rows(job.arguments, trainer, job.data)
     rows.tell(summaries, job.data, announce.say)
@@ -568,10 +578,16 @@ def _choose_vision(arguments: Arguments, model: Any, config: Any) -> None:
 
     UsageError: they are wanted of a model that has none.
     """
-    tune, parts = arguments.tune, vision_parts(model)
+    tune = arguments.tune
     tower, projector = tune.train_vision_tower, tune.train_projector
     # A resumed run of an earlier version has values that nobody gave, whatever its model is: see `_as_begun`.
     asked = not {"train_vision_tower", "train_projector"}.isdisjoint(arguments.given)
+    reads_text_only = model.config.get_text_config() is model.config
+    if reads_text_only and not (asked and (tower or projector)):
+        return
+    from hf_rocm_tune.models.vision import parameters_of, vision_parts, whole_modules  # not imported for text
+
+    parts = vision_parts(model)
     if parts is None:
         if asked and (tower or projector):
             raise UsageError(f"--train_vision_tower, --train_projector: {type(model).__name__} has no vision tower")

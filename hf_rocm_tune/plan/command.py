@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, checked
+from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, UsageError, checked, count_of
 from hf_rocm_tune.machine.software import missing_for_triton
 from hf_rocm_tune.models.streamed import AUTO
 from hf_rocm_tune.models.streamed import FLAG as STREAM
@@ -71,8 +71,8 @@ def main(argv: Sequence[str], *, prepare: Callable[[str | None], None], read_row
             words = ["--model_name_or_path", request.model, "--model_revision", request.revision]
             words += ["--dataset_name", wanted.dataset_name, "--max_length", str(request.length)]
             words += ["--trust_remote_code"] if request.trust_remote_code else []
-            words += ["--max_pixels", str(wanted.max_pixels)] if wanted.max_pixels else []
-            words += ["--image_folder", wanted.image_folder] if wanted.image_folder else []
+            words += ["--max_pixels", str(request.max_pixels)] if request.max_pixels else []
+            words += ["--image_folder", request.image_folder] if request.image_folder else []
             lengths, summary, (placeholders, pictures) = read_rows(words, request.trainer)
             request = replace(request, placeholders=placeholders, pictures=pictures)
             longest = request.length if wanted.length is not None else min(request.length, max(2, *lengths))
@@ -249,7 +249,7 @@ def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
         padding += ": --packing avoids it" if found["request"]["trainer"] == "sft" and data["padding"] > 0.1 else ""
         padding = "packed, so that none is padding" if choice["packing"] else padding
         yield (
-            f"data: {data['rows']:,} rows, {data['tokens']:,} tokens (median {data['median']:,}, 95 % up to "
+            f"data: {count_of(data['rows'], 'row')}, {data['tokens']:,} tokens (median {data['median']:,}, 95 % up to "
             f"{data['p95']:,}, longest {data['longest']:,}){cut}; {padding}"
         )
     if told := found["streaming"]:
@@ -261,13 +261,13 @@ def _fitting_lines(found: dict[str, Any]) -> Iterator[str]:
             f"GB/s ({card['link_source']}) beside {told['compute_seconds']:,.1f} s of computing"
         )
     if choice["eval_batch"]:
-        yield f"evaluation: {choice['eval_batch']} rows at a time"
+        yield f"evaluation: {count_of(choice['eval_batch'], 'row')} at a time"
     if speed:
         low, high = speed["hours"]
         unit, each = ("hours", 1) if high > 2 else ("minutes", 60) if high > 1 / 60 else ("seconds", 3600)
         yield (
-            f"{low * each:.2g} to {high * each:.2g} {unit} for {speed['rows']:,} rows ({speed['assumed']}): about "
-            f"{speed['tokens_per_second']:,.0f} tokens/s, estimated, not measured"
+            f"{low * each:.2g} to {high * each:.2g} {unit} for {count_of(speed['rows'], 'row')} ({speed['assumed']}): "
+            f"about {speed['tokens_per_second']:,.0f} tokens/s, estimated, not measured"
         )
     else:
         yield f"no speed: no measured rate of {found['card']['name']} is known"
@@ -355,8 +355,6 @@ def _parser() -> argparse.ArgumentParser:
     rate = "accepted as in a training command; it takes no memory and no time"
     flag("--lr --learning_rate", rate, type=float)
     flag("--dataset --dataset_name", "rows to read for lengths, padding and hours", dest="dataset_name")
-    flag("--max_pixels", "make larger pictures of the rows smaller, to so many pixels", type=int)
-    flag("--image_folder", "where relative paths of pictures in the rows are")
     flag("-v --verbose", "print all parts; --json has all cases and ways", action="store_true")
     flag("--json", "print JSON; memory in bytes", action="store_true")
     flag("--largest", "list the largest known public models that fit, by method", action="store_true")

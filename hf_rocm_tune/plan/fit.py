@@ -284,7 +284,7 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest) -> l
     hows = [how for how in (False, True) if request.checkpointing in (None, how) and how <= recordings.can_checkpoint]
     if not hows:
         raise UsageError("this architecture does not support checkpointing: leave it off")
-    grid = []
+    grid: list[Estimate] = []
     cases = [_case(request, size, request.length) for size in sizes]
     if request.recompute is not None:
         from hf_rocm_tune.models.recompute import check
@@ -292,7 +292,12 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest) -> l
         check(request.recompute, layers if recordings.mixes else 0)
         return [estimate(variant, replace(case, recompute=request.recompute), card) for case in cases]
     for case in cases:
-        found = [estimate(variant, replace(case, checkpointing=how), card) for how in hows]
+        try:
+            found = [estimate(variant, replace(case, checkpointing=how), card) for how in hows]
+        except UsageError:
+            if grid and request.pictures:  # the windows of so many pictures take too many operations to be recorded
+                break
+            raise
         grid += found
         if request.mixes and recordings.mixes:
             kept_does_not = (room for room in card.rooms if [one.spare >= room for one in found] == [False, True])

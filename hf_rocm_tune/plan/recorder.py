@@ -32,6 +32,8 @@ aten = torch.ops.aten
 _SELECTIVE_LAUNCHES = 3
 #: Steps of more operations are not recorded, as that would take many seconds.
 MOST_OPERATIONS = 20_000
+#: Of steps with pictures: Qwen2.5-VL computes every window of a picture by itself.
+MOST_WITH_PICTURES = 100_000
 
 
 @quiet()
@@ -40,7 +42,8 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
     name, model, request, tape = type(sample.base).__name__, sample.model, sample.request, Tape()
     platform, autocast = request.platform, request.autocast
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    recorder = Recorder(tape, [*model.parameters(), *model.buffers()], platform)
+    most = MOST_WITH_PICTURES if request.pictures else MOST_OPERATIONS
+    recorder = Recorder(tape, [*model.parameters(), *model.buffers()], platform, most=most)
     mode = DeviceMode(
         platform=platform,
         autocast=autocast,
@@ -210,12 +213,12 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
 class Recorder(TorchDispatchMode):
     """Records the operations inside its ``with`` block on a tape, below autograd.
 
-    ``existing`` tensors do not count; ``platform``: whose kernels count.
+    ``existing`` tensors do not count; ``platform``: whose kernels count; ``most``: operations, RuntimeError beyond.
     """
 
-    def __init__(self, tape: Tape, existing: Iterable[Tensor], platform: str) -> None:
+    def __init__(self, tape: Tape, existing: Iterable[Tensor], platform: str, *, most: int = MOST_OPERATIONS) -> None:
         super().__init__()
-        self.tape, self._platform = tape, platform
+        self.tape, self._platform, self._most = tape, platform, most
         self._known: dict[int, object] = {id(storage): storage for storage in map(Tensor.untyped_storage, existing)}
         self._index: dict[int, int] = {}
         self._landed: set[int] = set()
@@ -243,8 +246,8 @@ class Recorder(TorchDispatchMode):
         segment = self.tape.segments[-1]
         written = segment.written
         self._operations += 1
-        if self._operations > MOST_OPERATIONS:
-            raise RuntimeError(f"more than {MOST_OPERATIONS} operations, as loops over tokens take")
+        if self._operations > self._most:
+            raise RuntimeError(f"more than {self._most:,} operations, as loops over tokens or windows take")
         _, _, name, has_a_rate = _operator(func)
         nbytes = _workspace(name, self._platform, args, kwargs)
         workspace = self._new(nbytes) if nbytes else None
@@ -377,6 +380,10 @@ _UPPER |= {"softplus", "nll_loss", "cross_entropy"}
 _UPPER_BY_DTYPE = {"softmax", "log_softmax", "sum", "cumsum", "prod"}
 
 
+#: An attribute of the sum of a mask on the meta device: how many of its entries were added up, all of them true.
+_COUNTED = "_entries_counted"
+
+
 def _on_meta(given: Any) -> Any:
     """Arguments of an operation, all on the meta device if one of them is; sizes of pictures are host tensors."""
     tensors = _tensors_in(given)
@@ -400,6 +407,17 @@ def _mask_of(given: Any) -> Tensor | None:
     rest = index[1:] if isinstance(index, tuple) else ()
     found = isinstance(first, Tensor) and first.dtype == torch.bool and (first.is_meta or tensor.is_meta)
     return first if found and all(each is Ellipsis or each == slice(None) for each in rest) else None
+
+
+def _kept_on_host(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The sizes of pictures where a model moves them to its device: their values are needed. None: another call."""
+    if name not in ("to", "as_tensor") or not isinstance(args[0], Tensor):
+        return None
+    sizes, given = args[0], (*args[1:], *kwargs.values())
+    moves = any(isinstance(each, torch.device | str) and torch.device(each).type == "meta" for each in given)
+    if not moves or sizes.is_meta or sizes.is_floating_point():
+        return None
+    return sizes.to(next((each for each in given if isinstance(each, torch.dtype)), sizes.dtype))
 
 
 class DeviceMode(TorchFunctionMode):
@@ -439,16 +457,24 @@ class DeviceMode(TorchFunctionMode):
         if self._placeholders:
             if name == "item" and args[0].is_meta and args[0].dtype == torch.bool:
                 return True  # a check, as of as many placeholders as features
+            if (sizes := _kept_on_host(name, args, kwargs)) is not None:
+                return sizes
+            if name == "tolist" and (count := getattr(args[0], _COUNTED, None)) is not None:
+                return torch.full(args[0].shape, count).tolist()
             if name in ("__getitem__", "__setitem__") and (mask := _mask_of(args)) is not None:
                 return self._masked(*args, mask=mask)
             args, kwargs = _on_meta((args, kwargs))
+            if name == "sum" and args[0].is_meta and args[0].dtype == torch.bool:
+                counts = func(*args, **kwargs)
+                setattr(counts, _COUNTED, args[0].numel() // max(1, counts.numel()))
+                return counts
         if self._autocast and any(isinstance(each, Tensor) and each.is_meta for each in args):
             if name in _LOWER or name == _HIDDEN:
                 args, kwargs = self._cast((args, kwargs), torch.bfloat16)
             elif card and name in _UPPER:
                 args, kwargs = self._cast((args, kwargs), torch.float32)
             elif card and name in _UPPER_BY_DTYPE and args[0].dtype in (torch.bfloat16, torch.float16):
-                kwargs = {"dtype": torch.float32, **kwargs} if kwargs.get("dtype") is None else kwargs
+                kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}  # it may be given as None
         if name == "scaled_dot_product_attention":
             return self._attention(func, *args, **kwargs)
         if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
@@ -476,7 +502,11 @@ class DeviceMode(TorchFunctionMode):
     def _masked(self, tensor: Tensor, index: Any, value: Any = None, *, mask: Tensor) -> Tensor:
         """``tensor[mask]``, of which the number of entries is not known here: of tokens those of pictures, else all."""
         flat = tensor.flatten(0, mask.dim() - 1)
-        count = min(self._placeholders, len(flat)) if mask.dim() == 2 else len(flat)
+        count = len(flat)
+        if mask.dim() == 2:
+            count = min(self._placeholders, count)
+        elif mask.dim() == 3 and mask.stride(2) == 0:  # of tokens, made as wide as their embeddings
+            count = min(self._placeholders * mask.shape[2], count)
         rows = torch.empty(count, dtype=torch.int64, device="meta")
         return flat[rows] if value is None else flat.index_put_((rows,), value)
 

@@ -21,6 +21,7 @@ METHODS = ("lora", "qlora", "full")
 TRAINERS = ("sft", "dpo", "kto")
 DTYPES = ("bfloat16", "float16", "float32")
 ATTENTIONS = ("sdpa", "eager")
+PARTS_TRAINED = ("no", "lora", "whole")
 ALL_LINEAR = "all-linear"
 _OPTIMIZER = "adamw_torch_fused"
 _LARGEST_BATCH = 1 << 16  # every divisor is a case
@@ -105,11 +106,20 @@ class PlanRequest:
         "sdpa", "--attention --attn_implementation", "implementation of attention (sdpa)", choices=ATTENTIONS
     )
     workers: int = _flag(0, "--workers --dataloader_num_workers", "data loader workers of each process (0)", least=0)
+    train_vision_tower: str = _flag(
+        "no", "--train_vision_tower", "train what reads pictures, with adapters or whole (no)", choices=PARTS_TRAINED
+    )
+    train_projector: str = _flag(
+        "no", "--train_projector", "likewise what leads into the language model (no)", choices=PARTS_TRAINED
+    )
+    max_pixels: int | None = _flag(
+        None, "--max_pixels", "make larger pictures of the rows smaller, to so many pixels", least=1
+    )
+    image_folder: str | None = _flag(None, "--image_folder", "where relative paths of pictures in the rows are")
     # tensors of the pictures of the largest row, or pair: name, shape (None: an entry for each token), dtype, and the
     # values of integers; empty: text only
     pictures: tuple[tuple[str, tuple[int, ...] | None, str, Any], ...] = ()
     placeholders: int = 0  # tokens of pictures in a sequence of that row
-    vision: tuple[str, str] = ("no", "no")  # ``--train_vision_tower`` and ``--train_projector``; lora, whole or no
     platform: str = "hip"  # whose kernels count: ``hip``, ``cuda`` or ``cpu``
     triton: bool = True  # whether Triton's run there
 
@@ -169,6 +179,7 @@ SAME = {
     "workers": "dataloader_num_workers",
     "nested": "use_bnb_nested_quant",
     "autocast": "bf16",
+    **{name: name for name in ("train_vision_tower", "train_projector", "max_pixels", "image_folder")},
 }
 
 
@@ -193,10 +204,8 @@ def from_training(
         own |= {"dora": bool(settings.get("use_dora"))}
         for name in ("target_parameters", "modules_to_save"):
             own[name] = tuple(settings.get(f"lora_{name}") or ())
-    vision = [settings.get(name) or "no" for name in ("train_vision_tower", "train_projector")]
     return PlanRequest(
         trainer=trainer,
-        vision=(str(vision[0]), str(vision[1])),
         methods=("full",) if not lora else ("qlora",) if settings.get("load_in_4bit") else ("lora",),
         effective_batch=cards * each,
         cards=cards,

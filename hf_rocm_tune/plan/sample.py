@@ -36,7 +36,6 @@ from hf_rocm_tune.models.quantised import cast_targets, checkpoint_bits, has_mxf
 from hf_rocm_tune.models.split import find_layers
 from hf_rocm_tune.models.streaming import is_streamed
 from hf_rocm_tune.models.tensors import quant_state_of
-from hf_rocm_tune.models.vision import vision_parts, whole_modules
 from hf_rocm_tune.plan.estimate import Counts, Weight
 from hf_rocm_tune.plan.request import ALL_LINEAR, PlanRequest, quiet, text_config
 
@@ -243,11 +242,8 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
         modules_to_save=list(request.modules_to_save) or None,
         use_dora=request.dora,
     )
-    if (parts := vision_parts(base)) is not None and request.targets == ALL_LINEAR:
-        tower, projector = request.vision
-        settings.exclude_modules = parts.left_out(tower=tower == "lora", projector=projector == "lora")
-        whole = whole_modules(base, parts, tower=tower == "whole", projector=projector == "whole")
-        settings.modules_to_save = [*(settings.modules_to_save or ()), *whole] or None
+    if base.config.get_text_config() is not base.config and request.targets == ALL_LINEAR:
+        _choose_vision(base, settings, request)
     known = adaptable(base)
     try:
         with torch.device("meta"):
@@ -264,6 +260,18 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
     if hasattr(base.get_output_embeddings(), "lora_A"):
         raise UsageError("an adapter on the output head is never trained, TRL's loss reads its weight: leave it out")
     return model
+
+
+def _choose_vision(base: Any, settings: Any, request: PlanRequest) -> None:
+    """Leave the vision tower and the projector out of the adapters' targets unless they are to be trained."""
+    from hf_rocm_tune.models.vision import vision_parts, whole_modules  # not imported for text
+
+    if (parts := vision_parts(base)) is None:
+        return
+    tower, projector = request.train_vision_tower, request.train_projector
+    settings.exclude_modules = parts.left_out(tower=tower == "lora", projector=projector == "lora")
+    whole = whole_modules(base, parts, tower=tower == "whole", projector=projector == "whole")
+    settings.modules_to_save = [*(settings.modules_to_save or ()), *whole] or None
 
 
 def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.dtype) -> Any:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -55,6 +56,13 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     seed = checked(int, lambda value: 0 <= value < 2**32, "0 or more and below 2**32")
     add("--seed", type=seed, default=0, help="seed of the random numbers (default: 0)")
     add("--system", help="a system message before the conversation")
+    add(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="put this picture before the text, in a chat before that of the first message; may be given several times",
+    )
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,13 +74,6 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     )
     given.add_argument(
         "--file", type=Path, help="answer a text file with one prompt, or a .jsonl of prompts or messages"
-    )
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="put this picture before the text; may be given several times",
     )
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument(
@@ -167,7 +168,7 @@ def _adapter_as_gguf(wanted: argparse.Namespace, tools: export.Tools | None) -> 
 def generate(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> int:
     prompts = read_prompts(wanted.prompt, wanted.file, sys.stdin)
     _ready(prepare, wanted.model)
-    from hf_rocm_tune.publish.generate import Settings, answer, loaded_model, render, render_pictures
+    from hf_rocm_tune.publish.generate import Settings, answer, loaded_model, pictured, render, render_pictures
 
     del wanted.prompt, wanted.file
     as_json = vars(wanted).pop("json")
@@ -177,7 +178,7 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) 
         names = {"base": f"base {loaded.base}"} if wanted.compare else {}
         names["completion"] = f"adapter {wanted.model}"
         for number, prompt in enumerate(prompts, start=1):
-            seen = render_pictures(loaded, prompt) if wanted.image else None
+            seen = render_pictures(loaded, prompt) if wanted.image or pictured(prompt) else None
             ids = render(loaded, prompt) if seen is None else seen["input_ids"][0].tolist()
             row: dict[str, Any] = {"prompt": prompt, "prompt_tokens": len(ids)}
             if len(prompts) > 1 and not as_json:
@@ -249,7 +250,7 @@ def _of_row(line: str, where: str) -> Prompt:
 
 # ---- the conversation -----------------------------------------------------------------------------------------------
 
-HELP = "/reset clears the conversation, exit ends it; Ctrl-C stops an answer"
+HELP = "/reset clears the conversation, /image FILE shows a picture, exit ends it; Ctrl-C stops an answer"
 
 
 def chat(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> int:
@@ -275,26 +276,43 @@ def chat(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> i
 
 def talk(loaded: Loaded, lines: Iterable[str]) -> Messages:
     """Answer line after line until there is none, or ``exit``; gives the conversation."""
-    from hf_rocm_tune.publish.generate import render
+    from hf_rocm_tune.publish.generate import open_picture, pictured, render, render_pictures
 
     messages: Messages = []
+    shown = [*loaded.settings.image]  # files of pictures that belong to the next message
+    for name in shown:
+        open_picture(loaded, name)
+    conversation = replace(loaded, settings=replace(loaded.settings, image=()))
     for line in lines:
         text = line.strip()
         if text in ("exit", "quit", "/exit", "/quit"):
             break
         if text == "/reset":
-            messages = []
+            messages, shown = [], []
             say("the conversation is cleared")
+        elif text.startswith("/image ") and (name := text.removeprefix("/image ").strip()):
+            try:
+                open_picture(loaded, name)
+            except UsageError as refused:
+                say(str(refused))
+            else:
+                shown.append(name)
+                say(f"{name} is shown with your next message")
         elif text.startswith("/"):
             say(HELP)
         elif text:
-            asked, pieces = [*messages, {"role": "user", "content": text}], list[str]()
+            content: Any = text
+            if shown:
+                content = [*({"type": "image", "image": name} for name in shown), {"type": "text", "text": text}]
+            asked, pieces = [*messages, {"role": "user", "content": content}], list[str]()
             try:
-                _stream(loaded, render(loaded, asked), pieces)
+                seen = render_pictures(conversation, asked) if pictured(asked) else None
+                ids = render(loaded, asked) if seen is None else seen["input_ids"][0].tolist()
+                _stream(loaded, ids, pieces, seen)
             except UsageError as refused:  # no room in the context, or roles that the template refuses
                 say(f"{refused}; /reset starts over")
                 continue
             except KeyboardInterrupt:
                 say("stopped")
-            messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+            messages, shown = [*asked, {"role": "assistant", "content": "".join(pieces)}], []
     return messages

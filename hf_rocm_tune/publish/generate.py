@@ -202,6 +202,7 @@ def render(loaded: Loaded, prompt: Prompt) -> list[int]:
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [*([{"role": "system", "content": system}] if system else []), *messages]
+            messages = messages if loaded.processor is None else _in_parts(messages)
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"the prompt cannot be rendered: {str(error).splitlines()[0]}") from error
@@ -210,31 +211,71 @@ def render(loaded: Loaded, prompt: Prompt) -> list[int]:
     return [int(token) for token in ids]
 
 
-def render_pictures(loaded: Loaded, prompt: Prompt) -> dict[str, Tensor]:
-    """What a model is given for ``--image`` and a prompt of text: host tensors of one row, as its processor makes them.
+def pictured(prompt: Prompt) -> bool:
+    """Whether a conversation has pictures."""
+    contents = [message["content"] for message in prompt if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return any(part.get("type") != "text" for part in parts)
 
-    UsageError: the model reads no pictures, a picture cannot be used, or the prompt is a conversation.
+
+def open_picture(loaded: Loaded, source: str) -> Any:
+    """A picture that the model can be shown.
+
+    UsageError: the model reads no pictures, or this one cannot be used.
+    """
+    from hf_rocm_tune.data.pictures import PictureRows
+
+    if loaded.processor is None:
+        raise UsageError(
+            f"{source} cannot be shown to {loaded.settings.model}, a model of text: leave it out, or give an "
+            "image-text model"
+        )
+    return PictureRows(as_rgb=True, folder_flag=None).opened(source)
+
+
+def render_pictures(loaded: Loaded, prompt: Prompt) -> dict[str, Tensor]:
+    """What a model is given of a prompt with pictures: host tensors of one row, as its processor makes them.
+
+    Those of a text are the files of ``--image``, before it; a conversation has them in the parts of its messages, as
+    ``{"type": "image", "image": "FILE"}``.
+
+    UsageError: the model reads no pictures, or a picture cannot be used.
     """
     from hf_rocm_tune.data.pictures import PictureRows
 
     processor, settings = loaded.processor, loaded.settings
-    if processor is None:
-        raise UsageError(f"--image: {settings.model} is a model of text: leave it out, or give an image-text model")
-    if not isinstance(prompt, str):
-        raise UsageError("--image belongs to prompts of text: give --prompt, or a file of one prompt")
-    pictures = [PictureRows(as_rgb=True).opened(source) for source in settings.image]
-    text = prompt
-    if not settings.raw and processor.chat_template:
-        parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": prompt}]
-        messages = [{"role": "user", "content": parts}]
+    images = [open_picture(loaded, source) for source in settings.image]
+    raw = settings.raw or not getattr(processor, "chat_template", None)
+    text = prompt if isinstance(prompt, str) else ""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]}]
+    elif processor is None:
+        raise UsageError(f"a prompt has pictures, and {settings.model} is a model of text: give an image-text model")
+    elif images:
+        raise UsageError("--image belongs to prompts of text: a conversation has its pictures in its own messages")
+    elif raw:
+        raise UsageError(f"the prompt is a conversation, but the processor of {settings.model} has no chat template")
+    row = PictureRows(as_rgb=True, folder_flag=None).example({"images": images, "messages": prompt})
+    if not raw:
+        messages = _in_parts(row["messages"])
         if settings.system:
             messages.insert(0, {"role": "system", "content": [{"type": "text", "text": settings.system}]})
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     try:
-        made = processor(images=[pictures], text=[text], return_tensors="pt", add_special_tokens=False)
+        made = processor(images=[row["images"]], text=[text], return_tensors="pt", add_special_tokens=False)
     except (*FOREIGN_ERRORS, StopIteration) as error:
         raise UsageError(f"the processor of {loaded.base} refuses the pictures: {first_line(error)}") from error
     return {name: value for name, value in made.items() if torch.is_tensor(value)}
+
+
+def _in_parts(messages: Messages) -> Messages:
+    """Messages whose texts are parts, as the templates of image-text models read them and as TRL trains them."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
 
 
 def answer(

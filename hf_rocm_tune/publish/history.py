@@ -26,6 +26,7 @@ from hf_rocm_tune.foreign import read_object
 from hf_rocm_tune.redaction import Private, scrub_json
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import write_text_atomic
+from hf_rocm_tune.survive.run_directory import SMALL_PICTURES
 
 LOG_NAME = "training_log.json"
 REPORT_NAME = "transfer_report.json"
@@ -50,6 +51,7 @@ class Run:
     written: str = ""  # UTC time of the manifest, ISO 8601
     damaged: Sequence[str] = ()  # files that differ from what was written, in words
     missing: Sequence[str] = ()  # files that are missing or could not be read, in words
+    pictures: Sequence[Mapping[str, Any]] = ()  # a few of the data: ``row``, ``size``, ``jpeg`` in base64
 
     @property
     def verdict(self) -> Verdict:
@@ -272,7 +274,16 @@ def collect(directory: Path) -> Run:
         written=sealed.created if sealed else "",
         damaged=damaged,
         missing=missing,
+        pictures=_small_pictures(directory, run_id),
     )
+
+
+def _small_pictures(directory: Path, run_id: str) -> list[dict[str, Any]]:
+    """The small pictures that a run with pictures has written; what is no picture of ours is left out."""
+    content = read_json(directory / SMALL_PICTURES, run_id=run_id)
+    found = [row for row in items(content, "pictures") if isinstance(row, dict)]
+    known = re.compile(r"/9j/[A-Za-z0-9+/]{16,40000}={0,2}")
+    return [row for row in found[:8] if known.fullmatch(text(row, "jpeg"))]
 
 
 def read_json(path: Path, missing: list[str] | None = None, run_id: str = "") -> dict[str, Any]:

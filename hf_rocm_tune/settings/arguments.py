@@ -30,7 +30,7 @@ from hf_rocm_tune.cards.preflight import Asked, GradSync, Preflight
 from hf_rocm_tune.cards.way import CardSettings, Way, is_on
 from hf_rocm_tune.cards.ways import choose
 from hf_rocm_tune.data.formats import Method
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import UsageError, count_of
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models import recompute, streamed
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
@@ -124,6 +124,9 @@ class TuneArguments:
     early_stopping_threshold: float = _option(0.0, "Smallest improvement of the metric that counts for early stopping.")
     sample_every: int | None = _option(None, "Answer --sample_prompts every so many steps, in the log and the report.")
     sample_prompts: list[str] | None = _option(None, "Prompts for --sample_every.")  # noqa: RUF009
+    sample_images: list[str] | None = _option(  # noqa: RUF009
+        None, "Pictures for --sample_prompts: one for each prompt, or one for all."
+    )
     hub_base_model_id: str | None = _option(None, "Hub id to name as base model in what is pushed.")
     verbose: bool = _option(False, "Print each default that differs from TRL's, and why.", aliases=["-v"])
     dry_run: Literal["text", "html", "json"] | None = _option(
@@ -566,6 +569,12 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
     if (given.get("sample_every") is None) != (given.get("sample_prompts") is None):
         faults.append("--sample_every and --sample_prompts belong together: give both, or neither")
+    prompts, images = given.get("sample_prompts") or (), given.get("sample_images")
+    if images is not None and len(images) not in (1, len(prompts)):
+        faults.append(
+            f"--sample_images: {count_of(len(images), 'picture')} for {count_of(len(prompts), 'prompt')}: give one "
+            "for each of --sample_prompts, or one for all"
+        )
     if given.get("fp16") and not accelerator:
         faults.append("--fp16 needs a GPU, and this job runs on the CPU: drop it")
     parts = [f"--{name}" for name in ("train_vision_tower", "train_projector") if given.get(name) is not None]

@@ -41,17 +41,19 @@ IGNORED = frozenset([
     "project", "report_to", "disable_tqdm", "verbose", "dry_run", "debug", "skip_memory_metrics", "push_to_hub",
     "on_corruption", "on_oom", "pipeline", "auto_fit_gib", "max_skipped_steps", "prefetch_batches", "doctor",
     "stall_timeout", "preflight", "grad_sync", "ddp_backend", "telemetry_every", "split_layers", "recompute_layers",
-    "save_strategy", "one_pass_loss", "stream_weights", "sample_every", "sample_prompts", "save_steps",
-    "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
+    "save_strategy", "one_pass_loss", "stream_weights", "sample_every", "sample_prompts",
+    "sample_images", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
     "include_num_input_tokens_seen", "do_train", "do_eval", "do_predict", "local_rank", "ddp_timeout",
     "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
 ])  # fmt: skip
 """Settings that do not affect the trajectory, beside those that begin with one of `IGNORED_PREFIXES`."""
 IGNORED_PREFIXES = ("logging_", "log_", "hub_", "trackio_", "verify", "transfer_", "sentinel", "consent_")
 
+SMALL_PICTURES = "pictures.json"
+"""A few of the data's pictures, for the report page."""
 _OWN = (
     "transfer_report.json", "training_log.json", "loss.png", "survival.jsonl", "stall_report.txt", "_crashes.json",
-    "_step_down.json",
+    "_step_down.json", SMALL_PICTURES,
 )  # fmt: skip
 """Files that any run may write at the top of its directory, beside its result."""
 _LENGTH = ("max_steps", "num_train_epochs")

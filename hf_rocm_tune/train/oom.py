@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone, on_main_process
 from hf_rocm_tune.cards.way import Stock
-from hf_rocm_tune.data.picture_batches import IN_ROW
+from hf_rocm_tune.data.loader import IN_ROW
 from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
 from hf_rocm_tune.survive.atomic import write_text_atomic

@@ -27,8 +27,7 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone
 from hf_rocm_tune.cards.way import Way
 from hf_rocm_tune.cards.ways import way_of
-from hf_rocm_tune.data.loader import Prefetch, verify_loader
-from hf_rocm_tune.data.picture_batches import IN_ROW
+from hf_rocm_tune.data.loader import IN_ROW, Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models import loss, recompute

@@ -11,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from hf_rocm_tune.publish.commands import talk
+from hf_rocm_tune.publish.generate import Settings, loaded_model
 from tests import pictures
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import done, flags, losses_of, report_of
@@ -281,7 +283,7 @@ def test_transparency_is_said(train: Train, folder: Path, tmp_path: Path) -> Non
     rows = layouts(folder)["trl"]
     rows[4]["images"] = [str(tmp_path / "clear.png")]
     told = done(train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out")).stdout
-    assert "1 train pictures have transparency" in told
+    assert "1 train picture with transparency" in told
 
 
 def test_parts_that_are_no_pictures_are_refused(train: Train, folder: Path, tmp_path: Path) -> None:
@@ -405,8 +407,9 @@ def test_an_answer_about_a_picture_is_plain_transformers_and_so_is_the_cards_sni
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", layouts(folder)["trl"])
-    done(train(data, "run", "--max_steps", "8"))
     run, merged, asked = tmp_path / "run", tmp_path / "merged", pictures.question(3)
+    samples = ["--sample_every", "8", "--sample_prompts", asked, "--sample_images", str(folder / "3.png")]
+    done(train(data, "run", "--max_steps", "8", *samples))
     done(server.run(str(run), str(merged), env={"VERB": "merge"}))
     options = ["--prompt", asked, "--max_new_tokens", "8", "--temperature", "0", "--json"]
 
@@ -432,6 +435,29 @@ def test_an_answer_about_a_picture_is_plain_transformers_and_so_is_the_cards_sni
         assert said["completion"] == wanted and said["prompt_tokens"] == inputs["input_ids"].shape[1], directory
     refused = answered(run, "never.png")
     assert refused.code == 2 and "never.png does not exist" in refused.stderr
+    log = json.loads((run / "training_log.json").read_text())["log"]
+    (sampled,) = next(row["samples"] for row in log if "samples" in row)
+    assert sampled["prompt"] == f"{asked} (3.png)" and sampled["text"].startswith(wanted)
+
+    # a conversation with its pictures in its messages, from a file and in a chat
+    shown = {"type": "image", "image": str(folder / "3.png")}
+    conversation = {"messages": [{"role": "user", "content": [shown, {"type": "text", "text": asked}]}]}
+    prompts = pictures.write_jsonl(tmp_path / "prompts.jsonl", [conversation])
+    argv = [str(run), "--file", str(prompts), *options[2:]]
+    said = json.loads(done(server.run(*argv, env={"VERB": "generate"})).stdout.splitlines()[-1])
+    assert said["completion"] == wanted
+    with loaded_model(Settings(model=str(run), max_new_tokens=8, temperature=0.0), lambda _: None) as loaded:
+        lines = [f"/image {folder}/never.png", f"/image {folder / '3.png'}", asked, "And what else?", "/reset", asked]
+        first, answer = talk(loaded, iter(lines[:3]))
+        assert first["content"][0]["image"] == str(folder / "3.png") and answer["content"] == wanted
+        assert len(talk(loaded, iter(lines[:4]))) == 4  # the picture stays in the conversation
+        assert isinstance(talk(loaded, iter(lines))[0]["content"], str)
+
+    # the page shows a few pictures, which are no part of what is published
+    done(server.run(str(run), env={"VERB": "report"}))
+    page = (run / "report.html").read_text()
+    assert page.count('src="data:image/jpeg;base64,') == 4 and 'alt="a picture of row 1"' in page
+    assert "pictures.json" not in json.loads((run / "integrity.json").read_text())["files"]
 
     card = (run / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card and "AutoProcessor.from_pretrained(adapter)" in card
@@ -529,6 +555,15 @@ def test_a_model_that_reads_its_prompt_in_both_directions_does_not_see_what_it_l
     batch["input_ids"][0, learned[2]] += 1
     moved = (plain(**batch).logits != before).any(dim=-1)[0]
     assert moved[learned[2] :].all() and not moved[: learned[2]].any()
+
+    pairs = [{"chosen": row["messages"][1:], "rejected": [{"role": "assistant", "content": "No."}]} for row in rows]
+    pairs = [
+        {**pair, "images": row["images"], "prompt": row["messages"][:1]} for pair, row in zip(pairs, rows, strict=True)
+    ]
+    data_of_pairs = pictures.write_jsonl(tmp_path / "pairs" / "rows.jsonl", pairs)
+    of_pairs = flags(dataset_name=data_of_pairs, output_dir=tmp_path / "no pairs")
+    refused = server.run(*settings[:-2], *of_pairs, env={"METHOD": "dpo"})
+    assert refused.code == 2 and "train this model with sft" in refused.stderr, refused.stderr
 
     rows[3]["images"] = []
     refused = server.run(

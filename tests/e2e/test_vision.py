@@ -85,6 +85,25 @@ def test_the_plan_says_that_pictures_are_not_counted(server: CommandServer, mode
     assert any("only text is counted, not vision input" in note for note in json.loads(result.stdout)["notes"])
 
 
+IMPORTED = """
+import sys
+from hf_rocm_tune import sft
+code = sft.main(sys.argv[1:])
+seeing = [name for name in sys.modules if name.startswith("hf_rocm_tune.") and ("picture" in name or "vision" in name)]
+print("imported for pictures:", sorted(seeing))
+sys.exit(code)
+"""
+
+
+def test_a_run_of_text_imports_nothing_for_pictures(
+    server: CommandServer, model_of: Callable[[str], Path], base_flags: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.py").write_text(IMPORTED)
+    settings = flags(model_name_or_path=model_of("llama3"), max_steps=1)
+    ran = done(server.run(*base_flags, *settings, env={"SCRIPT": str(tmp_path / "run.py")}))
+    assert "imported for pictures: ['hf_rocm_tune.machine.torchvision']" in ran.stdout, ran.stdout
+
+
 def test_pictures_for_a_model_of_text_are_one_line(
     train: Train, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -269,3 +269,30 @@ def test_a_step_is_recorded_alike_with_and_without_what_earlier_ones_left(arch: 
         assert shapes_device.RESULTS
         shapes_device.RESULTS.clear()
         assert remembering == record(sample, case, 2, 64)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_softmax_is_in_float32_unless_the_model_says_otherwise(dtype: torch.dtype | None) -> None:
+    """As autocast on a card computes it: InternVL's attention leaves the dtype open."""
+    scores = torch.empty((2, 8), dtype=torch.bfloat16, device="meta")
+    with DeviceMode(platform="hip", autocast=True, content_is_plain=True):
+        assert nn.functional.softmax(scores, dim=-1, dtype=dtype).dtype == (dtype or torch.float32)
+
+
+def test_sizes_and_numbers_of_pictures_are_known_on_the_meta_device() -> None:
+    """What models ask for: Mistral 3 the patches by sizes, Gemma 4 the places of pictures, SmolVLM those per row."""
+    meta = torch.device("meta")
+    sizes = torch.tensor([[28, 56], [56, 56]])
+    tokens, embeddings = torch.empty((2, 9), dtype=torch.bool, device=meta), torch.empty((2, 9, 4), device=meta)
+    pixels = torch.empty((2, 5, 3, 8, 8), device=meta)
+    with DeviceMode(platform="hip", autocast=False, content_is_plain=True, placeholders=6):
+        assert (torch.as_tensor(sizes, device=meta) // 28).prod(dim=-1).tolist() == [2, 4]
+        assert sizes.to(meta, torch.int32).dtype == torch.int32
+        assert embeddings[tokens].shape == (6, 4)
+        assert embeddings[tokens.unsqueeze(-1).expand_as(embeddings)].numel() == 6 * 4
+        shown = (pixels.flatten(0, 1) == 0.0).sum(dim=(-1, -2, -3)) != 192
+        assert shown.view(2, 5).sum(dim=1).tolist() == [5, 5]
+        assert (sizes + torch.empty(2, dtype=torch.int64, device=meta)).is_meta
