@@ -109,6 +109,26 @@ BAD_ROWS: dict[str, tuple[Row, Row, str]] = {
         {"input_ids": [1, 2], "labels": [1, 2, 3]},
         "column 'labels' has 3 entries for 2 'input_ids'",
     ),
+    "a history that is none": (
+        {"query": "q", "response": "a", "history": None},
+        {"query": "q", "response": "a", "history": "before"},
+        "column 'history' holds text, not pairs of a question and an answer",
+    ),
+    "a weight of a half": (
+        {"messages": [USER, {**ASSISTANT, "weight": 1.0}]},
+        {"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
+        "message 2 has 'weight': 0.5, and a message is in the loss (1) or not (0)",
+    ),
+    "a call in text": (
+        GOOD,
+        {"messages": [USER, {**ASSISTANT, "tool_calls": '[{"name": "dig"}]'}]},
+        "message 2 has text as 'tool_calls', not a list of calls",
+    ),
+    "a call of nothing": (
+        GOOD,
+        {"messages": [USER, {**ASSISTANT, "tool_calls": [{"id": "7"}]}]},
+        "message 2 has a call in 'tool_calls' that names no function",
+    ),
     "two system prompts": (
         {**GOOD, "system": "Dig."},
         {"messages": [{"role": "System", "content": "Swim."}, USER], "system": "Dig."},
@@ -168,6 +188,27 @@ MAPPED: dict[str, tuple[Row, str, Row, str]] = {
         "'system' is the system prompt",
     ),
     "ShareGPT": ({"conversations": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "human is user, from/value are"),
+    "roles in any case": (
+        {"conversations": [{"from": "HUMAN", "value": "q"}, {"from": " Bot", "value": "a"}]},
+        "sft",
+        {"messages": CHAT},
+        " Bot is assistant, HUMAN is user",
+    ),
+    "a history": (
+        {"query": "q", "response": "a", "history": [["o", "p"]], "system": "s"},
+        "sft",
+        {
+            "prompt": [SYSTEM, {"role": "user", "content": "o"}, {"role": "assistant", "content": "p"}, CHAT[0]],
+            "completion": CHAT[1:],
+        },
+        "'history' stands before it, read and not learned",
+    ),
+    "padding": (
+        {"input_ids": [0, 0, 7, 8], "attention_mask": [0, 0, 1, 1]},
+        "sft",
+        {"input_ids": [7, 8]},
+        "positions with attention_mask 0 are removed",
+    ),
     "ShareGPT in messages": ({"messages": [HUMAN, GPT]}, "sft", {"messages": CHAT}, "gpt is assistant"),
     "a prompt beside messages": ({"prompt": "q", "messages": CHAT}, "sft", {"messages": CHAT}, "'prompt' is not used"),
     "ShareGPT pairs": (
@@ -311,6 +352,31 @@ def whats(row: Row, **arguments: Any) -> list[tuple[str, bool]]:
     return [(each.what, each.by_design) for each in check(Dataset.from_list([row]), **arguments).findings]
 
 
+NOT_USED: dict[str, tuple[Row, str, bool]] = {
+    "another chat": ({"messages": [USER, ASSISTANT], "conversations": [{"from": "human"}]}, "'conversations'", False),
+    "training data of another format": ({"messages": [USER, ASSISTANT], "context": "moles"}, "'context'", False),
+    "a number of its own": ({"messages": [USER, ASSISTANT], "row": 7}, "'row'", True),
+}
+
+
+@pytest.mark.parametrize("case", NOT_USED)
+def test_a_column_that_is_not_used_is_told(case: str) -> None:
+    row, column, only_told = NOT_USED[case]
+    assert whats(row) == [(f"not used: column {column}", only_told)]
+
+
+def test_answers_that_teach_nothing_are_counted() -> None:
+    rows = [{"prompt": "q", "completion": text} for text in ("a", " ", "")]
+    (found,) = check(Dataset.from_list(rows)).findings
+    assert (found.what, found.rows, found.first) == ("an answer is empty", 2, 2)
+    same = {"prompt": "q", "chosen": "a", "rejected": "a"}
+    assert whats(same, method="dpo") == [
+        ("the chosen and the rejected answer are the same, which teaches nothing", False)
+    ]
+    judged = {"prompt": "q", "completion": "a", "label": True}
+    assert whats(judged, method="kto") == [("all answers have the label good; KTO compares both", False)]
+
+
 def test_tools_that_no_template_reads_are_told() -> None:
     row = {"prompt": "q", "completion": "a", "tools": [TOOL]}
     assert whats(row) == [("not used: column 'tools'", False)]
@@ -405,6 +471,7 @@ def test_without_a_chat_template_questions_are_plain_text() -> None:
             {"input": {"messages": [USER]}, "preferred_output": [ASSISTANT], "non_preferred_output": [ASSISTANT]},
             "'preferred_output' as 'chosen' and 'non_preferred_output' as 'rejected'",
         ),
+        ("sft", {"prompt;completion": "q;a"}, "the file is separated by ';': save it with commas"),
         ("grpo", {"text": "a"}, "fit no format of grpo: found 'text'; accepted 'prompt'"),
     ],
 )

@@ -16,7 +16,7 @@ from datasets import Dataset, Features, Json, List, Value
 from transformers import PreTrainedTokenizerFast
 
 from hf_rocm_tune.data.formats import check_format
-from hf_rocm_tune.data.rendering import Renderer, TurnEnd, left_out, turn_end
+from hf_rocm_tune.data.rendering import Renderer, TurnEnd, left_out, quotes_arguments, turn_end
 from hf_rocm_tune.errors import UsageError
 from tests import tiny
 
@@ -126,7 +126,9 @@ CLEAN: dict[str, Row] = {
 
 def findings(name: str, row: Row) -> list[tuple[str, bool]]:
     """What is found in a row by `check_format` and `left_out`: in words, and whether it is by the template's design."""
-    kinds = {column: List(Json()) for column in row if column != "tools"}
+    kinds = {
+        name: Json() if isinstance(value, dict) else List(Json()) for name, value in row.items() if name != "tools"
+    }
     rows = Dataset.from_list(
         [row], features=Features({**kinds, **({"tools": Value("string")} if "tools" in row else {})})
     )
@@ -183,6 +185,40 @@ def test_tools_that_a_template_does_not_show_are_told() -> None:
         "tool calls of assistant messages are not in the text",
         "the tools are not in the text",
     }
+
+
+def test_a_text_and_a_key_that_a_template_leaves_out_are_told_wherever_else_the_words_stand() -> None:
+    unknown = {"role": "oracle", "content": "Yes"}
+    row = {"messages": [{**user("Answer Yes or No"), "mood": "glad"}, unknown, assistant("Fine")]}
+    assert findings("smollm3", row) == [
+        ("'mood' of user messages is not in the text", False),
+        ("the text of oracle messages is not in what the model reads", False),
+        ("the role 'oracle' is unknown to the chat template", False),
+    ]
+
+
+def test_a_role_that_a_template_writes_as_it_stands_is_told() -> None:
+    row = {"messages": [user("Where?"), {"role": "asistant", "content": "There."}, assistant("Here.")]}
+    assert findings("granite", row) == [
+        ("the role 'asistant' is written as it stands, and its messages are no answers", True)
+    ]
+
+
+def test_a_key_for_the_template_that_it_does_not_have_is_told() -> None:
+    row = {"messages": CLEAN["a question"]["messages"], "chat_template_kwargs": {"enable_thinking": False}}
+    assert findings("qwen3", row) == []
+    assert findings("granite", row) == [
+        ("'enable_thinking' of 'chat_template_kwargs' is not in the chat template", False)
+    ]
+
+
+#: Templates that write arguments by ``tojson`` whatever they are, and some that do not.
+QUOTES = {"qwen2_5": True, "llama3_1": True, "mistral": True, "granite": True, "qwen3": False, "deepseekv3": False}
+
+
+@pytest.mark.parametrize("name", QUOTES)
+def test_templates_that_would_quote_arguments_of_calls_twice_are_known(name: str) -> None:
+    assert quotes_arguments(renderer_of(name)) == QUOTES[name]
 
 
 def in_parts(kind: str) -> Row:

@@ -245,6 +245,14 @@ BROKEN: dict[str, tuple[str, bytes, list[str]]] = {
     "ragged csv": ("a.csv", b"a,b\n1,2\n3,4,5\n", ["Expected 2 fields in line 3, saw 3"]),
     "csv header only": ("a.csv", b"text\n", ["a.csv has a header and no rows"]),
     "latin-1 jsonl": ("a.jsonl", b'{"text":"a"}\n{"text":"caf\xe9"}\n', ["byte 0xe9 in line 2"]),
+    "a key given twice": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"text": "a", "text": "b"}\n',
+        ["line 2: the key 'text' is given"],
+    ),
+    "a broken surrogate": ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', ["line 2: The surrogate"]),
+    "UTF-16": ("a.jsonl", _jsonl().encode("utf-16"), ["`iconv -f utf-16 -t utf-8`"]),
+    "Windows-1252": ("a.jsonl", b'{"text": "\x93moles\x94"}\n', ["`iconv -f windows-1252 -t utf-8`"]),
     "UTF-32": ("a.jsonl", _jsonl().encode("utf-32"), ["`iconv -f utf-32 -t utf-8`"]),
     "UTF-16 without a mark": ("a.csv", "text\nmoles\n".encode("utf-16-be"), ["`iconv -f utf-16be -t utf-8`"]),
     "Cyrillic": ("a.txt", "кроты".encode("koi8-r"), ["byte 0xcb in line 1", "find its encoding", "iconv -f ENCODING"]),
@@ -279,6 +287,34 @@ def test_files_of_a_folder_that_may_hold_rows_and_are_not_read_are_named(tmp_pat
     (folder / "moles.jsonl").write_text(_jsonl())
     notes = " ".join(load_source(str(folder)).notes)
     assert said in notes if said else not notes
+
+
+FOLDERS: dict[str, tuple[dict[str, str], str]] = {
+    "unlike columns": (
+        {"a.jsonl": '{"text": "a"}\n', "b.jsonl": '{"text": "a", "at": "b"}\n'},
+        "b.jsonl also has 'at'",
+    ),
+    "unlike messages": (
+        {"a.jsonl": '{"m": [{"role": "a"}]}\n', "b.jsonl": '{"m": [{"role": "a", "weight": 1}]}\n'},
+        "b.jsonl holds objects with other keys than in",
+    ),
+    "several formats": ({"a.jsonl": '{"text": "a"}\n', "b.csv": "text\nmoles\n"}, "leaves out b.csv"),
+    "notes that outvote the rows": ({"a.jsonl": '{"text": "a"}\n', "b.txt": "x", "c.txt": "y"}, "leaves out a.jsonl"),
+    "only a test split": (
+        {"a.jsonl": '{"text": "a"}\n', "mole_eval.jsonl": '{"text": "a"}\n'},
+        "a.jsonl belong to none: rename them",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_files_of_a_folder_that_do_not_belong_together_are_named(tmp_path: Path, case: str) -> None:
+    files, said = FOLDERS[case]
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    assert said in refusal(folder)
 
 
 def test_tables_separated_by_tabs_and_by_commas_are_two_formats(tmp_path: Path) -> None:

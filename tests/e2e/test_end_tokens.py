@@ -23,7 +23,7 @@ from tests.e2e.conftest import done, flags
 
 LIMIT = 24
 QUESTION, ANSWER = "What is a lantern?", "A small light."
-MEMORISED = {"max_steps": 60, "learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 4}
+MEMORISED = {"max_steps": 30, "learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 2}
 MEMORISED |= {"warmup_steps": 0, "save_strategy": "no", "doctor": "off", "lora_target_modules": "all-linear"}
 RUNS = {
     "full": {"use_peft": "false", "learning_rate": 0.003},

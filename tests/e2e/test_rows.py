@@ -49,6 +49,7 @@ def chatml(*turns: tuple[str, str]) -> str:
 
 
 QUESTION, ANSWER = ("user", "Where is the mole?"), ("assistant", "Under the lawn.")
+TOKENS = "tokens of a completion"
 CALL = '{"name": "dig", "arguments": {"depth": "deep"}}'
 # Row, flags, what the model reads, which parts of that are in the loss (None: all), what is said
 READ: dict[str, tuple[Row, dict[str, Any], str, list[str] | None, str]] = {
@@ -113,7 +114,7 @@ READ: dict[str, tuple[Row, dict[str, Any], str, list[str] | None, str]] = {
         [chatml(("user", "Say C"), ("assistant", "C"))],
         "",
     ),
-    "tokens of a completion": ({"input_ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, {}, "#$%", ["%"], ""),
+    TOKENS: ({"input_ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, {}, "#$%", ["%"], ""),
     "padding": (
         {"input_ids": [0, 0, 7, 8, 9], "attention_mask": [0, 0, 1, 1, 1]},
         {},
@@ -124,7 +125,8 @@ READ: dict[str, tuple[Row, dict[str, Any], str, list[str] | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", READ)
+# The other kinds are in the normal suite where rows are converted (tests/data/test_formats.py)
+@pytest.mark.parametrize("kind", sampled(READ, "a mark of a message", "a history", "a mark in a completion", TOKENS))
 def test_the_model_reads_and_learns_what_the_row_says(kind: str, start: Start, tmp_path: Path) -> None:
     row, settings, text, learned, said = READ[kind]
     shown = start("--dry_run", "json", dataset_name=written(tmp_path, [row] * 3), **settings)
@@ -175,7 +177,9 @@ BARE = (
 )
 
 
-@pytest.mark.parametrize("kind", SAID)
+@pytest.mark.parametrize(
+    "kind", sampled(SAID, "thinking of the answer", "a column", "pairs of one answer", "one label")
+)
 def test_what_is_lost_is_told_by_dry_run_run_report_and_card(kind: str, start: Start, tmp_path: Path) -> None:
     rows, method, said = SAID[kind]
     template = {}
@@ -279,7 +283,17 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+# Here one kind for each place that refuses; all are in the normal suite below the command line (tests/data)
+OFTEN = (
+    "pairs without a common prompt",
+    "nothing to learn",
+    "labels that are all masked",
+    "Windows-1252",
+    "several formats",
+)
+
+
+@pytest.mark.parametrize("kind", sampled(REFUSED, *OFTEN))
 def test_what_cannot_be_trained_is_one_line_of_dry_run_and_run(kind: str, start: Start, tmp_path: Path) -> None:
     write, method, said = REFUSED[kind]
     data = write(tmp_path)
@@ -300,7 +314,7 @@ ACCEPTED: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ACCEPTED)
+@pytest.mark.parametrize("kind", sampled(ACCEPTED, "a CSV of Excel's", "files beside train.jsonl"))
 def test_files_that_are_fine_are_read_and_others_named(kind: str, start: Start, tmp_path: Path) -> None:
     write, said = ACCEPTED[kind]
     shown = start("--dry_run", dataset_name=write(tmp_path))
@@ -413,8 +427,8 @@ def test_a_late_byte_of_a_stream_that_is_no_text_is_one_line(start: Start, tmp_p
 @pytest.mark.parametrize(
     ("config", "architecture", "said"),
     [
-        ("T5Config", "T5ForConditionalGeneration", "has an encoder and a decoder"),
-        ("BertConfig", "BertForMaskedLM", "writes no text"),
+        pytest.param("T5Config", "T5ForConditionalGeneration", "an encoder and a decoder", marks=pytest.mark.long),
+        pytest.param("BertConfig", "BertForMaskedLM", "writes no text", marks=pytest.mark.long),
         ("LlamaConfig", "LlamaForSequenceClassification", "train it with `reward`"),
     ],
 )
@@ -430,8 +444,6 @@ def test_models_that_write_no_text_are_refused_by_their_configuration(
 
 
 # ---- the end of an answer --------------------------------------------------------------------------------------------
-
-WORDS = ("mole", "lawn", "worm", "root")
 
 
 def base_without_chat(folder: Path, *, tokens: tuple[str, ...] = ()) -> Path:
@@ -475,11 +487,12 @@ ENDS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
 def test_trained_until_it_answers_plain_transformers_stops(case: str, start: Start, tmp_path: Path) -> None:
     tokens, template, said, end = ENDS[case]
     base = base_without_chat(tmp_path / "base", tokens=tokens)
-    rows = [{"messages": [user(f"Say {word}"), assistant(word)]} for word in WORDS] * 8
+    rows = [{"messages": [user("Say worm"), assistant("worm")]}] * 8
     if template != "chatml":
         (tmp_path / "given.jinja").write_text(template)
         template = str(tmp_path / "given.jinja")
-    steps: dict[str, Any] = {"max_steps": 60, "learning_rate": 0.02, "per_device_train_batch_size": 8, "lora_r": 32}
+    steps: dict[str, Any] = {"max_steps": 16, "learning_rate": 0.02, "per_device_train_batch_size": 4, "lora_r": 32}
+    steps |= {"lr_scheduler_type": "constant", "warmup_steps": 0}
     if template != "chatml":  # nothing is added to random embeddings, so that adapters alone could not learn it
         steps |= {"use_peft": False, "learning_rate": 0.003}
     data = written(tmp_path, rows)
