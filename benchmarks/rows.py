@@ -2,6 +2,7 @@
 
     python benchmarks/rows.py run --cases DIR --json after.json
     python benchmarks/rows.py run --cases DIR --json before.json --checkout OTHER
+    python benchmarks/rows.py run --cases DIR --json after-2.json --part 2/3
     python benchmarks/rows.py table --cases DIR --before before.json --after after.json --tokenizer FILE --out table.md
     python benchmarks/rows.py many --before OTHER --rows 100000 --json many.json
 
@@ -163,8 +164,10 @@ def run(wanted: argparse.Namespace) -> None:
         room = Path(scratch)
         model = tiny.build("llama3", room / "models")
         server = CommandServer(room / "server")
-        for case in cases_of(wanted.cases):
-            if wanted.only and not any(word in case.label for word in wanted.only):
+        part, parts = map(int, wanted.part.split("/"))
+        for number, case in enumerate(cases_of(wanted.cases)):
+            left_out = wanted.only and not any(word in case.label for word in wanted.only)
+            if left_out or number % parts != part - 1:
                 continue
             found.append(_one(case, wanted.cases, model, server, room / "case"))
             print(case.label, found[-1]["dry"]["code"], found[-1]["run"]["code"], flush=True)
@@ -242,8 +245,8 @@ def _words(seen: dict[str, Any]) -> str:
 def table(wanted: argparse.Namespace) -> None:
     """Writes the table of both runs."""
     before, after = (
-        {one["case"]: one for one in json.loads(path.read_text(encoding="utf-8"))}
-        for path in (wanted.before, wanted.after)
+        {one["case"]: one for path in paths for one in json.loads(path.read_text(encoding="utf-8"))}
+        for paths in (wanted.before, wanted.after)
     )
     lines, counts = [], {"before": 0, "after": 0}
     encode = Tokenizer.from_file(str(wanted.tokenizer)).encode
@@ -329,9 +332,11 @@ def main() -> None:
     runs.add_argument("--checkout", type=Path, default=_HERE.parents[1])
     runs.add_argument("--scratch", type=Path)
     runs.add_argument("--only", nargs="*", help="parts of names")
+    runs.add_argument("--part", default="1/1", help="every so many case: 2/3 is the second of three parts")
     runs.add_argument("--json", type=Path, required=True)
-    for name in ("before", "after", "out"):
-        tables.add_argument(f"--{name}", type=Path, required=True)
+    for name in ("before", "after"):
+        tables.add_argument(f"--{name}", type=Path, nargs="+", required=True)
+    tables.add_argument("--out", type=Path, required=True)
     tables.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the run's model")
     wanted = parser.parse_args()
     {"run": run, "table": table, "many": many}[wanted.verb](wanted)

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -114,7 +114,7 @@ class FormatInfo:
     findings: tuple[RowFinding, ...] = ()
     shapes: tuple[tuple[int, int], ...] = ()  # rows of unlike structure: index of the first, and how many are like it
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """The columns that are checked."""
         return [*dict.fromkeys((*self.content.values(), *self.more, *self.beside))]
@@ -355,7 +355,7 @@ class _Seen:
                     self._add("there is no answer of the assistant", number)
             if empty:
                 self._add("an answer is empty", number)
-        begin: Any = row.get(layout.columns[0])
+        begin: Any = row.get(layout.columns[0]) if layout.kind == "text" or self._opening else None
         if layout.kind == "text" and not begin.strip():
             self._add("the text is empty", number)
         if self._opening and isinstance(begin, str) and begin.startswith(self._opening):
@@ -559,13 +559,16 @@ def _messages(turns: list[Any], layout: FormatInfo) -> list[dict[str, Any]]:
     new: list[dict[str, Any]] = []
     for turn in turns:
         message = _message(turn, layout)
-        last = new[-1] if new else {}
-        alike = all(last.get(mark) == message.get(mark) for mark in MARKS)
-        if _is_call_role(turn[layout.role_key]) and last.get("role") == "assistant" and alike:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
-        else:
+        if not (new and _is_call_role(turn[layout.role_key]) and _are_one_answer(new[-1], message)):
             new.append(message)
+            continue
+        new[-1]["tool_calls"] = [*new[-1].get("tool_calls", ()), *message["tool_calls"]]
     return new
+
+
+def _are_one_answer(message: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
+    """Whether a call belongs to the message before it: an answer that is in the loss as the call is, or is not."""
+    return message["role"] == "assistant" and all(message.get(mark) == call.get(mark) for mark in MARKS)
 
 
 def _message(message: Mapping[str, Any], layout: FormatInfo) -> dict[str, Any]:
