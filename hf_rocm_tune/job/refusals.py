@@ -237,6 +237,11 @@ def _check_arguments(functions: Iterable[Callable[..., Any]], columns: Iterable[
                 f"--reward_funcs {function.__name__}: {error}; its arguments are the columns of the rows "
                 f"({', '.join(columns)}) and {', '.join(_OF_TRL)}"
             ) from error
+        compares = getattr(function, "__module__", "") == "trl.rewards.accuracy_rewards"
+        if compares and importlib.util.find_spec("math_verify") is None:
+            raise UsageError(
+                f"--reward_funcs {function.__name__} needs the package math_verify: `pip install math-verify`"
+            )
 
 
 def _imported(name: str, known: Iterable[str]) -> Any:

@@ -28,7 +28,7 @@ MEMORISED |= {"warmup_steps": 0, "save_strategy": "no", "doctor": "off", "lora_t
 RUNS = {
     "full": {"use_peft": "false", "learning_rate": 0.003},
     "full, eos_token": {"use_peft": "false", "learning_rate": 0.003, "eos_token": "<|im_end|>"},
-    "adapter": {"learning_rate": 0.01, "lora_modules_to_save": "lm_head"},
+    "adapter": {"max_steps": 60, "lora_modules_to_save": "lm_head"},
 }
 PLAIN = f"""
 import sys, torch

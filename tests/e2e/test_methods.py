@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from trl.rewards import accuracy_reward
 
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.job.refusals import check_rewards
 from tests import tiny
 from tests.conftest import ROOT
 from tests.e2e.command import TIMEOUT, CommandServer, log_rows
@@ -206,6 +210,12 @@ def test_what_does_not_go_together_is_one_line(jobs: dict[str, Job], tmp_path: P
         result = jobs[method].run(tmp_path / name, **changed)
         assert result.code == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
         assert len(result.error_lines) == 1 and said in result.error_lines[0], result.error_lines
+
+
+@pytest.mark.skipif(find_spec("math_verify") is not None, reason="the package is there")
+def test_a_reward_whose_package_is_missing_is_one_line() -> None:
+    with pytest.raises(UsageError, match=r"accuracy_reward needs the package math_verify: `pip install"):
+        check_rewards([accuracy_reward], ["prompt", "solution"])
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "trainers").glob("*.md")), ids=lambda page: page.stem)
