@@ -23,12 +23,12 @@ from tests.e2e.conftest import done, flags
 
 LIMIT = 24
 QUESTION, ANSWER = "What is a lantern?", "A small light."
-MEMORISED = {"max_steps": 30, "learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 2}
+MEMORISED = {"max_steps": 60, "learning_rate": 0.01, "lr_scheduler_type": "constant", "per_device_train_batch_size": 4}
 MEMORISED |= {"warmup_steps": 0, "save_strategy": "no", "doctor": "off", "lora_target_modules": "all-linear"}
 RUNS = {
     "full": {"use_peft": "false", "learning_rate": 0.003},
     "full, eos_token": {"use_peft": "false", "learning_rate": 0.003, "eos_token": "<|im_end|>"},
-    "adapter": {"max_steps": 60, "lora_modules_to_save": "lm_head"},
+    "adapter": {"learning_rate": 0.01, "lora_modules_to_save": "lm_head"},
 }
 PLAIN = f"""
 import sys, torch
