@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -157,6 +158,36 @@ def test_every_flag_exists(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_file_exists() -> None:
     paths = set(re.findall(r"`((?:hf_rocm_tune|accelerate_configs|tests|scripts)/[\w./]*)`", PROSE))
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def names_in(file: Path) -> set[str]:
+    """The functions and classes of a file, and the methods of its classes with a dot."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            found |= {f"{node.name}.{method.name}" for method in methods}
+    return found
+
+
+@pytest.mark.parametrize("story", ["story_of_a_batch", "story_of_a_weight"])
+def test_every_function_of_a_story_exists_where_it_is_told(story: str) -> None:
+    text = (ROOT / f"docs/{story}.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^\| (\d+)\. .+ \| `(hf_rocm_tune/[\w/]+\.py)` \| (`.+`) \|$", text, flags=re.MULTILINE)
+    assert [int(number) for number, _, _ in steps] == list(range(1, len(steps) + 1)) and len(steps) > 30
+    told = [(file, name) for _, file, names in steps for name in re.findall(r"`([\w.]+)`", names)]
+    assert [(file, name) for file, name in told if name not in names_in(ROOT / file)] == []
+
+
+def test_the_reading_order_has_every_room_and_module() -> None:
+    text = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    package = ROOT / "hf_rocm_tune"
+    rooms = [f"hf_rocm_tune/{place.name}/" for place in package.iterdir() if (place / "__init__.py").exists()]
+    modules = [file.name for file in package.glob("*.py") if not file.name.startswith("__") and file.name != "version.py"]
+    assert len(rooms) > 10 and [room for room in rooms if f"`{room}" not in text] == []
+    assert [name for name in modules if not re.search(rf"`(hf_rocm_tune/)?{name}`", text)] == []
 
 
 def test_links_within_lead_somewhere() -> None:
