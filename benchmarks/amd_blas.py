@@ -236,23 +236,28 @@ def _kernels(all_rows: list[int]) -> Iterator[Row]:
                 yield row
 
 
-def _layer(weight: Tensor, checks: Any, arithmetic: Any) -> Any:
+def _layer(weight: Tensor) -> Any:
     """A layer of `weight`, [out, in] on the host, as the arithmetic checks have it, on the card."""
     import torch
     from torch import nn
 
+    from hf_rocm_tune.train.arithmetic.bounds import random_vectors
+    from hf_rocm_tune.train.arithmetic.checksums import HostWeights
+    from hf_rocm_tune.train.arithmetic.products import Product
+
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, device="meta")
     module.weight = nn.Parameter(weight.cuda(), requires_grad=False)
-    layer = arithmetic.Product(
+    layer = Product(
         name="layer", module=module, columns=(weight.shape[1], weight.shape[0]), quantised="", dtype=weight.dtype
     )
     random = torch.Generator().manual_seed(0x5EED)
-    checks._vectors = {size: arithmetic._random_vectors(size, random) for size in sorted(set(layer.columns))}
-    checks._host_weight = lambda *_, **__: iter([(0, slice(0, len(weight)), weight.float())])
-    checks._checksum(layer)
+    weights: Any = HostWeights.__new__(HostWeights)
+    weights.vectors = {size: random_vectors(size, random) for size in sorted(set(layer.columns))}
+    weights.rows = lambda *_, **__: iter([(0, slice(0, len(weight)), weight.float())])
+    weights.checksum(layer)
     forward, backward, _ = layer.on_host
-    layer.put("forward", vectors=checks._vectors[len(weight)].cuda(), checksum=forward.cuda())
-    layer.put("backward", vectors=checks._vectors[weight.shape[1]].cuda(), checksum=backward.cuda())
+    layer.put("forward", vectors=weights.vectors[len(weight)].cuda(), checksum=forward.cuda())
+    layer.put("backward", vectors=weights.vectors[weight.shape[1]].cuda(), checksum=backward.cuda())
     return layer
 
 
@@ -281,18 +286,17 @@ def _residuals(seconds: float) -> Iterator[Row]:
     """Right products of layers against the bounds of the checks, from small shapes to large ones."""
     import torch
 
-    from hf_rocm_tune.train import arithmetic
+    from hf_rocm_tune.train.arithmetic.products import Call
     from tests.gfx1100 import hip
 
     log, begun = Log(), time.monotonic()
-    checks: Any = arithmetic.ArithmeticChecks.__new__(arithmetic.ArithmeticChecks)
     for shape in SHAPES:
         rows, inner, outer = shape
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             random = torch.Generator().manual_seed(sum(shape))
             for kind in KINDS:
                 weight = torch.randn(outer, inner, generator=random) * 0.02 + (0.01 if kind == "positive" else 0)
-                layer = _layer(weight.to(dtype), checks, arithmetic)
+                layer = _layer(weight.to(dtype))
                 for side, across in (("forward", "NT"), ("backward", "NN")):
                     x = _inputs(kind, rows, inner if side == "forward" else outer, random).to(dtype).cuda()
                     for library in LIBRARIES if dtype != torch.float32 else LIBRARIES[:1]:
@@ -303,7 +307,7 @@ def _residuals(seconds: float) -> Iterator[Row]:
                         hip.multiply(product(x, layer.module.weight, y, across=across, library=library))
                         torch.cuda.synchronize()
                         ran = [_kernel(fields[1]) for fields in log.launches()]
-                        call = arithmetic._Call(again=lambda operand: operand, biased=False)
+                        call = Call(again=lambda operand: operand, biased=False)
                         found = layer.residuals(side, x, y, dtype, call).cpu()
                         yield {
                             "shape": list(shape), "dtype": str(dtype)[6:], "rows": kind, "side": side,

@@ -20,7 +20,10 @@ from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.paths import expand_user
-from hf_rocm_tune.settings import names
+from hf_rocm_tune.settings import flags
+from hf_rocm_tune.settings.recipes import RecipeFile, method_of, read_recipe
+from hf_rocm_tune.settings.start import answered
+from hf_rocm_tune.settings.verbs import VERBS
 from hf_rocm_tune.survive.heartbeat import outlive_reader
 
 if TYPE_CHECKING:
@@ -83,13 +86,13 @@ def recipes(argv: Sequence[str]) -> int:
             print(f"{name}\n  {RECIPES.describe(name)}\n  memory: {planned_memory(name)}\n  start: {start}")
         print("\nFlags after the recipe's name override it: --model and --dataset take your own.")
     elif wanted.action == "show":
-        print(names.read_recipe(wanted.name).path.read_text(encoding="utf-8"), end="")
+        print(read_recipe(wanted.name).path.read_text(encoding="utf-8"), end="")
     elif wanted.action == "validate":
-        _validate(names.read_recipe(wanted.name))
+        _validate(read_recipe(wanted.name))
     return 0
 
 
-def _validate(recipe: names.RecipeFile) -> None:
+def _validate(recipe: RecipeFile) -> None:
     """Refuse a recipe that cannot be run: its names, values, libraries and local files."""
     from hf_rocm_tune.machine import process
 
@@ -98,8 +101,8 @@ def _validate(recipe: names.RecipeFile) -> None:
     from hf_rocm_tune.train.refusals import check_loggers, check_optimizer
 
     left_out = [name for name in ("bf16", "fp16") if recipe.values.get(name) and not process.has_accelerator()]
-    words = [names.CONFIG, str(recipe.path), *(f"--{name}=false" for name in left_out)]
-    method = names.method_of(recipe)
+    words = [flags.CONFIG, str(recipe.path), *(f"--{name}=false" for name in left_out)]
+    method = method_of(recipe)
     job = arguments.parse(words, method=method)
     check_loggers(job.training.report_to)
     check_optimizer(job.training)
@@ -205,11 +208,11 @@ def _training(verb: Method) -> Verb:
         from hf_rocm_tune.launch import launch, split
 
         line = split(argv)
-        if names.answered(verb, line.job):
+        if answered(verb, line.job):
             return 0
         return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
-    what = names.VERBS[verb].what
+    what = VERBS[verb].what
     command.__doc__ = f"{what[0].lower()}{what[1:].rstrip('.')}; every flag of `trl {verb}`"
     return command
 
@@ -240,10 +243,10 @@ def script(argv: Sequence[str]) -> int:
 
 def _script_parts(argv: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
     """The launcher's flags, the script, and the script's arguments."""
-    takes_value = {name for name, value in names.launcher_flags().items() if value} | {names.bare(names.CONFIG_FLAG)}
+    takes_value = {name for name, value in flags.launcher_flags().items() if value} | {flags.bare(flags.CONFIG_FLAG)}
     number = 0
     while number < len(argv) and argv[number].startswith("-"):
-        follows = "=" not in argv[number] and names.bare(argv[number]) in takes_value
+        follows = "=" not in argv[number] and flags.bare(argv[number]) in takes_value
         number += 2 if follows else 1
     if number >= len(argv):
         return list(argv), None, []
@@ -254,7 +257,7 @@ _SFT = _training("sft")
 VERBS: dict[str, Verb] = {
     "sft": _SFT,
     "train": _SFT,
-    **{verb: _training(verb) for verb in names.VERBS if verb != "sft"},
+    **{verb: _training(verb) for verb in VERBS if verb != "sft"},
     "script": script,
     "run": _module(
         "supervisor", "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"

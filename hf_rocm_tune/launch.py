@@ -39,7 +39,8 @@ from hf_rocm_tune.exits import (
 from hf_rocm_tune.foreign import parse_yaml, read_text
 from hf_rocm_tune.machine import process, torch_build
 from hf_rocm_tune.redaction import print_line
-from hf_rocm_tune.settings import names
+from hf_rocm_tune.settings.flags import CONFIG_FLAG, bare, launcher_flags, take_flag
+from hf_rocm_tune.settings.recipes import apply_environment
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -58,12 +59,12 @@ class CommandLine(NamedTuple):
 
 def split(argv: Sequence[str]) -> CommandLine:
     """Tell the launcher's flags from the job's."""
-    accelerate_config, rest = names.take_flag(argv, names.CONFIG_FLAG)
+    accelerate_config, rest = take_flag(argv, CONFIG_FLAG)
     launcher: list[str] = []
     job: list[str] = []
     arguments = iter(rest)
     for argument in arguments:
-        takes_value = names.launcher_flags().get(names.bare(argument)) if argument.startswith("--") else None
+        takes_value = launcher_flags().get(bare(argument)) if argument.startswith("--") else None
         (job if takes_value is None else launcher).append(argument)
         if takes_value and "=" not in argument:
             launcher += [value for value in [next(arguments, None)] if value is not None]
@@ -91,7 +92,7 @@ def launch(
         UsageError: the launcher refuses its flags, or its configuration cannot be used.
         StallError: the processes could not meet.
     """
-    names.apply_environment(argv, os.environ)
+    apply_environment(argv, os.environ)
     if quiet := "quiet" in _given(extra):
         os.environ["HF_ROCM_TUNE_QUIET"] = "1"
     torch_build.check_torch()  # accelerate's launcher imports it
@@ -102,7 +103,7 @@ def launch(
     if (arguments.num_processes or 1) > 1 and kind in ("NO", "MULTI_CPU") and not flagged:
         raise UsageError(
             f"--num_processes {arguments.num_processes} with {arguments.config_file} would start one process; "
-            f"use {names.CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
+            f"use {CONFIG_FLAG} dual_rx7900xt, or cpu_dual without GPUs"
         )
     if arguments.use_deepspeed or kind == "DEEPSPEED":
         process.require_deepspeed()
@@ -110,7 +111,7 @@ def launch(
 
 
 def _given(argv: Sequence[str]) -> set[str]:
-    return {names.bare(argument) for argument in argv if argument.startswith("--")}
+    return {bare(argument) for argument in argv if argument.startswith("--")}
 
 
 def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool = False) -> int:
@@ -262,7 +263,7 @@ def _cut_off(argv: Sequence[str]) -> list[str]:
 
 def _prints_a_document(argv: Sequence[str]) -> bool:
     """Whether stdout will be JSON or HTML, in which no line of ours may stand."""
-    dry_runs = [at for at, argument in enumerate(argv) if names.bare(argument) == "dry_run"]
+    dry_runs = [at for at, argument in enumerate(argv) if bare(argument) == "dry_run"]
     return any({argv[at].partition("=")[2], *argv[at + 1 : at + 2]} & {"json", "html"} for at in dry_runs)
 
 
@@ -281,9 +282,7 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str], *, quiet:
         if not quiet:
             # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
             found = "a GPU is visible" if gpu else "no GPU is visible"
-            print_line(
-                f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {names.CONFIG_FLAG} chooses another)"
-            )
+            print_line(f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {CONFIG_FLAG} chooses another)")
     path = Path(accelerate_config) if os.path.isfile(accelerate_config) else configs.path(accelerate_config)
     return ["--config_file", str(path)]
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.machine import process, torch_build, torchvision, variables
 from hf_rocm_tune.redaction import print_line
-from hf_rocm_tune.settings import names
+from hf_rocm_tune.settings.recipes import apply_environment, given_value
+from hf_rocm_tune.settings.start import answered, show_all_cards
 from hf_rocm_tune.survive.heartbeat import outlive_reader
 
 if TYPE_CHECKING:
@@ -43,18 +44,18 @@ def main(argv: Sequence[str] | None = None, *, method: Method = "sft") -> int:
 
 @sigterm_as_interrupt()
 def _start(argv: list[str], method: Method, *, own: bool) -> int:
-    if names.answered(method, argv):
+    if answered(method, argv):
         return 0
     if sys.stderr.isatty():
         os.environ.setdefault("TQDM_LEAVE", "")  # tqdm's own: bars of libraries go when they are full
     before = dict(os.environ)
-    names.apply_environment(argv, os.environ)
+    apply_environment(argv, os.environ)
     if os.environ != before:
         # The policy looked at the environment without the recipe's part.
         variables.announce(variables.review())
-    names.show_all_cards(argv, os.environ)
+    show_all_cards(argv, os.environ)
     with uncollected() if own else nullcontext():
-        prepare(names.given_value(argv, "model_name_or_path"))
+        prepare(given_value(argv, "model_name_or_path"))
         from hf_rocm_tune.job import run as job
 
     return job.run(argv, method=method)

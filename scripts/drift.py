@@ -86,7 +86,7 @@ RUNS = {"LoRA, faults on a card": (), "QLoRA, faults on a card": ("--load_in_4bi
 IMPORTS = """
 import importlib, json, sys
 from hf_rocm_tune import upstream
-from hf_rocm_tune.settings import names
+from hf_rocm_tune.settings import start
 import hf_rocm_tune.cards.ways, hf_rocm_tune.models.experts, hf_rocm_tune.train.trainer as trainer
 upstream.check_all()
 upstream.check_overrides(trainer.VerifiedSFTTrainer)

@@ -170,7 +170,7 @@ def test_no_room_for_the_record_loses_neither_line_nor_code(tmp_path: Path) -> N
 
 
 def test_what_starts_and_ends_a_job_imports_no_torch() -> None:
-    modules = "hf_rocm_tune.exits, hf_rocm_tune.settings.names, hf_rocm_tune.launch, hf_rocm_tune.supervisor"
+    modules = "hf_rocm_tune.exits, hf_rocm_tune.settings.start, hf_rocm_tune.launch, hf_rocm_tune.supervisor"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

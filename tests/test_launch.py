@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from hf_rocm_tune import launch
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.settings import names
+from hf_rocm_tune.settings import flags
 
 #: A job that ends as its first argument says; with two processes, rank 1 ends so and rank 0 waits for it.
 STUB = """
@@ -204,9 +204,9 @@ def test_the_flags_that_both_have_are_the_known_ones() -> None:
 
     owners = (TuneArguments, RanksArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
     job = {field.name for owner in owners for field in fields(owner) if field.init}
-    assert not job & {*names.launcher_flags()}
+    assert not job & {*flags.launcher_flags()}
     everything = {action.dest for action in launch_command_parser()._actions}
-    assert everything & job == names.SHARED_WITH_THE_JOB
+    assert everything & job == flags.SHARED_WITH_THE_JOB
 
 
 @pytest.mark.parametrize(

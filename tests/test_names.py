@@ -14,8 +14,11 @@ import hf_rocm_tune  # noqa: F401 - prepares the process
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.command import main as plan
-from hf_rocm_tune.settings import arguments, names
+from hf_rocm_tune.settings import arguments, flags
 from hf_rocm_tune.settings.arguments import build_parser, parse
+from hf_rocm_tune.settings.screen import screen
+from hf_rocm_tune.settings.start import check
+from hf_rocm_tune.settings.verbs import VERBS, Verb
 
 TYPED = {
     "model": "org/model",
@@ -31,16 +34,16 @@ TYPED = {
 
 SECOND = {"seq": "max_length", "micro_batch": "per_device_train_batch_size"}
 """Further names of flags that have a short one."""
-FULL = [f"--{names.ALIASES[name]}={value}" for name, value in TYPED.items()]
+FULL = [f"--{flags.ALIASES[name]}={value}" for name, value in TYPED.items()]
 
 
 def read(*argv: str) -> dict[str, Any]:
     return parse(argv, accelerator=False).resolved()
 
 
-@pytest.mark.parametrize("verb", names.VERBS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_flags_are_those_of_the_real_parser(verb: Method) -> None:
-    assert names.flags(verb) == {action.dest for action in build_parser(verb)._actions} - {"help"}
+    assert flags.flags(verb) == {action.dest for action in build_parser(verb)._actions} - {"help"}
 
 
 def test_the_launchers_flags_are_those_of_its_real_parser() -> None:
@@ -50,21 +53,21 @@ def test_the_launchers_flags_are_those_of_its_real_parser() -> None:
         for option in action.option_strings
         if option.startswith("--")
     }
-    not_the_launchers = names.SHARED_WITH_THE_JOB | {"help", "module", "no_python"}
-    assert names.launcher_flags() == {name: valued for name, valued in real.items() if name not in not_the_launchers}
-    assert "num_processes" in names.launcher_flags() and "debug" not in names.launcher_flags()
+    not_the_launchers = flags.SHARED_WITH_THE_JOB | {"help", "module", "no_python"}
+    assert flags.launcher_flags() == {name: valued for name, valued in real.items() if name not in not_the_launchers}
+    assert "num_processes" in flags.launcher_flags() and "debug" not in flags.launcher_flags()
 
 
-@pytest.mark.parametrize("verb", names.VERBS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_the_screen_shows_what_a_run_on_a_card_would_use(verb: Method) -> None:
-    shown = dict(re.findall(r"^  --(\w+)\b.*\[(.+)\]$", names.screen(verb), flags=re.MULTILINE))
+    shown = dict(re.findall(r"^  --(\w+)\b.*\[(.+)\]$", screen(verb), flags=re.MULTILINE))
     asked: Any = {"method": verb, "accelerator": True, "bf16_supported": True}
     defaults = arguments._flags(verb).defaults
     ours = {each.name: each.ours for each in arguments.differences({}, **asked)}
     real = {**defaults, **ours}
     assert {"lr", "lora_r", "use_peft", "verify", *(["batch_size"] if verb != "grpo" else [])} <= shown.keys()
     for name, text in shown.items():
-        value = real[names.ALIASES.get(name, name)]
+        value = real[flags.ALIASES.get(name, name)]
         value = value[0] if isinstance(value, list) else getattr(value, "value", value)
         assert text.partition(";")[0] == (f"{value:g}" if isinstance(value, float) else str(value)).lower(), name
     without = {each.name for each in arguments.differences({"use_peft": False}, **asked)}
@@ -72,12 +75,12 @@ def test_the_screen_shows_what_a_run_on_a_card_would_use(verb: Method) -> None:
 
 
 def test_aliases_are_the_flags_that_they_stand_for(tmp_path: Path) -> None:
-    assert TYPED.keys() | SECOND.keys() == names.ALIASES.keys()
+    assert TYPED.keys() | SECOND.keys() == flags.ALIASES.keys()
     assert read(*FULL, "--seq", "33", "--micro_batch=3") == read(*FULL, "--max_length", "33", "--batch_size", "3")
-    assert not names.ALIASES.keys() & names.flags("sft")
-    assert not names.ALIASES.keys() & names.launcher_flags().keys()
+    assert not flags.ALIASES.keys() & flags.flags("sft")
+    assert not flags.ALIASES.keys() & flags.launcher_flags().keys()
     short = [part for name, value in TYPED.items() for part in (f"--{name.replace('_', '-')}", value)]
-    full = [f"--{names.ALIASES[name]}={value}" for name, value in TYPED.items()]
+    full = [f"--{flags.ALIASES[name]}={value}" for name, value in TYPED.items()]
     expected = read(*full)
     assert read(*short) == read(*[f"--{name}={value}" for name, value in TYPED.items()]) == expected
     assert (expected["learning_rate"], expected["max_length"], expected["num_train_epochs"]) == (0.003, 77, 2)
@@ -92,18 +95,18 @@ def test_both_names_of_checkpointing_work_whichever_transformers_has(
     knows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer, older = "activation_checkpointing", "gradient_checkpointing"
-    monkeypatch.setattr(names, "flags", lambda verb: frozenset({older, *([newer] if knows else [])}))
-    assert names.canonical([f"--{newer}", "false"]) == [f"--{newer if knows else older}", "false"]
-    assert names.canonical([f"--{newer}_kwargs={{}}"]) == [
+    monkeypatch.setattr(flags, "flags", lambda verb: frozenset({older, *([newer] if knows else [])}))
+    assert flags.canonical([f"--{newer}", "false"]) == [f"--{newer if knows else older}", "false"]
+    assert flags.canonical([f"--{newer}_kwargs={{}}"]) == [
         f"--{older}_kwargs={{}}" if not knows else f"--{newer}_kwargs={{}}"
     ]
-    assert names.canonical([f"--{older}", "false"]) == [f"--{older}", "false"]
+    assert flags.canonical([f"--{older}", "false"]) == [f"--{older}", "false"]
 
 
 def test_an_alias_and_its_flag_in_one_recipe_are_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("lr: 1\nmodel: x\ndataset: y\nlearning_rate: 2\n")
-    for refuse in (lambda: names.check("sft", ["--config", str(recipe)]), lambda: read("--config", str(recipe))):
+    for refuse in (lambda: check("sft", ["--config", str(recipe)]), lambda: read("--config", str(recipe))):
         with pytest.raises(UsageError, match="learning_rate and another key are the same flag"):
             refuse()
 
@@ -114,21 +117,21 @@ def _no_rows(*_: object) -> tuple[list[int], dict[str, object]]:
 
 def test_the_planner_knows_the_same_names(capsys: pytest.CaptureFixture[str]) -> None:
     typed = TYPED | {"batch_size": "0"}
-    flags = [part for name, value in typed.items() for part in (f"--{name}", value)]
+    typed_flags = [part for name, value in typed.items() for part in (f"--{name}", value)]
     with pytest.raises(UsageError, match="--batch_size 0 does not divide"):
-        plan(flags, prepare=lambda: None, read_rows=_no_rows)
-    full = [f"--{names.ALIASES[name]}={value}" for name, value in typed.items()]
+        plan(typed_flags, prepare=lambda: None, read_rows=_no_rows)
+    full = [f"--{flags.ALIASES[name]}={value}" for name, value in typed.items()]
     with pytest.raises(UsageError, match="--batch_size 0 does not divide"):
         plan(full, prepare=lambda: None, read_rows=_no_rows)
 
 
 def test_what_is_no_flag_is_left_to_the_real_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    names.check("sft", ["--eos_token", "--two words", "-v", "--", "--nothing"])
+    check("sft", ["--eos_token", "--two words", "-v", "--", "--nothing"])
     with pytest.raises(UsageError, match="--nothing"):
-        names.check("sft", ["--nothing"])
-    monkeypatch.setitem(names.VERBS, "newer", names.Verb(config="ConfigThatNobodyHas", what="", rate=1.0))
-    names.check("newer", ["--nothing"])  # a source that cannot be read refuses nothing
-    assert "--model NAME" in names.screen("newer")
+        check("sft", ["--nothing"])
+    monkeypatch.setitem(VERBS, "newer", Verb(config="ConfigThatNobodyHas", what="", rate=1.0))
+    check("newer", ["--nothing"])  # a source that cannot be read refuses nothing
+    assert "--model NAME" in screen("newer")
 
 
 def test_one_line_of_bitsandbytes_is_dropped_and_no_other(caplog: pytest.LogCaptureFixture) -> None:

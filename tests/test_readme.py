@@ -141,7 +141,8 @@ def test_readme_has_every_kind_of_block() -> None:
 def test_every_flag_exists(capsys: pytest.CaptureFixture[str]) -> None:
     from hf_rocm_tune import cli
     from hf_rocm_tune.settings.arguments import build_parser
-    from hf_rocm_tune.settings.names import ALIASES, CONFIG_FLAG, VERBS, launcher_flags
+    from hf_rocm_tune.settings.flags import ALIASES, CONFIG_FLAG, launcher_flags
+    from hf_rocm_tune.settings.verbs import VERBS
 
     known = {option for verb in VERBS for action in build_parser(verb)._actions for option in action.option_strings}
     known |= {f"--{alias}" for alias in ALIASES}
@@ -185,7 +186,7 @@ def test_the_reading_order_has_every_room_and_module() -> None:
     text = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     package = ROOT / "hf_rocm_tune"
     rooms = [f"hf_rocm_tune/{place.name}/" for place in package.iterdir() if (place / "__init__.py").exists()]
-    modules = [file.name for file in package.glob("*.py") if not file.name.startswith("__") and file.name != "version.py"]
+    modules = {file.name for file in package.glob("*.py")} - {"__init__.py", "__main__.py", "version.py"}
     assert len(rooms) > 10 and [room for room in rooms if f"`{room}" not in text] == []
     assert [name for name in modules if not re.search(rf"`(hf_rocm_tune/)?{name}`", text)] == []
 

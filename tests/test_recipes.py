@@ -18,7 +18,7 @@ from hf_rocm_tune.configs import RECIPES as recipes
 from hf_rocm_tune.configs import planned_memory
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.settings import arguments
-from hf_rocm_tune.settings import names as recipe_file
+from hf_rocm_tune.settings import recipes as recipe_file
 
 NAMES = [
     "gemma_1b_lora",

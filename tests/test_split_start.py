@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from hf_rocm_tune.settings.names import asks_for_split
+from hf_rocm_tune.settings.recipes import asks_for_split
 
 # Two cards and the processor's own GPU, as the kernel's driver lists them.
 PROGRAM = """
 import json, os, sys
 import hf_rocm_tune
-from hf_rocm_tune.settings import names as split_start
+from hf_rocm_tune.settings import start as split_start
 from hf_rocm_tune.machine import gpus
 assert "torch" not in sys.modules
 node = lambda index, arch, gib: gpus.GpuNode(

@@ -20,7 +20,7 @@ from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.foreign import visible
 from hf_rocm_tune.job.rows import is_plain_template
 from hf_rocm_tune.models.classes import without_weights
-from hf_rocm_tune.settings.names import VERBS
+from hf_rocm_tune.settings.verbs import VERBS
 from hf_rocm_tune.train.refusals import as_usage_errors
 
 if TYPE_CHECKING:

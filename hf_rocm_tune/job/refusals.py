@@ -25,7 +25,7 @@ from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.experts import has_experts
 from hf_rocm_tune.models.quantised import has_mxfp4
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
-from hf_rocm_tune.settings.names import VERBS
+from hf_rocm_tune.settings.verbs import VERBS
 
 if TYPE_CHECKING:
     from hf_rocm_tune.publish.adapter import Adapter

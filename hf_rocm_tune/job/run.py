@@ -60,8 +60,8 @@ from hf_rocm_tune.publish.history import read_json, verdict_line
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.publish.vocabulary import end_tokens, tokenizer_directory
 from hf_rocm_tune.settings import arguments as command_line
-from hf_rocm_tune.settings import names
 from hf_rocm_tune.settings.arguments import Arguments
+from hf_rocm_tune.settings.verbs import VERBS
 from hf_rocm_tune.survive.heartbeat import tell_begun
 from hf_rocm_tune.survive.run_directory import ADDED, StartPlan, prepare_output_dir
 from hf_rocm_tune.train import report, stall, telemetry
@@ -144,7 +144,7 @@ def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str,
 
 def _without_weights(arguments: Arguments, flag: str) -> Any:
     """A trainer with its rows prepared, around a model without weights. Standard output is the caller's."""
-    if names.VERBS[arguments.method].makes_rows:
+    if VERBS[arguments.method].makes_rows:
         raise UsageError(
             f"{flag} shows the rows of sft, dpo, kto and reward; {arguments.method} makes its own: drop it"
         )
@@ -616,6 +616,6 @@ def _choose_vision(arguments: Arguments, model: Any, config: Any) -> None:
 def _trainer_class(method: Method) -> type[VerifiedTransferMixin]:
     if method == "sft":
         return VerifiedSFTTrainer
-    verb = names.VERBS[method]
+    verb = VERBS[method]
     stock = getattr(importlib.import_module(verb.library or "trl"), verb.trainer)
     return type(f"Verified{verb.trainer}", (VerifiedTransferMixin, stock), {})

@@ -34,7 +34,10 @@ from hf_rocm_tune.errors import UsageError, count_of
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models import recompute, streamed
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
-from hf_rocm_tune.settings import names
+from hf_rocm_tune.settings.flags import ANSWERS_ONLY, CONFIG, unknown_flag
+from hf_rocm_tune.settings.recipes import RecipeFile, apply_environment, recipe_of
+from hf_rocm_tune.settings.values import out_of_range
+from hf_rocm_tune.settings.verbs import LORA_FACTOR, VERBS
 from hf_rocm_tune.train import stall
 
 if TYPE_CHECKING:
@@ -303,10 +306,10 @@ def parse(
     ``before_joining``: `job.refusals.decide`, called before the ranks join a process group.
     """
     parser = build_parser(method)
-    recipe, rest = names.recipe_of(argv)
+    recipe, rest = recipe_of(argv)
     given = _read_flags(parser, rest)
     if recipe is not None:
-        names.apply_environment(argv, os.environ)
+        apply_environment(argv, os.environ)
         given = _read_recipe_values(parser, recipe) | given
     accelerator = process.has_accelerator() if accelerator is None else accelerator
     accelerator = accelerator and not given.get("use_cpu")
@@ -370,7 +373,7 @@ def build_parser(method: Method = "sft") -> _Parser:
     )
     parser.method = method
     parser.add_argument(
-        names.CONFIG,
+        CONFIG,
         metavar="RECIPE",
         help="Read flags from a YAML mapping: a file, or a name of `hf-rocm-tune recipes ls`; the command line wins.",
     )
@@ -379,7 +382,7 @@ def build_parser(method: Method = "sft") -> _Parser:
             action.nargs, action.const = "?", True
         if action.dest == "dry_run":
             action.nargs, action.const = "?", "text"
-        if action.dest == names.ANSWERS_ONLY:
+        if action.dest == ANSWERS_ONLY:
             action.type = _yes_no_or_auto
             action.help = f"{action.help} auto: where the rows are conversations."
         if action.dest == "datasets":
@@ -415,7 +418,7 @@ class _Flags(NamedTuple):
 @functools.cache
 def _flags(method: Method) -> _Flags:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # our help says that ORPO is experimental
-    owned = names.VERBS[method].owners[len(_OUR_TYPES) :]
+    owned = VERBS[method].owners[len(_OUR_TYPES) :]
     types = (*_OUR_TYPES, *(getattr(importlib.import_module(module), name) for module, name in owned))
     fields = {each.name: (owner, each) for owner in types for each in dataclasses.fields(owner) if each.init}
     hints = {owner: typing.get_type_hints(owner) for owner in types}
@@ -437,13 +440,13 @@ def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(list(argv), namespace=empty)
     flags = [argument for argument in unknown if argument.startswith("--")]
     if flags:
-        raise UsageError("; ".join(names.unknown(flag.partition("=")[0], owners, dashes="--") for flag in flags))
+        raise UsageError("; ".join(unknown_flag(flag.partition("=")[0], owners, dashes="--") for flag in flags))
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; flags begin with --, see --help")
     return {name: value for name in owners if (value := getattr(namespace, name)) is not _UNSET}
 
 
-def _read_recipe_values(parser: _Parser, recipe: names.RecipeFile) -> dict[str, Any]:
+def _read_recipe_values(parser: _Parser, recipe: RecipeFile) -> dict[str, Any]:
     values, faults = {}, []
     for name, value in recipe.values.items():
         try:
@@ -459,7 +462,7 @@ def _convert(parser: _Parser, name: str, value: Any) -> Any:
     """A YAML value in the type of a flag: through the flag's own parser, so that both accept the same."""
     hints = _flags(parser.method).hints
     if name not in hints:
-        raise UsageError(names.unknown(name, hints, dashes=""))
+        raise UsageError(unknown_flag(name, hints, dashes=""))
     allowed, kinds = _members(hints[name]), {type(None): "nothing", dict: "a mapping", list: "a list"}
     if type(value) in kinds and type(value) not in allowed:
         raise UsageError(f"--{name}: expected a single value, got {kinds[type(value)]}")
@@ -500,7 +503,7 @@ def differences(
     given: Mapping[str, Any], *, method: Method = "sft", accelerator: bool, bf16_supported: bool
 ) -> tuple[Difference, ...]:
     """Our defaults in use that differ from TRL's; ``given``: the user's values."""
-    verb = names.VERBS[method]
+    verb = VERBS[method]
     theirs = {**_flags(method).defaults, "bf16": not given.get("fp16", False)}  # an unset bf16 becomes that
     lora, nf4, fp16 = given.get("use_peft", True), bool(given.get("load_in_4bit")), given.get("fp16", False)
     half = lora and bf16_supported and not fp16
@@ -513,7 +516,7 @@ def differences(
     micro = 2 - answers % 2
     at_once = "as many answers are generated at once as a prompt has, and trained on in micro-batches"
     modules = lora and given.get("lora_target_parameters") is None
-    rate = float(f"{names.LORA_FACTOR * verb.rate:.6g}")
+    rate = float(f"{LORA_FACTOR * verb.rate:.6g}")
     stops = given.get("early_stopping_patience") is not None
     rows: list[tuple[Any, str, object, str]] = [
         (True, "use_peft", True, "LoRA; --use_peft false trains all weights"),
@@ -555,7 +558,7 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
-    faults = names.out_of_range(given)
+    faults = out_of_range(given)
     if not given.get("model_name_or_path"):
         faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
     if not given.get("dataset_name") and not given.get("datasets"):

@@ -23,14 +23,14 @@ from hf_rocm_tune.cards.agree import everyone, highest
 from hf_rocm_tune.errors import CorruptionError, DivergedError, listed
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.survive.run_directory import list_checkpoints
-from hf_rocm_tune.train.arithmetic import StepVerdict
+from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
 from hf_rocm_tune.transfer import Digest, QueuedDigests
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from hf_rocm_tune.train.arithmetic import ArithmeticChecks
+    from hf_rocm_tune.train.arithmetic.checks import ArithmeticChecks
     from hf_rocm_tune.train.replay import Replays
     from hf_rocm_tune.train.update import UpdateChecks
 

@@ -32,7 +32,9 @@ from hf_rocm_tune.cards.way import Stock
 from hf_rocm_tune.errors import CorruptionError, device_shortage
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.quantised import running_statistics
-from hf_rocm_tune.train.arithmetic import FIRST_STEPS, ArithmeticChecks, StepVerdict, roundoff
+from hf_rocm_tune.train.arithmetic.attention import attention_error
+from hf_rocm_tune.train.arithmetic.checks import FIRST_STEPS, ArithmeticChecks
+from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
 from hf_rocm_tune.train.oom import StepWindow, local_gathers
 from hf_rocm_tune.train.sentinels import is_foreign
 from hf_rocm_tune.transfer import QueuedDigests
@@ -43,7 +45,6 @@ EVERY = 400
 """Micro-batches between two replays."""
 _MARGIN, _AT_LEAST, _AT_MOST = 8.0, 1e-6, 0.01  # of what kernels that are not deterministic may differ
 _RUNS = 4
-_ROWS = 8  # of each attention call
 
 
 @dataclass(frozen=True)
@@ -254,8 +255,10 @@ class Replays:
         def checked(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result: Tensor = stock(query, *args, **kwargs)
             with torch.no_grad(), torch.autocast(result.device.type, enabled=False):
-                if query.dim() == 4 and (worst := _compare(result, query, *args, **kwargs)) is not None:
-                    self._products.add_attention(worst)
+                if query.dim() == 4:
+                    worst = attention_error(result, query, *args, **kwargs)
+                    if worst is not None:
+                        self._products.add_attention(worst)
             return result
 
         functional.scaled_dot_product_attention = checked
@@ -296,43 +299,3 @@ def _outcome(model: nn.Module, loss: Tensor) -> Figures:
             figures += [(norm, norm), (total, norm * math.sqrt(each.numel()))]
     # The figures were read from the same streams after them: the digests are there.
     return Figures(tuple(each.hex() for each in digests.result()), tuple(figures))
-
-
-def _compare(
-    result: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """The largest difference over what rounding explains, shape []; None with dropout.
-
-    ``query`` [batch, heads, rows, width]; ``key`` and ``value`` [batch, heads or fewer, keys, width].
-    """
-    if dropout_p:
-        return None
-    (batch, heads, rows, width), (_, shared, keys, _) = query.shape, key.shape
-    picked = torch.linspace(0, rows - 1, min(_ROWS, rows), device=query.device).long()
-    hidden = torch.arange(keys, device=query.device) > picked[:, None] if is_causal else None
-    mask = None if attn_mask is None else attn_mask.expand(batch, heads, rows, keys)[:, :, picked]
-    unit, worst = roundoff(result.dtype), []
-    query, key, value = (each.to(result.dtype) for each in (query[:, :, picked], key, value))  # as autocast does
-    for head in range(shared):  # one at a time: in float32 the keys of a long row are large
-        own = slice(head * heads // shared, (head + 1) * heads // shared)
-        values, wide = value[:, head, None].float(), query[:, own].float()
-        scores = wide @ key[:, head, None].float().transpose(-1, -2) * (scale or width**-0.5)
-        largest = scores.abs().amax(-1, keepdim=True)
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -math.inf)
-        if mask is not None:
-            part = mask[:, own]
-            scores = scores.masked_fill(~part, -math.inf) if part.dtype == torch.bool else scores + part.float()
-        weights, sees = scores.softmax(-1), scores.amax(-1, keepdim=True) > -3e4  # else: a row of padding
-        allowed = 8 * unit * (1 + largest) * (weights @ values.abs()) + 1e-5 * values.abs().amax()
-        difference = (result[:, own, picked].float() - weights @ values).abs() / allowed
-        worst.append(torch.where(sees, difference, 0.0).amax())
-    return torch.stack(worst).amax()

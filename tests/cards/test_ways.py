@@ -15,7 +15,8 @@ from hf_rocm_tune.cards.ways import WAYS
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.job import refusals
 from hf_rocm_tune.machine import process
-from hf_rocm_tune.settings import names
+from hf_rocm_tune.settings import flags
+from hf_rocm_tune.settings.verbs import VERBS
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -73,7 +74,7 @@ def test_each_refusal_says_what_to_do(change: dict[str, dict[str, Any]], says: s
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_every_flag_that_a_way_excludes_exists_and_is_refused(way: type[Way]) -> None:
     for flag, why in way.excludes.items():
-        assert flag in refusals.USES or names.bare(flag.split()[0]) in names.flags("sft")
+        assert flag in refusals.USES or flags.bare(flag.split()[0]) in flags.flags("sft")
         with pytest.raises(UsageError, match=re.escape(f"it does not work with {flag}: {why}")):
             way().refuse(args(), model(), {flag: True}, FSDP2)
 
@@ -95,7 +96,7 @@ def test_deepspeed_without_a_gpu_is_refused_where_accelerate_would_train_with_dd
 
 
 def test_every_flag_of_the_table_exists() -> None:
-    known = {flag for verb in names.VERBS for flag in names.flags(verb)}
+    known = {flag for verb in VERBS for flag in flags.flags(verb)}
     told = {flag for what, excluded in refusals.EXCLUDES.items() for flag in (what, *excluded)}
-    for flag in told - refusals.USES.keys() - names.VERBS.keys() - {refusals.PACKED}:
-        assert names.bare(flag.split()[0]) in known
+    for flag in told - refusals.USES.keys() - VERBS.keys() - {refusals.PACKED}:
+        assert flags.bare(flag.split()[0]) in known

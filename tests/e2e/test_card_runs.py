@@ -41,7 +41,7 @@ FROM_CARD = {
     "bitsandbytes/functional.py:QuantState.as_dict": "the offset of 4-bit scales, for a state dict that is thrown away",
     "default/ops.py:_": "whether a matrix has outliers, in 8-bit layers",
     "integrations/moe.py:_grouped_mm": "how many rows each expert has",
-    "train/arithmetic.py:_Within.__torch_function__": "likewise, where it calls the product that is checked",
+    "arithmetic/experts.py:ProductsWithin.__torch_function__": "likewise, where it calls the product that is checked",
     "models/experts.py:_rows_of_each": "likewise",
     "train/replay.py:Replays._from_one_rank": "label tokens of a micro-batch that all ranks compute",
     "thread pt_autograd_0": "likewise, in backward",

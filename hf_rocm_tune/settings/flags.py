@@ -1,0 +1,145 @@
+"""Names of flags before torch and TRL are imported, which takes ten seconds.
+
+They are read from the sources of the classes from which the parser in ``arguments`` is built. That parser refuses
+everything that is refused here, and nothing is refused here if a source cannot be read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hf_rocm_tune.data.formats import Method
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.settings.verbs import VERBS
+
+CONFIG = "--config"
+CONFIG_FLAG = "--accelerate_config"
+HELP_ALL = "--help_all"
+#: Names of both the launcher and ``trl sft``; they belong to the job, as in ``trl``.
+SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
+_NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
+#: Other names of flags, on the command line and in recipes: short ones, and those of `plan` and of newer transformers.
+ALIASES = {
+    "model": "model_name_or_path",
+    "dataset": "dataset_name",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch": "per_device_train_batch_size",
+    "max_seq_length": "max_length",
+    "seq": "max_length",
+    "lora_rank": "lora_r",
+    "checkpointing": "gradient_checkpointing",
+}
+#: TRL's flag, which also takes ``auto`` here; `job.rows` decides it by the rows.
+ANSWERS_ONLY = "assistant_only_loss"
+
+
+# ---- one argument of a command line ----------------------------------------------------------------------------------
+
+
+def bare(argument: str) -> str:
+    """The name of a flag, without dashes and value."""
+    return argument.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def full_name(name: str) -> str:
+    """The flag that a name stands for, which may be the name itself."""
+    newer = "activation_checkpointing"  # of transformers from 5.23 on; older ones know the other name only
+    if name.startswith(newer) and newer not in flags("sft"):
+        return name.replace("activation", "gradient", 1)
+    return ALIASES.get(name, name)
+
+
+def canonical(argv: Sequence[str]) -> list[str]:
+    """A command line with each alias replaced by its flag."""
+    return [_renamed(argument) for argument in argv]
+
+
+def _renamed(argument: str) -> str:
+    name = bare(argument)
+    if not argument.startswith("--") or full_name(name) == name:
+        return argument
+    _, equals, value = argument.partition("=")
+    return f"--{full_name(name)}{equals}{value}"
+
+
+def unknown_flag(name: str, names: Iterable[str], *, dashes: str) -> str:
+    """What to say of a flag (``dashes`` are ``--``) or a recipe's key that is none of ``names``."""
+    what = "flag" if dashes else "key"
+    if bare(name) in launcher_flags() or bare(name) == bare(CONFIG_FLAG):
+        return f"{what} {name} belongs to the launcher; give it on the command line of `hf-rocm-tune sft`"
+    nearest = difflib.get_close_matches(bare(name), [*names, *ALIASES], n=1, cutoff=0.5)
+    hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else f"; {HELP_ALL} lists all"
+    return f"unknown {what} {name}{hint}"
+
+
+def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+    """Remove ``FLAG VALUE`` or ``FLAG=VALUE`` from a command line."""
+    value, rest, arguments = None, [], iter(argv)
+    for argument in arguments:
+        if argument == flag:
+            value = next(arguments, "")
+            if not value or value.startswith("--"):
+                raise UsageError(f"{flag} needs a value after it")
+        elif argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return value, rest
+
+
+# ---- names of flags from sources ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def flags(verb: Method) -> frozenset[str]:
+    """The flags of a verb; none if one of its classes is not found."""
+    fields = [_fields(*owner) for owner in VERBS[verb].owners]
+    if not all(fields):
+        return frozenset()
+    return frozenset({"config"}.union(*fields))
+
+
+@functools.cache
+def launcher_flags() -> dict[str, bool]:
+    """The flags that only the launcher reads: name without dashes, and whether a value follows."""
+    found: dict[str, bool] = {}
+    for call in _source("accelerate.commands.launch").partition("    return parser")[0].split("add_argument(")[1:]:
+        valued = re.search(r'action="(store_|help)', call) is None
+        found |= dict.fromkeys(map(bare, re.findall(r'^\s*"(--\S+)"', call, re.MULTILINE)), valued)
+    return {name: valued for name, valued in found.items() if name not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS}
+
+
+_BASES = {"_BaseConfig": "trl.trainer.base_config", "TrainingArguments": "transformers.training_args"}
+
+
+def _fields(module: str, name: str) -> set[str]:
+    """The fields of a dataclass and of its bases."""
+    found = re.search(rf"^class {name}(?:\((\w+)\))?:\n((?:    .*\n|\n)*)", _source(module), re.MULTILINE)
+    if found is None:
+        return set()
+    base, body = found[1], found[2]
+    fields = set(re.findall(r"^    ([a-z]\w*): (?!ClassVar)", body, re.MULTILINE))
+    if base:
+        fields |= _fields(_BASES.get(base, "trl.scripts.utils"), base)
+    return fields
+
+
+@functools.cache
+def _source(module: str) -> str:
+    """The source of a module, found without importing its package; empty where it cannot be read."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    file = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,61 @@
+"""Rows of torch's ``scaled_dot_product_attention``, computed again in float32 by plain products, with the run's masks.
+
+Not found: a wrong backward pass; attention with dropout; other attention functions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.train.arithmetic.bounds import roundoff
+
+_ROWS = 8  # of each attention call
+
+
+def attention_error(
+    result: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """The largest difference of some rows over what rounding explains, shape [], on the device; None with dropout.
+
+    Arguments as of ``scaled_dot_product_attention``: ``query`` and ``result`` [batch, heads, rows, width]; ``key`` and
+    ``value`` [batch, heads or fewer, keys, width].
+    """
+    if dropout_p:
+        return None
+    (batch, heads, rows, width), (_, shared, keys, _) = query.shape, key.shape
+    picked = torch.linspace(0, rows - 1, min(_ROWS, rows), device=query.device).long()
+    hidden = mask = None
+    if is_causal:
+        hidden = torch.arange(keys, device=query.device) > picked[:, None]
+    if attn_mask is not None:
+        mask = attn_mask.expand(batch, heads, rows, keys)[:, :, picked]
+    unit, worst = roundoff(result.dtype), []
+    # as autocast does
+    query, key, value = query[:, :, picked].to(result.dtype), key.to(result.dtype), value.to(result.dtype)
+    for head in range(shared):  # one at a time: in float32 the keys of a long row are large
+        own = slice(head * heads // shared, (head + 1) * heads // shared)
+        values, wide = value[:, head, None].float(), query[:, own].float()
+        scores = wide @ key[:, head, None].float().transpose(-1, -2) * (scale or width**-0.5)
+        largest = scores.abs().amax(-1, keepdim=True)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask[:, own], -math.inf)
+        elif mask is not None:
+            scores = scores + mask[:, own].float()
+        weights, sees = scores.softmax(-1), scores.amax(-1, keepdim=True) > -3e4  # else: a row of padding
+        allowed = 8 * unit * (1 + largest) * (weights @ values.abs()) + 1e-5 * values.abs().amax()
+        difference = (result[:, own, picked].float() - weights @ values).abs() / allowed
+        worst.append(torch.where(sees, difference, 0.0).amax())
+    return torch.stack(worst).amax()
