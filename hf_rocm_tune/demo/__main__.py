@@ -16,7 +16,8 @@ from pathlib import Path
 
 from hf_rocm_tune.demo import assets
 from hf_rocm_tune.errors import CommandParser, UsageError
-from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, series
+from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME
+from hf_rocm_tune.publish.training_log import series
 
 
 def main(argv: Sequence[str] | None = None) -> int:

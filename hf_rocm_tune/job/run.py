@@ -56,8 +56,9 @@ from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish import serving
 from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
-from hf_rocm_tune.publish.history import read_json, verdict_line
+from hf_rocm_tune.publish.history import read_json
 from hf_rocm_tune.publish.push import Publisher
+from hf_rocm_tune.publish.verdict import verdict_line
 from hf_rocm_tune.publish.vocabulary import end_tokens, tokenizer_directory
 from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings.arguments import Arguments

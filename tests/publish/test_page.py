@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from hf_rocm_tune import cli
 from hf_rocm_tune.machine.sources import link_of
 from hf_rocm_tune.publish import page
-from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Run, collect, last, series
+from hf_rocm_tune.publish.history import LOG_NAME, REPORT_NAME, Run, collect
 from hf_rocm_tune.publish.page import loss_panel, panels, write_png
+from hf_rocm_tune.publish.training_log import last, series
 from tests.publish.run_files import RUN_ID, incident, report, rows, spoiled, stage, write_run
 
 DATA = {"split": "train", "rows": 300, "tokens": 41230, "median": 132, "p95": 201, "longest": 412, "cut": 12}

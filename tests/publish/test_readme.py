@@ -17,8 +17,9 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.publish.history import coverage, judge, shown_settings, verdict_line
 from hf_rocm_tune.publish.readme import build, clean_readme, is_ours, kept
+from hf_rocm_tune.publish.training_log import shown_settings
+from hf_rocm_tune.publish.verdict import coverage, judge, verdict_line
 from hf_rocm_tune.redaction import Private
 from tests.publish.hub_server import card_errors
 from tests.publish.run_files import SETTINGS, TRAINED, incident, report, run, spoiled, stage
