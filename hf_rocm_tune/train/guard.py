@@ -60,6 +60,15 @@ class StepFinding(NamedTuple):
     def text(self) -> str:
         return f"step {self.step}: {self.said}"
 
+    @property
+    def outcome(self) -> str:
+        """For the report."""
+        if self.stops:
+            return "stopped"
+        if self.skips:
+            return "skipped"
+        return "named"
+
 
 class StepGuard:
     """Judges the steps of one run, in order; more than ``max_skipped`` skipped steps of the last 100 end it."""
@@ -74,31 +83,42 @@ class StepGuard:
     def judge(self, step: int, loss: float, grad_norm: float, *, scaled: bool = False) -> StepFinding | None:
         """Judge a step (from 1) whose gradients have not been used yet."""
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaled):
-            self._skips.append(step)
-            count = sum(each > step - SKIPPED_AMONG for each in self._skips)
-            said = (
-                f"loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was skipped ({count} of the last "
-                f"{SKIPPED_AMONG}; at most {self._max_skipped} are allowed). Likely causes: a learning rate that is "
-                "too high, fp16 overflow, NaN in the data or the base weights, or wrong arithmetic on the device, "
-                "which has been reported on these cards (the doctor tests it)"
-            )
-            return StepFinding(step, "not finite", said, stops=count > self._max_skipped, skips=True)
-        self._dead = self._dead + 1 if loss == 0 and grad_norm == 0 else 0
-        if self._dead:
-            said = (
-                f"loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. Likely causes: "
-                "no label counts in the loss (answers cut off by --max_length, a mask that covers everything), or "
-                "weights or activations that are zero on the device: "
-                "https://github.com/huggingface/accelerate/issues/3043 (the doctor tests its arithmetic)"
-            )
-            found = StepFinding(step, "dead", said, stops=self._dead == _DEAD_STOPS)
-            return found if self._dead in (_DEAD_WARNS, _DEAD_STOPS) else None
+            return self._not_finite(step, loss, grad_norm)
+        if loss == 0 and grad_norm == 0:
+            self._dead += 1
+            return self._nothing_learned(step)
+        self._dead = 0
+        return self._spike(step, loss)
+
+    def _not_finite(self, step: int, loss: float, grad_norm: float) -> StepFinding:
+        self._skips.append(step)
+        count = sum(skipped > step - SKIPPED_AMONG for skipped in self._skips)
+        said = (
+            f"loss {loss:.4g}, gradient norm {grad_norm:.4g}: the step was skipped ({count} of the last "
+            f"{SKIPPED_AMONG}; at most {self._max_skipped} are allowed). Likely causes: a learning rate that is "
+            "too high, fp16 overflow, NaN in the data or the base weights, or wrong arithmetic on the device, "
+            "which has been reported on these cards (the doctor tests it)"
+        )
+        return StepFinding(step, "not finite", said, stops=count > self._max_skipped, skips=True)
+
+    def _nothing_learned(self, step: int) -> StepFinding | None:
+        if self._dead not in (_DEAD_WARNS, _DEAD_STOPS):
+            return None
+        said = (
+            f"loss and gradient norm are exactly 0, for {self._dead} steps now: nothing is learned. Likely causes: "
+            "no label counts in the loss (answers cut off by --max_length, a mask that covers everything), or "
+            "weights or activations that are zero on the device: "
+            "https://github.com/huggingface/accelerate/issues/3043 (the doctor tests its arithmetic)"
+        )
+        return StepFinding(step, "dead", said, stops=self._dead == _DEAD_STOPS)
+
+    def _spike(self, step: int, loss: float) -> StepFinding | None:
         earlier = list(self._losses)
         self._losses.append(loss)
         if len(earlier) < _ENOUGH or step < self._quiet_until:
             return None
         median = statistics.median(earlier)
-        deviation = 1.4826 * statistics.median(abs(each - median) for each in earlier)
+        deviation = 1.4826 * statistics.median(abs(value - median) for value in earlier)
         if loss <= max(1.5 * abs(median), median + 10 * deviation):
             return None
         self._quiet_until = step + _SPIKE_PAUSE
@@ -139,35 +159,25 @@ class TrainingGuard:
         losses, self._losses = self._losses, []
         if not losses:
             return False  # one of ``skip_steps``
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        residuals, samples = products.pending(), updates.pending()
-        if type(norm) is torch.Tensor and norm.device == loss.device != _HOST:
-            same = norm.dtype == loss.dtype
-            numbers = torch.stack([loss, norm] if same else [loss.double(), norm.double()])
-            with_first = residuals[:1] if residuals and residuals[0].device == loss.device else []
-            beside = [each for each in samples if each.device == loss.device]
-            row = torch.cat([numbers, *with_first, *beside]).tolist()  # read together: no further wait
-            count = 2 + sum(each.numel() for each in with_first)
-            mine, known, sampled = row[:2], [row[2:count]] if with_first else [], row[count:]
-        else:
-            mine, known, sampled = [loss.item(), float(norm)], [], []
-        known += [each.tolist() for each in residuals[len(known) :]]
-        read = [sampled if sampled and each.device == loss.device else each.tolist() for each in samples]
+        loss = losses[0]
+        if len(losses) > 1:
+            loss = torch.stack(losses).sum()
+        step = self._trainer.state.global_step + 1
+        figures = _read_figures(loss, norm, products.pending(), updates.pending())
         own = max(
-            products.judge(known, can_repeat=can_repeat),
+            products.judge(figures.residuals, can_repeat=can_repeat),
             replays.judge(can_repeat=can_repeat),
-            updates.judge(read, can_repeat=can_repeat),
+            updates.judge(figures.samples, can_repeat=can_repeat),
         )
-        rows = everyone([*mine, own])  # NaN on one rank is NaN on all
-        verdict = StepVerdict(int(max(row[2] for row in rows)))
+        of_ranks = everyone([figures.loss, figures.norm, own])
+        verdict = StepVerdict(int(max(rank_verdict for _, _, rank_verdict in of_ranks)))
         if verdict == StepVerdict.END:
-            elsewhere = f"step {self._trainer.state.global_step + 1}: wrong arithmetic on another rank"
+            elsewhere = f"step {step}: wrong arithmetic on another rank"
             raise CorruptionError(updates.failure or products.failure or replays.failure or elsewhere)
         if verdict == StepVerdict.REPEAT:
             return True
-        mean = sum(row[0] for row in rows) / len(rows)
-        worst = max((row[1] for row in rows), key=lambda one: one if one < math.inf else math.inf)
-        step = self._trainer.state.global_step + 1
+        mean = sum(rank_loss for rank_loss, _, _ in of_ranks) / len(of_ranks)  # NaN on one rank is NaN on all
+        worst = max((rank_norm for _, rank_norm, _ in of_ranks), key=_nan_as_infinity)
         settle(step)
         if verdict == StepVerdict.SKIP:
             model.zero_grad()
@@ -182,12 +192,17 @@ class TrainingGuard:
 
     def require_finite(self, model: nn.Module) -> None:
         """Refuse to save weights that hold NaN or infinity. Collective."""
-        bad = [name for name, each in _trainable(model) if not each.detach().isfinite().all()]
+        bad = []
+        for name, weight in _trainable(model):
+            if not weight.detach().isfinite().all():
+                bad.append(name)
         if not highest([int(bool(bad))])[0]:
             return
-        named = f": {listed(bad)}" if bad else " on another rank"
+        weights = "some trainable weights hold NaN or infinity on another rank"
+        if bad:
+            weights = f"{len(bad)} trainable weights hold NaN or infinity: {listed(bad)}"
         said = (
-            f"{len(bad) or 'some'} trainable weights hold NaN or infinity{named}, so they are not saved. "
+            f"{weights}, so they are not saved. "
             "Likely causes: a learning rate that is too high, or wrong arithmetic on the device (the doctor tests it)"
         )
         self.report(StepFinding(self._trainer.state.global_step, "weights not finite", said, stops=True))
@@ -195,17 +210,62 @@ class TrainingGuard:
     def report(self, finding: StepFinding) -> None:
         """Warn and add an incident once for all ranks; raises `DivergedError` if the run must end."""
         trainer = self._trainer
-        if main := trainer.is_world_process_zero():
-            outcome = "stopped" if finding.stops else "skipped" if finding.skips else "named"
+        is_first_rank = trainer.is_world_process_zero()
+        if is_first_rank:
             row = {"step": finding.step, "stage": "guard", "kind": finding.kind, "text": finding.text}
-            trainer.transfer_report.incident({**row, "outcome": outcome})
+            trainer.transfer_report.incident({**row, "outcome": finding.outcome})
             trainer.transfer_report.count("guard", warnings=1, skipped_steps=int(finding.skips))
         if finding.stops:
             saved = list_checkpoints(Path(trainer.args.output_dir))
-            kept = f"{saved[-1][1].name} is the newest checkpoint and intact" if saved else "no checkpoint was written"
+            kept = "no checkpoint was written"
+            if saved:
+                kept = f"{saved[-1][1].name} is the newest checkpoint and intact"
             raise DivergedError(f"{finding.text}. {kept}: fix the cause and start again")
-        if main:
+        if is_first_rank:
             logger.warning("%s", finding.text)
+
+
+class StepFigures(NamedTuple):
+    """What was read of a step, on this rank."""
+
+    loss: float
+    norm: float
+    residuals: list[list[float]]  # of products, as of `ArithmeticChecks.pending`
+    samples: list[list[float]]  # of the last update and this step's clipping, as of `UpdateChecks.pending`
+
+
+def _read_figures(loss: Tensor, norm: Any, residuals: list[Tensor], samples: list[Tensor]) -> StepFigures:
+    """Wait for the figures of a step; those on the card of the loss are read together, in one wait.
+
+    ``loss``: shape []; ``norm``: a tensor of shape [], or a number; the others: shape [n], one of each device.
+    """
+    if type(norm) is not torch.Tensor or norm.device != loss.device or loss.device == _HOST:
+        residual_rows = [residual.tolist() for residual in residuals]
+        return StepFigures(loss.item(), float(norm), residual_rows, [sample.tolist() for sample in samples])
+    if norm.dtype != loss.dtype:
+        loss, norm = loss.double(), norm.double()
+    together = [torch.stack([loss, norm])]
+    reads_residuals = bool(residuals) and residuals[0].device == loss.device
+    if reads_residuals:
+        together.append(residuals[0])
+    together += [sample for sample in samples if sample.device == loss.device]
+    read_loss, read_norm, *rest = torch.cat(together).tolist()
+    residual_rows = []
+    if reads_residuals:
+        length = residuals[0].numel()
+        residual_rows, rest = [rest[:length]], rest[length:]
+    residual_rows += [residual.tolist() for residual in residuals[len(residual_rows) :]]
+    sample_rows = []
+    for sample in samples:
+        if rest and sample.device == loss.device:
+            sample_rows.append(rest)
+        else:
+            sample_rows.append(sample.tolist())
+    return StepFigures(read_loss, read_norm, residual_rows, sample_rows)
+
+
+def _nan_as_infinity(norm: float) -> float:
+    return norm if norm < math.inf else math.inf
 
 
 class MovementCallback(TrainerCallback):
@@ -230,9 +290,7 @@ class MovementCallback(TrainerCallback):
             self._look_at += FIRST_LOOK  # such steps change nothing
             return
         steps = state.global_step - self._began
-        zero = [(name, weight.detach().any()) for name, weight in _trainable(self._model) if "lora_B" in name]
-        moved = torch.stack([each.reshape(()) for _, each in zero]).tolist() if zero else []  # one wait for all of them
-        still = [name for (name, _), some in zip(zero, moved, strict=True) if not some]
+        still = _zero_matrices(self._model)
         if self._before and self._before == self._digests():
             said = (
                 f"no trainable weight changed in {steps} steps ({len(self._before)} weights). Likely causes: a "
@@ -250,6 +308,16 @@ class MovementCallback(TrainerCallback):
 
     def _digests(self) -> list[Digest]:
         return list(QueuedDigests([weight.detach() for _, weight in _trainable(self._model)]).result())
+
+
+def _zero_matrices(model: nn.Module) -> list[str]:
+    """The names of LoRA's matrices B that are zero."""
+    matrices = {name: weight for name, weight in _trainable(model) if "lora_B" in name}
+    if not matrices:
+        return []
+    nonzero = [weight.detach().any().reshape(()) for weight in matrices.values()]
+    is_nonzero = torch.stack(nonzero).tolist()  # one wait for all of them
+    return [name for name, moved in zip(matrices, is_nonzero, strict=True) if not moved]
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:

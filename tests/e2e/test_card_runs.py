@@ -36,7 +36,7 @@ FROM_CARD = {
     "transformers/trainer.py:Trainer.store_flos": "floating point operations, counted",
     "transformers/trainer_pt_utils.py:nested_numpify": "losses of an evaluation",
     "transformers/masking_utils.py:_ignore_causal_mask_sdpa": "whether a mask masks nothing",
-    "train/guard.py:TrainingGuard.require_finite.<locals>.<listcomp>": "whether a weight is finite",
+    "train/guard.py:TrainingGuard.require_finite": "whether a weight is finite",
     "transformers/masking_utils.py:find_packed_sequence_indices": "whether positions begin anew",
     "bitsandbytes/functional.py:QuantState.as_dict": "the offset of 4-bit scales, for a state dict that is thrown away",
     "default/ops.py:_": "whether a matrix has outliers, in 8-bit layers",
@@ -48,7 +48,7 @@ FROM_CARD = {
 }
 """Scalars, to be logged or looked at."""
 SAVED = {
-    "train/guard.py:TrainingGuard.judge": "loss, norm, residuals of products, a sample of the last update, in one read",
+    "train/guard.py:_read_figures": "loss, norm, residuals of products, a sample of the last update, in one read",
     "train/update.py:UpdateChecks.settle": "a sample of the last update, before a save",
     "train/replay.py:_outcome": "loss, norms and sums of what was computed twice, in one read",
     "train/metrics.py:settle": "what TRL's trainer has noted since the last log, in one read",
@@ -68,7 +68,7 @@ BETWEEN_RANKS = {
 BETWEEN_RANKS_BYTES = 8192
 """Five numbers for each block of gradients: what is compared, not what is trained with."""
 SCALAR_BYTES = 64
-VERDICTS = "train/guard.py:TrainingGuard.judge"  # norm, loss and one figure a checked product, once a step
+VERDICTS = "train/guard.py:_read_figures"  # norm, loss and one figure a checked product, once a step
 VERDICTS_BYTES = 4096
 
 

@@ -14,7 +14,7 @@ from tests.simcard.log import Event, Log
 
 VERDICT = "transfer/backend.py:_EventDigest.result"
 """A batch's, which must be there before its forward. It follows the copy on a queue of its own, not the computation."""
-GUARD = "train/guard.py:TrainingGuard.judge"
+GUARD = "train/guard.py:_read_figures"
 """Loss and gradient norm, before they are used."""
 LOGGED = "train/metrics.py:settle"
 """What TRL's trainer notes in each micro-step, once a log."""
