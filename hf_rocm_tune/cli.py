@@ -23,7 +23,7 @@ from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.settings import flags
 from hf_rocm_tune.settings.recipes import RecipeFile, method_of, read_recipe
 from hf_rocm_tune.settings.start import answered
-from hf_rocm_tune.settings.verbs import VERBS
+from hf_rocm_tune.settings.verbs import VERBS as TRAINING_VERBS
 from hf_rocm_tune.survive.heartbeat import outlive_reader
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _training(verb: Method) -> Verb:
             return 0
         return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
-    what = VERBS[verb].what
+    what = TRAINING_VERBS[verb].what
     command.__doc__ = f"{what[0].lower()}{what[1:].rstrip('.')}; every flag of `trl {verb}`"
     return command
 
@@ -257,7 +257,7 @@ _SFT = _training("sft")
 VERBS: dict[str, Verb] = {
     "sft": _SFT,
     "train": _SFT,
-    **{verb: _training(verb) for verb in VERBS if verb != "sft"},
+    **{verb: _training(verb) for verb in TRAINING_VERBS if verb != "sft"},
     "script": script,
     "run": _module(
         "supervisor", "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"
