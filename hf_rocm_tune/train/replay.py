@@ -14,6 +14,7 @@ micro-batches are split.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import defaultdict
@@ -56,9 +57,12 @@ class Figures:
         """The largest difference of a figure over its scale; infinite where only one is NaN."""
         largest = 0.0
         for (mine, scale), (theirs, _) in zip(self.figures, other.figures, strict=True):
-            if mine != theirs and not (math.isnan(mine) and math.isnan(theirs)):
-                found = abs(mine - theirs) / max(scale, 1e-30)
-                largest = max(largest, math.inf if math.isnan(found) else found)
+            if mine == theirs or (math.isnan(mine) and math.isnan(theirs)):
+                continue
+            difference = abs(mine - theirs) / max(scale, 1e-30)
+            if math.isnan(difference):
+                return math.inf
+            largest = max(largest, difference)
         return largest
 
 
@@ -93,7 +97,8 @@ class Replays:
             # It may count what it sees, and would count a micro-batch twice.
             "the trainer has code of its own": is_foreign(type(trainer)),
         }
-        self.refusal = next((reason for reason, holds in reasons.items() if holds), None)
+        holding = [reason for reason, holds in reasons.items() if holds]
+        self.refusal = holding[0] if holding else None
         self._on &= not args.torch_compile  # what is compiled calls no attention function
         self._every = max(1, EVERY // args.gradient_accumulation_steps)
 
@@ -136,20 +141,28 @@ class Replays:
         trainer.transfer_report.count("arithmetic", replays=1)
 
     def _same(self, one: Figures, other: Figures) -> bool:
-        return one.digest == other.digest or (self.deterministic is False and one.distance(other) <= self.bound)
+        if one.digest == other.digest:
+            return True
+        return self.deterministic is False and one.distance(other) <= self.bound
+
+    def _note_equal(self) -> None:
+        """Two runs gave the same: the kernels are deterministic, unless it is known that they are not."""
+        if self.deterministic is None:
+            self.deterministic = True
 
     # ---- one process: the real turn is compared -----------------------------------------------------------------
 
     def compare(self, model: nn.Module, loss: Tensor, *, again: bool = False) -> None:
         """After the first micro-step of a step, and of one that is computed ``again``."""
-        if not (self._wrong if again else self._awaited):
+        is_due = self._wrong if again else self._awaited
+        if not is_due:
             return
         self._awaited = False
         found = _outcome(model, loss)
-        agrees = any(self._same(found, each) for each in self._seen)
+        agrees = any(self._same(found, earlier) for earlier in self._seen)
         self._seen.append(found)
         if agrees:
-            self.deterministic = True if self.deterministic is None else self.deterministic
+            self._note_equal()
             if self._wrong:
                 self._tell(
                     "gradients", "transient", "recovered", "the step was computed again, and equals an earlier one"
@@ -160,7 +173,10 @@ class Replays:
 
     def _allow(self, rows: list[list[Figures]]) -> bool:
         """Take the differences within each row for those of kernels that are not deterministic, if they are small."""
-        spread = max(one.distance(other) for row in rows for one in row for other in row)
+        spread = 0.0
+        for row in rows:
+            for one, other in itertools.permutations(row, 2):
+                spread = max(spread, one.distance(other))
         # Neither a CPU nor a card that has given the same bits twice gives others without a fault.
         if spread > _AT_MOST or self.deterministic or self._trainer.mover.device.type == "cpu":
             return False
@@ -183,9 +199,8 @@ class Replays:
         return StepVerdict.END
 
     def describe(self) -> dict[str, Any]:
-        every = None if self.refusal else self._every
         return {
-            "replay_every": every,
+            "replay_every": None if self.refusal else self._every,
             "replay_refusal": self.refusal,
             "deterministic": self.deterministic,
             "replay_bound": self.bound or None,
@@ -194,7 +209,9 @@ class Replays:
 
     def _tell(self, tensor: str, kind: str, outcome: str, text: str) -> None:
         step = self._trainer.state.global_step + 1
-        what = "loss or gradients of a micro-batch that was computed twice differ" if tensor == "gradients" else tensor
+        what = tensor
+        if tensor == "gradients":
+            what = "loss or gradients of a micro-batch that was computed twice differ"
         self.failure = f"step {step}: {what}: {text}"
         row = {"step": step, "stage": "arithmetic", "tensor": tensor.split()[0], "kind": kind, "text": text}
         self._trainer.transfer_report.incident({**row, "outcome": outcome})
@@ -210,31 +227,35 @@ class Replays:
         sent = [(dict(trainer.host_batch(inputs)), count)]
         dist.broadcast_object_list(sent, src=self._count % trainer.args.world_size, group=host_group())
         batch, count = sent[0]
-        return batch, torch.full_like(num_items, count) if isinstance(num_items, Tensor) else count
+        if isinstance(num_items, Tensor):
+            count = torch.full_like(num_items, count)
+        return batch, count
 
     def _compare_ranks(self, first: Figures | None, run: Callable[[], Figures | None]) -> None:
         """Compare the ranks' outcomes; where they differ, all compute again, which tells whose card is wrong."""
-        history: list[list[Figures]] = []
-        while not history or not all(self._same(history[-1][0], each) for each in history[-1]):
-            if len(history) == _RUNS:
-                if self._allow(history):
+        runs: list[list[Figures]] = []  # of each run the figures of all ranks
+        while not runs or not self._ranks_agree(runs[-1]):
+            if len(runs) == _RUNS:
+                if self._allow(runs):
                     return
-                steady = [len({each[rank].digest for each in history}) == 1 for rank in range(len(history[0]))]
-                ranks = (
-                    f"rank {rank} {'repeats its result' if one else 'does not'}" for rank, one in enumerate(steady)
-                )
-                self._tell("gradients", "repeatable", "stopped", f"the cards differ each time: {', '.join(ranks)}")
+                self._tell("gradients", "repeatable", "stopped", f"the cards differ each time: {_steadiness(runs)}")
                 raise CorruptionError(self.failure)
-            found: list[Figures | None] = [None] * dist.get_world_size(host_group())
-            dist.all_gather_object(found, run() if history else first, group=host_group())
-            if (here := [each for each in found if each is not None]) != found:
+            own = run() if runs else first
+            gathered: list[Figures | None] = [None] * dist.get_world_size(host_group())
+            dist.all_gather_object(gathered, own, group=host_group())
+            of_ranks = [figures for figures in gathered if figures is not None]
+            if len(of_ranks) < len(gathered):
                 return  # one is out of memory
-            history.append(here)
-        self.deterministic = True if self.deterministic is None else self.deterministic
-        if len(history) > 1 and self._trainer.is_world_process_zero():
-            wrong = [str(rank) for rank, each in enumerate(history[0]) if not self._same(history[-1][0], each)]
+            runs.append(of_ranks)
+        self._note_equal()
+        if len(runs) > 1 and self._trainer.is_world_process_zero():
+            right = runs[-1][0]
+            wrong = [str(rank) for rank, figures in enumerate(runs[0]) if not self._same(right, figures)]
             text = f"wrong on rank {', '.join(wrong)}, and right when repeated"
             self._tell("gradients", "transient", "recovered", text)
+
+    def _ranks_agree(self, of_ranks: list[Figures]) -> bool:
+        return all(self._same(of_ranks[0], figures) for figures in of_ranks)
 
     # ---- attention ----------------------------------------------------------------------------------------------
 
@@ -243,9 +264,9 @@ class Replays:
         """Within the block attention is checked, if these inputs are the longest yet, or if it was wrong before."""
         length = 0
         if self._on and isinstance(inputs, Mapping):
-            length = max(
-                (each.shape[-1] for each in inputs.values() if isinstance(each, Tensor) and each.dim()), default=0
-            )
+            for tensor in inputs.values():
+                if isinstance(tensor, Tensor) and tensor.dim():
+                    length = max(length, tensor.shape[-1])
         if length <= self._length and not (inputs is None and self._attempts):
             yield
             return
@@ -268,10 +289,12 @@ class Replays:
             functional.scaled_dot_product_attention = stock
 
     def _judge_attention(self, *, can_repeat: bool) -> StepVerdict:
-        numbers = [math.inf if math.isnan(each) else each for each in self._products.attention]
+        numbers = self._products.attention
         if not numbers:
             return StepVerdict.GO_ON
         worst = max(numbers)
+        if any(math.isnan(number) for number in numbers):
+            worst = math.inf
         self._trainer.transfer_report.count("arithmetic", attention=len(numbers))
         what = f"attention over {self._length} tokens"
         if worst <= 1.0:
@@ -286,16 +309,30 @@ class Replays:
         return StepVerdict.END
 
 
+def _steadiness(runs: list[list[Figures]]) -> str:
+    """Which ranks gave the same in all runs."""
+    sentences = []
+    for rank in range(len(runs[0])):
+        digests = {of_ranks[rank].digest for of_ranks in runs}
+        said = "repeats its result" if len(digests) == 1 else "does not"
+        sentences.append(f"rank {rank} {said}")
+    return ", ".join(sentences)
+
+
 def _outcome(model: nn.Module, loss: Tensor) -> Figures:
-    rows: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for each in (loss, *(each.grad for each in model.parameters() if each.grad is not None)):
-        rows[each.device].append(each.detach())
-    digests = QueuedDigests([each for row in rows.values() for each in row])
+    """Digests and figures of the loss and of all gradients; waits for them once a device."""
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    by_device[loss.device].append(loss.detach())
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_device[parameter.grad.device].append(parameter.grad.detach())
+    digests = QueuedDigests([tensor for tensors in by_device.values() for tensor in tensors])
     figures: list[tuple[float, float]] = []
-    for row in rows.values():
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in row]
-        numbers = torch.stack([*norms, *(each.sum(dtype=torch.float32) for each in row)]).tolist()  # one wait
-        for each, norm, total in zip(row, numbers, numbers[len(row) :], strict=False):
-            figures += [(norm, norm), (total, norm * math.sqrt(each.numel()))]
+    for tensors in by_device.values():
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+        sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+        numbers = torch.stack([*norms, *sums]).tolist()  # one wait
+        for tensor, norm, total in zip(tensors, numbers, numbers[len(tensors) :], strict=False):
+            figures += [(norm, norm), (total, norm * math.sqrt(tensor.numel()))]
     # The figures were read from the same streams after them: the digests are there.
-    return Figures(tuple(each.hex() for each in digests.result()), tuple(figures))
+    return Figures(tuple(digest.hex() for digest in digests.result()), tuple(figures))
