@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import subprocess
 import sys
@@ -180,6 +181,48 @@ def test_imports_point_down_only() -> None:
     for module, file in modules():
         found += import_violations(file.read_text(encoding="utf-8"), module, is_package=file.stem == "__init__")
     assert not found, "\n".join(["", *found])
+
+
+def runtime_imports(source: str, module: str, *, is_package: bool) -> set[str]:
+    """The modules that one imports when it runs, in functions too, but not for type checkers alone."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    return {name for _, name in imported(tree, module, is_package=is_package)}
+
+
+def circle_in(sources: dict[str, tuple[str, bool]]) -> list[str]:
+    """Modules that import each other in a circle; empty if there are none. ``sources``: text, and whether a package."""
+    known = {f"{PACKAGE}.{module}": module for module in sources}
+    graph = {}
+    for module, (source, is_package) in sources.items():
+        names = runtime_imports(source, module, is_package=is_package)
+        both = names | {name.rpartition(".")[0] for name in names}
+        graph[module] = {known[name] for name in both if name in known} - {module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    # A package's names, which its own modules need not import, are no module of the circle.
+    files = [(module, file) for module, file in modules() if file.stem != "__init__"]
+    assert len(files) > 150
+    assert circle_in({module: (file.read_text(encoding="utf-8"), False) for module, file in files}) == []
+
+
+def test_a_circle_is_seen_also_through_an_import_in_a_function() -> None:
+    sources = {
+        "a": "from hf_rocm_tune import b",
+        "b": "def lazily():\n    from hf_rocm_tune.c import f",
+        "c": "import torch",
+    }
+    texts = {module: (text, False) for module, text in sources.items()}
+    assert circle_in(texts) == []
+    assert circle_in(texts | {"c": ("from .a import g", False)})
 
 
 def test_only_the_mover_moves_tensors() -> None:
