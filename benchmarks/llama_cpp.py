@@ -422,12 +422,20 @@ def greedy_here(model: Any, prompt: list[int], ends: set[int]) -> tuple[list[int
 # ---- the comparison --------------------------------------------------------------------------------------------------
 
 
-def compare(
-    programs: Path, file: Path, adapter: Path | None, model: Any, tokenizer: Any, ends: set[int]
-) -> dict[str, Any]:
+class Answered(NamedTuple):
+    """What llama.cpp makes of a file."""
+
+    row: dict[str, Any]  # what was compared with the tokenizer alone
+    prompt: list[int]
+    tokens: list[int]  # the likeliest ones after the prompt, without the end token
+    probabilities: list[dict[str, Any]]  # of tokens that are whole letters
+    text: str
+    perplexity: float
+
+
+def answers_there(programs: Path, file: Path, adapter: Path | None, tokenizer: Any) -> Answered:
     row: dict[str, Any] = {}
     rendered = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
-    text = "\n\n".join(corpus())[:12000]
     with served(programs, file, adapter) as ask:
         there = ask("/apply-template", {"messages": TALK})["prompt"]
         bos = tokenizer.bos_token or ""
@@ -439,35 +447,36 @@ def compare(
         if ask("/tokenize", {"content": there.removeprefix(bos) if bos else there, **asked})["tokens"] != prompt:
             wrong.append("the conversation")
         row["tokens"] = wrong or True
-        answered = ask(
-            "/completion",
-            {
-                "prompt": prompt,
-                "n_predict": STEPS,
-                "temperature": 0,
-                "n_probs": 1,
-                "return_tokens": True,
-                "cache_prompt": False,
-            },
-        )
-    here, logs = greedy_here(model, prompt, ends)
-    theirs = answered["tokens"]  # without the end token
-    same = next((at for at, pair in enumerate(zip(here, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
-    row["greedy"] = f"{same} of {len(theirs)}"
-    # Of tokens that are a part of a letter the server gives no probability.
-    given, known = iter(answered["completion_probabilities"]), list[float]()
-    entry = next(given, None)
-    for at, token in enumerate(theirs[:same]):
-        if entry is not None and entry["id"] == token:
-            known.append(abs(logs[at] - entry["logprob"]))
-            entry = next(given, None)
-    row["log_prob"] = max(known, default=None)
+        body = {"prompt": prompt, "n_predict": STEPS, "temperature": 0, "n_probs": 1}
+        answered = ask("/completion", body | {"return_tokens": True, "cache_prompt": False})
+    text = "\n\n".join(corpus())[:12000]
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as words:
         words.write(text)
         words.flush()
-        found = perplexity_there(programs, file, adapter, Path(words.name))
-    wanted = perplexity_here(model, tokenizer, text)
-    return row | {"perplexity": [round(found, 4), round(wanted, 4)], "quotient": round(found / wanted, 5)}
+        perplexity = perplexity_there(programs, file, adapter, Path(words.name))
+    given = answered["completion_probabilities"]
+    return Answered(row, prompt, answered["tokens"], given, text, perplexity)
+
+
+def beside(there: Answered, model: Any, tokenizer: Any, ends: set[int]) -> dict[str, Any]:
+    """The answers of transformers, compared with those of llama.cpp."""
+    here, logs = greedy_here(model, there.prompt, ends)
+    expected = here[:-1] if here[-1] in ends else here
+    pairs = enumerate(zip(expected, there.tokens, strict=False))
+    same = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(expected), len(there.tokens)))
+    given, known = iter(there.probabilities), list[float]()
+    entry = next(given, None)
+    for at, token in enumerate(there.tokens[:same]):
+        if entry is not None and entry["id"] == token:
+            known.append(abs(logs[at] - entry["logprob"]))
+            entry = next(given, None)
+    wanted = perplexity_here(model, tokenizer, there.text)
+    return {
+        "greedy": f"{same} of {max(len(expected), len(there.tokens))}",
+        "log_prob": max(known, default=None),
+        "perplexity": [round(there.perplexity, 4), round(wanted, 4)],
+        "quotient": round(there.perplexity / wanted, 5),
+    }
 
 
 def run(name: str, sources: Path, wanted: Sequence[str]) -> dict[str, Any]:
@@ -498,11 +507,11 @@ def run(name: str, sources: Path, wanted: Sequence[str]) -> dict[str, Any]:
             ends = {ends} if isinstance(ends, int) else set(ends or ())
             used, adapter = (file, made_file) if alone else (made_file, None)
             try:
-                rows[kind] = compare(programs, used, adapter, model, tokenizer, ends)
+                there = answers_there(programs, used, adapter, tokenizer)
+                rows[kind] = there.row | beside(there, model, tokenizer, ends)
                 if kind.startswith("q"):
-                    rows[kind]["of_the_files_weights"] = compare(
-                        programs, used, adapter, _as_stored(made_file), tokenizer, ends
-                    )
+                    stored = _as_stored(made_file)
+                    rows[kind]["of_the_files_weights"] = beside(there, stored, tokenizer, ends)
             except (RuntimeError, OSError) as error:
                 rows[kind] = {"error": str(error)}
             print(name, kind, json.dumps(rows[kind], ensure_ascii=False), flush=True)

@@ -28,6 +28,7 @@ ROLES = ("bos", "eos", "pad")
 
 _CONFIG_FILE = "tokenizer_config.json"
 _TEMPLATE = re.compile(r"chat_template.*")
+_TEMPLATE_FILE, _TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 # Keys of tokenizer_config.json that name special tokens.
 _SPECIAL_KEYS = (
     *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
@@ -58,7 +59,7 @@ def tokenizer_files(base: Path, trained: Path, *, trust_remote_code: bool = Fals
     base's files and what is new, with any other the run's. The chat template is the run's.
     """
     if not has_tokenizer(trained):
-        template = trained / "chat_template.jinja"
+        template = trained / _TEMPLATE_FILE
         given = template.read_text(encoding="utf-8") if template.is_file() else None
         return _files(base) if given is None else _with_template(_files(base), _files(trained), given)
     if not has_tokenizer(base):
@@ -73,17 +74,34 @@ def tokenizer_files(base: Path, trained: Path, *, trust_remote_code: bool = Fals
         files = _completed(_files(trained), after)
     if "tokenizer.model" in files and not _json(files.get(_CONFIG_FILE)).get("added_tokens_decoder"):
         files = _completed(files, after)  # a base that transformers 5 wrote, or its tokenizer.model alone
-    if after.chat_template != before.chat_template:
+    # An adapter is read without the folder of further templates, so it may have the default one alone.
+    if after.chat_template not in (before.chat_template, _default_of(before.chat_template)):
         files = _with_template(files, _files(trained), after.chat_template)
     return files
 
 
 def _files(directory: Path) -> dict[str, bytes]:
-    return {
+    """Tokenizer files by name; chat templates in a folder of their own stand in ``tokenizer_config.json``."""
+    files = {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())
         if path.is_file() and TOKENIZER_FILE.fullmatch(path.name)
     }
+    further = sorted((directory / _TEMPLATE_FOLDER).glob("*.jinja"))
+    if further and _TEMPLATE_FILE in files:
+        templates = {"default": files.pop(_TEMPLATE_FILE).decode()}
+        templates |= {path.name.removesuffix(".jinja"): path.read_text(encoding="utf-8") for path in further}
+        files[_CONFIG_FILE] = _as_json(_json(files.get(_CONFIG_FILE)) | {"chat_template": _by_name(templates)})
+    return files
+
+
+def _by_name(templates: Mapping[str, str]) -> list[dict[str, str]]:
+    """Several templates as ``tokenizer_config.json`` holds them."""
+    return [{"name": name, "template": template} for name, template in templates.items()]
+
+
+def _default_of(templates: Any) -> Any:
+    return templates.get("default") if isinstance(templates, Mapping) else templates
 
 
 def _vocabulary(tokenizer: Any) -> Any:
@@ -135,7 +153,10 @@ def _with_template(files: Mapping[str, bytes], trained: Mapping[str, bytes], tem
         done[_CONFIG_FILE] = _as_json(config)
     done |= {name: content for name, content in trained.items() if _TEMPLATE.fullmatch(name)}
     if isinstance(template, str):
-        done["chat_template.jinja"] = template.encode()
+        done[_TEMPLATE_FILE] = template.encode()
+    elif template is not None:
+        config = _json(done.get(_CONFIG_FILE))
+        done[_CONFIG_FILE] = _as_json(config | {"chat_template": _by_name(template)})
     return done
 
 

@@ -105,6 +105,28 @@ def test_a_template_of_the_run_replaces_every_other(published: Path, tmp_path: P
     assert kept == json.loads((base / CONFIG).read_text())["added_tokens_decoder"]
 
 
+@pytest.mark.parametrize("form", ["in tokenizer_config.json", "in a folder"])
+def test_a_template_for_tools_beside_the_default_one_is_kept(form: str, published: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(published, tmp_path / "base")
+    default = (base / "chat_template.jinja").read_text()
+    templates = {"default": default, "tool_use": "TOOLS {{ tools | length }} " + default}
+    if form == "in a folder":
+        (base / "additional_chat_templates").mkdir()
+        (base / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+    else:
+        (base / "chat_template.jinja").unlink()
+        rows = [{"name": name, "template": template} for name, template in templates.items()]
+        content = json.loads((base / CONFIG).read_text()) | {"chat_template": rows}
+        (base / CONFIG).write_text(json.dumps(content))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    assert tokenizer.chat_template == templates
+    out = done(adapted(base, tmp_path / "adapter", tokenizer), base, tmp_path / "out")
+    found = AutoTokenizer.from_pretrained(out)
+    assert found.chat_template == templates
+    asked = [{"role": "user", "content": "x"}]
+    assert found.apply_chat_template(asked, tools=[{"a": 1}], tokenize=False).startswith("TOOLS 1")
+
+
 # ---- where an answer ends -------------------------------------------------------------------------------------------
 
 
