@@ -379,11 +379,15 @@ def served(programs: Path, file: Path, adapter: Path | None) -> Iterator[Callabl
 def perplexity_there(programs: Path, file: Path, adapter: Path | None, text: Path) -> float:
     command = [str(programs / "llama-perplexity"), "-m", str(file), "-f", str(text), "-c", str(CONTEXT), "-b", "512"]
     command += ["-t", "2", "--no-warmup", *_EXACT, *(["--lora", str(adapter)] if adapter is not None else [])]
-    for _ in range(5):  # its log loses its last lines now and then, on a busy machine
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        if found := re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr):
-            return float(found[1])
-    raise RuntimeError(f"llama-perplexity: {(done.stdout + done.stderr)[-800:]}")
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    said = done.stdout + done.stderr
+    if found := re.search(r"Final estimate: PPL = ([\d.]+)", said):
+        return float(found[1])
+    # Its log may lose the last lines on a busy machine; the last chunk's estimate, over all of them, is the same.
+    chunks, running = re.search(r"over (\d+) chunks", said), re.findall(r"\[(\d+)\]([\d.]+)", said)
+    if done.returncode or not (chunks and running and running[-1][0] == chunks[1]):
+        raise RuntimeError(f"llama-perplexity: {said[-800:]}")
+    return float(running[-1][1])
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
