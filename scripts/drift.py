@@ -320,7 +320,7 @@ def release(name: str, wheels: Path) -> tuple[Mapping[str, str], str]:
 
 
 def parameters(files: Mapping[str, str], module: str, attribute: str) -> list[str] | None:
-    """The parameters of a function or method; empty for one that is imported from elsewhere; None: it is missing."""
+    """The parameters of a function or method; empty for a class, a value, or what is imported; None: it is missing."""
     path = module.replace(".", "/")
     text = files.get(f"{path}.py") or files.get(f"{path}/__init__.py")
     if text is None:
@@ -342,6 +342,11 @@ def parameters(files: Mapping[str, str], module: str, attribute: str) -> list[st
         if isinstance(node, (ast.Import, ast.ImportFrom)) and any(
             (one.asname or one.name) == last for one in node.names
         ):
+            return []
+        if isinstance(node, ast.ClassDef) and node.name == last:
+            return []
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(one, ast.Name) and one.id == last for one in targets):
             return []
     return None
 
@@ -374,6 +379,9 @@ step, that names it.
 A ceiling is raised when `make drift` is green with the new release: first `TESTED` in `hf_rocm_tune/upstream.py`, then
 this page. TRL 1.15 is left out: its loss needs Triton on every device. With TRL below 1.15 `--one_pass_loss` is off and
 losses agree with those of TRL 1.16 to 3e-5, not to the bit: it is TRL's own loss.
+
+Builds of torch for CUDA (those of 2.10, 2.11, 2.14 and 2.15 here) ran on a processor, with empty libraries in place of
+CUDA's: the runs with faults are on the processor there.
 
 With one library varied at a time and the others as tested (by hand, 2026-11-28, a CPU, up to ten runs each): torch
 2.10.0 and 2.14.1, accelerate 1.13.0 and 1.14.0, bitsandbytes 0.50.0, PEFT 0.20.0, transformers 5.19.0 and 5.24.0 gave
