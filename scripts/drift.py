@@ -394,6 +394,8 @@ the same bits. What the failures below mean for a run:
 - With the oldest transformers a layer ran its hooks again when it was recomputed: a tensor crossed twice between two
   cards, and micro-batches side by side differed from one after the other. Layers of a split now recompute their
   `forward` only, and both tests pass there (2026-11-28).
+- The 13 failed seams with TRL 1.13 are rows of TRL's output head, which TRL has from 1.15 on; the tests leave them out
+  now. The failed one with torch 2.15 expected no other library to be newer; it is mended. Neither was run again there.
 - With the oldest versions a rotary table that follows the length is reported in other words.
 """
 
