@@ -376,29 +376,27 @@ def served(programs: Path, file: Path, adapter: Path | None) -> Iterator[Callabl
         log.close()
 
 
-def perplexity_there(programs: Path, file: Path, adapter: Path | None, text: Path) -> float:
+def perplexity_there(programs: Path, file: Path, adapter: Path | None, text: Path) -> tuple[float, int]:
+    """The perplexity of a text, and over how many chunks: the log may lose its last lines on a busy machine."""
     command = [str(programs / "llama-perplexity"), "-m", str(file), "-f", str(text), "-c", str(CONTEXT), "-b", "512"]
     command += ["-t", "2", "--no-warmup", *_EXACT, *(["--lora", str(adapter)] if adapter is not None else [])]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     said = done.stdout + done.stderr
-    if found := re.search(r"Final estimate: PPL = ([\d.]+)", said):
-        return float(found[1])
-    # Its log may lose the last lines on a busy machine; the last chunk's estimate, over all of them, is the same.
-    chunks, running = re.search(r"over (\d+) chunks", said), re.findall(r"\[(\d+)\]([\d.]+)", said)
-    if done.returncode or not (chunks and running and running[-1][0] == chunks[1]):
+    wanted, running = re.search(r"over (\d+) chunks", said), re.findall(r"\[(\d+)\]([\d.]+)", said)
+    if done.returncode or not wanted or not running or int(running[-1][0]) < int(wanted[1]) // 2:
         raise RuntimeError(f"llama-perplexity: {said[-800:]}")
-    return float(running[-1][1])
+    return float(running[-1][1]), int(running[-1][0])
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
-def perplexity_here(model: Any, tokenizer: Any, text: str) -> float:
+def perplexity_here(model: Any, tokenizer: Any, text: str, chunks: int) -> float:
     """As ``llama-perplexity``: chunks of `CONTEXT` tokens, each with the bos token first, its second half counted."""
     ids = tokenizer(text)["input_ids"]
     bos = tokenizer.bos_token_id if ids[:1] == [tokenizer.bos_token_id] else None
     total, count = 0.0, 0
-    for start in range(0, len(ids) // CONTEXT * CONTEXT, CONTEXT):
+    for start in range(0, chunks * CONTEXT, CONTEXT):
         chunk = torch.tensor([ids[start : start + CONTEXT]])
         if bos is not None:
             chunk[0, 0] = bos
@@ -434,7 +432,8 @@ class Answered(NamedTuple):
     tokens: list[int]  # the likeliest ones after the prompt, without the end token
     probabilities: list[dict[str, Any]]  # of tokens that are whole letters
     text: str
-    perplexity: float
+    perplexity: float  # over so many chunks of the text:
+    chunks: int
 
 
 def answers_there(programs: Path, file: Path, adapter: Path | None, tokenizer: Any) -> Answered:
@@ -457,9 +456,9 @@ def answers_there(programs: Path, file: Path, adapter: Path | None, tokenizer: A
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as words:
         words.write(text)
         words.flush()
-        perplexity = perplexity_there(programs, file, adapter, Path(words.name))
+        perplexity, chunks = perplexity_there(programs, file, adapter, Path(words.name))
     given = answered["completion_probabilities"]
-    return Answered(row, prompt, answered["tokens"], given, text, perplexity)
+    return Answered(row, prompt, answered["tokens"], given, text, perplexity, chunks)
 
 
 def beside(there: Answered, model: Any, tokenizer: Any, ends: set[int]) -> dict[str, Any]:
@@ -474,12 +473,13 @@ def beside(there: Answered, model: Any, tokenizer: Any, ends: set[int]) -> dict[
         if entry is not None and entry["id"] == token:
             known.append(abs(logs[at] - entry["logprob"]))
             entry = next(given, None)
-    wanted = perplexity_here(model, tokenizer, there.text)
+    wanted = perplexity_here(model, tokenizer, there.text, there.chunks)
     return {
         "greedy": f"{same} of {max(len(expected), len(there.tokens))}",
         "log_prob": max(known, default=None),
         "perplexity": [round(there.perplexity, 4), round(wanted, 4)],
         "quotient": round(there.perplexity / wanted, 5),
+        "chunks": there.chunks,
     }
 
 
