@@ -2,7 +2,8 @@
 
     python benchmarks/step_counts.py [--trees before=DIR after=.] [--steps 12] [--pairs 3] [--json FILE]
 
-``--trees``: checkouts of this project, by name; ``trl sft`` runs on the card of the last one. A step is what lies
+``--trees``: checkouts of this project, by name; all run on the simulated card of this one. Stock is the bare loop of
+`sft_bare.py` (torch, transformers, PEFT): TRL's own loss needs Triton, which this card has not. A step is what lies
 between two ends of ``optimizer.step``; the first four are left out. Counts are medians of the others: Python calls of
 the training thread (by `sys.setprofile`, in a run of their own), the rest as the card's driver counts it. Host time is
 the processor time of the training thread, of whole runs in turns, to stock's of the same turn. What a real card adds of
@@ -29,9 +30,9 @@ from benchmarks.common import in_turns, main, print_table, ratios, show, spread
 from hf_rocm_tune.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
-STOCK = "trl sft"
+STOCK = "stock"
 LEFT_OUT = 4
-SIZE = {"hidden": 256, "layers": 8, "batch": 2, "seq": 64}
+SIZE = {"hidden": 256, "layers": 4, "batch": 2, "seq": 32}
 METHODS: dict[str, list[str]] = {"LoRA": [], "QLoRA": ["--load_in_4bit", "true"]}
 COUNTED = (
     "calls",
@@ -48,18 +49,21 @@ import json, runpy, sys, time
 from torch.optim.optimizer import register_optimizer_step_post_hook
 calls, ends = [0], []
 def count(frame, event, _):
-    if event in ("call", "c_call"):
+    if event == "call":
         calls[0] += 1
 def after(*_):
     import simcard
+    if profiled and not ends:
+        sys.setprofile(count)
     ends.append({"calls": calls[0], "host_seconds": time.thread_time(), **simcard.counts()})
 register_optimizer_step_post_hook(after)
 profiled, name = sys.argv[1] == "1", sys.argv[2]
 sys.argv = sys.argv[2:]
-if profiled:
-    sys.setprofile(count)
 try:
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    if name.endswith(".py"):
+        runpy.run_path(name, run_name="__main__")
+    else:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
 finally:
     sys.setprofile(None)
     print("ENDS", json.dumps(ends), flush=True)
@@ -70,7 +74,7 @@ def run(tree: Path, module: str, flags: list[str], *, profiled: bool) -> list[di
     """What lies in each step of a run but the first ones."""
     environment = {
         **os.environ, "SIMCARD": "1", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(tree), str(tree / "tests" / "simcard" / "boot"))),
+        "PYTHONPATH": os.pathsep.join((str(tree), str(ROOT / "tests" / "simcard" / "boot"))),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", NOTE, str(int(profiled)), module, *flags],
@@ -91,7 +95,7 @@ def measure(wanted: argparse.Namespace) -> dict[str, Any]:
     trees = {name: Path(path).resolve() for name, _, path in (each.partition("=") for each in wanted.trees)}
     if absent := [str(path) for path in trees.values() if not (path / "hf_rocm_tune").is_dir()]:
         raise UsageError(f"--trees {' '.join(absent)}: give NAME=DIRECTORY of checkouts of this project")
-    sides = {STOCK: (list(trees.values())[-1], "trl.scripts.sft")}
+    sides = {STOCK: (ROOT, str(Path(__file__).with_name("sft_bare.py")))}
     sides |= {name: (path, "hf_rocm_tune.sft") for name, path in trees.items()}
     methods = {}
     for method in wanted.methods:
@@ -109,13 +113,14 @@ def measure(wanted: argparse.Namespace) -> dict[str, Any]:
                 times[side].append(median(steps, "host_seconds"))
             else:
                 counts[side] = {name: median(steps, name) for name in COUNTED}
+                print(method, side, counts[side], flush=True)
         host = {side: spread(each) for side, each in times.items() if each}
         methods[method] = {
             "counts": counts,
             "host_seconds": host,
             "to_stock": {side: ratios(times[side], times[STOCK]) for side in host},
         }
-        print(f"\n{method}, a step")
+        print(f"\n{method}, a step", flush=True)
         print_table(
             ("side", *COUNTED, "host ms", "to stock"),
             (
