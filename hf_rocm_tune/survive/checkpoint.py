@@ -69,13 +69,18 @@ class StagedSave:
 
     def failed(self) -> bool:
         """Whether a rank found the disk full; raises any other error, of this or another rank. Collective."""
-        own = [] if self.failure is None else [(self.is_full(), type(self.failure).__name__, str(self.failure))]
+        own: list[tuple[bool, str, str]] = []
+        if self.failure is not None:
+            own.append((self.is_full(), type(self.failure).__name__, str(self.failure)))
         failures = gather_object(own)
         if self.failure is not None and not own[0][0]:
             raise self.failure
         for is_full, kind, text in failures:
-            if not is_full:
-                raise CorruptionError(text) if kind == CorruptionError.__name__ else TuneError(f"another rank: {text}")
+            if is_full:
+                continue
+            if kind == CorruptionError.__name__:
+                raise CorruptionError(text)
+            raise TuneError(f"another rank: {text}")
         return bool(failures)
 
     def is_full(self) -> bool:
@@ -136,12 +141,16 @@ class Checkpoints:
             self._stage.attempt(write, *arguments)
 
     def _staged(self, final: Path, *steps: Callable[[Path], object]) -> bool:
-        """Take steps, the first of them upstream's, in a directory beside ``final``; False if the disk is full. After
-        each step all ranks agree that it did not fail. Collective."""
+        """Take steps, the first of them upstream's, in a directory beside ``final``; False if the disk is full.
+
+        After each step all ranks agree that it did not fail. Collective.
+        """
         stage = self._open_stage(final)
         try:
             for step in steps:
-                self._stage = stage if step is steps[0] else None
+                self._stage = None
+                if step is steps[0]:
+                    self._stage = stage
                 if stage.usable:
                     stage.attempt(step, stage.root)
                 if stage.failed():
@@ -154,14 +163,17 @@ class Checkpoints:
 
     def _write_manifest(self, directory: Path, status: manifest.Status, found: Mapping[str, Readback]) -> None:
         require_owned(Path(self._trainer.args.output_dir))
+        files = None
+        if status == "final":  # a result may lie beside other files
+            files = found
         manifest.write(
             directory,
             run_id=self._trainer.run_id,
             step=self._trainer.state.global_step,
             status=status,
-            files=found if status == "final" else None,  # a result may lie beside other files
+            files=files,
             entries=_entries(found),
-            tensors={label: value for one in found.values() for label, value in one.digests.items()},
+            tensors=_digests(found),
             extra={"compared": not self.saves_shards, "base": self._base(), "base_files": self._base_record()},
         )
 
@@ -173,8 +185,9 @@ class Checkpoints:
             return path.resolve().is_relative_to(inside) or (path.parent / TRAINER_STATE_NAME).exists()
 
         loaded = self._trainer.mover.loaded
-        own = {file for file in {file for file, _ in loaded} if is_own(Path(file))}
-        return {key: digests for key, digests in loaded.items() if key[0] not in own}
+        files = {file for file, _ in loaded}
+        of_base = {file for file in files if not is_own(Path(file))}
+        return {(file, name): digests for (file, name), digests in loaded.items() if file in of_base}
 
     def _base(self) -> dict[str, str]:
         """Of each weight file that was loaded here, but a checkpoint's, one digest over those of its tensors' bytes."""
@@ -188,15 +201,20 @@ class Checkpoints:
                 self._recorded = base_files.record(self._base_tensors())
             except OSError as error:  # it was moved away meanwhile
                 logger.warning("the files of the base are not recorded: %s", error)
-        return self._recorded.to_json() if self._recorded is not None else None
+        if self._recorded is None:
+            return None
+        return self._recorded.to_json()
 
     def _require_same_base(self, checkpoint: Path) -> None:
         """Refuse a base whose bytes are not those that the run has begun with."""
         written = manifest.read(checkpoint)
-        before = written.extra.get("base") if isinstance(written, manifest.Manifest) else None
+        if not isinstance(written, manifest.Manifest):
+            return
+        before = written.extra.get("base")
         if not isinstance(before, dict):
             return
-        if changed := [file for file, digest in self._base().items() if before.get(file, digest) != digest]:
+        changed = [file for file, digest in self._base().items() if before.get(file, digest) != digest]
+        if changed:
             raise UsageError(
                 f"{changed[0]} of the model has other weights than when {checkpoint.name} was saved: the file has "
                 "changed since, or was read wrongly. Restore it, or begin a new run in another --output_dir"
@@ -206,18 +224,26 @@ class Checkpoints:
 
     def save(self, write: Callable[[], None], final: Path) -> None:
         """Save a checkpoint in ``final`` with upstream's ``write``. Collective."""
-        trainer, state, found = self._trainer, self._trainer.state, dict[str, Readback]()
+        trainer, state = self._trainer, self._trainer.state
+        read_back: dict[str, Readback] = {}
         saved_state.settle_prompts(self._bare_model())
         trainer.before_save()
         best_before, saved = state.best_model_checkpoint, False
+
+        def write_by_upstream(_root: Path) -> None:
+            self._write_by_upstream(write)
+
+        def write_states(root: Path) -> None:
+            self._write_states(root / final.name, final)
+
+        def verify(root: Path) -> None:
+            read_back.update(self._verified(root / final.name, self._own_states()))
+
+        def seal(root: Path) -> None:
+            self._seal_checkpoint(root / final.name, final, read_back)
+
         try:
-            saved = self._staged(
-                final,
-                lambda _: self._write_by_upstream(write),
-                lambda root: self._write_states(root / final.name, final),
-                lambda root: found.update(self._verified(root / final.name, self._own_states())),
-                lambda root: self._seal_checkpoint(root / final.name, final, found),
-            )
+            saved = self._staged(final, write_by_upstream, write_states, verify, seal)
         finally:
             if not saved:
                 state.best_model_checkpoint = best_before
@@ -283,15 +309,20 @@ class Checkpoints:
 
     def _own_states(self) -> list[State]:
         """The files that this rank writes."""
-        only_model = self._trainer.args.save_only_model
-        return [
-            each for each in self._states() if (each.every_rank or self._first) and (each.of_model or not only_model)
-        ]
+        states = self._states()
+        if self._trainer.args.save_only_model:
+            states = [state for state in states if state.of_model]
+        if not self._first:
+            states = [state for state in states if state.every_rank]
+        return states
 
     def _states(self) -> list[State]:
         """All files of a checkpoint beside the model; a new one is one row."""
-        trainer, args, full = self._trainer, self._trainer.args, self._trainer.full_state
+        trainer, args = self._trainer, self._trainer.args
         several = args.world_size > 1
+        random_name = "rng_state.pth"
+        if several:
+            random_name = f"rng_state_{args.process_index}.pth"
         rows = [
             State(
                 name=TRAINER_STATE_NAME,
@@ -300,7 +331,7 @@ class Checkpoints:
                 of_model=True,
             ),
             State(
-                name=f"rng_state_{args.process_index}.pth" if several else "rng_state.pth",
+                name=random_name,
                 live=partial(saved_state.random_states, all_cards=several or len(trainer.devices) > 1),
                 load=saved_state.set_random_states,
                 every_rank=True,
@@ -310,7 +341,7 @@ class Checkpoints:
             rows += [
                 State(
                     name=OPTIMIZER_NAME,
-                    live=lambda: (full.optimizer_state if full else trainer.optimizer.state_dict)(),
+                    live=self._live_optimizer,
                     load=lambda state: saved_state.load_optimizer(state, trainer.optimizer, self._place()),
                     loaded=lambda: trainer.optimizer.state_dict(),
                 ),
@@ -320,11 +351,19 @@ class Checkpoints:
                     load=lambda state: trainer.lr_scheduler.load_state_dict(state),
                 ),
             ]
-        if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
-            rows += [State(name=SCALER_NAME, live=scaler.state_dict, load=scaler.load_state_dict)]
-        if (prompts := self._prompts()) is not None:
-            rows += [prompts]
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        if scaler is not None:
+            rows.append(State(name=SCALER_NAME, live=scaler.state_dict, load=scaler.load_state_dict))
+        prompts = self._prompts()
+        if prompts is not None:
+            rows.append(prompts)
         return rows
+
+    def _live_optimizer(self) -> Any:
+        """The optimizer's state; of a sharded model gathered from all ranks."""
+        if self._trainer.full_state is not None:
+            return self._trainer.full_state.optimizer_state()
+        return self._trainer.optimizer.state_dict()
 
     def _prompts(self) -> State | None:
         """What PEFT's prompt methods train: an adapter file has only the prompts that their encoders compute."""
@@ -338,8 +377,10 @@ class Checkpoints:
         """Moves one tensor of a checkpoint to the device: its part, where the model is sharded."""
         if self._trainer.full_state is None:
             return cast("Place", self._trainer.place_tensor)
-        groups = self._trainer.optimizer.param_groups if self._trainer.optimizer is not None else ()
-        parameters = [each for group in groups for each in group["params"]]
+        parameters = []
+        if self._trainer.optimizer is not None:
+            for group in self._trainer.optimizer.param_groups:
+                parameters += group["params"]
         return placer(self._bare_model(), self._trainer.place_tensor, parameters)
 
     # ---- the result -----------------------------------------------------------------------------------------
@@ -356,9 +397,11 @@ class Checkpoints:
         self._save_result(directory)
         also = self._written_beside(directory, write_beside)
         trainer = self._trainer
-        beside = {name: Readback(manifest.entry_of(directory / name)) for name in also} if self._first else {}
+        beside: dict[str, Readback] = {}
+        if self._first:
+            beside = {name: Readback(manifest.entry_of(directory / name)) for name in also}
         for _ in range(_WRITES):
-            saved = {name: one for name, one in self._saved.items() if name not in beside}
+            saved = {name: readback for name, readback in self._saved.items() if name not in beside}
             changed = [problem.file for problem in manifest.compare(directory, _entries(saved))]
             changed = broadcast_object_list([changed])[0]
             if not changed:
@@ -378,9 +421,10 @@ class Checkpoints:
     def _written_beside(self, directory: Path, write: Callable[[Path], Iterable[str]]) -> list[str]:
         """The names of the files that are written beside a result; its JSON can be read again. Collective."""
         for _ in range(_READS):
-            names = list(write(directory))
-            broken = [name for name in names if name.endswith(".json") and not _is_json(directory / name)]
-            broken = broadcast_object_list([broken if self._first else []])[0]
+            names, broken = list(write(directory)), []
+            if self._first:
+                broken = [name for name in names if name.endswith(".json") and not _is_json(directory / name)]
+            broken = broadcast_object_list([broken])[0]
             if not broken:
                 return names
             logger.warning("%s is no JSON any more after it was written: written again", ", ".join(broken))
@@ -433,14 +477,17 @@ class Checkpoints:
         """Save and seal the result if that has not been done, and have the publisher upload it. Collective."""
         self._require_publisher()
         self._trainer.save_model()
-        return self._publisher.result(Path(self._trainer.args.output_dir)) if self._announces_push() else None
+        if not self._announces_push():
+            return None
+        return self._publisher.result(Path(self._trainer.args.output_dir))
 
     def _announces_push(self) -> bool:
         """Tell the callbacks of a push; False on a rank that does not push."""
-        trainer, pushes = self._trainer, self._publisher is not None and self._first
-        if pushes:
-            trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
-        return pushes
+        if self._publisher is None or not self._first:
+            return False
+        trainer = self._trainer
+        trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+        return True
 
     def _require_publisher(self) -> None:
         if not broadcast_object_list([self._publisher is not None])[0]:
@@ -456,14 +503,17 @@ class Checkpoints:
 
         ``stock``: upstream's way to load sharded checkpoints.
         """
-        problems = manifest.verify(directory) if (directory / manifest.MANIFEST_NAME).exists() else []
-        if problems:
-            raise UsageError(f"{directory}: {problems[0]}; choose an older checkpoint, or start a new run")
+        if (directory / manifest.MANIFEST_NAME).exists():
+            problems = manifest.verify(directory)
+            if problems:
+                raise UsageError(f"{directory}: {problems[0]}; choose an older checkpoint, or start a new run")
         if self.saves_shards:
             stock()
             return
         model, prompts = self._bare_model(), self._prompts()
-        load = saved_state.load_adapters if hasattr(model, "peft_config") else saved_state.load_model
+        load = saved_state.load_model
+        if hasattr(model, "peft_config"):
+            load = saved_state.load_adapters
 
         def load_once() -> list[str]:
             if prompts is not None and (directory / prompts.name).is_file():
@@ -476,21 +526,21 @@ class Checkpoints:
 
     def load_states(self, checkpoint: str | None, stock: Callable[[str | None], None], *prefixes: str) -> None:
         """Load, verified, the states whose files begin so; upstream's way where a checkpoint has none, or shards."""
+        saved: list[State] = []
         directory = Path(checkpoint or "")
-        found = [
-            each for each in self._states() if each.name.startswith(prefixes) and (directory / each.name).is_file()
-        ]
-        if checkpoint is None or not found:
+        if checkpoint is not None:
+            wanted = [state for state in self._states() if state.name.startswith(prefixes)]
+            saved = [state for state in wanted if (directory / state.name).is_file()]
+        if not saved:
             stock(checkpoint)
-            return
-        for each in found:
-            self._restore(directory, each)
+        for state in saved:
+            self._restore(directory, state)
 
     def _restore(self, directory: Path, wanted: State) -> None:
         """Read a saved state, check it against the manifest, load it, and compare the live state with it."""
-        path, found = directory / wanted.name, manifest.read(directory)
-        tensors = found.tensors if isinstance(found, manifest.Manifest) else {}
-        recorded = {label: value for label, value in tensors.items() if label.startswith(f"{path.name}:")}
+        path = directory / wanted.name
+        tensors = _recorded_digests(directory)
+        recorded = {label: digest for label, digest in tensors.items() if label.startswith(f"{path.name}:")}
 
         def load_once() -> list[str]:
             state, read = saved_state.read_state(path)
@@ -507,25 +557,28 @@ class Checkpoints:
                 raise UsageError(
                     f"{path} cannot be resumed from: {error}; choose another checkpoint or start a new run"
                 ) from error
-            differing = [
-                f"{path.name}:{name}" for name in saved_state.not_loaded(state, (wanted.loaded or wanted.live)())
-            ]
+            read_live = wanted.loaded or wanted.live
+            not_loaded = saved_state.not_loaded(state, read_live())
+            if not_loaded:
+                return [f"{path.name}:{name}" for name in not_loaded]
             # Last: what was loaded and compared must still be what was read.
             again = saved_state.state_digests(path.name, state)
-            return differing or [label for label in again if read.digests.get(label) != again[label]]
+            return [label for label in again if read.digests.get(label) != again[label]]
 
         _until_equal(load_once, str(directory))
 
     def _differing_from(self, directory: Path) -> list[str]:
         """Names of live tensors that differ from a checkpoint's files, or of files' tensors that differ from its
         manifest's digests, the same on every rank."""
-        sharded, live = self._trainer.full_state is not None, self._full_model()
-        found: list[str] = []
-        if not sharded or self._first:
+        is_sharded, live = self._trainer.full_state is not None, self._full_model()
+        differing: list[str] = []
+        if not is_sharded or self._first:
             compared = saved_state.compare_model(directory, self._bare_model(), live)
-            found = _differing(compared) + _not_as_recorded(directory, compared)
+            differing = _differing(compared) + _not_as_recorded(directory, compared)
         self._forget_full()
-        return list(broadcast_object_list([found])[0]) if sharded else found
+        if is_sharded:
+            differing = list(broadcast_object_list([differing])[0])
+        return differing
 
     # ---- reading back ---------------------------------------------------------------------------------------
 
@@ -539,7 +592,7 @@ class Checkpoints:
         """
         found = self._compare(directory, states, plain)
         for again in range(1, _WRITES):
-            bad = [name for name, one in found.items() if one.differing]
+            bad = [name for name, readback in found.items() if readback.differing]
             if not bad:
                 break
             logger.warning(
@@ -550,15 +603,17 @@ class Checkpoints:
                 self._write_again(scratch, states, fetched=again > 1)
                 if plain is not None:
                     self._convert(scratch)
-                for name, one in self._compare(scratch, states, plain).items():
-                    if name in bad and not one.differing:
+                for name, readback in self._compare(scratch, states, plain).items():
+                    if name not in bad:
+                        continue
+                    if not readback.differing:
                         (directory / name).parent.mkdir(exist_ok=True)
                         os.replace(scratch / name, directory / name)
-                    if name in bad:
-                        found[name] = one
+                    found[name] = readback
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-        if differing := _differing(found):
+        differing = _differing(found)
+        if differing:
             raise CorruptionError(
                 f"what was saved at step {self._trainer.state.global_step} differs from the live state after {_WRITES} "
                 f"attempts to write it: {', '.join(differing[:3])} ({len(differing)} in all). It was discarded and "
@@ -583,8 +638,9 @@ class Checkpoints:
         found: dict[str, Readback] = {}
         if self._first and not self.saves_shards:
             found |= saved_state.compare_model(directory, self._bare_model(), self._full_model(), plain)
-        found |= {each.name: saved_state.compare_state(directory / each.name, each.live()) for each in states}
-        verified = sum(not one.differing for one in found.values())
+        for state in states:
+            found[state.name] = saved_state.compare_state(directory / state.name, state.live())
+        verified = sum(not readback.differing for readback in found.values())
         self._trainer.transfer_report.count("files", verified=verified, mismatches=len(_differing(found)))
         return found
 
@@ -603,8 +659,10 @@ class Checkpoints:
 
     def _full_model(self) -> dict[str, Any] | None:
         """Trained weights of a sharded model, on rank 0; collective unless they were gathered for this save."""
-        full = self._trainer.full_state
-        return None if full is None else full.model()
+        if self._trainer.full_state is None:
+            return None
+        model: dict[str, Any] | None = self._trainer.full_state.model()
+        return model
 
     def _forget_full(self) -> None:
         if self._trainer.full_state is not None:
@@ -612,10 +670,11 @@ class Checkpoints:
 
     def _open_stage(self, final: Path) -> StagedSave:
         """Create a staging directory beside ``final`` on rank 0; every rank checks that it sees it. Collective."""
-        adapter = hasattr(self._bare_model(), "peft_config")
-        written = (p for p in self._trainer.model.parameters() if p.requires_grad or not adapter)
-        stage = StagedSave(root=final.parent, need_bytes=sum(each.nbytes for each in written))
-        made = list[Path]()
+        parameters = list(self._trainer.model.parameters())
+        if hasattr(self._bare_model(), "peft_config"):  # an adapter is saved alone
+            parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        stage = StagedSave(root=final.parent, need_bytes=sum(parameter.nbytes for parameter in parameters))
+        made: list[Path] = []
         if self._first:
             stage.attempt(lambda: made.append(create_staging(final)))
         (made,) = broadcast_object_list([made])
@@ -628,20 +687,36 @@ class Checkpoints:
 
 
 def _entries(found: Mapping[str, Readback]) -> dict[str, manifest.FileEntry]:
-    return {name: one.entry for name, one in found.items() if one.entry is not None}
+    return {name: readback.entry for name, readback in found.items() if readback.entry is not None}
+
+
+def _digests(found: Mapping[str, Readback]) -> dict[str, str]:
+    """The digests of all tensors of these files, by ``file:name``."""
+    digests: dict[str, str] = {}
+    for readback in found.values():
+        digests |= readback.digests
+    return digests
+
+
+def _recorded_digests(directory: Path) -> Mapping[str, str]:
+    """The tensors' digests in the manifest of a directory, by ``file:name``; none without one."""
+    written = manifest.read(directory)
+    if not isinstance(written, manifest.Manifest):
+        return {}
+    return written.tensors
 
 
 def _differing(found: Mapping[str, Readback]) -> list[str]:
-    return [name for one in found.values() for name in one.differing]
+    return [name for readback in found.values() for name in readback.differing]
 
 
 def _not_as_recorded(directory: Path, found: Mapping[str, Readback]) -> list[str]:
-    """Names of tensors whose digests in the manifest are others than those of the files; the files were verified
-    before they were loaded, and may have changed since."""
-    written = manifest.read(directory)
-    recorded = written.tensors if isinstance(written, manifest.Manifest) else {}
-    digests = {label: value for one in found.values() for label, value in one.digests.items()}
-    return [label for label, value in digests.items() if recorded.get(label, value) != value]
+    """Names of tensors whose digests in the manifest are others than those of the files.
+
+    The files were verified before they were loaded, and may have changed since.
+    """
+    recorded = _recorded_digests(directory)
+    return [label for label, digest in _digests(found).items() if recorded.get(label, digest) != digest]
 
 
 def _until_equal(load: Callable[[], list[str]], where: str) -> None:
