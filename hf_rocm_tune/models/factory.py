@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -103,7 +103,10 @@ def check_source(source: ModelSource, device: torch.device) -> PreTrainedConfig:
                 "stay in 16: drop --load_in_4bit or --load_in_8bit"
             )
     elif source.quantization is not None:
-        require_bitsandbytes(device, f"--load_in_{4 if source.quantization.load_in_4bit else 8}bit")
+        flag = "--load_in_8bit"
+        if source.quantization.load_in_4bit:
+            flag = "--load_in_4bit"
+        require_bitsandbytes(device, flag)
     elif bits:
         require_bitsandbytes(device, f"model {source.name}, {bits}-bit in its files,")
     return config
@@ -119,11 +122,14 @@ def require_writer(name: str, config: PreTrainedConfig) -> None:
             "it was made from"
         )
     writes = model_class is None or not hasattr(model_class, "can_generate") or model_class.can_generate()
-    if not writes or config.is_encoder_decoder:
-        what = "an encoder and a decoder" if config.is_encoder_decoder else "writes no text"
+    what = ""
+    if config.is_encoder_decoder:
+        what = "has an encoder and a decoder"
+    elif not writes:
+        what = "writes no text"
+    if what:
         raise UsageError(
-            f"model {name}: {first} {'has ' if config.is_encoder_decoder else ''}{what}: give a causal language model, "
-            "such as ...ForCausalLM in its config.json"
+            f"model {name}: {first} {what}: give a causal language model, such as ...ForCausalLM in its config.json"
         )
 
 
@@ -148,8 +154,14 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
                 f"model {name} has code of its own, which runs with your rights: read it, then give --trust_remote_code"
             ) from error
         raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
-    named = config.architectures
-    first = named[0] if isinstance(named, list) and named else None
+    _require_architecture(name, config)
+    return config
+
+
+def _require_architecture(name: str, config: PreTrainedConfig) -> None:
+    named, first = config.architectures, None
+    if isinstance(named, list) and named:
+        first = named[0]
     if not first or not isinstance(first, str):
         raise UsageError(f"model {name}: its config.json names no architecture: give a causal language model")
     found = getattr(transformers, first, transformers.PreTrainedModel)  # else of the model's own code
@@ -158,7 +170,6 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
         raise UsageError(
             f"model {name}: its config.json names {first}, which is no architecture: download or copy it again"
         )
-    return config
 
 
 def load_model(
@@ -180,27 +191,32 @@ def load_model(
     resizes = bool(arguments.get("ignore_mismatched_sizes"))
     arguments["ignore_mismatched_sizes"] = True  # refused below, with the names
     four_bit = source.quantization is not None and source.quantization.load_in_4bit
+    reads_more_than_text = config.get_text_config() is not config
     report = LoadReport(mover)
+    model_class = None  # TRL's choice
+    if source.reward:
+        model_class = AutoModelForSequenceClassification
     try:
-        with (
-            packed_experts(
-                mover,
-                nf4=four_bit and has_experts(config),
-                mxfp4=mxfp4 and source.packed and not on_host,
-                cast=source.quantization is not None and config.get_text_config() is not config,
-                report=report,
-            ),
-            leaving_layers(mover, streamed) if streamed is not None else nullcontext(),
-            without_dispatch() if len(set(arguments["device_map"].values())) > 1 else nullcontext(),
-            suppress_seqcls_warning() if source.reward else nullcontext(),
-            mover.copies_as("weights"),
-            report.reading(),
-        ):
+        with ExitStack() as around:
+            around.enter_context(
+                packed_experts(
+                    mover,
+                    nf4=four_bit and has_experts(config),
+                    mxfp4=mxfp4 and source.packed and not on_host,
+                    cast=source.quantization is not None and reads_more_than_text,
+                    report=report,
+                )
+            )
+            if streamed is not None:
+                around.enter_context(leaving_layers(mover, streamed))
+            if len(set(arguments["device_map"].values())) > 1:
+                around.enter_context(without_dispatch())
+            if source.reward:
+                around.enter_context(suppress_seqcls_warning())
+            around.enter_context(mover.copies_as("weights"))
+            around.enter_context(report.reading())
             loaded: tuple[PreTrainedModel, dict[str, Any]] = create_model_from_path(
-                source.name,
-                AutoModelForSequenceClassification if source.reward else None,
-                output_loading_info=True,
-                **arguments,
+                source.name, model_class, output_loading_info=True, **arguments
             )
             _require_complete(source, loaded[1], resizes=resizes)
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: attn_implementation
@@ -245,7 +261,10 @@ def _load_arguments(
     if source.quantization is not None:
         arguments["quantization_config"] = source.quantization
     # TRL's default, "auto", would split a model over two visible cards by peer copies.
-    arguments["device_map"] = {"": torch.device("cpu")} if on_host else device_map(mover)
+    if on_host:
+        arguments["device_map"] = {"": torch.device("cpu")}
+    else:
+        arguments["device_map"] = device_map(mover)
     if streamed is not None and streamed.from_files:
         layers = {f"{streamed.stack}.{layer}": torch.device("cpu") for layer in streamed.layers}
         arguments["device_map"] = {**arguments["device_map"], **layers}
@@ -261,7 +280,7 @@ def _forget_blocks(model: PreTrainedModel) -> None:
     """Let transformers before 5.24 save what was made of gpt-oss's blocks under its own names, not the blocks'."""
     conversions: Any = upstream.read("weight_conversions", model)
     if conversions is not None:
-        kept = [each for each in conversions if not str(each.source_patterns[0]).endswith("_blocks")]
+        kept = [one for one in conversions if not str(one.source_patterns[0]).endswith("_blocks")]
         upstream.assign("weight_conversions", model, kept)
 
 
@@ -274,7 +293,10 @@ def _require_complete(source: ModelSource, info: Mapping[str, Any], *, resizes: 
             f"model: {len(rows)} tensors have other shapes in the weight files than config.json says, {name} first "
             f"({list(in_file)} instead of {list(expected)}): use the config.json that belongs to these weights"
         )
-    if missing := sorted(key for key in info["missing_keys"] if not (source.reward and key == "score.weight")):
+    missing = sorted(info["missing_keys"])
+    if source.reward:
+        missing = [key for key in missing if key != "score.weight"]
+    if missing:
         raise UsageError(
             f"model {source.name}: its weight files lack {len(missing)} tensors, {missing[0]} first, which would be "
             "initialised at random: download or copy it again, or give the model that this configuration belongs to"
@@ -286,8 +308,9 @@ _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 
 def _show_plainly(record: logging.LogRecord) -> bool:
     """Names of a pickle's tensors in a log record do not act on the terminal; colours of transformers' do."""
-    parts = _COLOUR.split(record.getMessage())
-    record.msg, record.args = "".join(part if at % 2 else visible(part) for at, part in enumerate(parts)), ()
+    parts = _COLOUR.split(record.getMessage())  # text and colours in turn
+    parts[::2] = [visible(text) for text in parts[::2]]
+    record.msg, record.args = "".join(parts), ()
     return True
 
 
@@ -303,9 +326,18 @@ def _is_of_pickles(error: Exception) -> bool:
     return isinstance(error, pickle.UnpicklingError) or "PytorchStreamReader" in str(error)
 
 
+def _directory_of(source: ModelSource) -> Path | None:
+    """Where a model's files are; None for one of the Hub that is not in the cache."""
+    if source.is_local:
+        return expand_user(source.name)
+    return hub_snapshot(source.name, source.revision)
+
+
 def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
-    directory = expand_user(source.name) if source.is_local else hub_snapshot(source.name, source.revision)
-    files = set(directory.glob("*.safetensors")) if directory is not None else set()
+    """Compare what was loaded with a second reading of the model's files, and these with recorded SHA-256."""
+    directory, files = _directory_of(source), set[Path]()
+    if directory is not None:
+        files = set(directory.glob("*.safetensors"))
     seen = {file.resolve() for file in files}
     files |= {Path(path) for path, _ in mover.loaded if Path(path).resolve() not in seen}
     return check_files(sorted(files), Path(constants.HF_HOME) / "hf_rocm_tune" / "attested_files.json", mover.loaded)
@@ -313,7 +345,7 @@ def attest_files(source: ModelSource, mover: Mover) -> FileRecords:
 
 def is_pickled(source: ModelSource) -> bool:
     """Whether a model that has been loaded has its weights as pickles only (``pytorch_model.bin``)."""
-    directory = expand_user(source.name) if source.is_local else hub_snapshot(source.name, source.revision)
+    directory = _directory_of(source)
     if directory is None or any(directory.glob("*.safetensors")):
         return False
     return any(directory.glob("pytorch_model*.bin"))
@@ -321,7 +353,9 @@ def is_pickled(source: ModelSource) -> bool:
 
 def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Loads a model's tokenizer or processor; a model's template of ``--chat_template_path`` is left to TRL."""
-    template = read_chat_template(chat_template, source.trust_remote_code) if chat_template is not None else None
+    template = None
+    if chat_template is not None:
+        template = read_chat_template(chat_template, source.trust_remote_code)
     check_tokenizer_files(source.name, source.revision)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
@@ -336,10 +370,10 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Pre
         ) from error
     if template is not None:
         tokenizer.chat_template = template
-    for each in (tokenizer, getattr(tokenizer, "tokenizer", None)):
+    for loaded in (tokenizer, getattr(tokenizer, "tokenizer", None)):
         # Where it was loaded from: transformers saves that path into tokenizer_config.json, for a base that has
         # tokenizer.model and no tokenizer.json, and `check_beside` refuses results that name files elsewhere.
-        getattr(each, "init_kwargs", {}).pop("vocab_file", None)
+        getattr(loaded, "init_kwargs", {}).pop("vocab_file", None)
     return tokenizer
 
 
@@ -358,7 +392,9 @@ def stop_ids(source: ModelSource) -> set[int]:
         ends = GenerationConfig.from_pretrained(source.name, revision=source.revision).eos_token_id
     except OSError:  # it has none
         ends = getattr(read_config(source).get_text_config(), "eos_token_id", None)
-    return {ends} if isinstance(ends, int) else {*(ends or ())}
+    if isinstance(ends, int):
+        return {ends}
+    return set(ends or ())
 
 
 def _needs(error: ImportError) -> str:
@@ -366,8 +402,10 @@ def _needs(error: ImportError) -> str:
     text = str(error).lower()
     if "torchvision" in text:
         return f"needs torchvision: {torchvision.install(metadata.version('torch'))}"
-    library = next((name for name in ("num2words", "pillow") if name in text), None)
-    return f"needs {library}: `pip install {library}`" if library else f"cannot be loaded: {first_line(error)}"
+    for library in ("num2words", "pillow"):
+        if library in text:
+            return f"needs {library}: `pip install {library}`"
+    return f"cannot be loaded: {first_line(error)}"
 
 
 FLAG = "--chat_template_path"
@@ -383,8 +421,11 @@ def named_templates() -> dict[str, Path | None]:
     """The chat templates that have a name: TRL's, as files, and ``chatml``."""
     import trl
 
-    files = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
-    return {"chatml": None, **{file.stem: file for file in sorted(files) if not file.stem.endswith("_training")}}
+    templates: dict[str, Path | None] = {"chatml": None}
+    for file in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
+        if not file.stem.endswith("_training"):
+            templates[file.stem] = file
+    return templates
 
 
 def tokens_for(template: str, tokens: list[str], end: str | None) -> str:
@@ -411,7 +452,9 @@ def read_chat_template(path: str, trust_remote_code: bool = False) -> str | None
         return _read_template(Path(path))
     if path in named and not os.path.exists(path):
         file = named[path]
-        return _CHATML if file is None else _read_template(file)
+        if file is None:
+            return _CHATML
+        return _read_template(file)
     check_tokenizer_files(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -67,7 +67,8 @@ def remember_read(tensor: Tensor, known: Read | None) -> None:
 
 def read_as(name: str, tensor: Tensor) -> Read | None:
     """What `remember_read` knows of a host tensor, once; raises where that is no longer what it holds."""
-    if (known := _READ.get(tensor)) is None:
+    known = _READ.get(tensor)
+    if known is None:
         return None
     del _READ.entries[tensor.untyped_storage()]
     if digest(storage_bytes(tensor)) != known.digest:
@@ -100,10 +101,14 @@ class Coverage:
         return share_words(self.verified_bytes, self.device_bytes)
 
     def __repr__(self) -> str:
-        rest = f", not: {listed([row['tensor'] for row in self.unverified])}" if self.unverified else ""
+        rest = ""
+        if self.unverified:
+            names = [row["tensor"] for row in self.unverified]
+            rest = f", not: {listed(names)}"
         return f"Coverage({self.share} of {self.device_bytes:,} bytes verified{rest})"
 
     def told(self) -> str:
+        """The share, and what is not verified, for a message."""
         by_reason: dict[str, list[str]] = {}
         for row in self.unverified:
             by_reason.setdefault(row["reason"], []).append(row["tensor"])
@@ -118,24 +123,35 @@ class Coverage:
 def place(model: nn.Module, mover: Mover, *, parameters: bool = True, loaded: bool = False) -> None:
     """Moves every tensor that is still on the host to the mover's device, verified, in place.
 
-    ``loaded``: all are weights of a base; otherwise those that can be trained are an adapter's.
+    Args:
+        model: whose parameters keep their identity, so optimizers and tied weights stay valid; buffers are rebound.
+        mover: of the device.
+        parameters: whether parameters are moved, or buffers alone.
+        loaded: all are weights of a base; otherwise those that can be trained are an adapter's.
 
-    Parameters keep their identity, so optimizers and tied weights stay valid; buffers are rebound.
+    Raises:
+        MemoryFaultError: a tensor is no longer what was read from its file.
+        CorruptionError: a tensor could not be transferred correctly.
     """
     _require_as_read(model)
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        for name, parameter in module.named_parameters(recurse=False) if parameters else ():
-            if _on_host_unknown(local(parameter), mover):
-                stage = "adapter" if parameter.requires_grad and not loaded else "weights"
-                codes = getattr(parameter, "CB", None)  # the same memory under another name, in 8 bit
-                is_shared = codes is not None and codes.data_ptr() == parameter.data_ptr()
-                parameter.data = mover.move(parameter.data, name=prefix + name, stage=stage)
-                if is_shared:
-                    setattr(parameter, "CB", parameter.data)  # noqa: B010  # of bitsandbytes' class
-        for name, buffer in [*module.named_buffers(recurse=False)]:
+        if parameters:
+            for name, parameter in module.named_parameters(recurse=False):
+                if _on_host_unknown(local(parameter), mover):
+                    is_adapter = parameter.requires_grad and not loaded
+                    _place_parameter(parameter, prefix + name, "adapter" if is_adapter else "weights", mover)
+        for name, buffer in list(module.named_buffers(recurse=False)):
             if _on_host_unknown(buffer, mover):
                 setattr(module, name, mover.move(buffer, name=prefix + name, stage="weights"))
+
+
+def _place_parameter(parameter: nn.Parameter, name: str, stage: str, mover: Mover) -> None:
+    codes = getattr(parameter, "CB", None)  # the same memory under another name, in 8 bit
+    is_shared = codes is not None and codes.data_ptr() == parameter.data_ptr()
+    parameter.data = mover.move(parameter.data, name=name, stage=stage)
+    if is_shared:
+        setattr(parameter, "CB", parameter.data)  # noqa: B010  # of bitsandbytes' class
 
 
 def _require_as_read(model: nn.Module) -> None:
@@ -171,12 +187,14 @@ def _mark_derived(where: Place, mover: Mover) -> None:
     tensor = where.find()
     if tensor.device.type != mover.device.type or mover.provenance(tensor) is not None:
         return
-    is_packed = ".quant_state." in where.name or where.name.endswith((".CB", ".SCB"))
-    if mover.settings.verify == "full":
-        packed = is_packed or hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
-        mover.mark_derived(tensor, QUANTISED if packed else CONVERTED)
-    else:
+    if mover.settings.verify != "full":
         mover.mark_unverified(tensor, UNSURE)
+        return
+    is_state = ".quant_state." in where.name or where.name.endswith((".CB", ".SCB"))
+    if is_state or hasattr(tensor, "quant_state") or hasattr(tensor, "CB"):
+        mover.mark_derived(tensor, QUANTISED)
+    else:
+        mover.mark_derived(tensor, CONVERTED)
 
 
 def mark_computed(model: nn.Module, mover: Mover) -> None:
@@ -189,16 +207,8 @@ def mark_computed(model: nn.Module, mover: Mover) -> None:
         return
     for name, module in model.named_modules():
         copies = getattr(module, "modules_to_save", None)
-        if not isinstance(copies, nn.ModuleDict):  # on the PeftModel itself it is a set of names
-            continue
-        originals = dict(module.original_module.named_parameters())
-        for part, copied in (row for each in copies.values() for row in each.named_parameters()):
-            original = originals[part]
-            if mover.provenance(copied) is None and digest(original.to(copied.dtype)) != digest(copied):
-                raise CorruptionError(
-                    f"the device's copy of {name}.{part} for modules_to_save differs from the original: a fault of the "
-                    "card's arithmetic or memory, not of a transfer. It was not used; run hf-rocm-tune doctor --full"
-                )
+        if isinstance(copies, nn.ModuleDict):  # on the PeftModel itself it is a set of names
+            _require_equal_copies(name, module.original_module, copies, mover)
     tensors = [tensor for _, tensor in tensors_of(model) if tensor.device.type == mover.device.type]
     tainted = any(mover.provenance(tensor) == "unverified" for tensor in tensors)
     for tensor in tensors:
@@ -208,6 +218,20 @@ def mark_computed(model: nn.Module, mover: Mover) -> None:
             mover.mark_unverified(tensor, UNSURE)
         else:
             mover.mark_derived(tensor, "computed on the device from verified tensors")
+
+
+def _require_equal_copies(name: str, original: Any, copies: nn.ModuleDict, mover: Mover) -> None:
+    """Compare the copies of a module that are trained in its place with it."""
+    originals = dict(original.named_parameters())
+    for copy in copies.values():
+        for part, copied in copy.named_parameters():
+            if mover.provenance(copied) is not None:
+                continue
+            if digest(originals[part].to(copied.dtype)) != digest(copied):
+                raise CorruptionError(
+                    f"the device's copy of {name}.{part} for modules_to_save differs from the original: a fault of the "
+                    "card's arithmetic or memory, not of a transfer. It was not used; run hf-rocm-tune doctor --full"
+                )
 
 
 def digests_before(model: nn.Module, mover: Mover) -> dict[str, Digest]:
@@ -227,8 +251,11 @@ def digests_before(model: nn.Module, mover: Mover) -> dict[str, Digest]:
 def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover) -> None:
     """Marks the base weights that the adapter's initialisation (PiSSA, OLoRA) has rewritten; the report names them."""
     reason = "rewritten by the adapter's initialisation"
-    for name, tensor in tensors_of(model) if before else ():
-        now = digest(data := storage_bytes(tensor))
+    if not before:
+        return
+    for name, tensor in tensors_of(model):
+        data = storage_bytes(tensor)
+        now = digest(data)
         if tensor.requires_grad or before.get(file_name(name), now) == now:
             continue
         mover.report.rebaselined(name, reason)
@@ -237,16 +264,22 @@ def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover)
 
 
 def file_name(name: str) -> str:
+    """The name in the base's file of a tensor of a model with adapters."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
 
 
 def coverage(model: nn.Module, mover: Mover) -> Coverage:
+    """The share of the model's bytes on its device that is verified, landings of streamed layers included."""
     verified = total = 0
     unverified: list[dict[str, str]] = []
     verified_by: Counter[str] = Counter()
-    found = (where.find() for where in places_of(model))
-    landings = {name: storage_bytes(tensor) for tensor in found if (name := LANDINGS.get(tensor)) is not None}
+    landings: dict[str, Tensor] = {}
+    for where in places_of(model):
+        tensor = where.find()
+        landing = LANDINGS.get(tensor)
+        if landing is not None:
+            landings[landing] = storage_bytes(tensor)
     for name, tensor in chain(tensors_of(model), landings.items()):
         size = tensor.numel() * tensor.element_size()
         total += size
@@ -289,17 +322,7 @@ def attest(model: nn.Module, mover: Mover) -> None:
     why: dict[str, str] = {}
     for file in files:
         try:
-            held = MappedFile(file).tensors
-            for name in [name for name in unknown if file_name(name) in held]:
-                in_file = held[file_name(name)]
-                again = {} if mover.device.type == "cpu" else quantised_again(name, unknown[name], in_file, mover)
-                for part, expected in (again or {name: in_file}).items():
-                    if part not in unknown:
-                        continue
-                    if _is_equal(expected, unknown[part], mover, EQUAL_QUANTISED if again else EQUAL):
-                        del unknown[part]
-                    else:
-                        why[part] = f"differs from {file.name}"
+            _compare_with_file(file, unknown, why, mover)
         except (OSError, SafetensorError) as error:
             why_not = f"{file.name} cannot be read ({error})"
     for name, expected in _recomputed(model):
@@ -311,6 +334,27 @@ def attest(model: nn.Module, mover: Mover) -> None:
         else:
             reason = why.get(name) or why_not or "no file holds a tensor of this name"
             mover.mark_unverified(tensor, f"was on the device before training; {reason}")
+
+
+def _compare_with_file(file: Path, unknown: dict[str, Tensor], why: dict[str, str], mover: Mover) -> None:
+    """Mark tensors that equal the file's, and take them out of ``unknown``; ``why``: what is said of the others."""
+    held = MappedFile(file).tensors
+    for name in list(unknown):
+        if file_name(name) not in held:
+            continue
+        in_file = held[file_name(name)]
+        wanted, reason = {name: in_file}, EQUAL
+        if mover.device.type != "cpu":
+            again = quantised_again(name, unknown[name], in_file, mover)
+            if again:
+                wanted, reason = again, EQUAL_QUANTISED
+        for part, expected in wanted.items():
+            if part not in unknown:
+                continue
+            if _is_equal(expected, unknown[part], mover, reason):
+                del unknown[part]
+            else:
+                why[part] = f"differs from {file.name}"
 
 
 def quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) -> dict[str, Tensor]:
@@ -332,7 +376,10 @@ def quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) ->
             quant_type=state.quant_type,
             quant_storage=weight.dtype,
         )
-    return {name: packed, **{f"{name}.quant_state.{path}": attrgetter(path)(made) for path in quant_state_of(made)}}
+    tensors = {name: packed}
+    for path in quant_state_of(made):
+        tensors[f"{name}.quant_state.{path}"] = attrgetter(path)(made)
+    return tensors
 
 
 def _recomputed(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -363,22 +410,31 @@ def is_recomputed(model: nn.Module, name: str, tensor: Tensor, mover: Mover) -> 
         expected += _rotary_tables(module, attribute.removesuffix("inv_freq"))
     with mover.fetched(tensor.detach(), name=name, stage="weights") as found:
         held = found.host
-        close = 0.0 if tensor.device.type == "cpu" else 4 * torch.finfo(torch.float32).eps
-        return any(
-            each.shape == held.shape and each.dtype == held.dtype and torch.allclose(each, held, rtol=close, atol=0.0)
-            for each in expected
-        )
+        tolerance = 0.0
+        if tensor.device.type != "cpu":
+            tolerance = 4 * torch.finfo(torch.float32).eps
+        for table in expected:
+            if table.shape != held.shape or table.dtype != held.dtype:
+                continue
+            if torch.allclose(table, held, rtol=tolerance, atol=0.0):
+                return True
+        return False
 
 
 def _rotary_tables(module: Any, prefix: str) -> Iterator[Tensor]:
     """Tables that transformers' `dynamic_rope_update` may have set: for the length so far, and for long inputs."""
-    layer_type, kind = prefix.removesuffix("_") or None, getattr(module, "rope_type", None)
-    kind = kind.get(layer_type) if isinstance(kind, dict) else kind
-    lengths = [getattr(module, f"{prefix}max_seq_len_cached", None), getattr(module, "original_max_seq_len", None)]
-    for seen in (each + more for each in lengths if each is not None for more in (0, 1)):
-        with torch.device("cpu"), suppress(TypeError, ValueError, KeyError, AttributeError):
-            make = ROPE_INIT_FUNCTIONS[kind]
-            yield make(module.config, torch.device("cpu"), seq_len=seen, layer_type=layer_type)[0]
+    layer_type = prefix.removesuffix("_") or None
+    kind = getattr(module, "rope_type", None)
+    if isinstance(kind, dict):
+        kind = kind.get(layer_type)
+    for attribute in (f"{prefix}max_seq_len_cached", "original_max_seq_len"):
+        length = getattr(module, attribute, None)
+        if length is None:
+            continue
+        for seen in (length, length + 1):
+            with torch.device("cpu"), suppress(TypeError, ValueError, KeyError, AttributeError):
+                make = ROPE_INIT_FUNCTIONS[kind]
+                yield make(module.config, torch.device("cpu"), seq_len=seen, layer_type=layer_type)[0]
 
 
 def _is_equal(expected: Tensor, on_device: Tensor, mover: Mover, reason: str) -> bool:
