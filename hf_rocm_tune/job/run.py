@@ -102,8 +102,9 @@ class Job:
 
 def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     """Runs one job."""
-    group = exits.RankGroup.of(os.environ)
-    rendezvous = group.rendezvous() if group else None  # before the ranks connect
+    group, rendezvous = exits.RankGroup.of(os.environ), None
+    if group:
+        rendezvous = group.rendezvous()  # before the ranks connect
     preflight = partial(decide, environ=os.environ, say=announce.say)
     arguments = command_line.parse(argv, method=method, before_joining=preflight)
     if arguments.tune.print_config:
@@ -112,14 +113,12 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     check_world(arguments.training.world_size, os.environ)
     announce.speak_for_libraries()
     if arguments.tune.dry_run:
-        trainer = _without_weights(arguments, "--dry_run")
-        if int(os.environ.get("RANK", "0")) == 0:
-            colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-            print(preview.shown(trainer, arguments.tune.dry_run, colour=colour))
+        _show_rows(arguments)
         return 0
     if arguments.training.disable_tqdm or not sys.stderr.isatty():
         telemetry.quieten_bars()
-    if newer := upstream.untested():
+    newer = upstream.untested()
+    if newer:
         announce.say(f"newer than the tested versions: {', '.join(newer)}; a seam that has moved is an error")
     if several_machines(os.environ):
         announce.say(
@@ -127,20 +126,32 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
             f"their ports can run code as you: block {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} and the "
             "local port range (/proc/sys/net/ipv4/ip_local_port_range) for all other hosts"
         )
-    collective_s = arguments.training.ddp_timeout if arguments.training.world_size > 1 else None
+    collective_s = None
+    if arguments.training.world_size > 1:
+        collective_s = arguments.training.ddp_timeout
     limit = arguments.ranks.stall_timeout
     with stall.watched(limit, rendezvous=rendezvous, tell=exits.speak, collective_s=collective_s) as guard:
         return _run(arguments, guard)
 
 
+def _show_rows(arguments: Arguments) -> None:
+    """What ``--dry_run`` prints, on the first rank."""
+    trainer = _without_weights(arguments, "--dry_run")
+    if int(os.environ.get("RANK", "0")) == 0:
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(preview.shown(trainer, arguments.tune.dry_run, colour=colour))
+
+
 def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any], tuple[int, tuple[Any, ...]]]:
-    """The training rows of a command, for `hf-rocm-tune plan --dataset`: the tokens of each, their summary, and what
-    the planner counts of their pictures."""
+    """The training rows of a command, for `hf-rocm-tune plan --dataset`.
+
+    Returns the tokens of each, their summary, and what the planner counts of their pictures.
+    """
     trainer = _without_weights(command_line.parse(argv, method=method), "--dataset")
-    pictures = trainer.pictures
-    lengths = lengths_of(trainer.train_dataset) if pictures is None else list(pictures.lengths["train"])
-    largest = (0, ()) if pictures is None else pictures.largest
-    return lengths, trainer.data_summaries["train"].to_dict(), largest
+    summary = trainer.data_summaries["train"].to_dict()
+    if trainer.pictures is None:
+        return lengths_of(trainer.train_dataset), summary, (0, ())
+    return list(trainer.pictures.lengths["train"]), summary, trainer.pictures.largest
 
 
 def _without_weights(arguments: Arguments, flag: str) -> Any:
@@ -174,10 +185,7 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
     with closing(plan):
         announce.say(*plan.notes)
         if restarted:
-            where = plan.checkpoint.name if plan.checkpoint else "the start"
-            group = exits.RankGroup.of(os.environ)
-            before = group.earlier() if group else []
-            why = before[0].message.partition(". ")[0] if before else "a process ended without a message"
+            why, where = _reason_of_restart(), _continues_from(plan)
             announce.say(f"the launcher has restarted all processes ({why}): the run continues from {where}")
         elif plan.checkpoint is not None:
             announce.say(announce.resumption(plan.checkpoint))
@@ -205,6 +213,21 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
         return 0
 
 
+def _reason_of_restart() -> str:
+    """What the process said that ended before the launcher restarted all."""
+    group = exits.RankGroup.of(os.environ)
+    if group:
+        for ended in group.earlier():
+            return ended.message.partition(". ")[0]
+    return "a process ended without a message"
+
+
+def _continues_from(plan: StartPlan) -> str:
+    if plan.checkpoint is None:
+        return "the start"
+    return plan.checkpoint.name
+
+
 def _complete(job: Job) -> None:
     """Trains to the end. After a memory fault everything is loaded again and the run rolls back.
 
@@ -220,8 +243,8 @@ def _complete(job: Job) -> None:
         release_memory()
         job.plan.close()
         job.plan = _plan(job.arguments, job.asked, restarted=True)
-        where = job.plan.checkpoint.name if job.plan.checkpoint else "the start"
-        announce.say_of_this_rank(f"{fault}", f"all weights are loaded again and the run goes back to {where}")
+        where = _continues_from(job.plan)
+        announce.say_of_this_rank(fault, f"all weights are loaded again and the run goes back to {where}")
         job.mover.report.settle_incidents(("frozen", "trained", "batches", "streamed"), "recovered")
 
 
@@ -235,18 +258,17 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
     job.plan = replace(job.plan, record=record)
     if trainer.is_world_process_zero():
         job.plan.commit()
-        resumed = job.plan.checkpoint.name if job.plan.checkpoint else None
+        resumed = None
+        if job.plan.checkpoint is not None:
+            resumed = job.plan.checkpoint.name
         tell_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed)
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(trainer, facts, job.plan.directory)
+    tokenizer_base = None
+    if not job.arguments.model.use_peft:
+        tokenizer_base = on_main_process(partial(tokenizer_directory, job.source))
     job.files = announce.RunOutputs(
-        arguments=job.arguments,
-        data=job.data,
-        trainer=trainer,
-        facts=facts,
-        tokenizer_base=None
-        if job.arguments.model.use_peft
-        else on_main_process(partial(tokenizer_directory, job.source)),
+        arguments=job.arguments, data=job.data, trainer=trainer, facts=facts, tokenizer_base=tokenizer_base
     )
     try:
         exits.interrupt_if_asked()
@@ -279,10 +301,12 @@ def _plan(arguments: Arguments, asked: dict[str, Any], *, restarted: bool) -> St
 
 def _as_begun(arguments: Arguments, plan: StartPlan) -> Arguments:
     """The arguments with the way in which a run of an earlier version was begun, where the user leaves it out."""
-    begun = {name: plan.record.settings.get(name) for name in ADDED}
-    tune = arguments.tune
-    left_out = {name: value for name, value in begun.items() if value is not None and getattr(tune, name) is None}
-    return replace(arguments, tune=replace(tune, **left_out))
+    left_out = {}
+    for name in ADDED:
+        begun = plan.record.settings.get(name)
+        if begun is not None and getattr(arguments.tune, name) is None:
+            left_out[name] = begun
+    return replace(arguments, tune=replace(arguments.tune, **left_out))
 
 
 @contextmanager
@@ -355,7 +379,9 @@ def _open_publisher(arguments: Arguments) -> Publisher | None:
         return publisher.repo_id
 
     training.hub_model_id = on_main_process(repo_id)
-    return publisher if int(os.environ.get("RANK", "0")) == 0 else None
+    if int(os.environ.get("RANK", "0")) != 0:
+        return None
+    return publisher
 
 
 def _prepare(
@@ -408,10 +434,12 @@ def _prepare(
 def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
     """The model to load, and its checked configuration."""
     training, name = arguments.training, arguments.model.model_name_or_path
+    if os.path.isdir(expand_user(name)):
+        # The adapter's configuration names it, for programs that are started elsewhere.
+        name = os.path.abspath(expand_user(name))
     init = {"attn_implementation": arguments.model.attn_implementation, "dtype": arguments.model.dtype}
     source = ModelSource(
-        # The adapter's configuration names it, for programs that are started elsewhere.
-        name=os.path.abspath(expand_user(name)) if os.path.isdir(expand_user(name)) else name,
+        name=name,
         revision=arguments.model.model_revision,
         trust_remote_code=training.trust_remote_code,
         reward=arguments.method == "reward",
@@ -431,9 +459,10 @@ def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizer
     tokenizer = load_tokenizer(source, path)
     if path in named_templates() and not os.path.exists(path):
         lacking, end = lacking_tokens(tokenizer)
-        # TRL adds tokens with a template that it takes from a tokenizer, and trains their embeddings
-        training.chat_template_path = tokens_for(tokenizer.chat_template, lacking, end) if lacking else None
+        training.chat_template_path = None
         if lacking:
+            # TRL adds tokens with a template that it takes from a tokenizer, and trains their embeddings
+            training.chat_template_path = tokens_for(tokenizer.chat_template, lacking, end)
             announce.say(f"tokens that the chat template needs are added and trained: {', '.join(lacking)}")
     return tokenizer
 
@@ -535,7 +564,9 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
 def _learn_end_tokens(trainer: Any) -> None:
     """Have a model that writes text stop, and be saved to stop, at the end tokens that it is trained with."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    config = getattr(model.get_base_model() if hasattr(model, "peft_config") else model, "generation_config", None)
+    if hasattr(model, "peft_config"):
+        model = model.get_base_model()
+    config = getattr(model, "generation_config", None)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     if config is not None and tokenizer is not None:
         config.eos_token_id = end_tokens(config.eos_token_id, tokenizer) or None
@@ -545,16 +576,17 @@ def _adapted(job: Job, model: Any) -> tuple[Any, Any]:
     """The model, with the adapter whose training continues; and PEFT's configuration of a new one."""
     if job.adapter is not None:
         return attach_for_training(job.adapter, model, job.mover), None
-    tune, config = job.arguments.tune, get_peft_config(job.arguments.model)
-    if config is not None:
-        targets = beside_experts(model, config.target_modules)
-        if targets != config.target_modules:
-            _say_left_out(model, targets or ())
-        config.target_modules = target_names(targets)
-        _choose_vision(job.arguments, model, config)
-        check_targets(model, config.target_modules, saved=config.modules_to_save)
-        if tune.init_lora_weights != "default":
-            config.init_lora_weights = tune.init_lora_weights
+    config = get_peft_config(job.arguments.model)
+    if config is None:
+        return model, None
+    targets = beside_experts(model, config.target_modules)
+    if targets != config.target_modules:
+        _say_left_out(model, targets or ())
+    config.target_modules = target_names(targets)
+    _choose_vision(job.arguments, model, config)
+    check_targets(model, config.target_modules, saved=config.modules_to_save)
+    if job.arguments.tune.init_lora_weights != "default":
+        config.init_lora_weights = job.arguments.tune.init_lora_weights
     return model, config
 
 
