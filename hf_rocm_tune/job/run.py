@@ -113,7 +113,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     check_world(arguments.training.world_size, os.environ)
     announce.speak_for_libraries()
     if arguments.tune.dry_run:
-        _show_rows(arguments)
+        _show_rows(arguments, arguments.tune.dry_run)
         return 0
     if arguments.training.disable_tqdm or not sys.stderr.isatty():
         telemetry.quieten_bars()
@@ -134,12 +134,12 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
         return _run(arguments, guard)
 
 
-def _show_rows(arguments: Arguments) -> None:
+def _show_rows(arguments: Arguments, form: str) -> None:
     """What ``--dry_run`` prints, on the first rank."""
     trainer = _without_weights(arguments, "--dry_run")
     if int(os.environ.get("RANK", "0")) == 0:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(preview.shown(trainer, arguments.tune.dry_run, colour=colour))
+        print(preview.shown(trainer, form, colour=colour))
 
 
 def read_rows(argv: Sequence[str], method: Method) -> tuple[list[int], dict[str, Any], tuple[int, tuple[Any, ...]]]:
