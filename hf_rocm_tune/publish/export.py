@@ -37,6 +37,10 @@ _KNOWN = re.compile(r"f32|bf?16|f16|t?i?q\d(_[0-9a-z]+)+")
 # For values spread as those of trained weights; zeros, or another tensor's values, differ by 1 or more.
 _MOST_ERROR = {8: 0.02, 6: 0.06, 5: 0.12, 4: 0.25, 3: 0.45, 2: 0.7, 1: 0.9}
 _PIECE = 1 << 22
+#: Names of what a model reads pictures with: its file for llama.cpp is apart from that of the language model.
+_SEEING = re.compile(
+    r"(^|\.)(visual|vision_\w+|vision|vit|multi_modal_projector|mm_projector|connector|embed_vision)\."
+)
 
 
 _ALONE = {
@@ -97,14 +101,18 @@ def export(model: Path, tools: Tools, say: Callable[[str], None], *, trust_remot
     with staged_directory(model / "gguf") as staging:
         file = staging / f"{model.absolute().name}-{tools.kind.upper()}.gguf"
         plain = file if tools.quantizer is None else staging / "lossless.gguf"
-        _call([sys.executable, str(tools.converter), str(model), "--outfile", str(plain), "--outtype", floating])
+        convert = [sys.executable, str(tools.converter), str(model), "--outtype", floating, "--outfile"]
+        _call([*convert, str(plain)])
+        seeing = _convert_seeing(model, convert, staging, say)
         converted = readback.model_in(model, trust_remote_code=trust_remote_code)
         _add_ends(plain, readback.ends_to_add(readback.fields_of(plain), converted), tools)
         entry = manifest.entry_of(plain)
         fields = readback.fields_of(plain)
         say(readback.check(fields, converted, tensors_of(plain)))
         arch = str(fields.get("general.architecture", ""))
-        found = _check_values(_stored(model, written.tensors), tensors_of(plain), floating, arch=arch)
+        there = tensors_of(plain) | (tensors_of(seeing) if seeing else {})
+        stored = (one for one in _stored(model, written.tensors) if seeing or not _SEEING.search(one[0]))
+        found = _check_values(stored, there, floating, arch=arch)
         say(found)
         if tools.quantizer is not None:
             _call([str(tools.quantizer), str(plain), str(file), tools.kind.upper()])
@@ -122,11 +130,35 @@ def export(model: Path, tools: Tools, say: Callable[[str], None], *, trust_remot
         (staging / "Modelfile").write_text(recipe, encoding="utf-8")
         extra = {"gguf": {"type": tools.kind, "values": found}, **written.extra}
         run, step, status = written.run_id, written.step, written.status
-        manifest.write(staging, run_id=run, step=step, status=status, entries={file.name: entry}, extra=extra)
+        entries = {each.name: manifest.entry_of(each) for each in (seeing,) if each} | {file.name: entry}
+        manifest.write(staging, run_id=run, step=step, status=status, entries=entries, extra=extra)
         # The tokenizer, too, is as it was merged, and the file as it was when it was compared.
         if problems := [*manifest.verify(staging), *manifest.verify(model)]:
             raise CorruptionError(f"{problems[0]} since it was written: the GGUF file is not kept; check the disk")
     return model / "gguf" / file.name
+
+
+def _convert_seeing(model: Path, convert: list[str], staging: Path, say: Callable[[str], None]) -> Path | None:
+    """What an image-text model reads pictures with, as a file of its own (llama.cpp's ``--mmproj``).
+
+    None: the model is one of text, or the converter does not know this kind, which is said.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config.get("vision_config"), dict):
+        return None
+    asked = staging / f"{model.absolute().name}.gguf"
+    file = asked.with_name(f"mmproj-{asked.name}")  # the converter writes this name, earlier ones that which is asked
+    try:
+        _call([*convert, str(asked), "--mmproj"])
+    except UsageError as error:
+        for each in (asked, file):
+            each.unlink(missing_ok=True)
+        say(f"the GGUF file reads text only: pictures need an mmproj file ({error})")
+        return None
+    if asked.is_file():
+        asked.replace(file)
+    say(f"{file.name} is what llama.cpp reads pictures with: llama-server -m MODEL.gguf --mmproj {file.name}")
+    return file
 
 
 def export_adapter(
@@ -368,7 +400,8 @@ def _check_values(
         for name, (dimensions, numel, *sums) in wanted.items()
         if not any(is_there(numel, total) for total in sums)
     }
-    if wrong := [name for name, dimensions in lacking.items() if dimensions > 1]:
+    # It cuts and joins what reads pictures in many ways, as Qwen's three-dimensional convolutions.
+    if wrong := [name for name, dimensions in lacking.items() if dimensions > 1 and not _SEEING.search(name)]:
         raise CorruptionError(
             f"{wrong[0]} ({len(wrong)} in all) is not in the GGUF file with the values of the merged model: the file "
             "was written wrong, or the converter changes this architecture's weights; the file is not kept"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import shutil
 import sys
@@ -297,3 +298,48 @@ def test_a_full_disk_is_one_line_and_the_merged_model_stays(
     last = err.splitlines()[-1]
     assert code == 2 and "No space left on device; the merged model" in last, err
     assert manifest.verify(tmp_path / "out") == [] and not (tmp_path / "out" / "gguf").exists()
+
+
+@needs_converter
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks by an old name
+def test_what_reads_pictures_is_not_missed_in_the_file_of_the_language_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The converter has it apart, or not at all, as of LLaVA's CLIP: then the file reads text, and a line says so."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import (
+        AutoModelForImageTextToText,
+        CLIPImageProcessorPil,
+        CLIPVisionConfig,
+        LlavaConfig,
+        LlavaProcessor,
+    )
+
+    tokenizer = letters()
+    tokenizer.add_tokens(["<image>"])
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**size, image_size=28, patch_size=14, projection_dim=64),
+        text_config=LlamaConfig(**size, vocab_size=len(tokenizer), architectures=["LlamaForCausalLM"]),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    targets = r".*language_model.*q_proj"
+    get_peft_model(model, LoraConfig(r=4, target_modules=targets)).save_pretrained(tmp_path / "adapter")
+    for name in ("base", "adapter"):
+        LlavaProcessor(
+            image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+            tokenizer=tokenizer,
+            patch_size=14,
+            chat_template=TEMPLATE,
+        ).save_pretrained(tmp_path / name)
+        file = tmp_path / name / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"add_bos_token": False}))
+    argv = ["merge", str(tmp_path / "adapter"), str(tmp_path / "out"), "--base", str(tmp_path / "base")]
+    code = cli.main([*argv, "--gguf", "f16", *_where()])
+    said = capsys.readouterr().err
+    assert code == 0, said
+    assert "reads text only" in said and "21 of 21 tensors hold the merged values" in said
+    assert [path.name for path in (tmp_path / "out/gguf").glob("*.gguf")] == ["out-F16.gguf"]
