@@ -224,7 +224,7 @@ def test_a_name_that_a_library_does_not_have_is_one_line(module: str, name: str,
 
 # ---- what is replaced ---------------------------------------------------------------------------------------
 
-PATCHED = [row for row in SEAMS if row.patched]
+PATCHED = [row for row in FOUND if row.patched]
 
 
 @pytest.mark.parametrize("row", PATCHED, ids=lambda row: row.name)
