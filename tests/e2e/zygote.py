@@ -201,7 +201,7 @@ def _import() -> None:
     import hf_rocm_tune.train.trainer  # noqa: F401
     from hf_rocm_tune import upstream
     from hf_rocm_tune.machine import software
-    from hf_rocm_tune.publish import history
+    from hf_rocm_tune.publish import templates
 
     # What every command would do again, a third of its time: imports of single functions, tables, fonts, templates.
     upstream.check_all()
@@ -210,7 +210,7 @@ def _import() -> None:
     get_checkpoint_conversion_mapping("llama")
     software._read_wheels = functools.cache(software._read_wheels)
     software._read_wheels()
-    history.compiled("readme.md.j2", html=False)
+    templates.compiled("readme.md.j2", html=False)
     figure = Figure()
     figure.add_subplot().plot([1, 2])
     figure.savefig(io.BytesIO())
