@@ -91,7 +91,7 @@ class Sample:
 
     def _checksums(self, owners: Mapping[int, int]) -> Iterator[Weight]:
         """What the checks of products with frozen weights hold on the card: three float32 a row, a column and a layer,
-        and three for each number of them (``train/arithmetic.py``)."""
+        and three for each number of them (``train/arithmetic/``)."""
         head, sizes, of_experts = self.base.get_output_embeddings(), set[int](), 0
         for module in self.model.modules():
             if not isinstance(module, nn.Linear | Conv1D) or any(each.requires_grad for each in module.parameters()):
