@@ -194,7 +194,8 @@ def end_all(process: Popen[bytes], mark: str, grace_seconds: float) -> list[int]
     deadline = time.monotonic() + _KILL_SECONDS
     while (left := _marked(mark) if left else []) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.poll()
+    with suppress(TimeoutExpired):
+        process.wait(0 if left else _KILL_SECONDS)  # one that is about to end has no mark any more
     return [each.pid for each in left]
 
 

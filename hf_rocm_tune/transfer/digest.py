@@ -245,14 +245,6 @@ def place_weights(device: torch.device) -> Tensor:
 
 
 @cache
-def _sums_and_weights(device: torch.device) -> Tensor:
-    """Ones and `place_weights`, int64[2, 1, BLOCK_WORDS]: one product gives what both sums need."""
-    with torch.inference_mode(False):
-        table = place_weights(device)
-        return _computed(torch.stack((torch.ones_like(table), table)).unsqueeze(1))
-
-
-@cache
 def block_table(device: torch.device) -> Tensor:
     """`_coefficients` of the first blocks, int64[2, 2, TABLED_BLOCKS], computed like `place_weights`."""
     with torch.inference_mode(False):
@@ -388,7 +380,8 @@ def _add_rows(words: Tensor, low: int, first_block: int, sums: Tensor) -> None:
     """Add rows of words: consecutive blocks, or a part of one block from its word ``low`` on."""
     count, length = words.shape
     if count <= _FEW_ROWS:  # few operators: launches cost more than the temporary, of twice the size
-        pairs = (words * _sums_and_weights(words.device)[:, :, low : low + length]).sum(2)
+        weighted = words * place_weights(words.device)[low : low + length]
+        pairs = torch.stack((words, weighted)).sum(2)
     else:
         totals = words.sum(1)
         pairs = torch.stack((totals, words.mul_(place_weights(words.device)).sum(1)))

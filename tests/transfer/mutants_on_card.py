@@ -194,7 +194,7 @@ def first_digests(verify: str) -> Problems:
     source = torch.randn(2000)
     moved = source.to(CARD)
     torch.cuda.synchronize()
-    for table in (digests_of.place_weights, digests_of._sums_and_weights, digests_of.block_table):
+    for table in (digests_of.place_weights, digests_of.block_table):
         table.cache_clear()
     slow(fetcher.backend._stream, 1000)  # type: ignore[attr-defined]
     queued = fetcher.begin(moved, name="w", stage="adapter")
