@@ -241,12 +241,12 @@ def bounded_patterns() -> Iterator[None]:
             raise ValueError(f"its regular expressions take more than {PATTERN_SECONDS:.0f} s of CPU time")
 
     before = signal.signal(signal.SIGVTALRM, ring)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _TICK_SECONDS, _TICK_SECONDS)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, _TICK_SECONDS, _TICK_SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
 
 
 # ---- chat templates -------------------------------------------------------------------------------------------------
@@ -282,39 +282,63 @@ def _limited_template() -> Any:
         """A template whose rendering, also piece by piece, is limited in time."""
 
         def render(self, *arguments: Any, **keywords: Any) -> str:
-            with _limited_time():
+            with _LimitedTime():
                 return super().render(*arguments, **keywords)
 
         def generate(self, *arguments: Any, **keywords: Any) -> Iterator[str]:
-            with _limited_time():
+            with _LimitedTime():
                 yield from super().generate(*arguments, **keywords)
 
     return LimitedTemplate
 
 
-@contextmanager
-def _limited_time() -> Iterator[None]:
-    """Within the block a ``UsageError``, which nobody takes for a row's fault, is raised after so much CPU time of this
-    thread, the main one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    end = time.thread_time() + TEMPLATE_SECONDS
+class _TemplateClock:
+    """Looks at intervals of CPU time whether the main thread renders for too long.
 
-    def ring(*_: object) -> None:
-        if time.thread_time() > end:  # the timer counts all threads
+    Its timer goes on between two conversations, since to start it takes as long as to render one, and stops when none
+    was rendered at a tick.
+    """
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None  # in CPU seconds of the main thread; None: nothing is rendered
+        self._handler_before: Any = signal.SIG_DFL
+
+    def begin(self) -> None:
+        """Set the deadline of a rendering."""
+        self.deadline = time.thread_time() + TEMPLATE_SECONDS
+        handler = signal.getsignal(signal.SIGVTALRM)
+        if handler != self._tick:
+            self._handler_before = signal.signal(signal.SIGVTALRM, self._tick)
+        if handler != self._tick or signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0):  # as in a forked process
+            signal.setitimer(signal.ITIMER_VIRTUAL, _TICK_SECONDS, _TICK_SECONDS)
+
+    def _tick(self, *_: object) -> None:
+        if self.deadline is None:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+            signal.signal(signal.SIGVTALRM, self._handler_before)
+        elif time.thread_time() > self.deadline:  # the timer counts all threads
             raise UsageError(
                 f"the chat template takes more than {TEMPLATE_SECONDS:.0f} s of CPU time for one conversation: give "
                 "another one (--chat_template_path), or another model"
             )
 
-    before = signal.signal(signal.SIGVTALRM, ring)
-    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS, _TICK_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
+
+_template_clock = _TemplateClock()
+
+
+class _LimitedTime:
+    """Within the block a ``UsageError``, which nobody takes for a row's fault, is raised after so much CPU time of the
+    main thread; other threads are not limited."""
+
+    def __enter__(self) -> None:
+        self._is_limited = threading.current_thread() is threading.main_thread()
+        if self._is_limited:
+            self._outer = _template_clock.deadline  # a rendering within one
+            _template_clock.begin()
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_limited:
+            _template_clock.deadline = self._outer
 
 
 def _checked_operation(sandbox: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
