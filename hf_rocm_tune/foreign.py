@@ -251,7 +251,7 @@ def bounded_patterns() -> Iterator[None]:
 
 # ---- chat templates -------------------------------------------------------------------------------------------------
 
-TEMPLATE_SECONDS = 10.0
+TEMPLATE_SECONDS = 5.0
 """CPU time that one rendering of a chat template may take; those of long conversations take milliseconds."""
 _LARGEST_POWER = 1 << 12  # bits of a power, an exponent's or a product's operand
 _LONGEST_REPEATED = 1 << 20  # items of a repeated or padded text or list
