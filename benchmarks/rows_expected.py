@@ -89,7 +89,7 @@ REFUSED: dict[str, str] = {
     "dpo_long.jsonl": "--max_length",
     "dpo_null_rejected.jsonl": "row 1",
     "dupkeys.jsonl": "line 9",
-    "ids_allmasked.jsonl": "no training row is left",
+    "ids_allmasked.jsonl": "no row has a token that is in the loss",
     "ids_oob.jsonl": "token id 700",
     "image_rows.jsonl": "pictures",
     "image_str_rows.jsonl": "pictures",

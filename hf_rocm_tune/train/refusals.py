@@ -137,8 +137,8 @@ def check_rows(trainer: Trainer) -> None:
     for split, rows in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
         if isinstance(rows, Sized) and not len(rows):
             raise UsageError(
-                f"no {split} rows remain: with --max_length {getattr(args, 'max_length', None)} every row has all its "
-                "labels masked; give a larger one, or other rows"
+                f"no {split} rows remain: with --max_length {getattr(args, 'max_length', None)} no row has a token "
+                "that is in the loss; give rows with answers, or a larger length if it cut them off"
             )
 
 
