@@ -245,6 +245,7 @@ def bounded_patterns() -> Iterator[None]:
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)  # first: without a handler it would end the process
         signal.signal(signal.SIGVTALRM, before)
         signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
 
@@ -293,30 +294,31 @@ def _limited_template() -> Any:
 
 
 class _TemplateClock:
-    """Looks at intervals of CPU time whether the main thread renders for too long.
+    """Ends a rendering of the main thread that takes too long.
 
-    Its timer goes on between two conversations, since to start it takes as long as to render one, and stops when none
-    was rendered at a tick.
+    Its handler stays: to install it takes longer than a short conversation. The timer runs while something is rendered
+    only: one that is left running ends the process once Python has removed its handlers, or after an ``exec``.
     """
 
     def __init__(self) -> None:
-        self.deadline: float | None = None  # in CPU seconds of the main thread; None: nothing is rendered
-        self._handler_before: Any = signal.SIG_DFL
+        self._deadline: float | None = None  # in CPU seconds of the main thread; None: nothing is rendered
 
-    def begin(self) -> None:
-        """Set the deadline of a rendering."""
-        self.deadline = time.thread_time() + TEMPLATE_SECONDS
-        handler = signal.getsignal(signal.SIGVTALRM)
-        if handler != self._tick:
-            self._handler_before = signal.signal(signal.SIGVTALRM, self._tick)
-        if handler != self._tick or signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0):  # as in a forked process
-            signal.setitimer(signal.ITIMER_VIRTUAL, _TICK_SECONDS, _TICK_SECONDS)
+    def begin(self) -> float | None:
+        """Limit a rendering. Returns the deadline of one around it, for `end`."""
+        around, self._deadline = self._deadline, time.thread_time() + TEMPLATE_SECONDS
+        if signal.getsignal(signal.SIGVTALRM) != self._tick:
+            signal.signal(signal.SIGVTALRM, self._tick)
+        signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS, _TICK_SECONDS)
+        return around
+
+    def end(self, around: float | None) -> None:
+        """The rendering has ended; one around it goes on."""
+        self._deadline = around
+        if around is None:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
 
     def _tick(self, *_: object) -> None:
-        if self.deadline is None:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-            signal.signal(signal.SIGVTALRM, self._handler_before)
-        elif time.thread_time() > self.deadline:  # the timer counts all threads
+        if self._deadline is not None and time.thread_time() > self._deadline:  # the timer counts all threads
             raise UsageError(
                 f"the chat template takes more than {TEMPLATE_SECONDS:.0f} s of CPU time for one conversation: give "
                 "another one (--chat_template_path), or another model"
@@ -333,12 +335,11 @@ class _LimitedTime:
     def __enter__(self) -> None:
         self._is_limited = threading.current_thread() is threading.main_thread()
         if self._is_limited:
-            self._outer = _template_clock.deadline  # a rendering within one
-            _template_clock.begin()
+            self._around = _template_clock.begin()
 
     def __exit__(self, *_: object) -> None:
         if self._is_limited:
-            _template_clock.deadline = self._outer
+            _template_clock.end(self._around)
 
 
 def _checked_operation(sandbox: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -228,6 +230,32 @@ def test_a_template_that_takes_for_ever(place: Place, kind: str, verb: str) -> N
     code, said = endure(place, verb)
     if verb != "merge":  # it need not be rendered there
         assert code == 2 and "template" in said, said
+
+
+RENDERS = """
+import os, sys, time
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from hf_rocm_tune.foreign import bounded_patterns, limit_templates
+limit_templates()
+for _ in range(20):
+    assert ImmutableSandboxedEnvironment().from_string("{{ 1 }}").render() == "1"
+    with bounded_patterns():
+        pass
+class Slow:
+    def __del__(self, clock=time.process_time):
+        end = clock() + 0.5
+        while clock() < end:
+            pass
+sys.modules["slow"] = Slow()  # goes after Python has removed the handlers of signals
+if len(sys.argv) > 1:
+    os.execv(sys.executable, [sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"])
+"""
+
+
+@pytest.mark.parametrize("ending", [[], ["exec"]], ids=["slow", "exec"])
+def test_the_time_limit_of_a_template_outlives_no_rendering(ending: list[str]) -> None:
+    """Its timer would end a process by SIGVTALRM as soon as nobody handles that."""
+    assert subprocess.run([sys.executable, "-c", RENDERS, *ending], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("verb", ["preview", pytest.param("sft", marks=pytest.mark.long)])
