@@ -233,7 +233,7 @@ def test_a_template_that_takes_for_ever(place: Place, kind: str, verb: str) -> N
 
 
 RENDERS = """
-import os, sys, time
+import os, sys
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hf_rocm_tune.foreign import bounded_patterns, limit_templates
 limit_templates()
@@ -241,21 +241,13 @@ for _ in range(20):
     assert ImmutableSandboxedEnvironment().from_string("{{ 1 }}").render() == "1"
     with bounded_patterns():
         pass
-class Slow:
-    def __del__(self, clock=time.process_time):
-        end = clock() + 0.5
-        while clock() < end:
-            pass
-sys.modules["slow"] = Slow()  # goes after Python has removed the handlers of signals
-if len(sys.argv) > 1:
-    os.execv(sys.executable, [sys.executable, "-c", "sum(range(30_000_000))"])
+os.execv(sys.executable, [sys.executable, "-c", "sum(range(30_000_000))"])
 """
 
 
-@pytest.mark.parametrize("ending", [[], ["exec"]], ids=["slow", "exec"])
-def test_the_time_limit_of_a_template_outlives_no_rendering(ending: list[str]) -> None:
-    """Its timer would end a process by SIGVTALRM as soon as nobody handles that."""
-    assert subprocess.run([sys.executable, "-c", RENDERS, *ending], check=False).returncode == 0
+def test_the_time_limit_of_a_template_outlives_no_rendering() -> None:
+    """Its timer would end by SIGVTALRM what comes after, where nobody handles that."""
+    assert subprocess.run([sys.executable, "-c", RENDERS], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("verb", ["preview", pytest.param("sft", marks=pytest.mark.long)])
