@@ -121,7 +121,7 @@ def complete(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _record(file: str, told: dict[str, object], environ: Mapping[str, str]) -> None:
-    write_text_atomic(Path(file), json.dumps(told | {"attempt": number(environ, _RESTARTS) or 0}))
+    write_text_atomic(Path(file), json.dumps(told | {"attempt": number(environ, _RESTARTS)}))
 
 
 def _tell_attempt(environ: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -241,13 +241,12 @@ def bounded_patterns() -> Iterator[None]:
             raise ValueError(f"its regular expressions take more than {PATTERN_SECONDS:.0f} s of CPU time")
 
     before = signal.signal(signal.SIGVTALRM, ring)
-    timer = signal.setitimer(signal.ITIMER_VIRTUAL, _TICK_SECONDS, _TICK_SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _TICK_SECONDS, _TICK_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)  # first: without a handler it would end the process
         signal.signal(signal.SIGVTALRM, before)
-        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
 
 
 # ---- chat templates -------------------------------------------------------------------------------------------------
@@ -293,53 +292,40 @@ def _limited_template() -> Any:
     return LimitedTemplate
 
 
-class _TemplateClock:
-    """Ends a rendering of the main thread that takes too long.
+class _LimitedTime:
+    """Within the block a ``UsageError``, which nobody takes for a row's fault, is raised after so much CPU time of the
+    main thread; other threads are not limited.
 
-    Its handler stays: to install it takes longer than a short conversation. The timer runs while something is rendered
-    only: one that is left running ends the process once Python has removed its handlers, or after an ``exec``.
+    The handler stays: to install it takes longer than a short conversation. The timer runs within the block only: one
+    that is left running ends the process once Python has removed its handlers, or after an ``exec``.
     """
 
-    def __init__(self) -> None:
-        self._deadline: float | None = None  # in CPU seconds of the main thread; None: nothing is rendered
+    _deadline: ClassVar[float | None] = None  # in CPU seconds of the main thread; None: nothing is rendered
 
-    def begin(self) -> float | None:
-        """Limit a rendering. Returns the deadline of one around it, for `end`."""
-        around, self._deadline = self._deadline, time.thread_time() + TEMPLATE_SECONDS
-        if signal.getsignal(signal.SIGVTALRM) != self._tick:
-            signal.signal(signal.SIGVTALRM, self._tick)
+    def __enter__(self) -> None:
+        self._is_limited = threading.current_thread() is threading.main_thread()
+        if not self._is_limited:
+            return
+        self._around, _LimitedTime._deadline = _LimitedTime._deadline, time.thread_time() + TEMPLATE_SECONDS
+        if signal.getsignal(signal.SIGVTALRM) is not _LimitedTime._tick:
+            signal.signal(signal.SIGVTALRM, _LimitedTime._tick)
         signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS, _TICK_SECONDS)
-        return around
 
-    def end(self, around: float | None) -> None:
-        """The rendering has ended; one around it goes on."""
-        self._deadline = around
-        if around is None:
+    def __exit__(self, *_: object) -> None:
+        if not self._is_limited:
+            return
+        _LimitedTime._deadline = self._around  # of a rendering around this one
+        if self._around is None:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
 
-    def _tick(self, *_: object) -> None:
-        if self._deadline is not None and time.thread_time() > self._deadline:  # the timer counts all threads
+    @staticmethod
+    def _tick(*_: object) -> None:
+        deadline = _LimitedTime._deadline
+        if deadline is not None and time.thread_time() > deadline:  # the timer counts all threads
             raise UsageError(
                 f"the chat template takes more than {TEMPLATE_SECONDS:.0f} s of CPU time for one conversation: give "
                 "another one (--chat_template_path), or another model"
             )
-
-
-_template_clock = _TemplateClock()
-
-
-class _LimitedTime:
-    """Within the block a ``UsageError``, which nobody takes for a row's fault, is raised after so much CPU time of the
-    main thread; other threads are not limited."""
-
-    def __enter__(self) -> None:
-        self._is_limited = threading.current_thread() is threading.main_thread()
-        if self._is_limited:
-            self._around = _template_clock.begin()
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_limited:
-            _template_clock.end(self._around)
 
 
 def _checked_operation(sandbox: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
