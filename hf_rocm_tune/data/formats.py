@@ -187,43 +187,68 @@ def check_format(
             f"the '{split}' rows are conversations, but the tokenizer of '{model_name}' has no chat template: name a "
             "template file, or a model whose template to take, with --chat_template_path"
         )
+    if _KWARGS in layout.beside and not isinstance(dataset, Dataset):  # later rows may lack them
+        seen.traits.add("uneven kwargs")
+    return _completed(layout, seen, columns, first, has_chat_template)
+
+
+def _completed(
+    layout: FormatInfo, seen: _Seen, columns: list[str], first: Mapping[str, Any], has_chat_template: bool
+) -> FormatInfo:
+    """What `as_trl` has to change and what is told, once all rows have been seen."""
     known = layout.columns
     layout = replace(
         layout,
         more=tuple(name for name in layout.more if name not in _TURNS or name in seen.filled),
         unused=tuple(_unused_formats(layout, columns)),
         joins_parts="text parts" in seen.traits and "other parts" not in seen.traits,
+        uneven_kwargs="uneven kwargs" in seen.traits,
     )
     renamed = _is_renamed(layout.kind, layout.content)
-    mixed = bool(layout.messages) and bool(layout.texts)
-    tagged = layout.content.get("label", "label") != "label"
-    keys = (layout.role_key, layout.content_key)
-    foreign = layout.dropped or keys != _KEYS or any(_role(role) != role for role in seen.roles)
-    added = {*layout.more} & {*_TURNS}
-    if _KWARGS in layout.beside and not isinstance(dataset, Dataset):  # later rows may lack them
-        seen.traits.add("uneven kwargs")
-    calls = {*_CALL_ROLES, _FUNCTIONS, "padding", "bare tools", "uneven kwargs"} & seen.traits
-    objects = any(isinstance(first[column], dict) for column in layout.messages)
-    # a picture has no place in a prompt of text, unless the text has the model's own placeholder
-    shown = {"image", "images"} & {*columns} and "prompt" in layout.content and not layout.messages
-    shown = bool(shown) and has_chat_template and not _has_placeholder(str(first[layout.content["prompt"]]))
-    changed = renamed or mixed or tagged or foreign or added or calls or objects or layout.joins_parts or shown
-    conversational = bool(layout.messages) or (bool(renamed or added or shown) and has_chat_template)
-    layout = replace(layout, conversational=conversational, uneven_kwargs="uneven kwargs" in seen.traits)
+    added = not {*_TURNS}.isdisjoint(layout.more)
+    shown = has_chat_template and _shows_pictures(layout, columns, first)
+    conversational = bool(layout.messages) or ((renamed or added or shown) and has_chat_template)
+    layout = replace(layout, conversational=conversational)
     if not conversational:  # a chat template reads them
         known = [name for name in known if name not in _OF_TEMPLATE]
         layout = replace(layout, beside=tuple(name for name in layout.beside if name not in _OF_TEMPLATE))
-    unused = _unused(layout, known, columns, seen.count)
+    mapping = None
+    if renamed or added or shown or _has_other_messages(layout, seen, first):
+        mapping = _in_words(layout, conversational, seen)
+    shapes: tuple[tuple[int, int], ...] = ()
+    if conversational:
+        shapes = tuple((start, count) for start, count in seen.shapes.values())
     return replace(
         layout,
-        mapping=_in_words(layout, conversational, seen) if changed else None,
+        mapping=mapping,
         rows=seen.count,
         has_calls=bool({"tool_calls", *_CALL_ROLES} & seen.traits),
         text_arguments="text arguments" in seen.traits,
         marked="mark" in seen.traits,
-        findings=(*seen.findings(layout), *unused),
-        shapes=tuple((first, count) for first, count in seen.shapes.values()) if conversational else (),
+        findings=(*seen.findings(layout), *_unused(layout, known, columns, seen.count)),
+        shapes=shapes,
     )
+
+
+def _has_other_messages(layout: FormatInfo, seen: _Seen, first: Mapping[str, Any]) -> bool:
+    """Whether messages, calls, tools or labels are written otherwise than TRL reads them."""
+    return bool(
+        layout.dropped
+        or layout.joins_parts
+        or (layout.role_key, layout.content_key) != _KEYS
+        or any(_role(role) != role for role in seen.roles)
+        or (layout.messages and layout.texts)
+        or layout.content.get("label", "label") != "label"
+        or any(isinstance(first[column], dict) for column in layout.messages)
+        or {*_CALL_ROLES, _FUNCTIONS, "padding", "bare tools", "uneven kwargs"} & seen.traits
+    )
+
+
+def _shows_pictures(layout: FormatInfo, columns: list[str], first: Mapping[str, Any]) -> bool:
+    """Whether pictures beside a prompt of text have no place in it: it has no placeholder of the model's own."""
+    if layout.messages or "prompt" not in layout.content or {"image", "images"}.isdisjoint(columns):
+        return False
+    return not _has_placeholder(str(first[layout.content["prompt"]]))
 
 
 def _has_placeholder(text: str) -> bool:
