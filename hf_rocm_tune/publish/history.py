@@ -17,21 +17,13 @@ from typing import Any
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.foreign import read_object
-from hf_rocm_tune.publish.templates import data_findings, data_row, render
-from hf_rocm_tune.publish.training_log import Row, figures, series, shown_settings
-from hf_rocm_tune.publish.values import count, figure, items, mapping, number, plain, text
-from hf_rocm_tune.publish.verdict import LEVELS, Verdict, counted, coverage, judge, mismatches
+from hf_rocm_tune.publish.training_log import Row
+from hf_rocm_tune.publish.values import count, items, mapping, number, text
+from hf_rocm_tune.publish.verdict import Verdict, judge
 from hf_rocm_tune.redaction import Private, scrub_json
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.run_directory import SMALL_PICTURES
-
-# What the other files of this package still take from here, of the four modules above.
-__all__ = [
-    "LEVELS", "LOG_NAME", "REPORT_NAME", "Row", "Run", "checkpoints", "collect", "counted", "coverage", "data_findings",
-    "data_row", "figure", "figures", "items", "judge", "mapping", "mismatches", "number", "plain", "read_json",
-    "render", "run_settings", "series", "shown_settings", "text", "write_log",
-]  # fmt: skip
 
 LOG_NAME = "training_log.json"
 REPORT_NAME = "transfer_report.json"

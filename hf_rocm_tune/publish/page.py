@@ -19,8 +19,12 @@ from typing import Any
 from hf_rocm_tune.errors import CommandParser, UsageError
 from hf_rocm_tune.foreign import read_bytes
 from hf_rocm_tune.machine.sources import link_of
-from hf_rocm_tune.publish import history, say
-from hf_rocm_tune.publish.history import LEVELS, Run, figure, items, number, plain, series, text
+from hf_rocm_tune.publish import say
+from hf_rocm_tune.publish.history import Run, collect
+from hf_rocm_tune.publish.templates import data_findings, data_row, render
+from hf_rocm_tune.publish.training_log import Row, figures, series, shown_settings
+from hf_rocm_tune.publish.values import figure, items, number, plain, text
+from hf_rocm_tune.publish.verdict import LEVELS, coverage, mismatches
 from hf_rocm_tune.redaction import Private, local_paths, scrub_text
 from hf_rocm_tune.survive.atomic import create_staging, write_text_atomic
 from hf_rocm_tune.version import __version__
@@ -45,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     help_out = f"write the page here (default: {PAGE_NAME} in DIR; of several runs comparison.html in this directory)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=help_out)
     wanted = parser.parse_args(list(argv))
-    runs = [history.collect(directory) for directory in wanted.directories]
+    runs = [collect(directory) for directory in wanted.directories]
     alone = len(runs) == 1
     target = wanted.out or (runs[0].directory / PAGE_NAME if alone else Path("comparison.html"))
     try:
@@ -90,7 +94,7 @@ def build(runs: Mapping[str, Run]) -> str:
             samples.setdefault(text(each, "prompt"), []).append((plain(row.get("step", "")), text(each, "text")))
     when = f"{'finished' if run.finished else 'checkpoint of'} {run.written[:16].replace('T', ' ')} UTC"
     about = [name, text(run.trained, "method"), when if run.written else "", text(run.report, "device", "name")]
-    page = history.render(
+    page = render(
         "page.html.j2",
         html=True,
         most=_MOST_ROWS,
@@ -104,8 +108,8 @@ def build(runs: Mapping[str, Run]) -> str:
         compared=_compared(runs),
         run=run,
         report=run.report,
-        data=[tuple(history.data_row(row).values()) for row in items(run.report, "data")],
-        findings=[line for row in items(run.report, "data") for line in history.data_findings(row)],
+        data=[tuple(data_row(row).values()) for row in items(run.report, "data")],
+        findings=[line for row in items(run.report, "data") for line in data_findings(row)],
         link_of=link_of,
         tiles=_tiles(run),
         samples=list(samples.items()),
@@ -121,15 +125,15 @@ def _title(run: Run) -> str:
 
 def _tiles(run: Run) -> dict[str, str]:
     """The key figures."""
-    report, share = run.report, history.coverage(run.report)
+    report, share = run.report, coverage(run.report)
     wanted = f" of {run.max_steps:,}" if run.max_steps and run.max_steps != run.step else ""
     peaks = [number(seen, "torch_peak_allocated_gib") for seen in items(report, "telemetry")]
     tiles = {
         "steps": "" if run.step is None else f"{run.step:,}{wanted}",
-        **dict(history.figures(run.rows)),
+        **dict(figures(run.rows)),
         "peak memory, GiB": figure(max((peak for peak in peaks if peak is not None), default=None)),
         "bytes verified": f"{share:g} %" if share is not None else "",
-        "mismatches": f"{history.mismatches(report):,}" if report else "",
+        "mismatches": f"{mismatches(report):,}" if report else "",
     }
     return {name: value for name, value in tiles.items() if value}
 
@@ -139,7 +143,7 @@ def _compared(runs: Mapping[str, Run]) -> dict[str, list[tuple[str, list[str]]]]
     figures = [_tiles(run) for run in runs.values()]
     names = {"model": "model_name_or_path", "dataset": "dataset_name"}
     settings = [
-        {name: plain(value) for name, value in history.shown_settings(run.settings).items()}
+        {name: plain(value) for name, value in shown_settings(run.settings).items()}
         | {name: text(run.settings, key) for name, key in names.items()}
         for run in runs.values()
     ]
@@ -216,7 +220,7 @@ def _incidents(report: Mapping[str, Any]) -> dict[str, list[float]]:
     return marks
 
 
-def _drawn(rows: Sequence[history.Row], key: str) -> list[Point]:
+def _drawn(rows: Sequence[Row], key: str) -> list[Point]:
     """The points of a metric; none unless one of them is finite."""
     points = series(rows, key)
     return points if any(not math.isnan(value) for _, value in points) else []

@@ -25,10 +25,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.foreign import parse_json, read_bytes
 from hf_rocm_tune.publish import say, serving, signing
-from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, judge, read_json, run_settings
+from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, read_json, run_settings
 from hf_rocm_tune.publish.page import PAGE_NAME, page_of
 from hf_rocm_tune.publish.readme import README_NAME, clean_readme, is_hub_id, published_names
 from hf_rocm_tune.publish.signing import SIGNATURE_NAME
+from hf_rocm_tune.publish.verdict import judge
 from hf_rocm_tune.redaction import (
     Private,
     find_private,

@@ -19,7 +19,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.publish import serving
-from hf_rocm_tune.publish.history import Run, render, text
+from hf_rocm_tune.publish.history import Run
+from hf_rocm_tune.publish.templates import render
+from hf_rocm_tune.publish.values import text
 from hf_rocm_tune.redaction import Private, hub_id_of, scrub_json, scrub_text
 
 README_NAME = "README.md"

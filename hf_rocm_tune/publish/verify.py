@@ -29,8 +29,10 @@ from hf_rocm_tune.models.files import hub_snapshot, sums
 from hf_rocm_tune.paths import expand_user, is_local_model
 from hf_rocm_tune.publish import signing
 from hf_rocm_tune.publish.adapter import CONFIG_FILE, above
-from hf_rocm_tune.publish.history import REPORT_NAME, counted, judge, mapping, read_json, text
+from hf_rocm_tune.publish.history import REPORT_NAME, read_json
 from hf_rocm_tune.publish.readme import README_NAME
+from hf_rocm_tune.publish.values import mapping, text
+from hf_rocm_tune.publish.verdict import counted, judge
 from hf_rocm_tune.redaction import hub_id_of, print_line
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileProblem, Manifest

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.counters import SECTIONS
-from hf_rocm_tune.publish import history, page
+from hf_rocm_tune.publish import page
+from hf_rocm_tune.publish import verdict as verdicts
 from hf_rocm_tune.transfer import TransferReport
 from tests.publish.run_files import report, run
 
@@ -39,32 +40,32 @@ def test_whatever_was_wrong_and_recovered_is_in_verdict_card_and_page(name: str,
     section = SECTIONS[name]
     recovers = {"recovered": times} if "recovered" in section.counters else {}
     found = counted(name, **{section.wrong: times}, **recovers)
-    verdict = history.judge(found, finished=True)
+    verdict = verdicts.judge(found, finished=True)
     assert verdict.level == "note" and "none of them was wrong" not in verdict.headline
     assert ("once" if times == 1 else f"{times} times") in verdict.headline
-    (row,) = [row for row in history.counted(found) if row[0] == section.title]
+    (row,) = [row for row in verdicts.counted(found) if row[0] == section.title]
     assert row[2] == str(times)
     assert section.title in page.build({"run": run(report=found)})
     if recovers:
         lost = counted(name, **{section.wrong: times, "recovered": times - 1})
-        assert history.judge(lost, finished=True).level == "bad"
+        assert verdicts.judge(lost, finished=True).level == "bad"
 
 
 def test_a_clean_report_of_the_engine_is_good() -> None:
-    verdict = history.judge(counted("weights", tensors=3), finished=True)
+    verdict = verdicts.judge(counted("weights", tensors=3), finished=True)
     assert verdict.level == "good" and "none of them was wrong" in verdict.headline
 
 
 def test_an_incident_that_no_counter_has_is_not_good() -> None:
     found = report(incidents=[{"step": 1, "stage": "elsewhere", "outcome": "recovered"}])
-    assert history.judge(found, finished=True).level == "note"
+    assert verdicts.judge(found, finished=True).level == "note"
 
 
 def test_results_that_differ_from_run_to_run_are_in_the_verdict() -> None:
     found = report(arithmetic={"deterministic": False, "replay_bound": 0.004})
-    verdict = history.judge(found, finished=True)
+    verdict = verdicts.judge(found, finished=True)
     assert verdict.level == "note" and any("different gradients" in note and "0.004" in note for note in verdict.notes)
-    assert history.judge(report(arithmetic={"deterministic": True}), finished=True).level == "good"
+    assert verdicts.judge(report(arithmetic={"deterministic": True}), finished=True).level == "good"
 
 
 def test_what_is_not_covered_follows_what_was_checked() -> None:
