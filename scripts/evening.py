@@ -2,8 +2,8 @@
 
     python scripts/evening.py [--out DIRECTORY] [--minutes 10] [--model ID] [--dataset FILE] [--max_steps 50]
 
-A step that fails does not stop the next one. What each printed is kept with the results, without names of users and
-machines, and without local paths; one archive has all of it, and nothing of the trained rows or weights. Started again,
+A step that fails does not stop the next one. What each printed is kept with the results; one archive has all of it,
+without names of users and machines and without local paths, and nothing of the trained rows or weights. Started again,
 the recipe continues from its last checkpoint, and the two other steps are run again. Exit code 1 where a step failed.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -72,9 +73,7 @@ def steps(wanted: argparse.Namespace) -> list[Step]:
 
 
 def run(step: Step, log: Path) -> int:
-    """The step's exit code; what it prints is shown as it comes, and kept without names and paths."""
-    from hf_rocm_tune.redaction import scrub_text
-
+    """The step's exit code; what it prints is shown as it comes, and kept."""
     print(f"\n== {step.name}: {' '.join(step.command[1:])}", flush=True)
     began, said = time.monotonic(), []
     with subprocess.Popen(step.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
@@ -89,23 +88,33 @@ def run(step: Step, log: Path) -> int:
             raise
         code = child.wait()
     said.append(f"exit code {code} after {time.monotonic() - began:.0f} s\n")
-    log.write_text(scrub_text("".join(said), _private()), encoding="utf-8")
+    log.write_text("".join(said), encoding="utf-8")
     return code
 
 
 def archived(out: Path) -> Path:
     """An archive of the results: texts and reports, without rows, weights and checkpoints."""
-    from hf_rocm_tune.redaction import scrub_json
-
     report = out / "adapter" / "transfer_report.json"
     if report.exists():
-        shown = scrub_json(json.loads(report.read_text(encoding="utf-8")), _private())
-        (out / "transfer_report.json").write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+        shutil.copy(report, out)
     archive = out.with_suffix(".tar.gz")
     with tarfile.open(archive, "w:gz") as packing:
         for file in sorted([*out.glob("*.json"), *out.glob("*.txt")]):
+            _scrub(file)
             packing.add(file, f"{out.name}/{file.name}", filter=_without_owner)
     return archive
+
+
+def _scrub(file: Path) -> None:
+    """Take names of users and machines, secrets and local paths out of a result."""
+    from hf_rocm_tune.redaction import scrub_json, scrub_text
+
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".json":
+        text = json.dumps(scrub_json(json.loads(text), _private()), indent=1) + "\n"
+    else:
+        text = scrub_text(text, _private())
+    file.write_text(text, encoding="utf-8")
 
 
 def _private() -> Private:
