@@ -222,9 +222,12 @@ def check_rewards(rewards: Iterable[Any], columns: Iterable[str] | None) -> None
     functions = list(filter(callable, rewards))
     if columns is not None:
         _check_arguments(functions, columns)
-    of_answers = [each.__name__ for each in functions if each.__module__.startswith("trl.rewards.accuracy")]
-    if of_answers and importlib.util.find_spec("math_verify") is None:
-        raise UsageError(f"--reward_funcs {of_answers[0]} needs the package math_verify: `pip install math-verify`")
+    for function in functions:
+        compares = getattr(function, "__module__", "") == "trl.rewards.accuracy_rewards"
+        if compares and importlib.util.find_spec("math_verify") is None:
+            raise UsageError(
+                f"--reward_funcs {function.__name__} needs the package math_verify: `pip install math-verify`"
+            )
 
 
 def _check_arguments(functions: Iterable[Callable[..., Any]], columns: Iterable[str]) -> None:
@@ -237,11 +240,6 @@ def _check_arguments(functions: Iterable[Callable[..., Any]], columns: Iterable[
                 f"--reward_funcs {function.__name__}: {error}; its arguments are the columns of the rows "
                 f"({', '.join(columns)}) and {', '.join(_OF_TRL)}"
             ) from error
-        compares = getattr(function, "__module__", "") == "trl.rewards.accuracy_rewards"
-        if compares and importlib.util.find_spec("math_verify") is None:
-            raise UsageError(
-                f"--reward_funcs {function.__name__} needs the package math_verify: `pip install math-verify`"
-            )
 
 
 def _imported(name: str, known: Iterable[str]) -> Any:

@@ -401,6 +401,21 @@ def test_a_bad_row_late_in_a_stream_is_named_and_what_was_learned_is_saved(start
     assert "in the order of the files" in refused.stdout
 
 
+def test_a_bad_row_that_a_loader_worker_reads_is_named_as_it_counts(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for part in ("train-1", "train-2"):
+        rows = [{"messages": [user(f"q {number}"), assistant("a")]} for number in range(140)]
+        if part == "train-2":
+            rows[120]["messages"][1]["content"] = None
+        written(tmp_path, rows).rename(folder / f"{part}.jsonl")
+    asked = {"max_steps": 20, "per_device_train_batch_size": 20, "dataloader_num_workers": 2}
+    refused = start("--dataset_streaming", dataset_name=folder, **asked)
+    assert refused.code == 2 and len(refused.error_lines) == 1 and "Traceback" not in refused.stderr, refused.stderr
+    assert "row 121 of the 'train' split as loader worker 2 of 2 counts them: column 'messages'" in refused.stderr
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
+
+
 def test_late_rows_of_a_stream_that_lose_something_are_told_once(start: Start, tmp_path: Path) -> None:
     rows = [{"messages": [user(f"q {number}"), assistant("a")]} for number in range(124)]
     rows[110]["messages"][1]["content"], rows[112]["messages"][1]["content"] = " ", ""
