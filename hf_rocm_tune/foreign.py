@@ -296,36 +296,66 @@ class _LimitedTime:
     """Within the block a ``UsageError``, which nobody takes for a row's fault, is raised after so much CPU time of the
     main thread; other threads are not limited.
 
-    The handler stays: to install it takes longer than a short conversation. The timer runs within the block only: one
-    that is left running ends the process once Python has removed its handlers, or after an ``exec``.
+    A thread looks from time to time which block runs, and sends the main thread a signal when it is the same one for
+    too long. A timer for each block would take longer than to render a short conversation, and one that is left running
+    ends the process once Python has removed its handlers, or after an ``exec``.
     """
 
-    _deadline: ClassVar[float | None] = None  # in CPU seconds of the main thread; None: nothing is rendered
+    _watched_thread: ClassVar[int | None] = None  # identifier of the main thread; None: nobody watches in this process
+    _running: ClassVar[_LimitedTime | None] = None  # the block, of those inside one another the outer one
+    _overdue: ClassVar[_LimitedTime | None] = None
 
     def __enter__(self) -> None:
-        self._is_limited = threading.current_thread() is threading.main_thread()
-        if not self._is_limited:
+        if threading.get_ident() != _LimitedTime._watched_thread and not self._begin_to_watch():
             return
-        self._around, _LimitedTime._deadline = _LimitedTime._deadline, time.thread_time() + TEMPLATE_SECONDS
-        if signal.getsignal(signal.SIGVTALRM) is not _LimitedTime._tick:
-            signal.signal(signal.SIGVTALRM, _LimitedTime._tick)
-        signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS, _TICK_SECONDS)
+        if _LimitedTime._running is None:
+            _LimitedTime._running = self
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_limited:
-            return
-        _LimitedTime._deadline = self._around  # of a rendering around this one
-        if self._around is None:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        if _LimitedTime._running is self:
+            _LimitedTime._running = None
 
     @staticmethod
-    def _tick(*_: object) -> None:
-        deadline = _LimitedTime._deadline
-        if deadline is not None and time.thread_time() > deadline:  # the timer counts all threads
+    def _begin_to_watch() -> bool:
+        """Begin with the first block in the main thread; False: this is another thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        _LimitedTime._watched_thread = threading.get_ident()
+        signal.signal(signal.SIGVTALRM, _LimitedTime._end_overdue)
+        threading.Thread(target=_LimitedTime._watch, name="template-time", daemon=True).start()
+        return True
+
+    @staticmethod
+    def _watch() -> None:
+        thread = _LimitedTime._watched_thread
+        assert thread is not None
+        clock = time.pthread_getcpuclockid(thread)
+        seen, since = None, 0.0
+        while True:
+            time.sleep(TEMPLATE_SECONDS / 10)
+            running, now = _LimitedTime._running, time.clock_gettime(clock)
+            if running is not seen:
+                seen, since = running, now
+            elif running is not None and now - since > TEMPLATE_SECONDS:
+                _LimitedTime._overdue = running
+                signal.pthread_kill(thread, signal.SIGVTALRM)
+
+    @staticmethod
+    def _end_overdue(*_: object) -> None:
+        if _LimitedTime._running is not None and _LimitedTime._running is _LimitedTime._overdue:
+            _LimitedTime._running = None  # also where the block ends at this very moment
             raise UsageError(
                 f"the chat template takes more than {TEMPLATE_SECONDS:.0f} s of CPU time for one conversation: give "
                 "another one (--chat_template_path), or another model"
             )
+
+    @staticmethod
+    def _forget() -> None:
+        """In a process that was forked, where the thread that watches is not."""
+        _LimitedTime._watched_thread = _LimitedTime._running = None
+
+
+os.register_at_fork(after_in_child=_LimitedTime._forget)
 
 
 def _checked_operation(sandbox: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:

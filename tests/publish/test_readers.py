@@ -236,16 +236,31 @@ RENDERS = """
 import os, sys
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hf_rocm_tune import foreign
+from hf_rocm_tune.errors import UsageError
 foreign.TEMPLATE_SECONDS = 0.1  # of CPU time
 foreign.limit_templates()
-assert ImmutableSandboxedEnvironment().from_string("{{ 1 }}").render() == "1"
-os.execv(sys.executable, [sys.executable, "-c", "sum(range(30_000_000))"])
+render = lambda text: ImmutableSandboxedEnvironment().from_string(text).render()
+assert render("{{ 1 }}") == "1"
 """
+THEN = {
+    "another program": 'os.execv(sys.executable, [sys.executable, "-c", "for _ in range(9_999_999): pass"])',
+    "long work": "for _ in range(9_999_999): pass",
+    "a forked process": """
+if (child := os.fork()) == 0:
+    try:
+        render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    except UsageError:
+        os._exit(0)
+    os._exit(1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""",
+}
 
 
-def test_the_time_limit_of_a_template_outlives_no_rendering() -> None:
-    """Its timer would end by SIGVTALRM what comes after, where nobody handles that."""
-    assert subprocess.run([sys.executable, "-c", RENDERS], check=False).returncode == 0
+@pytest.mark.parametrize("then", THEN)
+def test_the_time_limit_of_templates_is_for_each_rendering(then: str) -> None:
+    """It outlives none, also where nobody handles its signal, and holds in a worker that tokenizes."""
+    assert subprocess.run([sys.executable, "-c", RENDERS + THEN[then]], check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("verb", ["preview", pytest.param("sft", marks=pytest.mark.long)])
