@@ -23,6 +23,8 @@ TOKENIZER_FILE = re.compile(
     r"|chat_template.*|.*processor.*\.json"
 )
 """Names of the files of a tokenizer or processor."""
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Where transformers writes the chat templates that stand beside the default one."""
 CONFIG_FILES = ("config.json", "generation_config.json")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -75,9 +77,10 @@ def record(loaded: Mapping[tuple[str, str], Collection[Digest]]) -> BaseRecord |
         for path, tensors in sorted(rows.items())
         if path.parent == directory
     }
-    for path in sorted(directory.iterdir()):
-        if is_beside(path.name) and path.is_file() and path.stat().st_size <= _LARGEST_BYTES:
-            files[path.name] = BaseFile(path.stat().st_size, _sha256(path))
+    for name in names_beside(directory):
+        path = directory / name
+        if path.is_file() and path.stat().st_size <= _LARGEST_BYTES:
+            files[name] = BaseFile(path.stat().st_size, _sha256(path))
     in_cache = hub_id_of(str(directory)) is not None and _COMMIT.fullmatch(directory.name) is not None
     name = hub_id_of(str(directory)) or directory.absolute().name
     return BaseRecord(name, directory.name if in_cache else None, files)
@@ -86,6 +89,16 @@ def record(loaded: Mapping[tuple[str, str], Collection[Digest]]) -> BaseRecord |
 def is_beside(name: str) -> bool:
     """Whether a file of a model decides what its weights mean: configuration, tokenizer, the model's own code."""
     return name in CONFIG_FILES or name.endswith(".py") or TOKENIZER_FILE.fullmatch(name) is not None
+
+
+def further_templates(directory: Path) -> list[str]:
+    """Names of the chat templates beside the default one, with their folder."""
+    return sorted(f"{TEMPLATE_FOLDER}/{path.name}" for path in (directory / TEMPLATE_FOLDER).glob("*.jinja"))
+
+
+def names_beside(directory: Path) -> list[str]:
+    """Names of what lies in a model's directory and decides what its weights mean; see `is_beside`."""
+    return sorted(path.name for path in directory.iterdir() if is_beside(path.name)) + further_templates(directory)
 
 
 def read(content: Any) -> BaseRecord | None:

@@ -6,6 +6,7 @@ LoKr, IA3 and OFT, and adapters whose initialisation rewrote the base weights, u
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import bounded_patterns, check_printable, read_object
-from hf_rocm_tune.models.base_files import TOKENIZER_FILE
+from hf_rocm_tune.models.base_files import TEMPLATE_FOLDER, TOKENIZER_FILE, further_templates
 from hf_rocm_tune.models.files import check_safetensors, sums
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish.history import checkpoints, run_settings
@@ -42,6 +43,7 @@ NAME = "default"
 """The name under which an adapter is attached."""
 
 _METHODS = ("LORA", "LOHA", "LOKR", "IA3", "OFT")
+_TOKENIZER_SETTINGS = "tokenizer_config.json"
 _PLAIN = "plain PEFT may load it (PeftModel.from_pretrained)"
 _NOT_BELOW = ["*/*"]  # checkpoints of a run; the same weights in yet another form
 _BASE_FILES = [
@@ -117,6 +119,7 @@ class Base:
         wanted: dict[str, Any] = {"allow_patterns": _BASE_FILES, "ignore_patterns": left_out}
         try:
             directory = Path(snapshot_download(self.name, revision=self.revision, **wanted))
+            _download_templates(self.name, self.revision, directory)
             if weights and not any(directory.glob("*.safetensors")):  # a repository of pickles only
                 snapshot_download(self.name, revision=self.revision, allow_patterns="pytorch_model*.bin")
             return directory
@@ -161,9 +164,19 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
     try:
         hf_hub_download(name, CONFIG_FILE, revision=revision)
         # All of it: the manifest lists pictures and pages too.
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=_NOT_BELOW))
+        directory = Path(snapshot_download(name, revision=revision, ignore_patterns=_NOT_BELOW))
+        _download_templates(name, revision, directory)
+        return directory
     except (OSError, HfHubHTTPError, HFValidationError):  # missing, or the Hub cannot be reached: the loader reports it
         return None
+
+
+def _download_templates(name: str, revision: str | None, directory: Path) -> None:
+    """Chat templates beside the default one, which lie in a folder; a repository without a default one has none."""
+    from huggingface_hub import snapshot_download
+
+    if (directory / "chat_template.jinja").is_file():
+        snapshot_download(name, revision=revision, allow_patterns=f"{TEMPLATE_FOLDER}/*.jinja")
 
 
 def open_adapter(name: str) -> Adapter:
@@ -183,14 +196,16 @@ def read_adapter(name: str, directory: Path) -> Adapter:
     if isinstance(found, manifest.FileProblem) and found.kind != "missing":
         raise UsageError(f"{name}: {found}: {advice}")
     written = found if isinstance(found, manifest.Manifest) else None
-    listed = written.files if written else dict.fromkeys(path.name for path in directory.iterdir() if path.is_file())
+    listed = set(written.files) if written else {path.name for path in directory.iterdir() if path.is_file()}
     if stray := [each for each in (CONFIG_FILE, WEIGHTS_FILE) if each not in listed and (directory / each).exists()]:
         raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: another program wrote it")
     named = (CONFIG_FILE, WEIGHTS_FILE, GENERATION_FILE)
-    beside = [file for file in listed if "/" not in file]
+    beside = sorted(file for file in listed if "/" not in file)
     used = [file for file in beside if file in named or TOKENIZER_FILE.fullmatch(file)]
+    used += [file for file in further_templates(directory) if written is None or file in listed]
     try:
         files = manifest.PrivateCopy(directory, used, written.files if written else None)
+        _forget_vocabulary_elsewhere(files)
     except (OSError, ValueError) as error:
         raise UsageError(f"{name}: {error}: {advice}") from error
     if WEIGHTS_FILE not in files.entries:
@@ -198,6 +213,17 @@ def read_adapter(name: str, directory: Path) -> Adapter:
     check_safetensors(files.directory / WEIGHTS_FILE)
     config, settings = _read_config(name, files.directory), run_settings(directory)
     return Adapter(name=name, origin=directory, files=files, config=config, written=written, settings=settings)
+
+
+def _forget_vocabulary_elsewhere(files: manifest.PrivateCopy) -> None:
+    """Where a base has ``tokenizer.model`` alone, transformers saves the path that it was read from, beside a whole
+    ``tokenizer.json``: no file elsewhere is read, and none is needed."""
+    settings = files.directory / _TOKENIZER_SETTINGS
+    if not settings.is_file() or not (files.directory / "tokenizer.json").is_file():
+        return
+    content = read_object(settings)
+    if content.pop("vocab_file", None) is not None:
+        files.replace(_TOKENIZER_SETTINGS, json.dumps(content, indent=2).encode())
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:

@@ -124,9 +124,9 @@ def _check_files(label: str, directory: Path, written: Manifest, found: Findings
                 found.unknown.append(f"{label}: {name} is not in the Hub's cache")
             else:
                 found.wrong.append(f"{label}: {problem}{_changed_tensors(directory, name, written)}")
-    for path in sorted(directory.iterdir()):
-        if path.name not in written.files and (_LOADED.fullmatch(path.name) or base_files.is_beside(path.name)):
-            found.wrong.append(f"{label}: {path.name} is not in its {MANIFEST_NAME}: another program wrote it")
+    weights = [path.name for path in directory.iterdir() if _LOADED.fullmatch(path.name)]
+    for name in sorted({*weights, *base_files.names_beside(directory)} - written.files.keys()):
+        found.wrong.append(f"{label}: {name} is not in its {MANIFEST_NAME}: another program wrote it")
     state = "the result" if written.status == "final" else "a checkpoint"
     when = f"{state} of run {written.run_id} after {written.step} steps, {written.created}"
     found.right.append(f"{label}: {right} of {len(written.files)} files ({when})")
@@ -221,9 +221,9 @@ def _compare_directory(label: str, directory: Path, recorded: BaseRecord, found:
         right += said is None
         if said is not None:
             found.wrong.append(f"{label} is not what was trained on: {name}: {said}")
-    for path in sorted(directory.iterdir()) if whole else ():
-        if path.is_file() and base_files.is_beside(path.name) and path.name not in recorded.files:
-            found.wrong.append(f"{label} is not what was trained on: {path.name} was not there")
+    for name in base_files.names_beside(directory) if whole else ():
+        if (directory / name).is_file() and name not in recorded.files:
+            found.wrong.append(f"{label} is not what was trained on: {name} was not there")
     found.right.append(f"{label}: {right} of {len(recorded.files)} files are those that were trained on")
 
 

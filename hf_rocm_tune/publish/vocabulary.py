@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.base_files import TOKENIZER_FILE
+from hf_rocm_tune.models.base_files import TOKENIZER_FILE, further_templates
 from hf_rocm_tune.models.factory import ModelSource, load_tokenizer
 from hf_rocm_tune.models.files import hub_snapshot
 from hf_rocm_tune.paths import expand_user
@@ -28,7 +28,7 @@ ROLES = ("bos", "eos", "pad")
 
 _CONFIG_FILE = "tokenizer_config.json"
 _TEMPLATE = re.compile(r"chat_template.*")
-_TEMPLATE_FILE, _TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+_TEMPLATE_FILE = "chat_template.jinja"
 # Keys of tokenizer_config.json that name special tokens.
 _SPECIAL_KEYS = (
     *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
@@ -74,7 +74,7 @@ def tokenizer_files(base: Path, trained: Path, *, trust_remote_code: bool = Fals
         files = _completed(_files(trained), after)
     if "tokenizer.model" in files and not _json(files.get(_CONFIG_FILE)).get("added_tokens_decoder"):
         files = _completed(files, after)  # a base that transformers 5 wrote, or its tokenizer.model alone
-    # An adapter is read without the folder of further templates, so it may have the default one alone.
+    # An earlier version read adapters without the folder of further templates, and saved the default one alone.
     if after.chat_template not in (before.chat_template, _default_of(before.chat_template)):
         files = _with_template(files, _files(trained), after.chat_template)
     return files
@@ -87,7 +87,7 @@ def _files(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.iterdir())
         if path.is_file() and TOKENIZER_FILE.fullmatch(path.name)
     }
-    further = sorted((directory / _TEMPLATE_FOLDER).glob("*.jinja"))
+    further = [directory / name for name in further_templates(directory)]
     if further and _TEMPLATE_FILE in files:
         templates = {"default": files.pop(_TEMPLATE_FILE).decode()}
         templates |= {path.name.removesuffix(".jinja"): path.read_text(encoding="utf-8") for path in further}

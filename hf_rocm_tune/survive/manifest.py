@@ -12,13 +12,13 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from hf_rocm_tune.foreign import RefusedName, check_printable, checked_name, file_in, read_object
 from hf_rocm_tune.survive.atomic import write_text_atomic
@@ -28,6 +28,7 @@ SCHEMA = 1
 Status = Literal["checkpoint", "final"]
 
 _CHUNK_BYTES = 1 << 20
+_Written = TypeVar("_Written")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +174,19 @@ def entry_of(path: Path) -> FileEntry:
 def read_once(path: Path) -> Iterator[tuple[Path, FileEntry]]:
     """A file as it lies on disk, read once: the path of a sealed copy in this process's memory, size and SHA-256."""
     drop_from_cache(path)
-    descriptor = os.memfd_create(path.name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with _sealed(path.name, lambda copy: _digest(path, copy)) as found:
+        yield found
+
+
+@contextmanager
+def _sealed(name: str, write: Callable[[BinaryIO], _Written]) -> Iterator[tuple[Path, _Written]]:
+    """A file in this process's memory that nobody can write to any more: its path, and what ``write`` gave."""
+    descriptor = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as copy:
-            entry = _digest(path, copy)
+            written = write(copy)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}"), entry
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}"), written
     finally:
         os.close(descriptor)
 
@@ -195,7 +203,14 @@ class PrivateCopy:
             copy, self.entries[name] = self._open.enter_context(read_once(file_in(directory, name)))
             if wanted not in (None, self.entries[name]):
                 raise ValueError(f"{name} is changed (its bytes are not those that were written)")
+            (self.directory / name).parent.mkdir(exist_ok=True)
             (self.directory / name).symlink_to(copy)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Show other content for a file; `entries` stay those of the file that was read."""
+        copy, _ = self._open.enter_context(_sealed(name, lambda file: file.write(content)))
+        (self.directory / name).unlink()
+        (self.directory / name).symlink_to(copy)
 
 
 def drop_from_cache(path: Path) -> None:

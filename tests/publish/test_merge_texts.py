@@ -13,6 +13,7 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from hf_rocm_tune.publish.adapter import open_adapter
 from hf_rocm_tune.publish.generate import Settings, answer, loaded_model, render
 from hf_rocm_tune.publish.merge import merge
 from tests import tiny
@@ -125,6 +126,17 @@ def test_a_template_for_tools_beside_the_default_one_is_kept(form: str, publishe
     assert found.chat_template == templates
     asked = [{"role": "user", "content": "x"}]
     assert found.apply_chat_template(asked, tools=[{"a": 1}], tokenize=False).startswith("TOOLS 1")
+
+
+def test_further_templates_of_a_run_are_read_and_kept(published: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(published)
+    default = tokenizer.chat_template
+    tokenizer.chat_template = {"default": default, "tool_use": "TOOLS {{ tools | length }} " + default}
+    adapter = adapted(published, tmp_path / "adapter", tokenizer)
+    assert (adapter / "additional_chat_templates" / "tool_use.jinja").is_file()
+    assert AutoTokenizer.from_pretrained(open_adapter(str(adapter)).directory).chat_template == tokenizer.chat_template
+    out = done(adapter, published, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
 
 
 # ---- where an answer ends -------------------------------------------------------------------------------------------

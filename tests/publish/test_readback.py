@@ -103,6 +103,27 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_an_adapter_that_transformers_saved_for_a_base_of_pieces_alone_is_merged(
+    converted: Path, tmp_path: Path
+) -> None:
+    """It names the base's ``tokenizer.model`` by its path; whatever lies at such a path is not read."""
+    base = shutil.copytree(converted.parent / "base", tmp_path / "base")
+    (base / "tokenizer.json").unlink()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    adapter = write_adapter(lora("", target_modules=["q_proj"]), base, tmp_path / "adapter")
+    tokenizer.save_pretrained(adapter)
+    settings = adapter / "tokenizer_config.json"
+    content = json.loads(settings.read_text())
+    assert content["vocab_file"] == str(base / "tokenizer.model") and (adapter / "tokenizer.json").is_file()
+    (tmp_path / "elsewhere.model").write_text("not a vocabulary")
+    settings.write_text(json.dumps(content | {"vocab_file": str(tmp_path / "elsewhere.model")}))
+    assert cli.main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(base)]) == 0
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = f"{TURN}user\nHello"
+    assert found(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert str(tmp_path) not in (tmp_path / "out" / "tokenizer_config.json").read_text()
+
+
 def test_a_gemma_as_published_is_exported_with_its_turns_as_tokens(converted: Path) -> None:
     (file,) = (converted / "gguf").glob("*.gguf")
     fields = readback.fields_of(file)

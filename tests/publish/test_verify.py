@@ -84,6 +84,11 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1))
 
 
+def further_template(directory: Path) -> None:
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+
+
 def in_gguf(key: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
     """Changes one entry of the GGUF file, and writes a manifest that fits: the read-back alone must find it."""
 
@@ -120,6 +125,10 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "code that nobody listed": (
         lambda out: (out / "modeling_gemma.py").write_text("import os"),
         "modeling_gemma.py is not in its integrity.json",
+    ),
+    "a template in a folder": (
+        further_template,
+        "additional_chat_templates/tool_use.jinja is not in its integrity.json",
     ),
     "a file that is gone": (lambda out: (out / "tokenizer.model").unlink(), "tokenizer.model is missing"),
     "the manifest": (lambda out: edit(out / "integrity.json", '"step": 0', '"step": 9'), "integrity.json is damaged"),
@@ -164,6 +173,7 @@ BASE_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda base: (base / "chat_template_2.jinja").write_text("{{ messages }}"),
         "chat_template_2.jinja was not there",
     ),
+    "a template in a folder": (further_template, "additional_chat_templates/tool_use.jinja was not there"),
 }
 
 
