@@ -3,9 +3,9 @@
     python benchmarks/pictures_as_trl.py MODELS ROWS [--names NAME...] [--sets SET...] [--json FILE]
 
 MODELS has image-text models in folders, ROWS has data sets in folders. Three steps each, by the real commands:
-``--loss_on_picture_tokens true`` beside ``trl sft`` as it is, and our default beside ``trl sft`` whose collator's labels
-are masked by hand where the configuration's image token stands. Both train adapters on tower, projector and language
-model, as TRL does. ``equal``: losses and every tensor of the adapter are the same to the last bit. JSON of an earlier
+``--loss_on_picture_tokens true`` beside ``trl sft`` as it is, and our default beside one whose labels are masked
+by hand where the configuration's image token stands. Both train adapters on tower, projector and language model, as TRL
+does. ``equal``: losses and every tensor of the adapter are the same to the last bit. JSON of an earlier
 call is kept and added to.
 """
 

@@ -11,10 +11,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_rocm_tune.demo import assets
+from hf_rocm_tune.demo import assets, seeing
 from hf_rocm_tune.errors import UsageError
 
 #: Environment variable with a model to use instead of the notebook's, with or without a GPU; ``demo``: the small one.
@@ -31,20 +32,27 @@ class NotebookModel(NamedTuple):
     small: bool
 
 
-def choose(model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-runs") -> NotebookModel:
-    """Choose the model and the data, and create the small ones if they are needed."""
+def choose(
+    model: str, data: str, *, folder: str | os.PathLike[str] = "notebook-runs", words: Sequence[str] = ()
+) -> NotebookModel:
+    """Choose the model and the data, and create the small ones if they are needed.
+
+    ``words``: the texts of data with pictures; the small model then reads pictures, and ``data`` stays as it is.
+    """
     wanted = os.environ.get(VARIABLE, "")
     if wanted and wanted != DEMO:
         print(f"{VARIABLE} is set: {wanted} instead of {model}")
         return NotebookModel(wanted, data, False)
-    command = [sys.executable, "-m", __name__, DEMO if wanted else model, str(folder)]
+    command = [sys.executable, "-m", __name__, DEMO if wanted else model, str(folder), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageError(f"the small model could not be created: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
     *lines, found = done.stdout.splitlines()
     print(*lines, sep="\n")
     where = json.loads(found)
-    return NotebookModel(where["model"], where["data"], True) if where else NotebookModel(model, data, False)
+    if not where:
+        return NotebookModel(model, data, False)
+    return NotebookModel(where["model"], where["data"] or data, True)
 
 
 def _why_not(model: str) -> str | None:
@@ -66,10 +74,14 @@ def _why_not(model: str) -> str | None:
 
 def main() -> None:
     """Decide; print the reason and, as the last line, the paths of the small model and its data as JSON, or null."""
-    model, folder = sys.argv[1:]
+    model, folder, *words = sys.argv[1:]
     made = None
     if reason := _why_not(model):
-        print(f"{reason}: a small model and its data stand in, made on this machine")
+        what = "a small model with random weights stands in" if words else "a small model and its data stand in"
+        print(f"{reason}: {what}, made on this machine")
+        if words:
+            print(json.dumps({"model": str(seeing.prepare(Path(folder) / "seeing", words)), "data": None}))
+            return
         try:
             made = assets.prepare(Path(folder) / "assets", recipe=RECIPE, say=print)
         except UsageError as error:

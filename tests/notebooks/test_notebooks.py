@@ -29,6 +29,7 @@ NAMES = [
     "06_your_own_data",
     "07_preferences_with_dpo",
     "08_your_own_loop",
+    "09_pictures",
 ]
 TIMEOUT = 600.0
 
