@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from hf_rocm_tune.errors import UsageError
 from tests.tiny import build, build_tokenizer, training_text
 
 CSV_ROWS = 48
@@ -188,6 +189,36 @@ def mnist(folder: Path, _sources: Path) -> None:
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.numpy().tobytes())
 
 
+def pets(folder: Path, _sources: Path) -> None:
+    """Pictures of two kinds, named as those of the Oxford-IIIT pets are."""
+    from PIL import Image
+
+    folder.mkdir(parents=True)
+    random = torch.Generator().manual_seed(9)
+    for number in range(10):
+        data = torch.randint(0, 256, (72, 80, 3), generator=random, dtype=torch.uint8)
+        Image.fromarray(data.numpy()).save(folder / f"{('beagle', 'persian')[number % 2]}_{number}.jpg")
+
+
+_RESNET = "timm/resnet50d.ra2_in1k"
+
+
+def resnet(folder: Path, _sources: Path) -> None:
+    """Random weights of a ResNet, in the cache of the Hub."""
+    import timm
+    from safetensors.torch import save_file
+
+    known = timm.get_pretrained_cfg("resnet50d")
+    if known is None or known.hf_hub_id != _RESNET:
+        raise UsageError(f"this version of timm takes resnet50d from elsewhere than {_RESNET}: {known}")
+    torch.manual_seed(10)
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0")
+    snapshot = folder / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    save_file(timm.create_model("resnet50d").state_dict(), snapshot / "model.safetensors")
+
+
 #: The name in the directory of data, what makes it, and the places in a run's directory that point to it.
 DATA: dict[str, tuple[str, Callable[[Path, Path], None], dict[str, str]]] = {
     "bert": (
@@ -205,6 +236,8 @@ DATA: dict[str, tuple[str, Callable[[Path, Path], None], dict[str, str]]] = {
     "stable-diffusion": ("stable-diffusion", stable_diffusion, {}),
     "stable-diffusion-xl": ("stable-diffusion-xl", stable_diffusion_xl, {}),
     "mnist": ("mnist", mnist, {"../data": ""}),
+    "pets": ("pets", pets, {}),
+    "resnet": ("resnet", resnet, {f"../cache/hub/models--{_RESNET.replace('/', '--')}": ""}),
 }  # fmt: skip
 
 

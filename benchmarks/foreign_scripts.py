@@ -108,6 +108,7 @@ CASES = (
         "by_feature/schedule_free": "",
         "by_feature/tracking": "--with_tracking --project_dir {out}",
     }.items()),
+    Case("cv_example", "accelerate/examples/cv_example.py", "--data_dir {data}/pets", ("pets", "resnet")),
     Case("by_feature/gradient_accumulation_for_autoregressive_models",
          "accelerate/examples/by_feature/gradient_accumulation_for_autoregressive_models.py",
          "--gradient_accumulation_steps 2", ("smollm", "wikitext")),

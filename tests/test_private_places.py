@@ -1,8 +1,9 @@
 """Each private place of an upstream library that the package touches is in the table of `upstream`.
 
 Found in the package's syntax trees: names that begin with an underscore, of modules, of what is imported from them, of
-attributes (also as strings in ``getattr`` and the like); and functions of upstream modules that are replaced. Not
-found: a private attribute that a class of ours has too, where upstream's sources below do not name it.
+attributes (also as strings in ``getattr`` and the like); and functions of upstream modules, and methods of upstream
+objects, that are replaced. Not found: a private attribute that a class of ours has too, where upstream's sources below
+do not name it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ HOLDERS = (
 """Sources of the classes whose objects we hold: a name of theirs is theirs although a class of ours has it too."""
 STANDARD = frozenset({"_exit", "_getframe", "_current_frames", "_asdict", "_replace", "_fields", "_actions", "_name"})
 """Of Python's own library: os, sys, named tuples, argparse, ctypes."""
+FIELDS = frozenset({"decode", "type"})
+"""Settings of datasets' pictures and argparse's flags that are named as methods of torch are."""
 OURS = "_hf_rocm_tune"
 
 
@@ -45,13 +48,45 @@ def is_private(name: str) -> bool:
 @cache
 def names_of_holders() -> frozenset[str]:
     found: set[str] = set()
+    for source in sources_of_holders():
+        found.update(re.findall(r"(?:self\.|def )(_[a-zA-Z]\w*)", source))
+    return frozenset(name for name in found if is_private(name))
+
+
+@cache
+def sources_of_holders() -> tuple[str, ...]:
+    sources = []
     for holder in HOLDERS:
         library, _, path = holder.partition("/")
         spec = importlib.util.find_spec(library)
         assert spec is not None and spec.submodule_search_locations is not None
-        source = (Path(spec.submodule_search_locations[0]) / path).read_text(encoding="utf-8")
-        found.update(re.findall(r"(?:self\.|def )(_[a-zA-Z]\w*)", source))
-    return frozenset(name for name in found if is_private(name))
+        sources.append((Path(spec.submodule_search_locations[0]) / path).read_text(encoding="utf-8"))
+    return tuple(sources)
+
+
+@cache
+def methods_of_holders() -> frozenset[str]:
+    """Public methods, which are replaced where one is assigned to an object; not properties."""
+    found = set()
+    for tree in map(ast.parse, sources_of_holders()):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                inside = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                found |= {each.name for each in inside if not any(map(is_property, each.decorator_list))}
+    return frozenset(name for name in found - own_fields() - FIELDS if not name.startswith("_"))
+
+
+@cache
+def own_fields() -> frozenset[str]:
+    """Public attributes that objects of this package give themselves."""
+    stored = (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return frozenset(
+        node.attr for node in stored if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    )
+
+
+def is_property(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator).rpartition(".")[2] in ("property", "setter", "cached_property")
 
 
 @cache
@@ -151,7 +186,10 @@ def private_places(modules: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
                     for target in targets:
                         root = ast.unparse(target).partition(".")[0]
                         is_setting = ast.unparse(target).startswith("torch.backends.")  # torch's own, public
-                        if isinstance(target, ast.Attribute) and root in theirs and not is_setting:
+                        if not isinstance(target, ast.Attribute) or is_setting:
+                            continue
+                        of_object = ast.unparse(target.value) not in ("self", "cls")
+                        if root in theirs or (of_object and target.attr in methods_of_holders()):
                             yield target.attr, where
 
 
@@ -187,6 +225,10 @@ SNIPPETS = {
         "import importlib\nimportlib.import_module('torch._export')", "torch._export",
     ),
     "replaced function": ("from accelerate import utils\nutils.send_to_device = None", "send_to_device"),
+    "replaced method": ("def use(accelerator):\n    accelerator.backward = None", "backward"),
+    "replaced method of an attribute": (
+        "class Ours:\n    def use(self):\n        self.loader.set_epoch = None", "set_epoch",
+    ),
     "attribute of a base": (
         "from transformers import Trainer\nclass Ours(Trainer):\n    def go(self):\n        self._run_epoch()",
         "_run_epoch",
@@ -206,3 +248,26 @@ def test_one_that_no_row_lists_is_found(kind: str) -> None:
 def test_what_is_ours_or_python_s_is_none() -> None:
     code = "class Ours:\n    def __init__(self):\n        self._mine = 1\nimport os\nos._exit(Ours()._mine)"
     assert "new.py" not in str([*unlisted({"new.py": ast.parse(code)}).values()])
+
+
+MOST = 15
+METHODS = {"sft": {"checkpointing_off", "checkpointing_on"}, "dpo, kto, reward, grpo": {"_prepare_dataset"}}
+"""What a method of training does not touch of the places of a run on one card."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_on_one_card_touches_at_most_fifteen(method: str) -> None:
+    rows = {row.name for row in SEAMS if not row.feature}
+    overridden = {name for _, name, _ in overrides(VerifiedSFTTrainer) if is_private(name)}
+    assert len((rows | overridden) - METHODS[method]) <= MOST
+
+
+def test_the_page_lists_all_places() -> None:
+    page = (PACKAGE.parent / "docs" / "private_places.md").read_text(encoding="utf-8")
+    tables, _, rest = page.partition("## Overridden")
+    assert set(re.findall(r"^\| `([\w.]+)` \|", tables, re.MULTILINE)) == {
+        f"{row.module}.{row.attribute}" for row in SEAMS
+    }
+    overridden = {name for _, name, _ in overrides(VerifiedSFTTrainer) if is_private(name)}
+    listed_there = rest.partition("## ")[0]
+    assert set(re.findall(r"^\| `(_\w+)` \|", listed_there, re.MULTILINE)) == overridden

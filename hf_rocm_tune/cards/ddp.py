@@ -1,19 +1,17 @@
 """Each rank has the whole model, and DistributedDataParallel averages gradients over the process group.
 
-Replicas are compared before and after the model is wrapped, nothing is broadcast when it is, and averages are checked
-before they are clipped (`gradients`). `Host` averages without the link between the cards. DeepSpeed's ranks come here
+Nothing is broadcast when the model is wrapped; replicas are compared then, and averages before they are clipped
+(`gradients`). `Host` averages without the link between the cards. DeepSpeed's ranks come here
 too; what it exchanges is not checked, and the coverage names that.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, extract_model_from_parallel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -50,14 +48,10 @@ class Ddp(Way):
         accelerator.ddp_handler = _NothingBroadcast(**vars(given))
 
     @override
-    @contextmanager
-    def wrapping(self, model: nn.Module, compare: Compare) -> Iterator[None]:
-        compare(tensors_of(model), "before DistributedDataParallel")
-        yield
-        compare(tensors_of(model), "after DistributedDataParallel")
-
-    @override
-    def start(self, wrapped: nn.Module, optimizer: Any, *, max_steps: int) -> None:
+    def start(self, wrapped: nn.Module, optimizer: Any, compare: Compare, *, max_steps: int) -> None:
+        compare(
+            tensors_of(extract_model_from_parallel(wrapped, keep_torch_compile=False)), "after DistributedDataParallel"
+        )
         # PowerSGD begins after a tenth of the run's steps. Its state is not saved: a resumed run begins with averages.
         settings = replace(self.settings.sync, powersgd_after=max(2, -(-max_steps // 10)))
         self._check = watch(wrapped, self.mover, self._check, settings)

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from hf_rocm_tune.cards.agree import compare_replicas, everyone, exchange, highest
 from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, joined_words, marked
-from hf_rocm_tune.cards.way import Way
+from hf_rocm_tune.cards.way import Compare, Way
 from hf_rocm_tune.errors import CorruptionError, SeamError
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.shards import cut_of, is_sharded, reshard, shard_digest
@@ -82,7 +82,7 @@ class Sharded(Way):
         """Shard the model and begin to check what the ranks send. Collective."""
 
     @override
-    def start(self, wrapped: nn.Module, optimizer: Any, *, max_steps: int) -> None:
+    def start(self, wrapped: nn.Module, optimizer: Any, compare: Compare, *, max_steps: int) -> None:
         if self.state is not None:
             self.state.optimizer = optimizer
 

@@ -92,13 +92,9 @@ class Way:
     def connect(self, trainer: Any, *, one_by_one: bool) -> None:
         """The trainer has its model; ``one_by_one``: never compute several micro-batches at once."""
 
-    @contextmanager
-    def wrapping(self, model: nn.Module, compare: Compare) -> Iterator[None]:
-        """Around upstream's preparation of model and optimizer; ``compare`` compares replicas. Collective."""
-        yield
-
-    def start(self, wrapped: nn.Module, optimizer: Any, *, max_steps: int) -> None:
-        """Training begins: check what the ranks exchange from now on. Collective."""
+    def start(self, wrapped: nn.Module, optimizer: Any, compare: Compare, *, max_steps: int) -> None:
+        """Training begins, with the model ``wrapped`` by upstream: ``compare`` its replicas, and check what the ranks
+        exchange from now on. Collective."""
 
     def begin_step(self, window: list[Any]) -> None:
         """An optimizer step begins with these micro-batches."""

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 import yaml
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
-from trl.scripts._hf_argparser import HfArgumentParser, string_to_bool
+from transformers.hf_argparser import string_to_bool
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.preflight import Asked, GradSync, Preflight
@@ -378,7 +378,8 @@ def build_parser(method: Method = "sft") -> _Parser:
         help="Read flags from a YAML mapping: a file, or a name of `hf-rocm-tune recipes ls`; the command line wins.",
     )
     for action in parser._actions:
-        if action.type is string_to_bool:  # upstream wants a value after flags whose default is None, as `--bf16`
+        is_switch = _members(flags.hints.get(action.dest)) - {type(None)} == {bool}
+        if is_switch and action.type is not None:  # upstream wants a value where the default is None, as for `--bf16`
             action.nargs, action.const = "?", True
         if action.dest == "dry_run":
             action.nargs, action.const = "?", "text"
@@ -394,7 +395,7 @@ def _yes_no_or_auto(word: str) -> bool | str:
     return word if word == "auto" else string_to_bool(word)
 
 
-class _Parser(HfArgumentParser):
+class _Parser(TrlParser):
     method: Method  # whose flags it reads
 
     def error(self, message: str) -> NoReturn:

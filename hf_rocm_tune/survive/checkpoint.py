@@ -14,7 +14,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -109,6 +111,10 @@ class Checkpoints:
         self._trainer, self._publisher = trainer, publisher
         self._stage: StagedSave | None = None  # while upstream writes
         self._given_args: Any = None  # the trainer's arguments meanwhile
+        self._written_in: Path | None = None  # where in the staging directory it has written the model
+        self.resumed: Path | None = None
+        """The checkpoint from which this training goes on."""
+        self._random_restored = False
         self._saved: Mapping[str, Readback] = {}  # the result's files
         self.start: saved_state.HostCopy | None = None
         """Initial state of an adapter whose result is saved as plain LoRA; None for all others."""
@@ -128,17 +134,32 @@ class Checkpoints:
                 raise UsageError(f"{resume_from} was trained with a gradient scaler: resume it with --fp16 true")
         return resume_from
 
-    @property
-    def staging(self) -> Path | None:
-        """The directory into which upstream writes the current checkpoint; None between saves."""
-        return None if self._stage is None else self._stage.root
+    @contextmanager
+    def resuming(self, resume_from: Any) -> Iterator[Any]:
+        """Around a training: gives what upstream is to resume from, a directory with the trainer's state alone.
 
-    def attempt(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Call ``write`` for a part of a checkpoint; during a save its error is kept until all ranks are done."""
+        All else is loaded by `load_weights`, `load_states` and `restore_random`; but sharded checkpoints by upstream.
+        """
+        self._random_restored = False
+        if not isinstance(resume_from, str | os.PathLike):
+            yield resume_from
+            return
+        self.resumed = Path(resume_from)
+        try:
+            with tempfile.TemporaryDirectory(prefix="hf_rocm_tune_") as state_only:
+                shutil.copyfile(self.resumed / TRAINER_STATE_NAME, Path(state_only) / TRAINER_STATE_NAME)
+                yield resume_from if self.saves_shards else state_only
+        finally:
+            self.resumed = None
+
+    def write_card(self, write: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        """Upstream's model card. During a save, into the run's own directory as ever, and an error is kept."""
         if self._stage is None:
-            write(*arguments)
-        else:
-            self._stage.attempt(write, *arguments)
+            write(*arguments, **keywords)
+            return
+        if keywords.get("model_name") == self._stage.root.name:
+            keywords["model_name"] = Path(self._given_args.output_dir).name
+        self._stage.attempt(self._with_given_args, partial(write, *arguments, **keywords))
 
     def _staged(self, final: Path, *steps: Callable[[Path], object]) -> bool:
         """Take steps, the first of them upstream's, in a directory beside ``final``; False if the disk is full.
@@ -234,14 +255,21 @@ class Checkpoints:
             self._write_by_upstream(write)
 
         def write_states(root: Path) -> None:
-            self._write_states(root / final.name, final)
+            nonlocal final
+            if self._written_in is None:
+                self._written_in = root / final.name
+            final = final.parent / self._written_in.relative_to(root)  # a search of hyperparameters has one a trial
+            self._write_states(self._written_in, final)
 
-        def verify(root: Path) -> None:
-            read_back.update(self._verified(root / final.name, self._own_states()))
+        def verify(_root: Path) -> None:
+            assert self._written_in is not None
+            read_back.update(self._verified(self._written_in, self._own_states()))
 
-        def seal(root: Path) -> None:
-            self._seal_checkpoint(root / final.name, final, read_back)
+        def seal(_root: Path) -> None:
+            assert self._written_in is not None
+            self._seal_checkpoint(self._written_in, final, read_back)
 
+        self._written_in = None
         try:
             saved = self._staged(final, write_by_upstream, write_states, verify, seal)
         finally:
@@ -262,7 +290,8 @@ class Checkpoints:
         """
         self._given_args = self._trainer.args
         args = copy.copy(self._given_args)
-        args.push_to_hub = False
+        assert self._stage is not None
+        args.output_dir, args.push_to_hub = str(self._stage.root), False
         args.save_only_model = args.save_only_model or not self.saves_shards
         self._trainer.args = args
         try:
@@ -272,9 +301,13 @@ class Checkpoints:
 
     def _write_model(self, directory: Path) -> None:
         """A part of a checkpoint; the arguments beside it are those of the run."""
+        self._written_in = directory
+        self._with_given_args(partial(self._trainer.write_model, str(directory)))
+
+    def _with_given_args(self, write: Callable[[], None]) -> None:
         inside, self._trainer.args = self._trainer.args, self._given_args
         try:
-            self._trainer.write_model(str(directory))
+            write()
         finally:
             self._trainer.args = inside
 
@@ -290,7 +323,7 @@ class Checkpoints:
                 state.best_model_checkpoint = str(best)
         if not staged.is_dir():
             raise SeamError(
-                f"transformers did not write {final.name} where Trainer._get_output_dir said: this version of "
+                f"transformers did not write {final.name} into output_dir: this version of "
                 "transformers is not supported, install the one named in pyproject.toml"
             )
         for each in self._own_states():
@@ -524,17 +557,21 @@ class Checkpoints:
 
         _until_equal(load_once, str(directory))
 
-    def load_states(self, checkpoint: str | None, stock: Callable[[str | None], None], *prefixes: str) -> None:
-        """Load, verified, the states whose files begin so; upstream's way where a checkpoint has none, or shards."""
-        saved: list[State] = []
-        directory = Path(checkpoint or "")
-        if checkpoint is not None:
-            wanted = [state for state in self._states() if state.name.startswith(prefixes)]
-            saved = [state for state in wanted if (directory / state.name).is_file()]
-        if not saved:
-            stock(checkpoint)
-        for state in saved:
-            self._restore(directory, state)
+    def load_states(self, directory: Path, *prefixes: str) -> None:
+        """Load, verified, the states whose files begin so, as far as a checkpoint has them."""
+        for state in self._states():
+            if state.name.startswith(prefixes) and (directory / state.name).is_file():
+                self._restore(directory, state)
+
+    def restore_random(self, *, within_epoch: bool) -> None:
+        """Restore random states, once, where upstream does: as an epoch begins, or after the first batches
+        ``within_epoch``, because those before them were skipped."""
+        if self.resumed is None or self._random_restored:
+            return
+        skips_batches = not self._trainer.args.ignore_data_skip
+        if within_epoch == (skips_batches and not float(self._trainer.state.epoch or 0).is_integer()):
+            self._random_restored = True
+            self.load_states(self.resumed, "rng_state")
 
     def _restore(self, directory: Path, wanted: State) -> None:
         """Read a saved state, check it against the manifest, load it, and compare the live state with it."""

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from hf_rocm_tune.cards.agree import highest
 from hf_rocm_tune.errors import Interrupted
@@ -96,6 +96,7 @@ class InterruptCallback(TrainerCallback):
         self._requests = requests
         self.save_wanted = False  # all ranks have agreed on a checkpoint of the step that has just ended
         self._stop = 0
+        self._strategy: SaveStrategy | None = None  # the run's, while it is set aside
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.save_wanted, self._stop = False, 0
@@ -107,6 +108,13 @@ class InterruptCallback(TrainerCallback):
         self.save_wanted = bool(self._stop or by_file)
         if self.save_wanted:
             control.should_save = True
+            if args.save_strategy == SaveStrategy.BEST:  # an evaluation that is not the best would cancel the save
+                self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
+
+    def saving(self, args: TrainingArguments) -> None:
+        """A checkpoint is about to be written, with the arguments of the run."""
+        if self._strategy is not None:
+            args.save_strategy, self._strategy = self._strategy, None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self.save_wanted:

@@ -3,8 +3,8 @@
 TRL's ``compute_loss`` gathers and reads each metric at once: several collectives and waits in each micro-step. Within
 `DeferredMetrics.deferring` gathers return a `Deferred`; `settle` evaluates all of them with TRL's own operations in its
 own order, so the values are bit-identical, with one gather and one read. An operation that a `Deferred` does not know
-reads it at once, as stock does: slower, and right in any version of TRL. Only for `TRAINERS`: KTO and GRPO compute with
-what they gather.
+reads it at once, as stock does: slower, and right in any version of TRL. So is the last step of an epoch, from whose batches
+`gather_for_metrics` takes the rows that fill them up. Only for `TRAINERS`: KTO and GRPO compute with what they gather.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ for _name, _operation in _OPERATIONS.items():
 
 
 class _Leaf(Deferred):
-    """A tensor to be gathered from all ranks; ``rows``: how many gathered rows count, None for all."""
+    """A tensor to be gathered from all ranks."""
 
-    def __init__(self, tensor: Tensor, rows: int | None, accelerator: Any) -> None:
+    def __init__(self, accelerator: Any, tensor: Tensor) -> None:
         super().__init__(lambda: None)
         self.accelerator = accelerator
-        self.tensor, self.rows = tensor.detach(), rows  # its graph would keep all activations alive
+        self.tensor = tensor.detach()  # its graph would keep all activations alive
 
 
 class _Read(Deferred):
@@ -158,35 +158,38 @@ class DeferredMetrics:
         )
         self._micro_steps = 0
         self._within = 0  # micro-batches that are in `deferring` now: several in a pipeline
+        self._logged_at = 0  # the step of the last log of a loss
 
     def loss_to_log(self, loss: Tensor) -> Tensor:
         """Apply ``--logging_nan_inf_filter`` on the device; upstream would read the loss of each micro-step."""
         if not self._filters_losses or (loss.device.type == "cpu" and math.isfinite(loss.item())):
             return loss
         trainer = self._trainer
-        steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+        steps = 1 + trainer.state.global_step - self._logged_at
         return torch.where(loss - loss == 0, loss, trainer._tr_loss / steps)  # fewer kernels than isfinite
+
+    def logged_at(self, step: int) -> None:
+        """The losses up to this step have been logged, or a training begins with it."""
+        self._logged_at = step
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Within the block gathers are deferred, unless they are replaced by `oom.local_gathers` already."""
         accelerator = self._trainer.accelerator
-        if not self._wanted or ("gather" in vars(accelerator) and not self._within):
+        ending = accelerator.gradient_state
+        cuts = ending.end_of_dataloader and ending.remainder > 0  # `gather_for_metrics` takes rows off what it gathered
+        if not self._wanted or cuts or ("gather" in vars(accelerator) and not self._within):
             yield
             return
         self._micro_steps += 1
         self._within += 1
-        ending = accelerator.gradient_state
-        accelerator.gather = lambda tensor: _Leaf(tensor, None, accelerator)
-        accelerator.gather_for_metrics = lambda tensor: _Leaf(
-            tensor, ending.remainder if ending.end_of_dataloader and ending.remainder > 0 else None, accelerator
-        )
+        accelerator.gather = partial(_Leaf, accelerator)
         try:
             yield
         finally:
             self._within -= 1
             if not self._within:
-                del accelerator.gather, accelerator.gather_for_metrics
+                del accelerator.gather
         if self._micro_steps >= _AT_MOST and not self._within:
             self.settle()
 
@@ -230,7 +233,7 @@ def _gather(leaves: list[_Leaf]) -> None:
     ranks = accelerator.num_processes
     if ranks == 1:
         for each in leaves:
-            each.known = each.tensor[: each.rows] if each.tensor.dim() else each.tensor
+            each.known = each.tensor
         return
     flat = [each.tensor.reshape(-1).contiguous().view(torch.uint8) for each in leaves]
     sizes = [-(-one.numel() // 8) * 8 for one in flat]  # a multiple of 8 is aligned for every dtype
@@ -239,5 +242,5 @@ def _gather(leaves: list[_Leaf]) -> None:
     for each, one, size in zip(leaves, flat, sizes, strict=True):
         shape = each.tensor.shape or (1,)
         mine = rows[:, begin : begin + one.numel()].contiguous().view(each.tensor.dtype)
-        each.known = mine.reshape(ranks * shape[0], *shape[1:])[: each.rows]
+        each.known = mine.reshape(ranks * shape[0], *shape[1:])
         begin += size

@@ -24,7 +24,6 @@ from torch import nn
 from transformers import TrainerCallback, get_scheduler, masking_utils
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.quantised import require_bitsandbytes
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest, triton_refusal
@@ -264,7 +263,7 @@ def own_arguments(args: Any) -> Any:
     if args is None:
         return None
     args = copy.copy(args)
-    if args.logging_nan_inf_filter and upstream.has("last_logged"):  # see `DeferredMetrics.loss_to_log`
+    if args.logging_nan_inf_filter:  # see `DeferredMetrics.loss_to_log`
         args.logging_nan_inf_filter, args.filters_losses = False, True  # the latter for a trainer made with this copy
     args.dataloader_pin_memory = False  # the mover's ring is the pinned memory
     if args.enable_jit_checkpoint:

@@ -8,7 +8,9 @@ before the model was handed over and differ from their files (listed in the cove
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,7 +27,7 @@ from typing_extensions import override
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import everyone
-from hf_rocm_tune.cards.way import Way
+from hf_rocm_tune.cards.way import Stock, Way
 from hf_rocm_tune.cards.ways import way_of
 from hf_rocm_tune.data.loader import IN_ROW, Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
@@ -56,6 +58,7 @@ from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
 from hf_rocm_tune.train.arithmetic import ArithmeticChecks, Mode
 from hf_rocm_tune.train.device_memory import FragmentationCallback
+from hf_rocm_tune.train.events import surround
 from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
 from hf_rocm_tune.train.guard import MovementCallback, TrainingGuard
 from hf_rocm_tune.train.interrupt import HeartbeatCallback, InterruptCallback, StopRequests
@@ -197,7 +200,9 @@ class VerifiedTransferMixin(_Base):
         self._adapter_settings: AdapterSettings | None = None  # of a training
         self._keeping_checkpointing = 0  # micro-batches that are in their loss now: several in a pipeline
         self._num_items: Any = None  # label tokens of the current step
-        self._prepared: Any = None  # the batch that is being evaluated
+        self._generation: ExitStack | None = None  # while GRPO makes its batch
+        self._norm: Any = None  # of the gradients of this step, once they are clipped
+        self._watches_training = False
         self._tr_loss: Tensor
         self._interrupts = InterruptCallback(self.stop_requests)
         self._prefetch_batches = prefetch_batches
@@ -284,7 +289,7 @@ class VerifiedTransferMixin(_Base):
         # Before all others: a logging service sees only what an earlier callback has added to a log.
         self.callback_handler.callbacks.insert(0, MetricsCallback(self.transfer_report, telemetry))
         show(self)
-        self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)
+        surround(self, self._before_event, self._after_event)
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
@@ -294,7 +299,8 @@ class VerifiedTransferMixin(_Base):
         # Even with the device right, `model.to("cpu:0")` copies every weight that is on "cpu".
         self.accelerator.prepare_model = partial(self._prepare_in_place, self.accelerator.prepare_model)
         self.way.attach(self.accelerator, self.mover)
-        self.accelerator.clip_grad_norm_ = self._updates.clipping(self.accelerator.clip_grad_norm_, self._loss_scale)
+        clip = self._updates.clipping(self.accelerator.clip_grad_norm_, self._loss_scale)
+        self.accelerator.clip_grad_norm_ = partial(self._clip, clip)
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -333,7 +339,8 @@ class VerifiedTransferMixin(_Base):
 
     @override
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream; parameters with a learning rate of their own get their own groups."""
+        """As upstream, before it wraps the model; parameters with a learning rate of their own get their own groups."""
+        self._choose_recomputed()
         optimizer = super().create_optimizer(*arguments, **keywords)
         self._rates.split(self.model, optimizer)
         return optimizer
@@ -347,21 +354,23 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.enter(self.state.global_step, "training")
         with self.stop_requests.installed(), missing_metric_as_usage_error():
             resume_from_checkpoint = self._checkpoints.check_start(resume_from_checkpoint)
-            return super().train(resume_from_checkpoint, *arguments, **keywords)
+            self._watches_training = False
+            with self._checkpoints.resuming(resume_from_checkpoint) as given:
+                return super().train(given, *arguments, **keywords)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load_weights(
-            resume_from_checkpoint, partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
-        )
+        stock = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self._load_weights(self._checkpoints.resumed or resume_from_checkpoint, stock)
 
-    @override
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        self._choose_recomputed()
-        with self.way.wrapping(self.model, self._sentinel.check_replicas):
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.way.start(self.model_wrapped, self.optimizer, max_steps=max_steps)
-        step = self.state.global_step
+    def _begin_training(self) -> None:
+        """Model, optimizer and scheduler are made: load their states, and watch them from here on."""
+        self._watches_training = True
+        resumed, step, max_steps = self._checkpoints.resumed, self.state.global_step, self.state.max_steps
+        if resumed is not None:
+            self._checkpoints.load_states(resumed, "optimizer", "scheduler", "scaler")
+        self.way.start(self.model_wrapped, self.optimizer, self._sentinel.check_replicas, max_steps=max_steps)
+        self._metrics_queue.logged_at(step)
         self._replays.prepare()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         own = is_foreign(type(self)) or any(is_foreign(type(each)) for each in self.callback_handler.callbacks)
@@ -369,20 +378,7 @@ class VerifiedTransferMixin(_Base):
         self._updates.watch(self.optimizer, names, schedule)
         self._adapter_settings = AdapterSettings(self.model)
         self._arithmetic.prepare(self, lambda: self._sentinel.check_all(step, "their checksums are computed"))
-        self._recovery.prepare(stop=self._on_oom == "stop", resumed=bool(resume_from_checkpoint))
-        return prepared
-
-    @override
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self._checkpoints.load_states(checkpoint, super()._load_optimizer_and_scheduler, "optimizer", "scheduler")
-
-    @override
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        self._checkpoints.load_states(checkpoint, super()._load_scaler, "scaler")
-
-    @override
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        self._checkpoints.load_states(checkpoint, super()._load_rng_state, "rng_state")
+        self._recovery.prepare(stop=self._on_oom == "stop", resumed=resumed is not None)
 
     # ---- batches --------------------------------------------------------------------------------------------
 
@@ -410,32 +406,34 @@ class VerifiedTransferMixin(_Base):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """As upstream, at the start of an optimizer step; iterating over the list starts the transfers."""
+        if self.is_in_train and not self._watches_training:
+            raise UsageError("the callbacks that the trainer was made with are gone: add_callback and remove_callback")
         self._guard.begin_step()
         self._require_settings()
         self._arithmetic.begin_step(self.state.global_step + 1)
         self._replays.begin_step(self.state.global_step + 1)
         self._loss_before = self._tr_loss.clone()  # upstream adds each micro-step's loss to it in place
         self._recovery.begin_step()
-        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        self._num_items = self._count_items(batches)
         window = self._training_prefetch.window(batches)
         self.way.begin_step(window)
-        self._num_items = count
-        return window, count
+        self._checkpoints.restore_random(within_epoch=True)
+        return window, self._num_items
 
-    @override
-    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Any:
+    def _count_items(self, batches: list[Batch]) -> Any:
         """Count label tokens in the host tensors, twice, from two memories: the device copies are not verified yet.
 
         Returns a device tensor of shape [], as upstream does, without a copy or a wait: ranks add up over gloo, and the
         number reaches the device as an argument of the kernel that fills the tensor.
         """
-        sources = [map_tensors(batch, self._source_of) for batch in batch_samples]
+        sources = [map_tensors(batch, self._source_of) for batch in batches]
         copies = [_with_own_labels(batch) for batch in sources]
         across = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False  # added up below
         try:
-            count = super()._get_num_items_in_batch(sources, _HOST)
-            again = super()._get_num_items_in_batch(copies, _HOST)
+            _, count = super().get_batch_samples(iter(sources), len(sources), _HOST)
+            _, again = super().get_batch_samples(iter(copies), len(copies), _HOST)
         finally:
             self.args.average_tokens_across_devices = across
         self.mover.require_unchanged(sources)
@@ -454,11 +452,11 @@ class VerifiedTransferMixin(_Base):
         """
         step = self.state.global_step + 1
         if step in self.skip_steps:
-            self._prepare_inputs(inputs)
+            self._verified_inputs(inputs)
             self._zero_missing_gradients()
             return torch.zeros((), device=self.args.device)
         self._crashes.crash_if_due(step, directory=Path(self.args.output_dir), run_id=self.run_id)
-        stock = super().training_step
+        stock: Stock = self._verified_step
         whole = self._recovery.divisor == 1
         if whole and (stepping := self.way.stepping(stock)) is not stock:
             stock = stepping
@@ -476,11 +474,15 @@ class VerifiedTransferMixin(_Base):
         self._guard.add_loss(loss)
         return self._metrics_queue.loss_to_log(loss)
 
-    @override
-    def _prepare_inputs(self, inputs: Batch) -> Batch:
-        """The last check: every tensor is verified before ``forward`` sees it."""
-        if inputs is self._prepared:  # upstream prepares an evaluated batch once more
-            return inputs
+    def _verified_step(self, model: nn.Module, inputs: Any, num_items: Any = None) -> Tensor:
+        """Upstream's micro-step, with verified inputs."""
+        inputs = self._verified_inputs(inputs)
+        with self._generating(inputs):
+            loss: Tensor = super().training_step(model, inputs, num_items)
+        return loss
+
+    def _verified_inputs(self, inputs: Any) -> Any:
+        """The last check: every tensor is verified before ``forward`` sees it. Returns the inputs on the device."""
         self.mover.step = self.state.global_step + 1
         self.mover.settle(inputs)
         unknown = {name: each for name, each in named_tensors(inputs) if self.mover.provenance(each) is None}
@@ -494,45 +496,66 @@ class VerifiedTransferMixin(_Base):
             self.mover.require_unchanged(unknown)
             inputs = self.mover.begin(inputs)
             self.mover.settle(inputs)
-        # GRPO builds its batch from prompts in this thread: it generates, reads, scores and sends the rows.
-        generates = not isinstance(inputs, Mapping)
-        with ExitStack() as stack:
-            if generates:
-                stack.enter_context(self.mover.copies_as("batches"))
-                stack.enter_context(self._arithmetic.paused())
-            batch: Batch = super()._prepare_inputs(inputs)
-        if not generates:
-            batch.pop(IN_ROW, None)  # not the model's
-        self._sentinel.use_batch(batch)
-        if generates:
+        if not isinstance(inputs, Mapping):  # prompts
+            return inputs
+        if IN_ROW in inputs:  # not the model's
+            kept = {name: each for name, each in inputs.items() if name != IN_ROW}
+            inputs = type(inputs)(kept)  # type: ignore[call-arg]  # as transformers does
+        self._sentinel.use_batch(inputs)
+        return inputs
+
+    @contextmanager
+    def _generating(self, inputs: Any) -> Iterator[None]:
+        """GRPO builds its batch from prompts in this thread, before the loss: it generates, reads, scores and sends."""
+        if isinstance(inputs, Mapping):
+            yield
+            return
+        with ExitStack() as self._generation:
+            self._generation.callback(setattr, self, "_generation", None)
+            self._generation.enter_context(self.mover.copies_as("batches"))
+            self._generation.enter_context(self._arithmetic.paused())
+            yield
+
+    def _end_generation(self, batch: Any) -> None:
+        if self._generation is not None:
+            self._generation.close()
+            self._sentinel.use_batch(batch)
             self._choose_recomputed()  # generation turned checkpointing off and on again, for all layers
-        return batch
 
     @override
-    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; the mean of a part of a micro-batch is weighted by the part's labels."""
+        self._end_generation(inputs)
         with (
             self._metrics_queue.deferring(),
             self._keep_checkpointing_choice(),
             self.loss_way(),
             as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
-            result = super().compute_loss(*arguments, **keywords)
+            result = super().compute_loss(model, inputs, *arguments, **keywords)
         factor = self._recovery.loss_factor
         if factor == 1.0:
             return result
         return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
 
-    @override
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """As upstream. The trained state is checked here, before the optimizer uses it, and the step is judged."""
+    def _clip(self, clip: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """``Accelerator.clip_grad_norm_``, whose norm is judged before the update."""
+        self._norm = clip(*arguments, **keywords)
+        return self._norm
+
+    def _judge_step(self) -> None:
+        """The last function before the optimizer: the trained state is checked, and the step is judged."""
+        model = self.model_wrapped
+        norm, self._norm = self._norm, None
+        if norm is None:  # upstream has its own clipping for tensors that are sharded in different ways
+            norm = _norm_of(model, self.args.device)
         self._sentinel.look()
         self._require_settings()
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         judges, can_repeat = (self._arithmetic, self._replays, self._updates), self._recovery.has_start
         while self._guard.judge(model, norm, self._sentinel.settle, *judges, can_repeat=can_repeat):
-            norm = self._repeat_step(model)
-        return norm
+            again = self._repeat_step(model)
+            with torch.no_grad():
+                norm.copy_(again)  # the tensor that upstream logs
 
     def _repeat_step(self, model: nn.Module) -> Any:
         """Compute the optimizer step again, as if for the first time. Returns the norm of its clipped gradients."""
@@ -541,16 +564,16 @@ class VerifiedTransferMixin(_Base):
             upstream.read("float16_scaling", self.accelerator.scaler).clear()
         compare = partial(self._replays.compare, model, again=True)
         with self._replays.watching_attention():
-            losses = self._recovery.repeat(super().training_step, model, self._num_items, compare)
+            losses = self._recovery.repeat(self._verified_step, model, self._num_items, compare)
         self._sentinel.look_at_batches()
         self.way.check(step=self.state.global_step + 1, synced=True)
         self._tr_loss = self._loss_before.clone()
         for one in losses:
             self._guard.add_loss(one)
             self._tr_loss += self._metrics_queue.loss_to_log(one)
-        limit = self.args.max_grad_norm
-        norm = self.accelerator.clip_grad_norm_(model.parameters(), limit) if limit > 0 else None
-        return super()._get_grad_norm(model, grad_norm=norm)
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or math.inf)
+        self._norm = None
+        return norm
 
     @override
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
@@ -586,10 +609,9 @@ class VerifiedTransferMixin(_Base):
     @override
     def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; the weights that FSDP2 gathered for it are checked."""
-        if not isinstance(inputs, list):  # TRL's ORPO does not prepare its inputs, GRPO's are a list
-            self._prepared = inputs = self._prepare_inputs(inputs)
-        result = super().prediction_step(model, inputs, *arguments, **keywords)
-        self._prepared = None
+        inputs = self._verified_inputs(inputs)
+        with self._generating(inputs):
+            result = super().prediction_step(model, inputs, *arguments, **keywords)
         self._sentinel.look_at_batches()
         self._sentinel.settle_older(self.state.global_step)
         self.way.check(step=self.state.global_step, synced=False)
@@ -599,32 +621,25 @@ class VerifiedTransferMixin(_Base):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream; metrics that TRL has recorded since the last log are computed and read first."""
         self._metrics_queue.settle()
+        if "loss" in logs and start_time is not None:  # upstream's own, not a callback's
+            self._metrics_queue.logged_at(self.state.global_step)
         super().log(logs, start_time)
-
-    @override
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        # With save_strategy="best" this alone decides whether to save, and would cancel a requested save.
-        return bool(super()._determine_best_metric(metrics, trial)) or self._interrupts.save_wanted
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.beat("save")
-        final = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._interrupts.saving(self.args)
+        final = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._checkpoints.save(partial(super()._save_checkpoint, model, trial), final)
         self.beat("between")
-
-    @override
-    def _get_output_dir(self, trial: Any) -> str:
-        staging = self._checkpoints.staging
-        return str(staging) if staging is not None else super()._get_output_dir(trial)
 
     @override
     def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
         """As upstream, unless a writer of ours was given."""
         if self._readme_writer is None:
-            self._checkpoints.attempt(partial(super().create_model_card, *arguments, **keywords))
+            self._checkpoints.write_card(super().create_model_card, *arguments, **keywords)
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -771,7 +786,7 @@ class VerifiedTransferMixin(_Base):
             if not self._keeping_checkpointing:
                 del model.gradient_checkpointing_disable, model.gradient_checkpointing_enable
 
-    def _load_weights(self, checkpoint: str, stock: Callable[[], None]) -> None:
+    def _load_weights(self, checkpoint: str | Path, stock: Callable[[], None]) -> None:
         directory = Path(checkpoint)
         self._checkpoints.load_weights(directory, stock)
         for parameter in self.model.parameters():
@@ -791,19 +806,27 @@ class VerifiedTransferMixin(_Base):
         last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         return map_tensors(data, lambda each: each[:last])
 
-    def _call_event(self, stock: Callable[..., Any], event: str, *arguments: Any, **keywords: Any) -> Any:
-        """Calls the callbacks of an event. What a user's callback writes to trained weights becomes their new state."""
-        written = has_writer(event, *map(type, self.callback_handler.callbacks))
-        if written and event != "on_optimizer_step":  # the update has just changed them
-            self._sentinel.look()
-        if written:
+    def _before_event(self, event: str) -> None:
+        if event == "on_train_begin":
+            self._begin_training()
+        elif event == "on_pre_optimizer_step":
+            self._judge_step()
+        if self._has_writer(event):
+            if event != "on_optimizer_step":  # the update has just changed them
+                self._sentinel.look()
             self._sentinel.mark()
-        result = stock(event, *arguments, **keywords)
-        if written:
+
+    def _after_event(self, event: str) -> None:
+        """What a user's callback has written to trained weights becomes their new state."""
+        if self._has_writer(event):
             self._sentinel.take(event)
             if self._adapter_settings is not None:
                 self._adapter_settings.adopt()
-        return result
+        if event == "on_epoch_begin":
+            self._checkpoints.restore_random(within_epoch=False)
+
+    def _has_writer(self, event: str) -> bool:
+        return has_writer(event, *map(type, self.callback_handler.callbacks))
 
     def _not_covered(self) -> str | None:
         """A message on what ``verify="full"`` does not reach and the user has not consented to; None if nothing."""
@@ -844,6 +867,13 @@ class VerifiedTransferMixin(_Base):
 
 class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
     """Supervised fine-tuning in which every weight and batch is verified on its way to the device."""
+
+
+def _norm_of(model: nn.Module, device: torch.device) -> Tensor:
+    """The norm of this rank's parts of all gradients, shape []."""
+    gradients = [local(each.grad) for each in model.parameters() if each.grad is not None]
+    norms = [torch.linalg.vector_norm(each).to(device) for each in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 
 
 def _with_own_labels(batch: Any) -> Any:

@@ -44,7 +44,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.software import missing_for_triton
 from hf_rocm_tune.paths import cache_directory
 from hf_rocm_tune.transfer.interception import own_copies
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, dense
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, dense, plain
 
 BLOCK_WORDS = 1 << 16
 """Words per block of the definition; also the host's working set: 256 KiB of input, 512 KiB of table."""
@@ -113,7 +113,7 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
 
 def from_sums(sums: Tensor, nbytes: int) -> Digest:
     """The digest from the int64[2] tensor of `digest_on_device`; waits for the device."""
-    with torch._C.DisableTorchFunction(), own_copies():
+    with own_copies():
         s1, s2 = sums.tolist()
     return Digest(s1 & _M64, s2 & _M64, nbytes)
 
@@ -141,6 +141,7 @@ class TensorGroup:
         return torch.cat(words).view(torch.uint8)
 
 
+_HOST = torch.device("cpu")
 _READINGS = 8  # of digests that differ each time they are read
 
 
@@ -159,11 +160,11 @@ class QueuedDigests:
             if device.type == "cpu":
                 self._found.update((at, Digest(*_host_sums(_bytes_of(each)), each.nbytes)) for at, each in mine)
                 continue
-            with torch.cuda.device(device), torch.inference_mode(False), torch._C.DisableTorchFunction(), own_copies():
+            with torch.cuda.device(device), torch.inference_mode(False), own_copies():
                 sums = torch.zeros(len(mine), 2, dtype=torch.int64, device=device)
                 for row, (_, each) in zip(sums, mine, strict=True):
                     _chosen(device)[0](_bytes_of(each), 0, row)
-                landing = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
+                landing = torch.empty(sums.shape, dtype=torch.int64, device=_HOST, pin_memory=True)
                 landing.copy_(sums, non_blocking=True)
                 event = torch.cuda.current_stream(device).record_event()
             rows = [(at, each.nbytes) for at, each in mine]
@@ -202,7 +203,7 @@ class QueuedDigests:
 
 
 def _bytes_of(tensor: Tensor | TensorGroup) -> Tensor:
-    return tensor.joined() if isinstance(tensor, TensorGroup) else as_bytes(dense(tensor))
+    return tensor.joined() if isinstance(tensor, TensorGroup) else as_bytes(dense(plain(tensor)))
 
 
 def _host_sums(flat: Tensor, index: int = 0, copy_to: Tensor | None = None) -> tuple[int, int]:

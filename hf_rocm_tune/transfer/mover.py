@@ -42,6 +42,7 @@ from hf_rocm_tune.transfer.raw_bytes import (
     named_tensors,
     not_plain,
     ordinary,
+    plain,
     storage_bytes,
     tree_tensors,
     typed_view,
@@ -229,11 +230,11 @@ class Mover:
         `STAGES`, None: that of `copies_as`.
         """
         where = in_file(source)
-        with torch._C.DisableTorchFunction():  # a subclass is sent as plain data
-            order = memory_order(target)
-            in_a_row = target.detach() if order is None else target.detach().permute(order)
-            sent = _as_copied(source, target)
-            sent = dense(sent if order is None else sent.permute(order))
+        target, source = plain(target), plain(source)
+        order = memory_order(target)
+        in_a_row = target.detach() if order is None else target.detach().permute(order)
+        sent = _as_copied(source, target)
+        sent = dense(sent if order is None else sent.permute(order))
         exact = where is not None and sent.data_ptr() == source.data_ptr()
         name = where.tensor if where is not None else described(target, origin)
         segment = Segment(name, sent, 0, where.file if where is not None else None)
@@ -268,16 +269,16 @@ class Mover:
         ``stage`` as for `deliver`.
         """
         self._check_open()
-        with torch._C.DisableTorchFunction():
-            sent, order = _as_copied(source, target), memory_order(target)
-            if order is not None:
-                in_a_row = target.detach().permute(order)
-                self._collect_bytes(as_bytes(in_a_row), sent.permute(order).contiguous(), origin, stage)
-                return
-            with ordinary():
-                host = torch.empty(target.shape, dtype=target.dtype)
-            self._collect_bytes(as_bytes(host), sent.contiguous(), origin, stage)
-            target.copy_(host)
+        target, source = plain(target), plain(source)
+        sent, order = _as_copied(source, target), memory_order(target)
+        if order is not None:
+            in_a_row = target.detach().permute(order)
+            self._collect_bytes(as_bytes(in_a_row), sent.permute(order).contiguous(), origin, stage)
+            return
+        with ordinary():
+            host = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        self._collect_bytes(as_bytes(host), sent.contiguous(), origin, stage)
+        target.copy_(host)
 
     def _collect_bytes(self, target: Tensor, source: Tensor, origin: str, stage: str | None) -> None:
         how = {"name": described(source, origin), "stage": stage or self._copies_stage, "origin": origin}
@@ -292,13 +293,13 @@ class Mover:
         The driver's copy is tried first. One that arrived wrong is repeated through the host, and after three of them
         all copies take that way.
         """
-        with torch._C.DisableTorchFunction():
-            sent = _as_copied(source, target).contiguous()
+        target, source = plain(target), plain(source)
+        sent = _as_copied(source, target).contiguous()
         direct = self._direct_failures < _DIRECT_FAILURES
         if direct and self._receive_directly(target, sent, origin):
             return
         with ordinary():
-            host = torch.empty(sent.shape, dtype=sent.dtype)
+            host = torch.empty(sent.shape, dtype=sent.dtype, device="cpu")
         sending.collect(host, sent, origin=origin, stage=BETWEEN_CARDS)
         self.deliver(target, host, origin=origin, stage=BETWEEN_CARDS)
         if direct:

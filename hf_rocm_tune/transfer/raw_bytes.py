@@ -23,6 +23,11 @@ def ordinary() -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _HERE
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor in torch's own class, of the same memory, without a graph: a subclass may redefine operations."""
+    return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor).detach()
+
+
 def not_plain(tensor: Tensor) -> str:
     """Why a tensor has no plain bytes; empty if it has."""
     if tensor.layout is not torch.strided or tensor.is_quantized:

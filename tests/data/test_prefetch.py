@@ -51,7 +51,7 @@ def prepared(prefetch: Prefetch, rows: int) -> Any:
 
 
 def use(mover: Mover, batch: Any) -> int:
-    """What the guard in `_prepare_inputs` does, and the row's number."""
+    """What the guard in `_verified_inputs` does, and the row's number."""
     here = mover.begin(batch)
     mover.settle(here)
     assert mover.was_verified(here)

@@ -4,7 +4,7 @@ On a CPU every tensor is on "cpu", so "moved" is defined by storage and not by d
 with an evaluation, and in the same run resumed in mid-epoch:
 
 1. each tensor that reaches ``forward`` as an input has crossed through the mover and has its verdict;
-2. no tensor reaches the guard in `_prepare_inputs` unknown: the loaders have sent everything, the guard is idle;
+2. no tensor reaches the guard in `_verified_inputs` unknown: the loaders have sent everything, the guard is idle;
 3. each parameter, buffer and quantisation table is transferred or derived at every ``forward``;
 4. no storage that is part of the model or of a batch came from a *move* outside the mover: ``to`` or ``cuda`` with a
    device that gave other memory, ``torch.tensor`` and its like with a device, or a ``copy_`` into it from memory that
@@ -121,14 +121,14 @@ def counted(trainer: Any, census: Census) -> Iterator[None]:
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         census.judge(trainer.model, [args, {k: v for k, v in kwargs.items() if k in ("input_ids", "labels")}])
 
-    guard = trainer._prepare_inputs
+    guard = trainer._verified_inputs
 
     def prepare_inputs(inputs: Any) -> Any:
         if any(census.mover.provenance(tensor) is None for tensor in tree_tensors(inputs)):
             census.found.add("a batch reached the guard unknown to the mover")
         return guard(inputs)
 
-    trainer._prepare_inputs = prepare_inputs
+    trainer._verified_inputs = prepare_inputs
     hook = trainer.model.register_forward_pre_hook(before_forward, with_kwargs=True)
     try:
         yield
@@ -233,7 +233,8 @@ class StockPlacement(VerifiedSFTTrainer):
 class StockResume(VerifiedSFTTrainer):
     """Reads the adapter back as upstream does."""
 
-    _load_from_checkpoint = SFTTrainer._load_from_checkpoint
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        SFTTrainer._load_from_checkpoint(self, str(self._checkpoints.resumed), model)
 
 
 def test_the_census_sees_loaders_that_send_nothing(run: Callable[..., Census]) -> None:

@@ -76,7 +76,7 @@ def _measure(trainer: VerifiedSFTTrainer, *, isolated: bool) -> Losses:
     outputs: list[Any] = []
     trainer.model.register_forward_hook(lambda _module, _arguments, output: outputs.append(output))
     for batch in trainer.get_train_dataloader():
-        inputs = trainer._prepare_inputs(batch)
+        inputs = trainer._verified_inputs(batch)
         if not isolated:
             inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
         with torch.no_grad():

@@ -85,7 +85,7 @@ def test_a_forked_worker_does_not_take_the_signal_for_its_own() -> None:
 def step(callback: InterruptCallback, output: Path, number: int, *, write: bool) -> bool:
     """One step and, if it was asked for, its save; False where nothing was asked for."""
     args, state = (
-        SimpleNamespace(output_dir=str(output)),
+        SimpleNamespace(output_dir=str(output), save_strategy="steps"),
         SimpleNamespace(global_step=number, is_world_process_zero=True),
     )
     control = TrainerControl()

@@ -194,7 +194,8 @@ def _compare(model: Path, tmp_path: Path) -> None:
     assert logs[0] == logs[1], logs
     logged = sum("loss" in row for row in logs[1])
     stock, ours = (count["metrics"] for count in counts)
-    assert stock >= 2 * 4 * logged and ours <= logged + 1, (stock, ours, logged)
+    at_once = stock // 2  # the second of an epoch's two steps has the batch of which rows are cut
+    assert stock >= 2 * 4 * logged and ours <= at_once + logged + 1, (stock, ours, logged)
 
 
 def _counted(gather: Callable[..., Any], counts: list[Counter[str]]) -> Callable[..., Any]:

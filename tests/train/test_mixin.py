@@ -111,13 +111,13 @@ def test_label_tokens_are_counted_as_upstream_counts_them_before_any_verdict(mak
     window = [next(iterator) for _ in range(3)]
     # Two are on their way, the third is a host tensor until its turn.
     assert [trainer.mover.is_pending(batch["labels"]) for batch in window] == [True, True, False]
-    count = trainer._get_num_items_in_batch(window, trainer.args.device)
-    window = [trainer._prepare_inputs(batch) for batch in window]
+    count = trainer._count_items(window)
+    window = [trainer._verified_inputs(batch) for batch in window]
     stock = Trainer._get_num_items_in_batch(trainer, window, trainer.args.device)
     assert int(count) == int(stock) == sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
-    assert trainer._get_num_items_in_batch([], trainer.args.device) is None
+    assert trainer._count_items([]) is None
     unlabelled = [{"input_ids": batch["input_ids"]} for batch in window]
-    assert trainer._get_num_items_in_batch(unlabelled, trainer.args.device) is None
+    assert trainer._count_items(unlabelled) is None
 
 
 def test_tensors_that_the_loader_never_saw_are_verified_by_the_guard(make: Make) -> None:
@@ -139,7 +139,7 @@ def test_tensors_that_the_loader_never_saw_are_verified_by_the_guard(make: Make)
 def test_a_nested_batch_is_verified_to_its_leaves(make: Make) -> None:
     trainer = make()
     batch = {"a": [torch.ones(2), (torch.zeros(3), {"b": torch.arange(4)})], "text": "kept", "none": None}
-    prepared = trainer._prepare_inputs(batch)
+    prepared = trainer._verified_inputs(batch)
     assert all(was_verified(tensor) for tensor in tree_tensors(prepared))
     assert (prepared["text"], prepared["none"]) == ("kept", None)
 
