@@ -3,8 +3,9 @@
 TRL's ``compute_loss`` gathers and reads each metric at once: several collectives and waits in each micro-step. Within
 `DeferredMetrics.deferring` gathers return a `Deferred`; `settle` evaluates all of them with TRL's own operations in its
 own order, so the values are bit-identical, with one gather and one read. An operation that a `Deferred` does not know
-reads it at once, as stock does: slower, and right in any version of TRL. So is the last step of an epoch, from whose batches
-`gather_for_metrics` takes the rows that fill them up. Only for `TRAINERS`: KTO and GRPO compute with what they gather.
+reads it at once, as stock does: slower, and right in any version of TRL. So is the last step of an epoch, of
+whose batches `gather_for_metrics` cuts what fills them up. Only for `TRAINERS`: KTO and GRPO compute with what they
+gather.
 """
 
 from __future__ import annotations
