@@ -555,7 +555,7 @@ class VerifiedTransferMixin(_Base):
         while self._guard.judge(model, norm, self._sentinel.settle, *judges, can_repeat=can_repeat):
             again = self._repeat_step(model)
             with torch.no_grad():
-                norm.copy_(again)  # the tensor that upstream logs
+                norm.copy_(again)  # device: within one; it is the tensor that upstream logs
 
     def _repeat_step(self, model: nn.Module) -> Any:
         """Compute the optimizer step again, as if for the first time. Returns the norm of its clipped gradients."""
@@ -872,7 +872,7 @@ class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
 def _norm_of(model: nn.Module, device: torch.device) -> Tensor:
     """The norm of this rank's parts of all gradients, shape []."""
     gradients = [local(each.grad) for each in model.parameters() if each.grad is not None]
-    norms = [torch.linalg.vector_norm(each).to(device) for each in gradients]
+    norms = [torch.linalg.vector_norm(each) for each in gradients]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 
 
